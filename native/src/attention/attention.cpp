@@ -1,0 +1,154 @@
+// Attention of queries over dense or cached keys: how the work is cut, and the C interface.
+#include <atomic>
+
+#include "../team.h"
+#include "worker.h"
+
+namespace onward::attention {
+namespace {
+
+// Rows of a unit: enough that laying out a block costs little beside using it, few enough that their
+// state stays in the second level cache.
+constexpr int64_t kUnitRows = 256;
+constexpr int64_t kUnitQueries = 64;
+// Segments of few rows may be spread over the team, each with a state of its own until the merge.
+constexpr int64_t kSpreadRows = 32;
+
+class Plan {
+ public:
+  explicit Plan(const Problem& p) : p_(p) {
+    const int64_t fit = kUnitRows / p.group();
+    queries_ = fit < 1 ? 1 : fit < kUnitQueries ? fit : kUnitQueries;
+    if (queries_ > p.queries) queries_ = p.queries;
+    chunks_ = ceil_div(p.queries, queries_);
+    int64_t longest = 0;
+    for (int64_t row = 0; row < p.batch; ++row) {
+      const int64_t end = p.span(row, p.queries - 1).last;
+      if (end > longest) longest = end;
+    }
+    segments_ = ceil_div(longest, kSegment);
+  }
+
+  int64_t units() const { return p_.batch * p_.kv_heads * chunks_; }
+  int64_t segments() const { return segments_; }
+  int64_t rows() const { return queries_ * p_.group(); }
+
+  // Later queries see more: they come first, so that the last unit to finish is a short one.
+  Unit unit(int64_t index) const {
+    const int64_t per_chunk = p_.batch * p_.kv_heads;
+    const int64_t first = (chunks_ - 1 - index / per_chunk) * queries_;
+    const int64_t left = p_.queries - first;
+    return {index % per_chunk / p_.kv_heads, index % p_.kv_heads, first,
+            left < queries_ ? left : queries_};
+  }
+
+  // Too few units to keep the team busy, and something to share.
+  bool spread() const {
+    return units() < 4 * num_threads() && segments_ > 1 && rows() <= kSpreadRows;
+  }
+
+ private:
+  const Problem& p_;
+  int64_t queries_, chunks_, segments_;
+};
+
+template <class T>
+Status run_units(const Problem& p, const Plan& plan) {
+  std::atomic<bool> ok{true};
+  parallel_for(plan.units(), 1, [&](int64_t begin, int64_t end) {
+    Worker<T> worker(p, plan.rows());
+    if (!worker.ok()) ok = false;
+    for (int64_t i = begin; i < end && worker.ok(); ++i) worker.run(plan.unit(i));
+  });
+  return ok ? kOk : kOutOfMemory;
+}
+
+// The segments of every unit as items of their own, then their merge in order: the same steps as
+// Worker::run.
+template <class T>
+Status run_segments(const Problem& p, const Plan& plan) {
+  const int64_t segments = plan.segments(), padded = round_up(p.dim, 32);
+  const int64_t floats = round_up(State::floats(plan.rows(), padded), 16);
+  auto* memory = static_cast<float*>(scratch(
+      kScratchActivations, plan.units() * segments * floats * int64_t(sizeof(float))));
+  if (memory == nullptr) return kOutOfMemory;
+  const auto state = [&](int64_t unit, int64_t segment) {
+    return State::in(memory + (unit * segments + segment) * floats, plan.rows(), padded);
+  };
+  std::atomic<bool> ok{true};
+  parallel_for(plan.units() * segments, 1, [&](int64_t begin, int64_t end) {
+    Worker<T> worker(p, plan.rows());
+    if (!worker.ok()) ok = false;
+    for (int64_t i = begin; i < end && worker.ok(); ++i) {
+      worker.run_segment(plan.unit(i / segments), i % segments * kSegment,
+                         state(i / segments, i % segments));
+    }
+  });
+  parallel_for(ok ? plan.units() : 0, 4, [&](int64_t begin, int64_t end) {
+    Worker<T> worker(p, plan.rows());
+    if (!worker.ok()) ok = false;
+    for (int64_t i = begin; i < end && worker.ok(); ++i) {
+      worker.merge_and_finish(plan.unit(i), segments, [&](int64_t s) { return state(i, s); });
+    }
+  });
+  return ok ? kOk : kOutOfMemory;
+}
+
+bool valid(const Problem& p) {
+  if (p.batch < 0 || p.queries < 0 || p.positions < 0 || p.dim <= 0 || p.window < 0) return false;
+  if (p.kv_heads <= 0 || p.heads <= 0 || p.heads % p.kv_heads != 0) return false;
+  for (int64_t row = 0; p.offsets != nullptr && row < p.batch; ++row) {
+    if (p.offsets[row] < 0 || p.offsets[row] + p.queries > p.positions) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Status attend(const Problem& p) {
+  if (!valid(p)) return kBadArgument;
+  if (p.batch == 0 || p.queries == 0) return kOk;
+  const Plan plan(p);
+  Status status = kOk;
+  const bool known = with_dtype(p.dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    status = plan.spread() ? run_segments<T>(p, plan) : run_units<T>(p, plan);
+  });
+  return known ? status : kBadArgument;
+}
+
+}  // namespace onward::attention
+
+// The arguments of onward_attention; Python's copy: AttentionArguments in onward/native/interface.py.
+struct OnwardAttention {
+  int64_t batch, heads, kv_heads, queries, positions, dim;
+  const void *q, *keys, *values;  // [B, H, T, D], [B, G, S, D] twice
+  void* out;                      // [B, H, T, D]
+  // Of rows, heads, positions; in elements. Features are contiguous.
+  int64_t q_strides[3], keys_strides[3], values_strides[3], out_strides[3];
+  const int32_t* offsets;   // [B], or null: every query sees every key
+  int64_t window;           // 0: none
+  const float* mask;        // [B, H, T, S], added to the scores, or null
+  int64_t mask_strides[4];  // 0 where it repeats
+  const float* sinks;       // [H], or null
+  float scale;
+  int32_t dtype;
+};
+
+// softmax(q k^T * scale + mask) v. See problem.h for the definition.
+ONWARD_API int32_t onward_attention(const OnwardAttention* a) {
+  using namespace onward::attention;
+  const auto tensor = [](const void* data, const int64_t* strides) {
+    return Tensor{data, strides[0], strides[1], strides[2]};
+  };
+  Problem p;
+  p.dtype = a->dtype;
+  p.batch = a->batch, p.heads = a->heads, p.kv_heads = a->kv_heads;
+  p.queries = a->queries, p.positions = a->positions, p.dim = a->dim;
+  p.q = tensor(a->q, a->q_strides), p.out = tensor(a->out, a->out_strides);
+  p.keys = tensor(a->keys, a->keys_strides), p.values = tensor(a->values, a->values_strides);
+  p.offsets = a->offsets, p.window = a->window, p.scale = a->scale;
+  p.mask = {a->mask, a->mask_strides[0], a->mask_strides[1], a->mask_strides[2], a->mask_strides[3]};
+  p.sinks = a->sinks;
+  return attend(p);
+}

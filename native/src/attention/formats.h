@@ -1,0 +1,178 @@
+// What the terms of a sum are multiplied as: floats, which serve every element type, or pairs of
+// bf16, which one instruction of AVX-512 multiplies and adds into float32. Queries, weights and packed
+// values are laid out in words of 32 bits, each a float or a pair.
+#pragma once
+#include "../simd.h"
+#include "problem.h"
+
+namespace onward::attention {
+
+// Inner loops whose arrays must become registers: unrolled, inlined into one function each, and that
+// function kept apart, so that the compiler's choices do not change with what surrounds them.
+#define ONWARD_UNROLL_TILE _Pragma("GCC unroll 16")
+#define ONWARD_INLINE __attribute__((always_inline)) inline
+#define ONWARD_APART __attribute__((noinline))
+
+struct Floats {
+  using Vector = f32x16;
+  static constexpr int64_t kFeatures = 16;  // of a vector of keys and queries
+  static constexpr int64_t kPositions = 1;  // that a vector of values and a word of weights hold
+  static constexpr int kVectors = 1;        // of values that are read together
+
+  static f32x16 step(f32x16 sum, Vector a, Vector b) { return fma(a, b, sum); }
+
+  // Features d, …, d + 15 of a row, zeros past `dim`.
+  template <bool WHOLE, class T>
+  static Vector features(const T* row, int64_t d, int64_t dim) {
+    return WHOLE ? load(row + d) : load_first(row + d, dim - d);
+  }
+  template <class T>
+  static void store_query(float* words, const T* row, int64_t d, int64_t dim) {
+    store(words, load_first(row + d, dim - d));
+  }
+
+  // Values of one position: 16 features in each vector.
+  template <bool WHOLE, class T>
+  static void values(const T* row, int64_t, int64_t d, int64_t dim, Vector (&vectors)[1]) {
+    vectors[0] = features<WHOLE>(row, d, dim);
+  }
+  static Vector words(const float* p) { return load(p); }
+  static void store_words(float* p, Vector v) { store(p, v); }
+  static Vector weight(const float* word) { return splat(*word); }
+  // Rounds weights to what the words can hold, stores them, returns them as stored.
+  static f32x16 store_weights(float* words, int64_t j, f32x16 weights) {
+    store(words + j, weights);
+    return weights;
+  }
+};
+
+template <class T>
+struct FormatOf {
+  using type = Floats;
+};
+
+#if defined(__AVX512F__)
+
+struct Bf16Pairs {
+  using Vector = i32x16;
+  static constexpr int64_t kFeatures = 32;
+  static constexpr int64_t kPositions = 2;
+  static constexpr int kVectors = 2;
+
+  static f32x16 step(f32x16 sum, Vector a, Vector b) { return dot_bf16(sum, a, b); }
+
+  template <bool WHOLE>
+  static Vector features(const Bf16* row, int64_t d, int64_t dim) {
+    if (WHOLE) return load_i32(row + d);
+    const int64_t left = dim - d;
+    const auto real = left >= 32 ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+    return {_mm512_maskz_loadu_epi16(real, row + d)};
+  }
+  static void store_query(float* words, const Bf16* row, int64_t d, int64_t dim) {
+    _mm512_storeu_si512(words, features<false>(row, d, dim).v);
+  }
+
+  // Values of two positions, paired: 16 features in each vector.
+  template <bool WHOLE>
+  static void values(const Bf16* row, int64_t stride, int64_t d, int64_t dim,
+                     Vector (&vectors)[2]) {
+    alignas(64) static constexpr int16_t kPairs[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5,
+                                                       37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42,
+                                                       11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(kPairs);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i a = features<WHOLE>(row, d, dim).v, b = features<WHOLE>(row + stride, d, dim).v;
+    vectors[0] = {_mm512_permutex2var_epi16(a, low, b)};
+    vectors[1] = {_mm512_permutex2var_epi16(a, high, b)};
+  }
+  static Vector words(const float* p) { return load_i32(p); }
+  static void store_words(float* p, Vector v) { _mm512_storeu_si512(p, v.v); }
+  static Vector weight(const float* word) {
+    int32_t pair;
+    std::memcpy(&pair, word, sizeof pair);
+    return splat(pair);
+  }
+  static f32x16 store_weights(float* words, int64_t j, f32x16 weights) {
+    Bf16* rounded = reinterpret_cast<Bf16*>(words) + j;
+    store(rounded, weights);
+    return load(rounded);
+  }
+};
+
+template <>
+struct FormatOf<Bf16> {
+  using type = Bf16Pairs;
+};
+
+#endif
+
+// Rows of the cache, one a position.
+template <class T>
+struct Rows {
+  const T* first = nullptr;
+  int64_t stride = 0;
+  const T* operator[](int64_t j) const { return first + j * stride; }
+};
+
+// A block of values as it lies in the cache, to be paired at every use: for a unit of one tile.
+template <class F, class T>
+struct ValueRows {
+  Rows<T> rows;
+  int64_t dim;
+
+  template <bool WHOLE>
+  ONWARD_INLINE void read(int64_t j, int64_t d, typename F::Vector (&vectors)[F::kVectors]) const {
+    F::template values<WHOLE>(rows[j], rows.stride, d, dim, vectors);
+  }
+};
+
+// The same packed: [64 / kPositions, padded dim] words. For units of many tiles.
+template <class F>
+struct PackedValues {
+  const float* packed;
+  int64_t dim, padded;
+
+  template <bool WHOLE>
+  ONWARD_INLINE void read(int64_t j, int64_t d, typename F::Vector (&vectors)[F::kVectors]) const {
+    const float* p = packed + j / F::kPositions * padded + d;
+    ONWARD_UNROLL_TILE for (int i = 0; i < F::kVectors; ++i) vectors[i] = F::words(p + i * 16);
+  }
+};
+
+// Packs the first `positions` values of a block.
+template <class F, class T>
+ONWARD_APART PackedValues<F> pack_values(const ValueRows<F, T>& values, int64_t positions, int64_t padded,
+                                   float* packed) {
+  constexpr int64_t kStep = F::kVectors * 16;
+  const int64_t whole = values.dim / kStep * kStep;
+  for (int64_t j = 0; j < positions; j += F::kPositions) {
+    float* p = packed + j / F::kPositions * padded;
+    typename F::Vector vectors[F::kVectors];
+    for (int64_t d = 0; d < values.dim; d += kStep) {
+      if (d < whole) {
+        values.template read<true>(j, d, vectors);
+      } else {
+        values.template read<false>(j, d, vectors);
+      }
+      for (int i = 0; i < F::kVectors; ++i) F::store_words(p + d + i * 16, vectors[i]);
+    }
+  }
+  return {packed, values.dim, padded};
+}
+
+// Asks for rows that will be read soon: the cache is walked in jumps between keys and values that the
+// processor does not foresee. The rows need not exist; a null first row means none. (GCC takes a
+// function that only fetches for one without effect and drops its calls, unless it must inline them.)
+template <class T>
+ONWARD_INLINE void fetch_rows(const Rows<T>& rows, int64_t begin, int64_t count, int64_t dim) {
+  if (rows.first == nullptr) return;
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t j = begin; j < begin + count; ++j) {
+    for (int64_t d = 0; d < dim; d += 2 * kLine) {
+      __builtin_prefetch(rows[j] + d, 0, 3);
+      __builtin_prefetch(rows[j] + d + kLine, 0, 3);
+    }
+  }
+}
+
+}  // namespace onward::attention

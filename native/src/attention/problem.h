@@ -1,0 +1,90 @@
+// What an attention call is about, and the vocabulary of this folder.
+//
+// Definition. Query t of row b and head h sees a range of key positions, its `Span`. Over that range,
+// with the scores s_j = q . k_j * scale + mask_j and the weights w_j = e^(s_j - max s),
+//   out = sum_j w_j v_j / (sum_j w_j + e^(sink_h - max s)).
+//
+// Exactness. The bits of an output depend on its own query, span, keys and values alone. Keys are
+// visited in blocks of 64 at absolute multiples of 64, in order of position, with a running maximum
+// (online softmax). Eight blocks make a segment: segments start afresh and are merged in order, so
+// that several threads may share one long row. A block or segment in which a query sees nothing does
+// not count at all. Places of a block that are computed though they are outside the span have a weight
+// of 0, which leaves every sum as it was.
+#pragma once
+#include <cstdint>
+
+#include "../api.h"
+
+namespace onward::attention {
+
+constexpr int64_t kBlock = 64;                // key positions
+constexpr int64_t kSegment = 8 * kBlock;
+
+struct Span {  // first, …, last - 1
+  int64_t first, last;
+  bool empty() const { return first >= last; }
+};
+
+inline Span overlap(Span a, Span b) {
+  return {a.first > b.first ? a.first : b.first, a.last < b.last ? a.last : b.last};
+}
+
+// A tensor of which the last axis, the features, is contiguous; strides in elements.
+struct Tensor {
+  const void* data;
+  int64_t batch_stride, head_stride, position_stride;
+
+  template <class T>
+  const T* at(int64_t batch, int64_t head, int64_t position) const {
+    return static_cast<const T*>(data) + batch * batch_stride + head * head_stride +
+           position * position_stride;
+  }
+};
+
+struct Mask {  // float [batch, heads, queries, positions]; a stride of 0 repeats
+  const float* data;
+  int64_t batch_stride, head_stride, query_stride, position_stride;
+
+  const float* at(int64_t batch, int64_t head, int64_t query) const {
+    if (data == nullptr) return nullptr;
+    return data + batch * batch_stride + head * head_stride + query * query_stride;
+  }
+};
+
+struct Problem {
+  int32_t dtype;  // of q, keys, values and out
+  int64_t batch, heads, kv_heads, queries, positions, dim;
+  Tensor q, keys, values, out;
+  const int32_t* offsets;  // [batch]: causal, query t of row b at position offsets[b] + t; null: not
+  int64_t window;          // positions a causal query sees, itself included; 0: all
+  float scale;
+  Mask mask;           // data null: none
+  const float* sinks;  // [heads], or null
+
+  int64_t group() const { return heads / kv_heads; }
+
+  Span span(int64_t row, int64_t query) const {
+    if (offsets == nullptr) return {0, positions};
+    const int64_t end = offsets[row] + query + 1;
+    return {window > 0 && end > window ? end - window : 0, end};
+  }
+};
+
+// What a query has seen so far of a segment or of its span.
+struct State {
+  float* max;   // [rows]; -inf before the first key
+  float* sum;   // [rows, 16]: the sum of weights, in 16 lanes
+  float* out;   // [rows, padded dim]: the weighted sum of values
+  int64_t dim;  // padded
+
+  static int64_t floats(int64_t rows, int64_t dim) { return round_up(rows, 16) + rows * (16 + dim); }
+  static State in(float* memory, int64_t rows, int64_t dim) {
+    float* sum = memory + round_up(rows, 16);
+    return {memory, sum, sum + rows * 16, dim};
+  }
+  State from_row(int64_t row) const { return {max + row, sum + row * 16, out + row * dim, dim}; }
+};
+
+Status attend(const Problem& problem);
+
+}  // namespace onward::attention

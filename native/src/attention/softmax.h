@@ -1,0 +1,119 @@
+// From the scores of a tile and a block to weights, with a running maximum (Milakov & Gimelshein,
+// arXiv 1805.02867), and the merge of two states.
+#pragma once
+#include <limits>
+
+#include "../simd_math.h"
+#include "formats.h"
+
+namespace onward::attention {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// A query that has seen nothing has the maximum -inf: its scores are compared with 0 instead, for
+// (-inf) - (-inf) would be NaN and the weight must be 0.
+inline float reference_of(float max) { return max == -kInfinity ? 0.0f : max; }
+inline f32x16 reference_of(f32x16 max) {
+  return select(less(splat(-kInfinity), max), max, zero_f32());
+}
+
+// min(limit, score) hides positions outside a span: 64 times -inf, 64 times +inf, 64 times -inf.
+struct Curtain {
+  alignas(64) float limits[3 * kBlock] = {};
+  constexpr Curtain() {
+    for (int64_t i = 0; i < 3 * kBlock; ++i) limits[i] = i / kBlock == 1 ? kInfinity : -kInfinity;
+  }
+  // Of places j … j + 15 of a block of which [first, last) is seen.
+  f32x16 at(Span seen, int64_t j) const {
+    return min(load(limits + kBlock - seen.first + j), load(limits + 2 * kBlock - seen.last + j));
+  }
+};
+inline constexpr Curtain kCurtain;
+
+// 16 entries of a mask from position `j` on; what lies past the keys counts as 0.
+inline f32x16 load_mask(const float* mask, int64_t stride, int64_t j, int64_t positions) {
+  const int64_t n = positions - j;
+  if (n <= 0) return zero_f32();
+  if (stride == 1) return load_first(mask + j, n);
+  float lanes[16] = {};
+  for (int64_t i = 0; i < 16 && i < n; ++i) lanes[i] = mask[(j + i) * stride];
+  return load(lanes);
+}
+
+// What a query sees of a block.
+struct View {
+  Span seen;           // in 0 … 64
+  const float* mask;   // at the block's first position, or null
+  int64_t mask_stride, mask_length;
+};
+
+// The scores of the first `positions` of a block to their final values in place; returns the largest.
+inline float finish_scores(float* scores, int64_t positions, float scale, const View& view) {
+  f32x16 largest = splat(-kInfinity);
+  for (int64_t j = 0; j < positions; j += 16) {
+    f32x16 score = mul(load(scores + j), splat(scale));
+    if (view.mask != nullptr) {
+      score = add(score, load_mask(view.mask, view.mask_stride, j, view.mask_length));
+    }
+    // The operands' order turns NaN into the limit: out of the span it vanishes, within it the +inf
+    // makes the maximum infinite and the result NaN.
+    if (view.seen.first > 0 || view.seen.last < kBlock) {
+      score = min(score, kCurtain.at(view.seen, j));
+    }
+    store(scores + j, score);
+    largest = max(score, largest);
+  }
+  return highest(largest);
+}
+
+// Scores to weights, stored as words of F; adds them to the lanes of `sum`. What is divided by later
+// are the weights as rounded, which multiply the values: so the output stays between the smallest
+// and the largest value.
+template <class F, int VECTORS>
+inline void make_weights(const float* scores, float max, float decay, float* words, float* sum) {
+  const f32x16 reference = splat(reference_of(max));
+  f32x16 weights[4] = {zero_f32(), zero_f32(), zero_f32(), zero_f32()};
+  ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) {
+    weights[v] = exp(sub(load(scores + v * 16), reference));
+  }
+  ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) {
+    weights[v] = F::store_weights(words, v * 16, weights[v]);
+  }
+  const f32x16 added = add(add(weights[0], weights[1]), add(weights[2], weights[3]));
+  store(sum, fma(load(sum), splat(decay), added));
+}
+
+template <class F>
+inline void make_weights(const float* scores, int64_t positions, float max, float decay, float* words,
+                         float* sum) {
+  switch (positions / 16) {
+    case 4: return make_weights<F, 4>(scores, max, decay, words, sum);
+    case 3: return make_weights<F, 3>(scores, max, decay, words, sum);
+    case 2: return make_weights<F, 2>(scores, max, decay, words, sum);
+    default: return make_weights<F, 1>(scores, max, decay, words, sum);
+  }
+}
+
+// e^(before - after) for up to 16 rows.
+inline f32x16 decay_of(f32x16 before, f32x16 after) {
+  return exp(sub(before, reference_of(after)));
+}
+
+// Adds what a later segment saw to `total`.
+inline void merge(const State& total, const State& later, int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const float before = total.max[r], max = before < later.max[r] ? later.max[r] : before;
+    const f32x16 keep = decay_of(splat(before), splat(max));
+    const f32x16 take = decay_of(splat(later.max[r]), splat(max));
+    total.max[r] = max;
+    store(total.sum + r * 16,
+          fma(load(later.sum + r * 16), take, mul(load(total.sum + r * 16), keep)));
+    float* out = total.out + r * total.dim;
+    const float* more = later.out + r * total.dim;
+    for (int64_t d = 0; d < total.dim; d += 16) {
+      store(out + d, fma(load(more + d), take, mul(load(out + d), keep)));
+    }
+  }
+}
+
+}  // namespace onward::attention

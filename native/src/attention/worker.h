@@ -1,0 +1,294 @@
+// What one thread does: some neighbouring queries of one row of the batch, with all heads of one
+// group, over one segment of the keys of their key/value head, which is read once for all of them.
+#pragma once
+#include "../scratch.h"
+#include "softmax.h"
+#include "tile.h"
+
+namespace onward::attention {
+
+struct Unit {
+  int64_t row, kv_head, first_query, queries;
+};
+
+template <class T>
+class Worker {
+  using F = typename FormatOf<T>::type;
+
+ public:
+  // `rows` is the most a unit has. ok() is false where there is no memory.
+  Worker(const Problem& problem, int64_t rows)
+      : p_(problem),
+        group_(p_.group()),
+        padded_(round_up(p_.dim, 32)),
+        query_words_(ceil_div(p_.dim, F::kFeatures) * 16) {
+    // Every array begins on a cache line.
+    const int64_t sizes[] = {kBlock / F::kPositions * padded_,
+                             kTileRows * kBlock,
+                             kTileRows * kBlock,
+                             rows * query_words_,
+                             State::floats(rows, padded_),
+                             State::floats(rows, padded_),
+                             words_of<Query>(rows),
+                             words_of<Tile>(rows),
+                             words_of<T>(kBlock * padded_),
+                             words_of<T>(kBlock * padded_)};
+    int64_t words = 0;
+    for (int64_t size : sizes) words += round_up(size, 16);
+    auto* memory =
+        static_cast<float*>(scratch(kScratchWorker, words * int64_t(sizeof(float))));
+    ok_ = memory != nullptr;
+    if (!ok_) return;
+    const int64_t* size = sizes;
+    const auto next = [&] {
+      float* array = memory;
+      memory += round_up(*size++, 16);
+      return array;
+    };
+    packed_ = next(), scores_ = next(), weights_ = next(), panel_ = next();
+    segment_ = State::in(next(), rows, padded_), total_ = State::in(next(), rows, padded_);
+    queries_ = reinterpret_cast<Query*>(next()), tiles_ = reinterpret_cast<Tile*>(next());
+    partial_keys_ = reinterpret_cast<T*>(next()), partial_values_ = reinterpret_cast<T*>(next());
+  }
+
+  bool ok() const { return ok_; }
+
+  // All that the unit's queries see, written to the output.
+  void run(const Unit& unit) {
+    const Span seen = seen_by(unit);
+    int64_t start = seen.first / kSegment * kSegment;
+    run_segment(unit, start, total_);
+    while ((start += kSegment) < seen.last) {
+      run_segment(unit, start, segment_);
+      merge(total_, segment_, rows_of(unit));
+    }
+    finish(unit, total_);
+  }
+
+  // What the unit's queries see of the segment that begins at `start`, to `state`.
+  void run_segment(const Unit& unit, int64_t start, const State& state) {
+    const Span segment = overlap(seen_by(unit), {start, start + kSegment});
+    if (unit.queries > 1 && hides_poison(unit, segment)) {
+      for (int64_t i = 0; i < unit.queries; ++i) {
+        run_segment({unit.row, unit.kv_head, unit.first_query + i, 1}, start,
+                    state.from_row(i * group_));
+      }
+      return;
+    }
+    clear(state, rows_of(unit));
+    lay_out_queries(unit);
+    cut_tiles(unit);
+    for (int64_t at = segment.first / kBlock * kBlock; at < segment.last; at += kBlock) {
+      run_block(unit, at, segment, state);
+    }
+  }
+
+  // The end of run() where the segments, `segments` of them from position 0 on, have been run apart.
+  template <class StateOf>
+  void merge_and_finish(const Unit& unit, int64_t segments, StateOf&& state_of) {
+    const Span seen = seen_by(unit);
+    int64_t i = seen.first / kSegment;
+    const State total = state_of(i);
+    while (++i < segments && i * kSegment < seen.last) merge(total, state_of(i), rows_of(unit));
+    finish(unit, total);
+  }
+
+ private:
+  struct Query {  // of one head: a row of a unit. They are ordered by query, then by head.
+    Span span;
+    const float* mask;  // at position 0, or null
+  };
+  // Rows of a unit that go through the kernels together.
+  struct Tile {
+    int64_t first, rows;
+    Span seen;
+  };
+
+  template <class Element>
+  static int64_t words_of(int64_t count) {
+    return ceil_div(count * int64_t(sizeof(Element)), int64_t(sizeof(float)));
+  }
+
+  int64_t rows_of(const Unit& unit) const { return unit.queries * group_; }
+
+  // From the first position that any query of the unit sees to the last.
+  Span seen_by(const Unit& unit) const {
+    return {p_.span(unit.row, unit.first_query).first,
+            p_.span(unit.row, unit.first_query + unit.queries - 1).last};
+  }
+
+  // Whether a value that some query of the unit must not see is infinite or NaN: it would spoil the
+  // sums of that query even with a weight of 0. Then the queries go one by one.
+  bool hides_poison(const Unit& unit, Span segment) const {
+    const Span shared = {p_.span(unit.row, unit.first_query + unit.queries - 1).first,
+                         p_.span(unit.row, unit.first_query).last};
+    const Span before = overlap(segment, {0, shared.first});
+    const Span after = overlap(segment, {shared.last, p_.positions});
+    return poisoned(unit, before) || poisoned(unit, after);
+  }
+
+  bool poisoned(const Unit& unit, Span range) const {
+    f32x16 sum = zero_f32();
+    for (int64_t at = range.first; at < range.last; ++at) {
+      const T* value = p_.values.at<T>(unit.row, unit.kv_head, at);
+      for (int64_t d = 0; d < p_.dim; d += 16) {
+        sum = fma(load_first(value + d, p_.dim - d), zero_f32(), sum);
+      }
+    }
+    return any(is_nan(sum));
+  }
+
+  static void clear(const State& state, int64_t rows) {
+    for (int64_t r = 0; r < rows; ++r) state.max[r] = -kInfinity;
+    std::memset(state.sum, 0, size_t(rows) * 16 * sizeof(float));
+    std::memset(state.out, 0, size_t(rows * state.dim) * sizeof(float));
+  }
+
+  void lay_out_queries(const Unit& unit) {
+    for (int64_t r = 0, i = 0; i < unit.queries; ++i) {
+      const int64_t query = unit.first_query + i;
+      const Span span = p_.span(unit.row, query);
+      for (int64_t h = 0; h < group_; ++h, ++r) {
+        const int64_t head = unit.kv_head * group_ + h;
+        queries_[r] = {span, p_.mask.at(unit.row, head, query)};
+        const T* q = p_.q.at<T>(unit.row, head, query);
+        float* words = panel_ + r * query_words_;
+        for (int64_t d = 0; d < p_.dim; d += F::kFeatures, words += 16) {
+          F::store_query(words, q, d, p_.dim);
+        }
+      }
+    }
+  }
+
+  // The queries of a tile stand in one block of positions, so that all of them see the tile's last
+  // block: none is made to look at a later one.
+  void cut_tiles(const Unit& unit) {
+    const auto block_of = [&](int64_t r) { return (queries_[r].span.last - 1) / kBlock; };
+    tile_count_ = 0;
+    for (int64_t first = 0; first < rows_of(unit);) {
+      int64_t end = first + group_;
+      while (end < rows_of(unit) && block_of(end) == block_of(first)) end += group_;
+      while (first < end) {
+        const int64_t left = end - first, rows = ceil_div(left, ceil_div(left, kTileRows));
+        tiles_[tile_count_++] = {
+            first, rows, {queries_[first].span.first, queries_[first + rows - 1].span.last}};
+        first += rows;
+      }
+    }
+  }
+
+  // The block of keys that begins at `start`, of which those in `seen` concern the unit.
+  void run_block(const Unit& unit, int64_t start, Span seen, const State& state) {
+    const Rows<T> keys = rows_at(unit, p_.keys, start, seen, partial_keys_);
+    const ValueRows<F, T> values{rows_at(unit, p_.values, start, seen, partial_values_), p_.dim};
+    if (tile_count_ == 1) {
+      const Rows<T> next_keys = rows_at(unit, p_.keys, start + kBlock);
+      return run_tile(tiles_[0], start, state, keys, values, values.rows, next_keys);
+    }
+    const auto packed = pack_values(values, positions_in(start, seen), padded_, packed_);
+    for (int64_t i = 0; i < tile_count_; ++i) {
+      const Tile& tile = tiles_[i];
+      if (overlap(tile.seen, {start, start + kBlock}).empty()) continue;
+      run_tile(tile, start, state.from_row(tile.first), keys, packed, Rows<T>{}, Rows<T>{});
+    }
+  }
+
+  // How much of the block at `start` is worked on.
+  static int64_t positions_in(int64_t start, Span seen) {
+    return seen.last - start < kBlock ? round_up(seen.last - start, 16) : kBlock;
+  }
+
+  Rows<T> rows_at(const Unit& unit, const Tensor& tensor, int64_t start) const {
+    return {tensor.at<T>(unit.row, unit.kv_head, start), tensor.position_stride};
+  }
+
+  // The same, in a copy where not all of the rows are seen: the others may not be read, zeros stand
+  // for them.
+  Rows<T> rows_at(const Unit& unit, const Tensor& tensor, int64_t start, Span seen, T* copy) const {
+    const Rows<T> rows = rows_at(unit, tensor, start);
+    const int64_t positions = positions_in(start, seen);
+    if (seen.first <= start && seen.last >= start + positions) return rows;
+    for (int64_t j = 0; j < positions; ++j) {
+      const bool real = start + j >= seen.first && start + j < seen.last;
+      const size_t bytes = size_t(p_.dim) * sizeof(T);
+      real ? std::memcpy(copy + j * padded_, rows[j], bytes)
+           : std::memset(static_cast<void*>(copy + j * padded_), 0, bytes);
+    }
+    return {copy, padded_};
+  }
+
+  // While the keys are scored, the rows `fetch_first` are asked for; with the values, `fetch_then`.
+  template <class Values>
+  void run_tile(const Tile& tile, int64_t start, const State& state, const Rows<T>& keys,
+                const Values& values, Rows<T> fetch_first, Rows<T> fetch_then) {
+    const int64_t positions = positions_in(start, tile.seen);
+    const Scoring scoring{panel_ + tile.first * query_words_, tile.rows, query_words_, positions,
+                          p_.dim, scores_};
+    score_keys<F>(scoring, keys, fetch_first);
+    // Lanes past the tile's rows hold what lies behind, and are not used.
+    float after[16], decay[16];
+    const f32x16 before = load(state.max);
+    store(after, before);
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      const float highest = finish_scores(scores_ + i * kBlock, positions, p_.scale,
+                                          view(queries_[tile.first + i], start));
+      if (after[i] < highest) state.max[i] = after[i] = highest;
+    }
+    store(decay, decay_of(before, load(after)));
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      make_weights<F>(scores_ + i * kBlock, positions, after[i], decay[i],
+                      weights_ + i * (kBlock / F::kPositions), state.sum + i * 16);
+    }
+    const Blend<T> blend{weights_, decay, positions, state.out, p_.dim, padded_, fetch_then};
+    blend_values<F>(tile.rows, blend, values);
+  }
+
+  View view(const Query& query, int64_t start) const {
+    const Span seen = overlap({query.span.first - start, query.span.last - start}, {0, kBlock});
+    const int64_t stride = p_.mask.position_stride;
+    return {seen.empty() ? Span{0, 0} : seen,
+            query.mask == nullptr ? nullptr : query.mask + start * stride, stride,
+            p_.positions - start};
+  }
+
+  // Divides by the sum of weights and writes.
+  void finish(const Unit& unit, const State& state) const {
+    for (int64_t r = 0, i = 0; i < unit.queries; ++i) {
+      for (int64_t h = 0; h < group_; ++h, ++r) {
+        const int64_t head = unit.kv_head * group_ + h;
+        float sum = sum_lanes(load(state.sum + r * 16)), decay = 1.0f;
+        if (p_.sinks != nullptr) {
+          const float sink = p_.sinks[head], max = state.max[r] < sink ? sink : state.max[r];
+          decay = scalar(decay_of(splat(state.max[r]), splat(max)));
+          sum = sum * decay + scalar(decay_of(splat(sink), splat(max)));
+        }
+        // A query that sees nothing has no weights: its output is 0.
+        const f32x16 divisor = splat(sum == 0.0f ? 1.0f : sum), factor = splat(decay);
+        T* out = const_cast<T*>(p_.out.at<T>(unit.row, head, unit.first_query + i));
+        for (int64_t d = 0; d < p_.dim; d += 16) {
+          // + 0: a term of weight 0 may have turned a zero's sign.
+          const f32x16 value = div(mul(load(state.out + r * padded_ + d), factor), divisor);
+          store_first(out + d, add(value, zero_f32()), p_.dim - d);
+        }
+      }
+    }
+  }
+
+  static float scalar(f32x16 v) {
+    float lanes[16];
+    store(lanes, v);
+    return lanes[0];
+  }
+
+  const Problem& p_;
+  const int64_t group_, padded_, query_words_;
+  bool ok_;
+  float *packed_, *scores_, *weights_, *panel_;
+  State segment_, total_;
+  Query* queries_;
+  Tile* tiles_;
+  int64_t tile_count_ = 0;
+  T *partial_keys_, *partial_values_;
+};
+
+}  // namespace onward::attention

@@ -1,0 +1,125 @@
+#include "activations.h"
+
+#include <cstring>
+
+#include "../simd.h"
+
+namespace onward::linear {
+namespace {
+
+// Below this absmax the reciprocal of the scale would overflow: such inputs count as zeros.
+constexpr float kSmallest = 1e-36f;
+
+// The largest |x| of n values, and 0, or NaN if one of them is no finite number.
+struct Range {
+  float absmax, poison;
+};
+
+template <class T>
+Range range_of(const T* x, int64_t n) {
+  f32x16 largest = zero_f32(), poison = zero_f32();
+  for (int64_t i = 0; i < n; i += 16) {
+    const f32x16 v = load_first(x + i, n - i);
+    largest = max(abs(v), largest);
+    poison = fma(v, zero_f32(), poison);
+  }
+  return {max_lanes(largest), sum_lanes(poison)};
+}
+
+// The factor that takes values of this range to -127 … 127. A range without numbers gets 0: the
+// scale alone then makes the output NaN, where it must not be a plausible number.
+inline float reciprocal_of(Range range) {
+  return range.poison != 0.0f || range.absmax < kSmallest ? 0.0f : 127.0f / range.absmax;
+}
+inline float scale_of(Range range) {
+  return range.absmax < kSmallest ? range.poison : range.absmax / 127.0f + range.poison;
+}
+
+// 16 values as int8, rounded to nearest even; those past n are 0. Returns their lane sums.
+template <class T>
+inline i32x16 quantize(const T* x, int64_t n, f32x16 reciprocal, uint8_t* q) {
+  const i32x16 rounded = to_i32(mul(load_first(x, n), reciprocal));
+  store_low_bytes(reinterpret_cast<int8_t*>(q), rounded);
+  return rounded;
+}
+
+void write_header(uint8_t* header, int64_t row, int64_t rows, float scale, int32_t start) {
+  std::memcpy(header + row * 4, &start, 4);
+  std::memcpy(header + (rows + row) * 4, &scale, 4);
+}
+
+template <class T>
+void int8_row(const T* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* panel) {
+  const Range range = range_of(x, inputs);
+  const float reciprocal = reciprocal_of(range);
+  uint8_t* to = panel + rows * 8 + row * kStretch;
+  i32x16 sum = zero_i32();
+  for (int64_t k = 0; k < inputs; k += kStretch, to += rows * kStretch) {
+    if (reciprocal == 0.0f) {
+      std::memset(to, 0, kStretch);
+      continue;
+    }
+    for (int64_t i = 0; i < kStretch; i += 16) {
+      const int64_t left = inputs - k - i;
+      sum = add(sum, quantize(left > 0 ? x + k + i : x, left, splat(reciprocal), to + i));
+    }
+  }
+  write_header(panel, row, rows, scale_of(range), -128 * sum_lanes(sum));
+}
+
+template <class T>
+void int4_row(const T* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* panel) {
+  const int64_t padded = round_up(inputs, 2 * kGroup);
+  for (int64_t k = 0; k < padded; k += kGroup, panel += rows * (8 + kGroup)) {
+    uint8_t* to = panel + rows * 8 + row * kGroup;
+    const T* group = k < inputs ? x + k : x;
+    const int64_t n = k < inputs ? inputs - k : 0;
+    const Range range = range_of(group, n < kGroup ? n : kGroup);
+    const float reciprocal = reciprocal_of(range);
+    if (reciprocal == 0.0f) {
+      std::memset(to, 0, kGroup);
+      write_header(panel, row, rows, scale_of(range), 0);
+      continue;
+    }
+    i32x16 sum = quantize(group, n, splat(reciprocal), to);
+    sum = add(sum, quantize(n > 16 ? group + 16 : group, n - 16, splat(reciprocal), to + 16));
+    write_header(panel, row, rows, scale_of(range), -8 * sum_lanes(sum));
+  }
+}
+
+// To: float or Bf16.
+template <class To, class From>
+void float_row(const From* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* panel) {
+  constexpr int64_t kPerStretch = kStretch / sizeof(To);
+  To* to = reinterpret_cast<To*>(panel + row * kStretch);
+  for (int64_t k = 0; k < inputs; k += kPerStretch, to += rows * kPerStretch) {
+    const int64_t n = inputs - k;
+    if (std::is_same_v<To, From> && n >= kPerStretch) {
+      std::memcpy(to, x + k, kStretch);
+      continue;
+    }
+    for (int64_t i = 0; i < kPerStretch; i += 16) {
+      store(to + i, n > i ? load_first(x + k + i, n - i) : zero_f32());
+    }
+  }
+}
+
+}  // namespace
+
+void make_panel(Format format, const Rows& x, int64_t first, int64_t count, int64_t inputs,
+                uint8_t* panel) {
+  with_dtype(x.dtype, [&](auto* tag) {
+    using From = std::remove_pointer_t<decltype(tag)>;
+    for (int64_t row = 0; row < count; ++row) {
+      const From* from = static_cast<const From*>(x.data) + (first + row) * x.stride;
+      switch (format) {
+        case kPackedInt4: int4_row(from, inputs, row, count, panel); break;
+        case kPackedInt8: int8_row(from, inputs, row, count, panel); break;
+        case kPackedBf16: float_row<Bf16>(from, inputs, row, count, panel); break;
+        default: float_row<float>(from, inputs, row, count, panel);
+      }
+    }
+  });
+}
+
+}  // namespace onward::linear

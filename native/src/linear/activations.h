@@ -1,0 +1,39 @@
+// The activations as the micro-kernels read them.
+//
+// T rows are cut into tiles of some rows each, and each tile becomes a panel: stretch by stretch along
+// K, 64 bytes of each row of the tile (16 float, 32 bf16 or 64 int8), so that a kernel walks one
+// stream whatever its number of rows. Rows end padded with zeros. What the quantized formats need to
+// know of a row lies in front of the words:
+//   int8   each panel:       int32 start[rows], float scale[rows], then the stretches
+//   int4   each 32 inputs:   int32 start[rows], float scale[rows], then 32 bytes of each row
+// scale is absmax / 127 over the row (int8) or over the 32 inputs (int4); start is -offset times the
+// sum of the quantized inputs, which takes back the 128 or 8 that packed weights have added.
+#pragma once
+#include "layout.h"
+
+namespace onward::linear {
+
+constexpr int64_t kStretch = 64;  // bytes
+
+struct Rows {
+  const void* data;
+  int32_t dtype;
+  int64_t stride;  // elements
+};
+
+// Bytes of panel per row.
+inline int64_t panel_row_bytes(Format format, int64_t inputs) {
+  switch (format) {
+    case kPackedF32:
+    case kPackedF16: return round_up(inputs * 4, kStretch);
+    case kPackedBf16: return round_up(inputs * 2, kStretch);
+    case kPackedInt8: return 8 + round_up(inputs, kStretch);
+    default: return ceil_div(inputs, 2 * kGroup) * 2 * (8 + kGroup);
+  }
+}
+
+// Writes the panel of rows first … first + count - 1.
+void make_panel(Format format, const Rows& x, int64_t first, int64_t count, int64_t inputs,
+                uint8_t* panel);
+
+}  // namespace onward::linear

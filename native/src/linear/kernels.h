@@ -1,0 +1,205 @@
+// The micro-kernels: ROWS rows of activations times BLOCKS blocks of 16 weight rows.
+//
+// Exactness: every output has one float accumulator that walks K from the first input to the last, in
+// every instance, so an output's bits do not depend on ROWS and BLOCKS. (Integer sums may be taken in
+// any order.) The loops below run over small arrays which the compiler must unroll and keep in
+// registers: look at the disassembly after touching them.
+#pragma once
+#include "../simd.h"
+#include "activations.h"
+
+namespace onward::linear {
+
+struct Tile {
+  const uint8_t* panel;    // of the rows, see activations.h
+  const uint8_t* weights;  // the first block
+  int64_t block_bytes;     // from one block to the next
+  int64_t inputs;
+  float* out;  // [ROWS, BLOCKS, 16]
+};
+
+#define ONWARD_UNROLL _Pragma("GCC unroll 32")
+
+// One block at a time is the shape of small T, which runs at the pace of memory. It prefetches this
+// many bytes ahead, past the end of the block into the next: the hardware's own prefetching leaves a
+// tenth of the bandwidth unused. (2048 is too near for a fast bus; beyond 16384 it falls off.)
+constexpr int64_t kPrefetch = 8192;
+constexpr bool streams(int blocks) { return blocks == 1; }
+
+// What a format does in one step along K: the bytes it takes from a block, the inputs that is, and its
+// multiplication.
+struct F32Format {
+  using Sum = f32x16;
+  static constexpr int kStepBytes = 64, kStepInputs = 1;
+  static f32x16 weights(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
+  static f32x16 activation(const uint8_t* p) { return splat(*reinterpret_cast<const float*>(p)); }
+  static f32x16 step(f32x16 sum, f32x16 w, f32x16 x) { return fma(w, x, sum); }
+};
+
+struct F16Format : F32Format {
+  static constexpr int kStepBytes = 32;
+  static f32x16 weights(const uint8_t* p) { return load(reinterpret_cast<const F16*>(p)); }
+};
+
+inline const int32_t* word(const uint8_t* p) { return reinterpret_cast<const int32_t*>(p); }
+
+struct Bf16Format {
+  using Sum = f32x16;
+  static constexpr int kStepBytes = 64, kStepInputs = 2;
+  static i32x16 weights(const uint8_t* p) { return load_i32(p); }
+  static i32x16 activation(const uint8_t* p) { return splat(*word(p)); }
+  static f32x16 step(f32x16 sum, i32x16 w, i32x16 x) { return dot_bf16(sum, w, x); }
+};
+
+struct Int8Format {
+  using Sum = i32x16;
+  static constexpr int kStepBytes = 64, kStepInputs = 4;
+  static i32x16 weights(const uint8_t* p) { return load_i32(p); }
+  static i32x16 activation(const uint8_t* p) { return splat(*word(p)); }
+  static i32x16 step(i32x16 sum, i32x16 w, i32x16 x) { return dot_i8(sum, w, x); }
+};
+
+struct Int4Format {};
+
+template <class Sum, int ROWS, int BLOCKS>
+using Sums = Sum[ROWS][BLOCKS];
+
+// Body(r, b) for every sum of the tile.
+template <int ROWS, int BLOCKS, class Body>
+inline void for_sums(Body&& body) {
+  ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
+    ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) body(r, b);
+  }
+}
+
+template <class Format, int ROWS, int BLOCKS>
+inline void one_step(const uint8_t* panel, const uint8_t* weights, int64_t block_bytes,
+                     Sums<typename Format::Sum, ROWS, BLOCKS>& sum) {
+  decltype(Format::weights(weights)) w[BLOCKS];
+  ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
+    w[b] = Format::weights(weights + b * block_bytes);
+    if (streams(BLOCKS)) prefetch(weights + b * block_bytes + kPrefetch);
+  }
+  ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
+    const auto x = Format::activation(panel + r * kStretch);
+    ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) sum[r][b] = Format::step(sum[r][b], w[b], x);
+  }
+}
+
+// The walk along K that all formats but int4 share: stretches of 16 words of each row.
+template <class Format, int ROWS, int BLOCKS>
+inline void walk(const uint8_t* panel, const uint8_t* weights, int64_t block_bytes, int64_t inputs,
+                 Sums<typename Format::Sum, ROWS, BLOCKS>& sum) {
+  constexpr int kSteps = 16;
+  int64_t steps = ceil_div(inputs, Format::kStepInputs);
+  for (; steps >= kSteps; steps -= kSteps, panel += (ROWS - 1) * kStretch) {
+    _Pragma("GCC unroll 4") for (int s = 0; s < kSteps; ++s) {
+      one_step<Format, ROWS, BLOCKS>(panel, weights, block_bytes, sum);
+      panel += 4;
+      weights += Format::kStepBytes;
+    }
+  }
+  for (; steps > 0; --steps, panel += 4, weights += Format::kStepBytes) {
+    one_step<Format, ROWS, BLOCKS>(panel, weights, block_bytes, sum);
+  }
+}
+
+template <class Format, int ROWS, int BLOCKS>
+struct Kernel {
+  static void run(const Tile& tile) {
+    Sums<f32x16, ROWS, BLOCKS> sum;
+    for_sums<ROWS, BLOCKS>([&](int r, int b) { sum[r][b] = zero_f32(); });
+    walk<Format, ROWS, BLOCKS>(tile.panel, tile.weights, tile.block_bytes, tile.inputs, sum);
+    for_sums<ROWS, BLOCKS>([&](int r, int b) { store(tile.out + (r * BLOCKS + b) * 16, sum[r][b]); });
+  }
+};
+
+template <int ROWS, int BLOCKS>
+struct Kernel<Int8Format, ROWS, BLOCKS> {
+  static void run(const Tile& tile) {
+    Sums<i32x16, ROWS, BLOCKS> sum;
+    for_sums<ROWS, BLOCKS>([&](int r, int b) { sum[r][b] = splat(*word(tile.panel + r * 4)); });
+    walk<Int8Format, ROWS, BLOCKS>(tile.panel + ROWS * 8, tile.weights + kInt8Header,
+                                   tile.block_bytes, tile.inputs, sum);
+    const auto* x_scale = reinterpret_cast<const float*>(tile.panel + ROWS * 4);
+    for_sums<ROWS, BLOCKS>([&](int r, int b) {
+      const f32x16 w_scale =
+          load(reinterpret_cast<const float*>(tile.weights + b * tile.block_bytes));
+      store(tile.out + (r * BLOCKS + b) * 16,
+            mul(mul(to_f32(sum[r][b]), splat(x_scale[r])), w_scale));
+    });
+  }
+};
+
+// The integer dot products of one group of 32 inputs: 4 lines of each block, 8 words of each row.
+template <int ROWS, int BLOCKS>
+inline void walk_group(const uint8_t* panel, const uint8_t* lines, int64_t block_bytes,
+                       Sums<i32x16, ROWS, BLOCKS>& sum) {
+  // Where registers allow, low and high halves of the bytes have sums of their own.
+  constexpr bool kApart = ROWS * BLOCKS <= 8;
+  Sums<i32x16, ROWS, BLOCKS> upper;
+  for_sums<ROWS, BLOCKS>([&](int r, int b) {
+    sum[r][b] = splat(*word(panel + r * 4));
+    upper[r][b] = zero_i32();
+  });
+  panel += ROWS * 8;
+  ONWARD_UNROLL for (int line = 0; line < 4; ++line) {
+    i32x16 low[BLOCKS], high[BLOCKS];
+    ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
+      const i32x16 both = load_i32(lines + b * block_bytes + line * 64);
+      if (streams(BLOCKS)) prefetch(lines + b * block_bytes + line * 64 + kPrefetch);
+      low[b] = low_nibbles(both);
+      high[b] = kApart ? high_nibbles_16(both) : high_nibbles(both);
+    }
+    const uint8_t* x = panel + line * 8;
+    if constexpr (BLOCKS == 1) {  // each word is used once: the instruction reads it itself
+      for_sums<ROWS, 1>([&](int r, int) {
+        sum[r][0] = dot_i8(sum[r][0], low[0], word(x + r * kGroup));
+        auto& to = kApart ? upper[r][0] : sum[r][0];
+        to = dot_i8(to, high[0], word(x + r * kGroup + 4));
+      });
+    } else {
+      for_sums<ROWS, BLOCKS>([&](int r, int b) {
+        sum[r][b] = dot_i8(sum[r][b], low[b], splat(*word(x + r * kGroup)));
+      });
+      for_sums<ROWS, BLOCKS>([&](int r, int b) {
+        auto& to = kApart ? upper[r][b] : sum[r][b];
+        to = dot_i8(to, high[b], splat(*word(x + r * kGroup + 4)));
+      });
+    }
+  }
+  if constexpr (kApart) {
+    for_sums<ROWS, BLOCKS>(
+        [&](int r, int b) { sum[r][b] = add(sum[r][b], sixteenth(upper[r][b])); });
+  }
+}
+
+template <int ROWS, int BLOCKS>
+struct Kernel<Int4Format, ROWS, BLOCKS> {
+  static void run(const Tile& tile) {
+    const uint8_t *panel = tile.panel, *pair = tile.weights;
+    Sums<f32x16, ROWS, BLOCKS> total;
+    for_sums<ROWS, BLOCKS>([&](int r, int b) { total[r][b] = zero_f32(); });
+    for (int64_t k = 0; k < tile.inputs; k += 2 * kGroup, pair += kInt4Pair) {
+      if (streams(BLOCKS)) prefetch(pair + kPrefetch);
+      ONWARD_UNROLL for (int half = 0; half < 2; ++half) {
+        Sums<i32x16, ROWS, BLOCKS> sum;
+        walk_group<ROWS, BLOCKS>(panel, pair + 64 + half * 256, tile.block_bytes, sum);
+        const auto* x_scale = reinterpret_cast<const float*>(panel + ROWS * 4);
+        f32x16 w_scale[BLOCKS];
+        ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
+          w_scale[b] = load(reinterpret_cast<const F16*>(pair + b * tile.block_bytes + half * 32));
+        }
+        for_sums<ROWS, BLOCKS>([&](int r, int b) {
+          const f32x16 scale = mul(w_scale[b], splat(x_scale[r]));
+          total[r][b] = fma(to_f32(sum[r][b]), scale, total[r][b]);
+        });
+        panel += ROWS * (8 + kGroup);
+      }
+    }
+    for_sums<ROWS, BLOCKS>(
+        [&](int r, int b) { store(tile.out + (r * BLOCKS + b) * 16, total[r][b]); });
+  }
+};
+
+}  // namespace onward::linear

@@ -1,0 +1,189 @@
+// out = x @ weight^T + bias over packed weights: the walk over blocks of weight rows and tiles of
+// activation rows. The arithmetic is in kernels.h.
+#include <utility>
+
+#include "../scratch.h"
+#include "../simd.h"
+#include "../team.h"
+#include "kernels.h"
+
+namespace onward::linear {
+namespace {
+
+// Tile shapes. Up to kStreamRows rows go through the weights once, block after block, at the pace of
+// memory. More rows are cut into tiles of at most kTileRows, for which the weights stay in the second
+// level cache; such a tile of r rows takes kBlocks[r] blocks at a time, or kInt4Blocks, so that the
+// sums and the operands fit into the registers: 32 of 16 floats (AVX-512), 16 of 8 (AVX2), 16 of 4 at
+// worst (portable).
+#if defined(__AVX512F__)
+constexpr int kStreamRows = 16, kTileRows = 8, kInt4Blocks = 2;
+constexpr int kBlocks[kStreamRows + 1] = {0, 4, 4, 4, 4, 4, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1};
+#elif defined(__AVX2__)
+constexpr int kStreamRows = 4, kTileRows = 4, kInt4Blocks = 1;
+constexpr int kBlocks[kStreamRows + 1] = {0, 4, 2, 1, 1};
+#else
+constexpr int kStreamRows = 4, kTileRows = 4, kInt4Blocks = 1;
+constexpr int kBlocks[kStreamRows + 1] = {0, 1, 1, 1, 1};
+#endif
+constexpr int kMaxBlocks = 4;
+constexpr int64_t kRowsPerPart = 128;            // of a large T, so that there is enough to share out
+constexpr int64_t kStreamBytes = 128 << 10;      // weights per chunk of a stream
+constexpr int64_t kResidentBytes = 192 << 10;    // weights per chunk of large T, used part by part
+
+using KernelFunction = void (*)(const Tile&);
+struct KernelTable {
+  KernelFunction run[kStreamRows + 1][kMaxBlocks + 1] = {};
+};
+
+template <class F, int ROWS, int... B>
+constexpr void fill_rows(KernelTable& table, std::integer_sequence<int, B...>) {
+  ((table.run[ROWS][B + 1] = Kernel<F, ROWS, B + 1>::run), ...);
+}
+template <class F, int... R>
+constexpr KernelTable make_table(std::integer_sequence<int, R...>) {
+  KernelTable table;
+  (fill_rows<F, R + 1>(table, std::make_integer_sequence<int, kBlocks[R + 1]>{}), ...);
+  return table;
+}
+template <class F>
+constexpr KernelTable kKernels = make_table<F>(std::make_integer_sequence<int, kStreamRows>{});
+
+const KernelTable& kernels_of(Format format) {
+  switch (format) {
+    case kPackedF32: return kKernels<F32Format>;
+    case kPackedBf16: return kKernels<Bf16Format>;
+    case kPackedF16: return kKernels<F16Format>;
+    case kPackedInt8: return kKernels<Int8Format>;
+    default: return kKernels<Int4Format>;
+  }
+}
+
+struct Output {
+  void* data;
+  int32_t dtype;
+  int64_t stride;
+  const void* bias;
+  int32_t bias_dtype;
+};
+
+// One call, and how it is cut: T into `tiles` of nearly equal size (the first t % tiles of them have
+// one row more), the tiles into parts, the blocks into groups. A chunk of work is one part of the rows
+// times one group of blocks.
+struct Problem {
+  Format format;
+  int64_t t, n, k;
+  const uint8_t* weights;
+  Output out;
+
+  int64_t row_bytes = panel_row_bytes(format, k);
+  int64_t bytes = block_bytes(format, k);
+  int64_t blocks = blocks_of(n);
+  bool streaming = t <= kStreamRows;
+  int64_t tiles = streaming ? 1 : ceil_div(t, kTileRows);
+  int64_t parts = ceil_div(t, kRowsPerPart);
+  int64_t group = group_blocks();
+  uint8_t* panels = nullptr;
+
+  int64_t first_row(int64_t tile) const {
+    const int64_t longer = t % tiles;
+    return t / tiles * tile + (tile < longer ? tile : longer);
+  }
+  int64_t blocks_at_once(int64_t rows) const {
+    if (streaming) return 1;
+    return format == kPackedInt4 && kBlocks[rows] > kInt4Blocks ? kInt4Blocks : kBlocks[rows];
+  }
+  int64_t group_blocks() const {
+    const int64_t wanted = (streaming ? kStreamBytes : kResidentBytes) / (bytes + 1);
+    const int64_t unit = blocks_at_once(streaming ? t : kTileRows);
+    return round_up(wanted > 1 ? wanted : 1, unit);
+  }
+};
+
+// Adds the bias to a finished tile and stores it, without the padding of the last block.
+template <class T, class Bias>
+void store_tile(const Problem& p, const float* sums, int64_t row, int64_t rows, int64_t block,
+                int64_t blocks) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t n = (block + b) * kBlockRows;
+    f32x16 bias = zero_f32();
+    if (p.out.bias) bias = load_first(static_cast<const Bias*>(p.out.bias) + n, p.n - n);
+    for (int64_t r = 0; r < rows; ++r) {
+      f32x16 value = load(sums + (r * blocks + b) * 16);
+      if (p.out.bias) value = add(value, bias);
+      store_first(static_cast<T*>(p.out.data) + (row + r) * p.out.stride + n, value, p.n - n);
+    }
+  }
+}
+
+void store_tile(const Problem& p, const float* sums, int64_t row, int64_t rows, int64_t block,
+                int64_t blocks) {
+  with_dtype(p.out.dtype, [&](auto* out_tag) {
+    with_dtype(p.out.bias_dtype, [&](auto* bias_tag) {
+      using T = std::remove_pointer_t<decltype(out_tag)>;
+      using Bias = std::remove_pointer_t<decltype(bias_tag)>;
+      store_tile<T, Bias>(p, sums, row, rows, block, blocks);
+    });
+  });
+}
+
+// The tiles of one part times the blocks of one group.
+void run_chunk(const Problem& p, int64_t group, int64_t part) {
+  alignas(64) float sums[kStreamRows * kMaxBlocks * 16];
+  const KernelTable& table = kernels_of(p.format);
+  const int64_t begin = group * p.group;
+  const int64_t end = begin + p.group < p.blocks ? begin + p.group : p.blocks;
+  for (int64_t tile = p.tiles * part / p.parts; tile < p.tiles * (part + 1) / p.parts; ++tile) {
+    const int64_t row = p.first_row(tile), rows = p.first_row(tile + 1) - row;
+    const uint8_t* panel = p.panels + row * p.row_bytes;
+    for (int64_t block = begin; block < end;) {
+      const int64_t most = p.blocks_at_once(rows);
+      const int64_t blocks = end - block < most ? end - block : most;
+      table.run[rows][blocks]({panel, p.weights + block * p.bytes, p.bytes, p.k, sums});
+      store_tile(p, sums, row, rows, block, blocks);
+      block += blocks;
+    }
+  }
+}
+
+// The activations of all tiles, made by the team where there are many.
+void make_panels(const Problem& p, const Rows& x) {
+  constexpr int64_t kInputsPerChunk = 16 << 10;
+  parallel_for(p.tiles, ceil_div(kInputsPerChunk, kTileRows * (p.k + 1)),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t tile = begin; tile < end; ++tile) {
+                   const int64_t row = p.first_row(tile), rows = p.first_row(tile + 1) - row;
+                   make_panel(p.format, x, row, rows, p.k, p.panels + row * p.row_bytes);
+                 }
+               });
+}
+
+bool known_dtype(int32_t dtype) { return dtype >= kF32 && dtype <= kF16; }
+
+}  // namespace
+}  // namespace onward::linear
+
+// out[t, n] = sum over k of x[t, k] * weight[n, k], + bias[n] if bias is not null. Strides are in
+// elements from row to row. x is rounded to the format's activations: float for f32 and f16 weights,
+// bf16 for bf16, int8 per row for int8, int8 per group of 32 for int4.
+ONWARD_API int32_t onward_linear(int32_t format, int64_t t, int64_t n, int64_t k, const void* x,
+                                 int32_t x_dtype, int64_t x_stride, const void* packed,
+                                 const void* bias, int32_t bias_dtype, void* out,
+                                 int32_t out_dtype, int64_t out_stride) {
+  using namespace onward;
+  using namespace onward::linear;
+  if (!known(format) || t < 0 || n < 0 || k < 0 || k > kMaxInputs) return kBadArgument;
+  if (!known_dtype(x_dtype) || !known_dtype(out_dtype) || !known_dtype(bias_dtype)) {
+    return kBadArgument;
+  }
+  if (t == 0 || n == 0) return kOk;
+  Problem p{Format(format), t, n, k, static_cast<const uint8_t*>(packed),
+            {out, out_dtype, out_stride, bias, bias_dtype}};
+  p.panels = static_cast<uint8_t*>(scratch(kScratchActivations, t * p.row_bytes + 1));
+  if (p.panels == nullptr) return kOutOfMemory;
+  make_panels(p, {x, x_dtype, x_stride});
+  const int64_t groups = ceil_div(p.blocks, p.group);
+  parallel_for(groups * p.parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) run_chunk(p, i / p.parts, i % p.parts);
+  });
+  return kOk;
+}

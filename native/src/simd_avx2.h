@@ -1,0 +1,181 @@
+// AVX2, FMA, F16C. Included by simd.h.
+#pragma once
+#include <immintrin.h>
+
+#include "api.h"
+
+namespace onward {
+
+struct f32x16 { __m256 lo, hi; };
+struct i32x16 { __m256i lo, hi; };
+
+inline f32x16 zero_f32() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline i32x16 zero_i32() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline f32x16 splat(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
+inline i32x16 splat(int32_t a) { return {_mm256_set1_epi32(a), _mm256_set1_epi32(a)}; }
+
+namespace avx2 {
+inline __m256 widen_bf16(__m128i half) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+// Round to nearest even by adding half of the last kept bit; NaN keeps its sign and becomes quiet.
+inline __m256i narrow_bf16(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+  const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+  return _mm256_srli_epi32(
+      _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan)), 16);
+}
+inline __m128i load_half(const void* p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+inline void store_half(void* p, __m128i a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), a);
+}
+}  // namespace avx2
+
+inline f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline f32x16 load(const Bf16* p) {
+  return {avx2::widen_bf16(avx2::load_half(p)), avx2::widen_bf16(avx2::load_half(p + 8))};
+}
+inline f32x16 load(const F16* p) {
+  return {_mm256_cvtph_ps(avx2::load_half(p)), _mm256_cvtph_ps(avx2::load_half(p + 8))};
+}
+inline i32x16 load_i32(const void* p) {
+  const auto* v = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(v), _mm256_loadu_si256(v + 1)};
+}
+
+inline void store(float* p, f32x16 a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+inline void store(Bf16* p, f32x16 a) {
+  // packus works within 128-bit halves: the permutation puts the quarters back in order.
+  const __m256i packed = _mm256_packus_epi32(avx2::narrow_bf16(a.lo), avx2::narrow_bf16(a.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+inline void store(F16* p, f32x16 a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  avx2::store_half(p, _mm256_cvtps_ph(a.lo, kNearest));
+  avx2::store_half(p + 8, _mm256_cvtps_ph(a.hi, kNearest));
+}
+
+inline f32x16 add(f32x16 a, f32x16 b) {
+  return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+}
+inline f32x16 sub(f32x16 a, f32x16 b) {
+  return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
+}
+inline f32x16 mul(f32x16 a, f32x16 b) {
+  return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+}
+inline f32x16 div(f32x16 a, f32x16 b) {
+  return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
+}
+inline f32x16 min(f32x16 a, f32x16 b) {
+  return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+}
+inline f32x16 max(f32x16 a, f32x16 b) {
+  return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
+}
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline f32x16 abs(f32x16 a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+inline f32x16 sqrt(f32x16 a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
+inline f32x16 to_f32(i32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+
+namespace avx2 {
+// Lanes 8 … 15 over 0 … 7, and further halves: each step folds the upper half onto the lower.
+template <class Op128>
+inline float fold(__m256 eight, Op128 op) {
+  const __m128 four = op(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = op(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(op(two, _mm_movehdup_ps(two)));
+}
+}  // namespace avx2
+
+inline float sum_lanes(f32x16 a) {
+  return avx2::fold(_mm256_add_ps(a.lo, a.hi), [](__m128 x, __m128 y) { return _mm_add_ps(x, y); });
+}
+inline float max_lanes(f32x16 a) {
+  return avx2::fold(_mm256_max_ps(a.lo, a.hi), [](__m128 x, __m128 y) { return _mm_max_ps(x, y); });
+}
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+// To the nearest integer, ties to even; what does not fit is undefined.
+inline i32x16 to_i32(f32x16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+// The low byte of every lane.
+inline void store_low_bytes(int8_t* p, i32x16 a) {
+  const __m256i low = _mm256_set1_epi32(0xff);
+  const __m256i words =
+      _mm256_packus_epi32(_mm256_and_si256(a.lo, low), _mm256_and_si256(a.hi, low));
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+  avx2::store_half(p, _mm_packus_epi16(_mm256_castsi256_si128(ordered),
+                                       _mm256_extracti128_si256(ordered, 1)));
+}
+inline i32x16 add(i32x16 a, i32x16 b) {
+  return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
+}
+inline int32_t sum_lanes(i32x16 a) {
+  const __m256i eight = _mm256_add_epi32(a.lo, a.hi);
+  __m128i four =
+      _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1));
+  return _mm_cvtsi128_si32(four);
+}
+
+// acc[i] += w[2i+1] * x[2i+1], then += w[2i] * x[2i], over bf16 pairs: the order of vdpbf16ps.
+inline f32x16 dot_bf16(f32x16 acc, i32x16 w, i32x16 x) {
+  const __m256i high = _mm256_set1_epi32(int32_t(0xffff0000));
+  const auto step = [high](__m256 a, __m256i wp, __m256i xp) {
+    a = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(wp, high)),
+                        _mm256_castsi256_ps(_mm256_and_si256(xp, high)), a);
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(wp, 16)),
+                           _mm256_castsi256_ps(_mm256_slli_epi32(xp, 16)), a);
+  };
+  return {step(acc.lo, w.lo, x.lo), step(acc.hi, w.hi, x.hi)};
+}
+
+// acc[i] += the dot product of 4 unsigned bytes of w with 4 signed bytes of x, exact modulo 2^32.
+// vpmaddubsw would saturate: even and odd bytes are widened to 16 bits instead.
+inline i32x16 dot_i8(i32x16 acc, i32x16 w, i32x16 x) {
+  const auto step = [](__m256i a, __m256i wp, __m256i xp) {
+    const __m256i w_even = _mm256_and_si256(wp, _mm256_set1_epi16(0xff));
+    const __m256i w_odd = _mm256_srli_epi16(wp, 8);
+    const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(xp, 8), 8);
+    const __m256i x_odd = _mm256_srai_epi16(xp, 8);
+    a = _mm256_add_epi32(a, _mm256_madd_epi16(w_even, x_even));
+    return _mm256_add_epi32(a, _mm256_madd_epi16(w_odd, x_odd));
+  };
+  return {step(acc.lo, w.lo, x.lo), step(acc.hi, w.hi, x.hi)};
+}
+
+inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) { return dot_i8(acc, w, splat(*x)); }
+
+// The low and the high 4 bits of every byte, as bytes.
+inline i32x16 low_nibbles(i32x16 a) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline i32x16 high_nibbles(i32x16 a) {
+  return low_nibbles({_mm256_srli_epi32(a.lo, 4), _mm256_srli_epi32(a.hi, 4)});
+}
+// 16 times the high 4 bits of every byte, and a lane divided by 16.
+inline i32x16 high_nibbles_16(i32x16 a) {
+  const __m256i mask = _mm256_set1_epi8(char(0xf0));
+  return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline i32x16 sixteenth(i32x16 a) {
+  return {_mm256_srai_epi32(a.lo, 4), _mm256_srai_epi32(a.hi, 4)};
+}
+
+}  // namespace onward

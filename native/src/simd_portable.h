@@ -1,0 +1,165 @@
+// Plain C++ with the vector extension of GCC and Clang. Included by simd.h.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "api.h"
+
+namespace onward {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+
+inline f32x16 zero_f32() { return f32x16{}; }
+inline i32x16 zero_i32() { return i32x16{}; }
+inline f32x16 splat(float a) { return a - f32x16{}; }
+inline i32x16 splat(int32_t a) { return a - i32x16{}; }
+
+namespace portable {
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float widen(F16 half) {
+  const uint32_t sign = uint32_t(half.bits & 0x8000) << 16;
+  const uint32_t magnitude = half.bits & 0x7fff;
+  // Infinity and NaN move to the top exponent, with NaN made quiet as the hardware does; the rest is
+  // a float whose exponent is 112 too small, and the product also makes subnormals right.
+  if (magnitude > 0x7c00) return float_of(sign | 0x7fc00000 | magnitude << 13);
+  if (magnitude == 0x7c00) return float_of(sign | 0x7f800000);
+  return float_of(sign | bits_of(float_of(magnitude << 13) * 0x1p112f));
+}
+
+inline uint16_t narrow_f16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
+  if (magnitude >= 0x477ff000) return sign | 0x7c00;  // rounds to 65536 or beyond
+  if (magnitude < 0x38800000) {
+    // A subnormal half counts in units of 2^-24: adding 0.5 leaves exactly those units, rounded to
+    // nearest even, in the last bits of the float.
+    return uint16_t(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
+  }
+  const uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
+  return uint16_t(sign | ((rounded - 0x38000000) >> 13));
+}
+
+inline uint16_t narrow_bf16(float value) {
+  const uint32_t bits = bits_of(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+}  // namespace portable
+
+inline f32x16 load(const float* p) {
+  f32x16 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline f32x16 load(const Bf16* p) {
+  f32x16 v;
+  for (int i = 0; i < 16; ++i) v[i] = portable::float_of(uint32_t(p[i].bits) << 16);
+  return v;
+}
+inline f32x16 load(const F16* p) {
+  f32x16 v;
+  for (int i = 0; i < 16; ++i) v[i] = portable::widen(p[i]);
+  return v;
+}
+inline i32x16 load_i32(const void* p) {
+  i32x16 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline void store(float* p, f32x16 a) { std::memcpy(p, &a, sizeof a); }
+inline void store(Bf16* p, f32x16 a) {
+  for (int i = 0; i < 16; ++i) p[i].bits = portable::narrow_bf16(a[i]);
+}
+inline void store(F16* p, f32x16 a) {
+  for (int i = 0; i < 16; ++i) p[i].bits = portable::narrow_f16(a[i]);
+}
+
+inline f32x16 add(f32x16 a, f32x16 b) { return a + b; }
+inline f32x16 sub(f32x16 a, f32x16 b) { return a - b; }
+inline f32x16 mul(f32x16 a, f32x16 b) { return a * b; }
+inline f32x16 div(f32x16 a, f32x16 b) { return a / b; }
+// As the x86 instructions: where either is NaN, b.
+inline f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
+inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return a * b + c; }
+inline f32x16 abs(f32x16 a) { return (f32x16)((i32x16)a & 0x7fffffff); }
+inline f32x16 sqrt(f32x16 a) {
+  for (int i = 0; i < 16; ++i) a[i] = std::sqrt(a[i]);
+  return a;
+}
+inline f32x16 to_f32(i32x16 a) { return __builtin_convertvector(a, f32x16); }
+
+inline float sum_lanes(f32x16 a) {
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) a[i] += a[i + width];
+  }
+  return a[0];
+}
+inline float max_lanes(f32x16 a) {
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) a[i] = a[i] > a[i + width] ? a[i] : a[i + width];
+  }
+  return a[0];
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+// To the nearest integer, ties to even; what is not within 2^22 of 0 is undefined. Adding 1.5 * 2^23
+// leaves the integer in the last bits of the float.
+inline i32x16 to_i32(f32x16 a) {
+  return (i32x16)(a + 0x1.8p23f) - (i32x16)splat(0x1.8p23f);
+}
+// The low byte of every lane.
+inline void store_low_bytes(int8_t* p, i32x16 a) {
+  for (int i = 0; i < 16; ++i) p[i] = int8_t(a[i]);
+}
+inline i32x16 add(i32x16 a, i32x16 b) { return a + b; }
+inline int32_t sum_lanes(i32x16 a) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += a[i];
+  return sum;
+}
+
+// acc[i] += w[2i+1] * x[2i+1], then += w[2i] * x[2i], over bf16 pairs.
+inline f32x16 dot_bf16(f32x16 acc, i32x16 w, i32x16 x) {
+  const i32x16 high = splat(int32_t(0xffff0000));
+  acc = (f32x16)(w & high) * (f32x16)(x & high) + acc;
+  return (f32x16)((u32x16)w << 16) * (f32x16)((u32x16)x << 16) + acc;
+}
+
+// acc[i] += the dot product of 4 unsigned bytes of w with 4 signed bytes of x, exact modulo 2^32.
+inline i32x16 dot_i8(i32x16 acc, i32x16 w, i32x16 x) {
+  u32x16 sum = (u32x16)acc;
+  for (int byte = 0; byte < 4; ++byte) {
+    const u32x16 unsigned_w = (u32x16)w >> (8 * byte) & 0xff;
+    const i32x16 signed_x = (i32x16)((u32x16)x << (24 - 8 * byte)) >> 24;
+    sum += unsigned_w * (u32x16)signed_x;
+  }
+  return (i32x16)sum;
+}
+
+inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) { return dot_i8(acc, w, splat(*x)); }
+
+// The low and the high 4 bits of every byte, as bytes.
+inline i32x16 low_nibbles(i32x16 a) { return a & 0x0f0f0f0f; }
+inline i32x16 high_nibbles(i32x16 a) { return (i32x16)((u32x16)a >> 4) & 0x0f0f0f0f; }
+// 16 times the high 4 bits of every byte, and a lane divided by 16.
+inline i32x16 high_nibbles_16(i32x16 a) { return a & int32_t(0xf0f0f0f0); }
+inline i32x16 sixteenth(i32x16 a) { return a >> 4; }
+
+}  // namespace onward

@@ -1,0 +1,275 @@
+#include "team.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+#include <atomic>
+#include <new>
+
+#include "api.h"
+
+namespace onward {
+namespace {
+
+constexpr int kMaxThreads = 256;
+// Longer than the gap between two kernels of a forward, shorter than anyone would notice as load.
+constexpr int64_t kSpinNanoseconds = 50'000;
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int64_t nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+// Spins until ready() or until the time is over; says whether it became ready.
+template <class Ready>
+bool spin_until(int64_t limit, Ready&& ready) {
+  if (ready()) return true;
+  if (limit <= 0) return false;
+  const int64_t deadline = nanoseconds() + limit;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (ready()) return true;
+      relax();
+    }
+  } while (nanoseconds() < deadline);
+  return false;
+}
+
+struct Lock {
+  explicit Lock(pthread_mutex_t& m) : mutex(m) { pthread_mutex_lock(&mutex); }
+  ~Lock() { pthread_mutex_unlock(&mutex); }
+  pthread_mutex_t& mutex;
+};
+
+// A loop is cut into chunks, and every thread owns a contiguous share of them, which it takes from the
+// front; whoever is done helps from the back of the others' shares. So a thread walks memory in one
+// stream, and a thread that is late or preempted delays no one by more than a chunk.
+//
+// A share is one word: the loop's generation, the next chunk and the end. A chunk is claimed by
+// changing that word, and only then is the loop's description read: a claimed chunk keeps its loop,
+// and so the description, alive. A thread that comes late finds empty shares or another generation.
+struct Share {
+  static constexpr uint32_t kMaxChunks = 0xffff;
+  alignas(64) std::atomic<uint64_t> word{0};
+
+  static uint64_t pack(uint64_t generation, uint64_t next, uint64_t end) {
+    return generation << 32 | next << 16 | end;
+  }
+
+  // The claimed chunk, or -1 when none is left.
+  int64_t claim(bool front) {
+    uint64_t seen = word.load(std::memory_order_acquire);
+    for (;;) {
+      const uint64_t next = seen >> 16 & 0xffff, end = seen & 0xffff;
+      if (next == end) return -1;
+      const uint64_t rest = front ? pack(seen >> 32, next + 1, end) : pack(seen >> 32, next, end - 1);
+      if (word.compare_exchange_weak(seen, rest, std::memory_order_acq_rel)) {
+        return int64_t(front ? next : end - 1);
+      }
+    }
+  }
+};
+
+class Team {
+ public:
+  explicit Team(int size) : size_(size) {}
+
+  void run(int64_t count, int64_t grain, ChunkBody body, void* context) {
+    Lock turn(turn_);
+    start_workers();
+    body_ = body;
+    context_ = context;
+    count_ = count;
+    grain_ = grain;
+    publish(uint32_t(ceil_div(count, grain)));
+    work(0);
+    wait_for_stragglers();
+  }
+
+  int size() const { return size_.load(std::memory_order_relaxed); }
+
+  void resize(int size) {
+    Lock turn(turn_);
+    stop_workers();
+    size_.store(size, std::memory_order_relaxed);
+  }
+
+  void hold() { pthread_mutex_lock(&turn_); }
+  void release() { pthread_mutex_unlock(&turn_); }
+
+ private:
+  // Hands out the chunks and calls the workers.
+  void publish(uint32_t chunks) {
+    unfinished_.store(chunks, std::memory_order_relaxed);
+    const uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
+    const int threads = size();
+    for (int i = 0; i < threads; ++i) {
+      const uint64_t begin = uint64_t(chunks) * i / threads;
+      const uint64_t end = uint64_t(chunks) * (i + 1) / threads;
+      shares_[i].word.store(Share::pack(generation, begin, end), std::memory_order_release);
+    }
+    generation_.store(generation);
+    if (sleepers_.load() > 0) {
+      Lock lock(sleep_);
+      pthread_cond_broadcast(&wake_);
+    }
+  }
+
+  // Runs the chunks of thread `me`, then those that others have not come to. What is done is reported
+  // once, at the end: a counter that all threads touch after every chunk would pass from core to core.
+  void work(int me) {
+    const int threads = size();
+    uint32_t done = 0;
+    for (int i = 0; i < threads; ++i) {
+      const int owner = me + i < threads ? me + i : me + i - threads;
+      for (;;) {
+        const int64_t chunk = shares_[owner].claim(i == 0);
+        if (chunk < 0) break;
+        const int64_t begin = chunk * grain_;
+        body_(context_, begin, begin + grain_ < count_ ? begin + grain_ : count_);
+        ++done;
+      }
+    }
+    if (done > 0 && unfinished_.fetch_sub(done) == done && caller_sleeps_.load()) {
+      Lock lock(sleep_);
+      pthread_cond_signal(&finished_);
+    }
+  }
+
+  void wait_for_stragglers() {
+    const auto finished = [this] { return unfinished_.load() == 0; };
+    if (spin_until(spin_, finished)) return;
+    Lock lock(sleep_);
+    caller_sleeps_.store(true);
+    while (!finished()) pthread_cond_wait(&finished_, &sleep_);
+    caller_sleeps_.store(false);
+  }
+
+  void worker(int me) {
+    for (;;) {
+      const uint32_t seen = generation_.load(std::memory_order_acquire);
+      if (stopping_.load()) return;
+      work(me);
+      const auto changed = [&] { return generation_.load() != seen; };
+      if (spin_until(spin_, changed)) continue;
+      Lock lock(sleep_);
+      sleepers_.fetch_add(1);
+      while (!changed()) pthread_cond_wait(&wake_, &sleep_);
+      sleepers_.fetch_sub(1);
+    }
+  }
+
+  void start_workers() {
+    if (started_ >= 0) return;
+    // Waiting threads that outnumber the cores would spin in the way of those that work.
+    cpu_set_t allowed;
+    const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
+    spin_ = known && size() > CPU_COUNT(&allowed) ? 0 : kSpinNanoseconds;
+    for (started_ = 0; started_ < size() - 1; ++started_) {
+      workers_[started_] = {this, started_ + 1, {}};
+      const auto entry = [](void* worker) -> void* {
+        inside_ = true;
+        static_cast<Worker*>(worker)->team->worker(static_cast<Worker*>(worker)->index);
+        return nullptr;
+      };
+      // No more threads to be had: those that are there do all the work.
+      Worker& worker = workers_[started_];
+      if (pthread_create(&worker.thread, nullptr, entry, &worker) != 0) break;
+    }
+  }
+
+  void stop_workers() {
+    stopping_.store(true);
+    publish(0);
+    for (int i = 0; i < started_; ++i) pthread_join(workers_[i].thread, nullptr);
+    stopping_.store(false);
+    started_ = -1;
+  }
+
+ public:
+  static thread_local bool inside_;  // this thread is running a chunk
+
+ private:
+  struct Worker {
+    Team* team;
+    int index;  // of its share
+    pthread_t thread;
+  };
+
+  alignas(128) std::atomic<uint32_t> generation_{0};
+  alignas(128) std::atomic<uint32_t> unfinished_{0};
+  std::atomic<bool> caller_sleeps_{false};
+  alignas(128) ChunkBody body_ = nullptr;
+  void* context_ = nullptr;
+  int64_t count_ = 0, grain_ = 1;
+  int64_t spin_ = 0;
+  std::atomic<int> size_;
+  int started_ = -1;  // workers running; -1 before the first loop, after a fork or a resize
+  std::atomic<bool> stopping_{false};
+  std::atomic<int> sleepers_{0};
+  pthread_mutex_t turn_ = PTHREAD_MUTEX_INITIALIZER;   // one loop at a time
+  pthread_mutex_t sleep_ = PTHREAD_MUTEX_INITIALIZER;  // guards the two conditions
+  pthread_cond_t wake_ = PTHREAD_COND_INITIALIZER;
+  pthread_cond_t finished_ = PTHREAD_COND_INITIALIZER;
+  Share shares_[kMaxThreads];
+  Worker workers_[kMaxThreads];
+};
+
+thread_local bool Team::inside_ = false;
+
+// The team is never destroyed: its workers may still be asleep in it when the process ends.
+alignas(Team) unsigned char storage[sizeof(Team)];
+pthread_once_t once = PTHREAD_ONCE_INIT;
+
+Team& team() {
+  pthread_once(&once, [] {
+    new (storage) Team(1);
+    // Fork between two loops. The child has none of the workers: it gets a fresh team of the same
+    // size, whose threads start with its first loop.
+    pthread_atfork([] { team().hold(); }, [] { team().release(); },
+                   [] { new (storage) Team(team().size()); });
+  });
+  return *reinterpret_cast<Team*>(storage);
+}
+
+}  // namespace
+
+void parallel_for(int64_t count, int64_t grain, ChunkBody body, void* context) {
+  if (count <= 0) return;
+  if (grain < 1) grain = 1;
+  const int64_t least = ceil_div(count, Share::kMaxChunks);
+  if (grain < least) grain = round_up(least, grain);
+  if (Team::inside_ || count <= grain || team().size() == 1) {
+    for (int64_t begin = 0; begin < count; begin += grain) {
+      body(context, begin, begin + grain < count ? begin + grain : count);
+    }
+    return;
+  }
+  Team::inside_ = true;
+  team().run(count, grain, body, context);
+  Team::inside_ = false;
+}
+
+int num_threads() { return team().size(); }
+
+}  // namespace onward
+
+// Takes effect at once; loops in progress finish first. 1 … 256.
+ONWARD_API int32_t onward_set_num_threads(int32_t count) {
+  if (count < 1 || count > onward::kMaxThreads) return onward::kBadArgument;
+  if (onward::Team::inside_) return onward::kBadArgument;
+  if (count != onward::team().size()) onward::team().resize(count);
+  return onward::kOk;
+}
+
+ONWARD_API int32_t onward_num_threads() { return onward::num_threads(); }

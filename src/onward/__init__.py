@@ -1,0 +1,100 @@
+"""Onward: text from autoregressive transformers on PyTorch.
+
+lm = onward.load("demo")
+print(lm.generate("Once upon a time").text)
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onward import ops
+    from onward.cache import KVCache
+    from onward.completion import Completion, Piece, Timing
+    from onward.decoding import decode, stream
+    from onward.errors import OnwardError
+    from onward.language_model import LanguageModel
+    from onward.load import load
+    from onward.models import Model
+    from onward.sampling import Sampler, SamplingParams, greedy, sample
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Completion",
+    "KVCache",
+    "LanguageModel",
+    "Model",
+    "OnwardError",
+    "Piece",
+    "Sampler",
+    "SamplingParams",
+    "Timing",
+    "__version__",
+    "decode",
+    "greedy",
+    "load",
+    "ops",
+    "sample",
+    "stream",
+]
+
+# Importing torch takes a second, which `onward --help` should not: names are found when they are first used.
+_HOMES = {
+    "Completion": "onward.completion",
+    "KVCache": "onward.cache",
+    "LanguageModel": "onward.language_model",
+    "Model": "onward.models",
+    "OnwardError": "onward.errors",
+    "Piece": "onward.completion",
+    "Sampler": "onward.sampling",
+    "SamplingParams": "onward.sampling",
+    "Timing": "onward.completion",
+    "decode": "onward.decoding",
+    "greedy": "onward.sampling",
+    "load": "onward.load",
+    "sample": "onward.sampling",
+    "stream": "onward.decoding",
+}
+_SUBMODULES = {
+    "cache",
+    "checkpoint",
+    "completion",
+    "decoding",
+    "errors",
+    "language_model",
+    "models",
+    "native",
+    "ops",
+    "sampling",
+    "testing",
+}
+
+
+class _Package(ModuleType):
+    """`load` is the name of a function and of the module it stands in. Importing a submodule binds it to its package;
+    of this one the function is meant, whoever imports the module first."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "load" and isinstance(value, ModuleType):
+            value = value.load
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"onward.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'onward' has no attribute {name!r}")
+    found = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found  # so that the next look-up is a plain one
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_SUBMODULES})

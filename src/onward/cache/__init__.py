@@ -1,0 +1,6 @@
+"""Where keys and values of past positions live."""
+
+from onward.cache.kv import KVCache
+from onward.cache.sized import SizedCache
+
+__all__ = ["KVCache", "SizedCache"]

@@ -1,0 +1,61 @@
+"""The dense key/value cache: one buffer of `max_len` positions a row, written in place.
+
+Entries at or past a row's offset are never read, so taking tokens back is lowering a number: nothing is
+moved or cleared.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onward import ops
+
+
+class KVCache(NamedTuple):
+    """Keys and values of every layer; a pytree of fixed-shape tensors.
+
+    keys, values: a tensor [B, G, S, D] a layer: B rows, G key/value heads, S = max_len positions, D features.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def new(
+        cls,
+        *,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "KVCache":
+        """An empty cache. Memory is taken as it is written, where the system hands out pages lazily."""
+        shape = (batch, num_kv_heads, max_len, head_dim)
+
+        def buffers() -> tuple[Tensor, ...]:
+            return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
+
+        return cls(buffers(), buffers())
+
+    @property
+    def batch(self) -> int:
+        return self.keys[0].shape[0]
+
+    @property
+    def max_len(self) -> int:
+        return self.keys[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def write(self, layer: int, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v [B, G, T, D] of a layer from `offsets` int32 [B] on; returns the layer's whole buffers."""
+        keys, values = self.keys[layer], self.values[layer]
+        ops.write_cache(keys, k, offsets)
+        ops.write_cache(values, v, offsets)
+        return keys, values

@@ -1,0 +1,19 @@
+"""Folders and hub ids to models, tokenizers and chat templates."""
+
+from onward.checkpoint.chat_template import ChatTemplate, Message
+from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.pages import page_releaser
+from onward.checkpoint.source import find_folder
+from onward.checkpoint.tokenizer import JsonTokenizer, Tokenizer
+from onward.checkpoint.weights import read_weights
+
+__all__ = [
+    "ChatTemplate",
+    "CheckpointFolder",
+    "JsonTokenizer",
+    "Message",
+    "Tokenizer",
+    "find_folder",
+    "page_releaser",
+    "read_weights",
+]

@@ -1,0 +1,146 @@
+"""Messages to a prompt, by the checkpoint's own Jinja template in Jinja's sandbox.
+
+The environment offers what Hugging Face templates expect: trimmed blocks, `break` and `continue`, `tojson` that
+keeps characters as they are, `raise_exception`, `strftime_now`, `tools` and `documents` that are none unless given,
+and the `generation` block (which marks the answer for training and changes nothing here).
+
+A template is a stranger's program. The sandbox keeps it from everything but its text: it is given plain JSON values
+only and cannot change them, and a step outside is an error. (How long it runs is not bounded.)
+"""
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.ext import loopcontrols as LoopControls
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from onward.errors import RequestError, TokenizerError, one_line
+
+# {"role": "user", "content": "…"}, and whatever else a template reads.
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens it may write.
+
+    source: the template's text.
+    special_tokens: such as {"bos_token": "<s>"}, variables of the template.
+    tool_source: the template to use instead where `tools` are given; None where one serves both.
+
+    Raises `TokenizerError` for a template that cannot be read.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControls, _GenerationBlock])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["namespace"] = _Namespace
+        try:
+            self._template = environment.from_string(source)
+            self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
+        except (TemplateError, RecursionError) as error:
+            raise TokenizerError(f"the chat template cannot be read: {one_line(error)}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt of a conversation, up to where the answer begins.
+
+        Args:
+            messages: each a mapping with a "role" and, usually, a "content"; JSON values throughout.
+            add_generation_prompt: end with what opens the assistant's turn.
+            variables: for the template (such as tools, or enable_thinking); JSON values too.
+
+        Raises:
+            RequestError: no messages, a message without a role or with nothing else, a value that is not JSON, or
+                messages that the template refuses.
+            TokenizerError: the template does what the sandbox forbids.
+        """
+        check_messages(messages)
+        template = self._tool_template if variables.get("tools") else self._template
+        given = {"tools": None, "documents": None, **self._special_tokens, **_plain(variables)}
+        given |= {"messages": _plain(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            return template.render(given)
+        except SecurityError as error:
+            raise TokenizerError(f"the chat template does what its sandbox forbids: {one_line(error)}") from error
+        except Exception as error:  # whatever a stranger's program may raise
+            raise RequestError(f"the chat template refuses these messages: {one_line(error)}") from error
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise `RequestError` unless these are messages."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise RequestError(f"messages must be a list such as [{{'role': 'user', 'content': 'Hi'}}]; got {messages!r}")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"a message must be a mapping with a 'role'; got {message!r}")
+        if len(message) == 1:
+            raise RequestError(f"a message must hold a 'content' beside its role; got {message!r}")
+
+
+# Subclasses (an enum, say) carry methods of their own; these give the value alone.
+_BARE: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+
+
+def _plain(value: Any) -> Any:
+    """A copy in JSON's own types: a template may call the methods of what it is given."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind, bare in _BARE.items():
+        if isinstance(value, kind):
+            return bare(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise RequestError(f"a chat template takes text, numbers, lists and mappings of them; got a {type(value).__name__}")
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.datetime.now().strftime(layout)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Jinja prints a forbidden attribute as nothing; here it is an error at once."""
+        raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__}")
+
+
+class _Namespace(Namespace):
+    """Jinja's, without names by which an object could pass for one of another class."""
+
+    def __init__(self, /, *pairs: Any, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in dict(*pairs, **attributes).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"a namespace takes no name that begins with an underscore; got {name!r}")
+        super().__setitem__(name, value)
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} … {% endgeneration %}: its content, unchanged, in a scope of its own."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own class attribute)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)

@@ -1,0 +1,128 @@
+"""The small files of a checkpoint folder, read and checked once."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from onward.checkpoint.chat_template import ChatTemplate
+from onward.checkpoint.generation_config import sampling_defaults
+from onward.checkpoint.tokenizer import JsonTokenizer, token_text
+from onward.errors import ConfigError, OnwardError, TokenizerError, one_line, warn
+from onward.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A folder in the Hugging Face layout. Files are read when first asked for."""
+
+    path: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json, which every checkpoint has."""
+        if not (self.path / "config.json").is_file():
+            raise ConfigError(f"{self.path} holds no config.json: is it a model folder in the Hugging Face layout?")
+        config = self._read_json("config.json", ConfigError)
+        for name in ("quantization_config", "compression_config"):
+            if config.get(name) is not None:
+                method = config[name].get("quant_method") if isinstance(config[name], dict) else None
+                raise ConfigError(
+                    f"{self.path}: config.json has a {name} ({method or 'of no stated method'}), and quantized "
+                    "weights cannot be read; take the unquantized checkpoint"
+                )
+        return config
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json; empty where there is none."""
+        return self._read_json("generation_config.json", ConfigError)
+
+    @cached_property
+    def tokenizer_config(self) -> dict[str, Any]:
+        """tokenizer_config.json, over the special_tokens_map.json of older checkpoints; empty without either."""
+        older = self._read_json("special_tokens_map.json", TokenizerError)
+        return older | self._read_json("tokenizer_config.json", TokenizerError)
+
+    @cached_property
+    def tokenizer(self) -> JsonTokenizer | None:
+        """None where the folder has no tokenizer.json: such a model is driven with ids."""
+        if not (self.path / "tokenizer.json").is_file():
+            return None
+        return JsonTokenizer.read(self.path / "tokenizer.json", self.tokenizer_config)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """chat_template.jinja, or else the template inside tokenizer_config.json; None where there is neither."""
+        sources = self._template_files() or self._configured_templates()
+        if not sources:
+            return None
+        if "default" not in sources:
+            warn(f"{self.path}: no chat template is named 'default' among {', '.join(sources)}: there will be no chats")
+            return None
+        tokens = {
+            name: text
+            for name, value in self.tokenizer_config.items()
+            if name.endswith("_token") and (text := token_text(value)) is not None
+        }
+        return ChatTemplate(sources["default"], tokens, sources.get("tool_use"))
+
+    @cached_property
+    def eos(self) -> tuple[int, ...]:
+        """The ids that end a text: generation_config.json's, or config.json's, or the tokenizer's."""
+        for name, config in (("generation_config.json", self.generation_config), ("config.json", self.config)):
+            given = config.get("eos_token_id")
+            if given is None:
+                continue
+            ids = given if isinstance(given, list) else [given]
+            if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+                raise ConfigError(f"{name}: eos_token_id must be an id or a list of ids; got {given!r}")
+            return tuple(ids)
+        from_tokenizer = self.tokenizer.eos_id if self.tokenizer is not None else None
+        return () if from_tokenizer is None else (from_tokenizer,)
+
+    @cached_property
+    def sampling_defaults(self) -> SamplingParams:
+        """generation_config.json's sampling, or greedy where it does not ask for sampling."""
+        return sampling_defaults(self.generation_config, self.eos, has_text=self.tokenizer is not None)
+
+    def _template_files(self) -> dict[str, str]:
+        files = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+        return {name: self._read_text(file, TokenizerError) for name, file in files.items() if self._has(file)}
+
+    def _configured_templates(self) -> dict[str, str]:
+        """One template as a string, or several as a list of {"name": …, "template": …}."""
+        given = self.tokenizer_config.get("chat_template") or []
+        entries = [{"name": "default", "template": given}] if isinstance(given, str) else given
+        try:
+            templates = {entry["name"]: entry["template"] for entry in entries}
+        except (TypeError, KeyError):
+            templates = {"default": None}
+        if not all(isinstance(text, str) for pair in templates.items() for text in pair):
+            raise TokenizerError(
+                f"{self.path}: tokenizer_config.json: chat_template must be a string or a list of "
+                f"{{'name': …, 'template': …}}; got a {type(given).__name__} that is neither"
+            )
+        return templates
+
+    def _has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    def _read_text(self, name: str, kind: type[OnwardError]) -> str:
+        try:
+            return (self.path / name).read_text(encoding="utf-8")
+        except (ValueError, OSError) as error:
+            raise kind(f"{self.path / name} cannot be read as UTF-8 text: {one_line(error)}") from error
+
+    def _read_json(self, name: str, kind: type[OnwardError]) -> dict[str, Any]:
+        """A JSON object, empty where the file is absent; a `kind` of error where it is anything else."""
+        if not self._has(name):
+            return {}
+        try:
+            content = json.loads(self._read_text(name, kind))
+        except (ValueError, RecursionError) as error:
+            raise kind(f"{self.path / name} cannot be read as JSON: {one_line(error)}") from error
+        if not isinstance(content, dict):
+            raise kind(f"{self.path / name} must hold a JSON object; got {type(content).__name__}")
+        return content

@@ -1,0 +1,319 @@
+"""Folders of quantized weights: a checkpoint in the Hugging Face layout whose matrices are packed bytes.
+
+config.json says so under "onward_quantization"; model.safetensors holds the matrices under their stock names as uint8
+[blocks, bytes], each at a multiple of 64 bytes, so that the kernels walk the mapped file itself.
+docs/quantization.md describes both.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.shards import WEIGHTS
+from onward.checkpoint.weights import SafetensorsFolder
+from onward.errors import CheckpointError, ConfigError, RequestError, one_line
+from onward.models import DecoderConfig, DecoderParams, read_params
+from onward.ops import PackedWeight, QuantizedWeight
+from onward.ops.quantized import FORMATS
+from onward.ops.quantized_layout import GROUP, data_shape
+
+MANIFEST = "onward_quantization"
+VERSION = 1
+ALIGNMENT = 64
+
+_COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+    "LICENSE",
+)
+_DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What config.json says of the quantized matrices.
+
+    format: "int8" or "int4". shapes: stock name -> (N, K) of the weight that the bytes stand for.
+    """
+
+    format: str
+    shapes: Mapping[str, tuple[int, int]]
+
+
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
+    """The manifest in a config.json; None where the weights are not quantized.
+
+    Raises:
+        ConfigError: of another version or format, or not in the form that it should have.
+    """
+    given = config.get(MANIFEST)
+    if given is None:
+        return None
+    where = f"{folder}: config.json: {MANIFEST}"
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where} must be an object; got {given!r}: quantize the checkpoint again")
+    if given.get("version") != VERSION:
+        raise ConfigError(
+            f"{where} is of version {given.get('version')!r}, and this Onward reads version {VERSION}: quantize the "
+            "checkpoint again with this one, or use the Onward that wrote it"
+        )
+    format = given.get("format")
+    if not isinstance(format, str) or format not in FORMATS:
+        raise ConfigError(f"{where}: format must be {' or '.join(map(repr, FORMATS))}; got {format!r}")
+    if format == "int4" and given.get("group") != GROUP:
+        raise ConfigError(f"{where}: int4 has groups of {GROUP}; got group {given.get('group')!r}")
+    tensors = given.get("tensors")
+    if not isinstance(tensors, dict) or not tensors:
+        raise ConfigError(f"{where}: 'tensors' must map names to {{'shape': [N, K]}}; got {tensors!r}")
+    return Manifest(format, {name: _shape(f"{where}: {name}", entry) for name, entry in tensors.items()})
+
+
+def _shape(where: str, entry: Any) -> tuple[int, int]:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
+        raise ConfigError(f"{where} must have a 'shape' of two sizes; got {shape!r}")
+    return shape[0], shape[1]
+
+
+def read_quantized(
+    folder: Path, manifest: Manifest, config: DecoderConfig, *, dtype: torch.dtype | None, device: torch.device
+) -> DecoderParams:
+    """The weights of a quantized folder, mapped: on the CPU the matrices are the file's own pages.
+
+    Args:
+        folder: holds model.safetensors, or an index and its shards.
+        manifest: of its config.json.
+        config: the shape the weights must have.
+        dtype: of norms, biases and activations; None keeps that of the final norm.
+        device: where they go.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another size, in neither manifest nor model, or damaged.
+    """
+    stock = SafetensorsFolder(folder, dtype, device)
+    if stock.dtype is None:
+        stock.dtype = stock.take("model.norm.weight", (config.hidden_size,)).dtype
+    tensors = _QuantizedTensors(folder, manifest, stock, device)
+    params = read_params(config, tensors)
+    tensors.check_left()
+    return params
+
+
+class _QuantizedTensors:
+    """Gives the matrices of the manifest as `QuantizedWeight`s, and everything else as it is stored."""
+
+    def __init__(self, folder: Path, manifest: Manifest, stock: SafetensorsFolder, device: torch.device) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._stock = stock
+        self._device = device
+        self._file = _open(folder / WEIGHTS)
+        self._stored: set[str] = set(self._file.keys())
+        self._taken: set[str] = set()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Any:
+        if name not in self._manifest.shapes:
+            self._check_stock(name)
+            return self._stock.take(name, shape)
+        if self._manifest.shapes[name] != shape:
+            raise CheckpointError(
+                f"{self._folder}: {MANIFEST} gives tensor {name!r} the shape {list(self._manifest.shapes[name])}, but "
+                f"config.json makes it {list(shape)}"
+            )
+        if name not in self._stored:
+            raise CheckpointError(f"{self._folder}: tensor {name!r} of {MANIFEST} is missing from {WEIGHTS}")
+        assert self._stock.dtype is not None
+        self._taken.add(name)
+        data = self._data(name, (shape[0], shape[1]))
+        return QuantizedWeight(data.to(self._device), self._manifest.format, (shape[0], shape[1]), self._stock.dtype)
+
+    def check_left(self) -> None:
+        """A tensor nobody took means that config.json, manifest and weights speak of different models."""
+        left = sorted((set(self._manifest.shapes) | set(self._stock.left())) - self._taken)
+        if left:
+            raise CheckpointError(
+                f"{self._folder}: {len(left)} tensors are there that config.json leaves no place for, {left[0]!r} for "
+                "one: is it the config of this checkpoint?"
+            )
+
+    def _data(self, name: str, shape: tuple[int, int]) -> Tensor:
+        try:
+            data: Tensor = self._file.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{self._folder / WEIGHTS}: tensor {name!r} cannot be read: {one_line(error)}"
+            ) from error
+        wanted = data_shape(self._manifest.format, shape)
+        if data.dtype != torch.uint8 or tuple(data.shape) != wanted:
+            raise CheckpointError(
+                f"{self._folder / WEIGHTS}: tensor {name!r} is {data.dtype} {list(data.shape)}, but "
+                f"{self._manifest.format} packs {list(shape)} into uint8 {list(wanted)}: quantize the checkpoint again"
+            )
+        # Another writer's file may lie otherwise; then it is copied, for the kernels read whole cache lines.
+        return data if data.data_ptr() % ALIGNMENT == 0 else data.clone()
+
+    def _check_stock(self, name: str) -> None:
+        if name in self._stored and self._file.get_slice(name).get_dtype() == "U8":
+            raise CheckpointError(
+                f"{self._folder}: tensor {name!r} is packed bytes, but {MANIFEST} has no entry that says of what "
+                "shape: quantize the checkpoint again"
+            )
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: quantized weights lie in one file; quantize the checkpoint again")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or cut short ({one_line(error)}): quantize the checkpoint again"
+        ) from error
+
+
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_destination(destination: Path) -> None:
+    """Raise unless `destination` is absent or an empty folder."""
+    if destination.is_dir() and not any(destination.iterdir()):
+        return
+    if destination.exists() or destination.is_symlink():
+        raise RequestError(f"{destination} is there already: give a folder that is absent or empty")
+
+
+def write_quantized(
+    source: CheckpointFolder,
+    config: DecoderConfig,
+    params: DecoderParams,
+    destination: Path,
+    errors: Mapping[str, float] | None = None,
+) -> None:
+    """Write quantized weights as a checkpoint, with the tokenizer, templates and defaults of the source.
+
+    Everything is written beside the destination, which appears by being renamed: whole or not at all.
+
+    Args:
+        source: the folder that the weights came from, whose small files are copied.
+        config: of the model.
+        params: quantized; matrices that are not are stored as they are.
+        destination: a folder that is absent or empty.
+        errors: relative RMS errors by the names of `parameter_name`, for the manifest.
+
+    Raises:
+        RequestError: the destination is not free.
+    """
+    destination = destination.absolute()
+    check_destination(destination)
+    weights = _by_stock_name(config, params, errors or {})
+    formats = {weight.format for weight, _ in weights.values() if isinstance(weight, QuantizedWeight)}
+    if len(formats) != 1:
+        raise RequestError(f"a quantized folder holds weights of one format; got {sorted(formats) or 'none'}")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    partial = destination.with_name(f".{destination.name}.partial-{secrets.token_hex(4)}")
+    partial.mkdir()
+    try:
+        _copy_small_files(source.path, partial)
+        _write_config(source, weights, formats.pop(), partial)
+        _write_safetensors(
+            {name: w.data if isinstance(w, QuantizedWeight) else w for name, (w, _) in weights.items()},
+            partial / WEIGHTS,
+        )
+        partial.rename(destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def parameter_name(path: tuple[Any, ...]) -> str:
+    """A place in the params in words: "layers.3.q_proj.weight"."""
+    return pytree.keystr(path).replace("[", ".").replace("]", "").removeprefix(".")
+
+
+class _Names:
+    """Gives the name of every tensor in its place."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Any:
+        return name
+
+
+_Named = dict[str, tuple[Tensor | QuantizedWeight, float | None]]
+
+
+def _by_stock_name(config: DecoderConfig, params: DecoderParams, errors: Mapping[str, float]) -> _Named:
+    """Stock name -> weight and error; what is tied has one name and is there once."""
+    names, _ = pytree.tree_flatten_with_path(read_params(config, _Names()))
+    weights = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight | PackedWeight))
+    named: _Named = {}
+    for (path, name), weight in zip(names, weights, strict=True):
+        if name is None:
+            continue
+        if not isinstance(weight, Tensor | QuantizedWeight):
+            raise RequestError(f"{name} is packed for this machine only: quantize it, or give its stock weight")
+        if name in named and named[name][0] is not weight:
+            raise RequestError(f"{name} is tied to another weight by config.json, but not in the params")
+        named.setdefault(name, (weight, errors.get(parameter_name(path))))
+    return named
+
+
+def _copy_small_files(source: Path, destination: Path) -> None:
+    for name in _COPIED:
+        if (source / name).is_file():
+            (destination / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, destination / name)
+
+
+def _write_config(source: CheckpointFolder, weights: _Named, format: str, destination: Path) -> None:
+    tensors: dict[str, Any] = {}
+    for name, (weight, error) in weights.items():
+        if isinstance(weight, QuantizedWeight):
+            tensors[name] = {"shape": list(weight.shape)}
+            tensors[name] |= {} if error is None else {"relative_rms_error": float(f"{error:.4g}")}
+    group = {"group": GROUP} if format == "int4" else {}
+    manifest = {"version": VERSION, "format": format, **group, "tensors": tensors}
+    text = json.dumps(source.config | {MANIFEST: manifest}, indent=2)
+    (destination / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """The safetensors format, with every tensor of whole lines of 64 bytes at a multiple of 64.
+
+    `safetensors.torch.save_file` puts floats before bytes and ends its header anywhere.
+    """
+    # What is no multiple of 64 long comes last, wide elements first: so each lies at a multiple of its element.
+    order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, -tensors[name].element_size()))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            out.write(tensors[name].contiguous().view(torch.uint8).numpy().data)
+        out.flush()
+        os.fsync(out.fileno())

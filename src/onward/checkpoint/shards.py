@@ -1,0 +1,48 @@
+"""The index of a checkpoint that is cut into several files."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from onward.errors import CheckpointError, one_line
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The files that hold a checkpoint's weights, as paths inside its folder; empty where there are none.
+
+    Where one file and an index are both there, it is the file, as elsewhere. Shards may have any name: the index
+    says which they are.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    if (folder / INDEX).is_file():
+        return list(dict.fromkeys(read_index(folder / INDEX).values()))
+    return []
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> the shard that holds it, a path inside the index's folder.
+
+    Raises:
+        CheckpointError: not an index, or one that names a file outside its folder.
+    """
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index} cannot be read as JSON ({one_line(error)}): download or save it again"
+        ) from error
+    where = content.get("weight_map") if isinstance(content, Mapping) else None
+    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+        raise CheckpointError(
+            f"{index} is not an index of shards: it wants an object 'weight_map' from tensor names to file names"
+        )
+    for file in set(where.values()):
+        # Judged by its parts: resolving would follow the hub cache's own links out of the folder.
+        path = PurePosixPath(file)
+        if path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file or not path.parts:
+            raise CheckpointError(f"{index} names the shard {file!r}, which lies outside its folder")
+    return where

@@ -1,0 +1,147 @@
+"""Where a model comes from: the package itself, a folder, or the hub."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils.tqdm import tqdm
+
+from onward.checkpoint.shards import INDEX, WEIGHTS, weight_files
+from onward.errors import OnwardError, SourceError, one_line
+
+BUNDLED = {"demo": "target", "demo-draft": "draft"}
+# What a checkpoint in the Hugging Face layout is read from. Repositories often hold the same weights in other
+# formats too; those are not fetched. Shards come after the index, which names them.
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+    WEIGHTS,
+    INDEX,
+)
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack", ".onnx")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+
+
+def find_folder(source: str | Path, *, progress: bool = True) -> Path:
+    """`source` as a local folder, downloaded first where it is a hub id.
+
+    "demo" and "demo-draft" are the bundled models (a folder of that name is "./demo"). Otherwise a folder that
+    exists wins; `owner/name` is a hub id, optionally with a revision: `owner/name@revision`. The hub client's
+    own settings hold: HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS.
+
+    Args:
+        source: the name. A `Path` is always a folder, never a hub id.
+        progress: show bars while downloading.
+
+    Raises:
+        SourceError: no such folder, no such repository, one without safetensors, or the hub cannot be reached.
+        CheckpointError: the repository's index of shards cannot be read.
+    """
+    name = str(source)
+    if name in BUNDLED and isinstance(source, str):
+        return Path(__file__).parent.parent / "demo" / BUNDLED[name]
+    folder = os.path.expanduser(source)
+    if os.path.isdir(folder) and name:
+        return Path(folder)
+    if os.path.exists(folder) and name:
+        raise SourceError(f"{name} is a file; give the folder that holds config.json and the weights")
+    repository, at, revision = name.partition("@")
+    if isinstance(source, Path) or not _HUB_ID.fullmatch(repository):
+        also = "" if isinstance(source, Path) else ", and it is no hub id either"
+        raise SourceError(
+            f"no folder {name!r}{also}; give a folder, a hub id such as 'Qwen/Qwen3-0.6B' (as a str), or 'demo'"
+        )
+    if at and not revision:
+        raise SourceError(f"{name!r} names no revision after the '@'; write {repository}@revision")
+    with _as_source_errors(repository, revision or None):
+        return _download(repository, revision or None, progress)
+
+
+def _download(repository: str, revision: str | None, progress: bool) -> Path:
+    folder = _fetch(repository, revision, _FILES, progress)
+    if shards := weight_files(folder):
+        # The folder is called after the commit: the shards come from the same one, whatever the branch does now.
+        return folder if shards == [WEIGHTS] else _fetch(repository, folder.name, shards, progress)
+    held = HfApi().list_repo_files(repository, revision=folder.name)
+    others = [file for file in held if file.endswith(_OTHER_WEIGHTS)]
+    raise SourceError(
+        f"{repository} holds no weights that can be read: neither {WEIGHTS} nor {INDEX}"
+        + (f" (but {', '.join(others[:3])})" if others else "")
+        + "; choose a repository that has safetensors"
+    )
+
+
+def _fetch(repository: str, revision: str | None, files: Sequence[str], progress: bool) -> Path:
+    """The snapshot's folder with `files` in it, as far as the repository has them."""
+    patterns = [escape(file) for file in files]
+    bars = None if progress else _Silent
+    return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns, tqdm_class=bars))
+
+
+class _Silent(tqdm):
+    """The hub client's progress bar, off: its own switch would turn off everyone's, for good."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **(options | {"disable": True}))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _as_source_errors(repository: str, revision: str | None) -> Iterator[None]:
+    """Whatever the hub client raises, as a `SourceError` that says what to do."""
+    try:
+        yield
+    except OnwardError:
+        raise
+    except GatedRepoError as error:
+        raise SourceError(
+            f"{repository} is gated: accept its terms on the hub and set HF_TOKEN to your token"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise SourceError(
+            f"no folder and no hub repository {repository!r}; if it is private, set HF_TOKEN to a token that reads it"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise SourceError(
+            f"{repository} has no revision {revision!r} on the hub; leave it out for the newest"
+        ) from error
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        raise SourceError(
+            f"{repository!r} is no folder, is not whole in the hub cache, and the hub {_why_not(error)}: "
+            "go online once, or give a local folder"
+        ) from error
+    except HFValidationError as error:
+        raise SourceError(f"{repository!r} is no folder and no valid hub id: {one_line(error)}") from error
+    except HfHubHTTPError as error:
+        advice = "check HF_TOKEN, or unset it" if error.response.status_code == 401 else "try again"
+        raise SourceError(f"downloading {repository} failed: {one_line(error)}; {advice}") from error
+    except Exception as error:  # the client's HTTP library has its own tree, another one in every major version
+        raise SourceError(f"downloading {repository} failed: {one_line(error)}; try again") from error
+
+
+def _why_not(error: BaseException) -> str:
+    """Why the hub gave nothing, as the end of a sentence that begins with "the hub"."""
+    cause = error.__cause__ or error
+    if isinstance(cause, OfflineModeIsEnabled):
+        return "may not be asked, for HF_HUB_OFFLINE is set"
+    if isinstance(cause, HfHubHTTPError):
+        return f"refused ({one_line(cause)})"
+    return f"cannot be reached ({one_line(cause)}; HF_ENDPOINT and the network decide)"

@@ -1,0 +1,140 @@
+"""Text to ids and back, by the `tokenizers` library."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from onward.errors import RequestError, TokenizerError, one_line, warn
+
+
+class Tokenizer(Protocol):
+    """What decoding needs of a tokenizer; bring your own where a checkpoint's is not a tokenizer.json."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens left out."""
+        ...
+
+
+class JsonTokenizer:
+    """A `Tokenizer` over a tokenizer.json and what its tokenizer_config.json says of it.
+
+    A text gets the special tokens that tokenizer.json's own post-processor adds; where the config says
+    `add_bos_token`, true or false, that holds for the BOS.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+        self._inner = inner
+        # Lengths are ours to check: a tokenizer that cuts or pads would do so in silence.
+        inner.no_truncation()
+        inner.no_padding()
+        _check_added_tokens(inner, config)
+        self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.bos_id = _special_id(inner, config, "bos_token")
+        self.eos_id = _special_id(inner, config, "eos_token")
+        self._adds_bos = self.bos_id is not None and list(inner.encode("").ids[:1]) == [self.bos_id]
+        self._add_bos = self._wanted_bos(config)
+        if _flag(config, "add_eos_token"):
+            warn("tokenizer_config.json says add_eos_token, which would end every prompt before its answer: not added")
+
+    @classmethod
+    def read(cls, file: Path, config: Mapping[str, Any]) -> "JsonTokenizer":
+        """Raises `TokenizerError` for a file that cannot be read."""
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise TokenizerError(f"{file} cannot be read ({one_line(error)}): download or save it again") from error
+        return cls(inner, config)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises `RequestError` for what is no text, or text that is not Unicode (a lone surrogate)."""
+        if not isinstance(text, str):
+            raise RequestError(f"a tokenizer encodes a str; got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text is not valid Unicode: {text[error.start]!r} at {error.start} is half a character; "
+                "was it read with the right encoding?"
+            ) from error
+        ids = list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        if not add_special_tokens or self._add_bos == self._adds_bos:
+            return ids
+        assert self.bos_id is not None
+        return [self.bos_id, *ids] if self._add_bos else ids[1:]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens are left out, and ids the tokenizer does not have (a model's vocabulary may be padded)."""
+        try:
+            return str(self._inner.decode(list(ids), skip_special_tokens=True))
+        except (OverflowError, TypeError) as error:
+            raise RequestError(f"ids must be whole numbers of 0 or more: {one_line(error)}") from error
+
+    def _wanted_bos(self, config: Mapping[str, Any]) -> bool:
+        wanted = _flag(config, "add_bos_token")
+        if wanted and self.bos_id is None:
+            warn("tokenizer_config.json says add_bos_token, but names no bos_token: none is added")
+            return False
+        return self._adds_bos if wanted is None else wanted
+
+
+def token_text(value: object) -> str | None:
+    """A special token as tokenizer_config.json writes it: a string, or an object with its content."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _special_id(inner: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
+    if config.get(name) is None:
+        return None
+    text = token_text(config[name])
+    if text is None:
+        raise TokenizerError(
+            f"tokenizer_config.json: {name} must be a string or have a 'content'; got {config[name]!r}"
+        )
+    found: int | None = inner.token_to_id(text)
+    if found is None:
+        raise TokenizerError(
+            f"tokenizer_config.json names {name} {text!r}, which tokenizer.json does not have: are they of one model?"
+        )
+    return found
+
+
+def _check_added_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Tokens that only tokenizer_config.json has would be cut in pieces, and a chat's turns with them."""
+    added = config.get("added_tokens_decoder") or {}
+    if not isinstance(added, Mapping):
+        raise TokenizerError(
+            f"tokenizer_config.json: added_tokens_decoder must be an object; got {type(added).__name__}"
+        )
+    for token_id, token in added.items():
+        text = token_text(token)
+        found = None if text is None else inner.token_to_id(text)
+        if str(found) != token_id:
+            has = "does not have" if found is None else f"has as id {found}"
+            raise TokenizerError(
+                f"tokenizer_config.json adds the token {text!r} as id {token_id}, which tokenizer.json {has}: "
+                "are they of one model?"
+            )
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise TokenizerError(f"tokenizer_config.json: {name} must be true or false; got {value!r}")
+    return value

@@ -1,0 +1,149 @@
+"""Safetensors, one file or an index of shards, mapped into memory: the weights are the file's own pages."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from onward.checkpoint.shards import INDEX, WEIGHTS, read_index, weight_files
+from onward.errors import CheckpointError, one_line
+from onward.models import DecoderConfig, DecoderParams, read_params
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Formats that Onward does not read, worth naming to who has one instead of safetensors.
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors", "*.distcp")
+
+
+class SafetensorsFolder:
+    """The tensors of a checkpoint folder by name; remembers which were taken.
+
+    A tensor that has the wanted dtype and device already is a view of the memory map: no copy is made.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> None:
+        self.dtype = dtype
+        self._folder = folder
+        self._device = device
+        self._files: dict[str, Any] = {}
+        self._where = self._locate()
+        self._taken: set[str] = set()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`, of `shape`, in the wanted dtype on the wanted device.
+
+        Raises:
+            CheckpointError: it is absent, or of another shape, or no float, or too large for float16.
+        """
+        if name not in self._where:
+            raise CheckpointError(f"{self._folder}: tensor {name!r} of shape {list(shape)} is missing from the weights")
+        file = self._where[name]
+        try:
+            tensor: Tensor = self._open(file).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{self._folder / file}: tensor {name!r} cannot be read: {one_line(error)}"
+            ) from error
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{self._folder / file}: tensor {name!r} has shape {list(tensor.shape)}, but config.json "
+                f"makes it {list(shape)}"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{self._folder / file}: tensor {name!r} is {tensor.dtype}; convert it to bf16, f16 or f32"
+            )
+        self._taken.add(name)
+        return self._placed(name, tensor)
+
+    def left(self) -> list[str]:
+        """Names nobody took."""
+        return sorted(set(self._where) - self._taken)
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        """In the wanted dtype on the wanted device; the tensor itself where it is so already."""
+        if tensor.data_ptr() % tensor.element_size():
+            tensor = tensor.clone()  # a legal file, but no address that a kernel may read numbers from
+        placed = tensor.to(device=self._device, dtype=self.dtype or tensor.dtype)
+        narrowed = placed.dtype == torch.float16 and tensor.dtype != torch.float16
+        if narrowed and placed.isinf().any() and not tensor.isinf().any():
+            raise CheckpointError(
+                f"{self._folder}: tensor {name!r} has values up to {tensor.abs().max().item():.3g}, and float16 ends "
+                "at 65504: load it as bfloat16 or float32"
+            )
+        return placed
+
+    def _locate(self) -> dict[str, str]:
+        """Which file holds each tensor: the index's word on those it names, the files' own on the rest."""
+        files = weight_files(self._folder)
+        if not files:
+            others = sorted(file.name for pattern in _OTHER_FORMATS for file in self._folder.glob(pattern))
+            hint = f"; it holds {', '.join(others[:3])}: save the model as safetensors first" if others else ""
+            raise CheckpointError(f"{self._folder} holds no weights: neither {WEIGHTS} nor {INDEX}{hint}")
+        held = {file: self._names(file) for file in files}
+        where = {name: file for file, names in held.items() for name in names}
+        if files == [WEIGHTS]:
+            return where
+        named = read_index(self._folder / INDEX)
+        for name, file in named.items():
+            if name not in held[file]:
+                raise CheckpointError(f"{self._folder / INDEX} names {name!r} in {file}, which does not hold it")
+        return where | named
+
+    def _names(self, file: str) -> set[str]:
+        return set(self._open(file).keys())
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self._folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing, though the index names it: download or save it again")
+            try:
+                self._files[file] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} is damaged or cut short ({one_line(error)}): download or save it again"
+                ) from error
+        return self._files[file]
+
+
+def read_weights(
+    folder: Path, config: DecoderConfig, *, dtype: torch.dtype | None, device: torch.device
+) -> DecoderParams:
+    """All weights of a decoder, every tensor of the folder accounted for.
+
+    Args:
+        folder: holds model.safetensors, or an index and its shards.
+        config: the shape the weights must have.
+        dtype: to convert to; None keeps the embedding's, for all tensors.
+        device: where they go.
+
+    Raises:
+        CheckpointError: a tensor is missing, mis-shaped, damaged, or there that the architecture has no use for.
+    """
+    tensors = SafetensorsFolder(folder, dtype, device)
+    if tensors.dtype is None:
+        embedding = tensors.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        tensors.dtype = embedding.dtype
+    params = read_params(config, tensors)
+    _check_left(folder, tensors, params)
+    return params
+
+
+def _check_left(folder: Path, tensors: SafetensorsFolder, params: DecoderParams) -> None:
+    """A tensor nobody took means that config.json and the weights speak of different models."""
+    # Old checkpoints carry the rotary frequencies, which config.json determines.
+    left = [name for name in tensors.left() if not name.endswith("rotary_emb.inv_freq")]
+    if left == ["lm_head.weight"]:
+        head = tensors.take("lm_head.weight", tuple(params.embed_tokens.shape))
+        if not torch.equal(head, params.embed_tokens):
+            raise CheckpointError(
+                f"{folder}: config.json ties the head to the embedding, but lm_head.weight differs from it: "
+                "set tie_word_embeddings to false, or remove the tensor"
+            )
+    elif left:
+        raise CheckpointError(
+            f"{folder}: the weights hold {len(left)} tensors that config.json leaves no place for, "
+            f"{left[0]!r} for one: is it the config of this checkpoint?"
+        )

@@ -1,0 +1,101 @@
+"""`onward chat`: a conversation on a terminal, or line by line through a pipe."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onward.cli.chat_input import ChatInput, PipedInput, TerminalInput
+from onward.cli.conversation import Conversation
+from onward.cli.flags import ModelFlags, SamplingFlags
+from onward.cli.loading import load_model
+from onward.cli.session import Answer, ChatSession
+from onward.cli.slash import COMMANDS, run_command
+from onward.cli.streaming import count
+from onward.cli.terminal import is_terminal, note, report, write
+from onward.errors import OnwardError, TokenizerError
+
+if TYPE_CHECKING:
+    from onward import Piece
+
+
+def chat(
+    *,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
+    sampling: SamplingFlags,
+    model: ModelFlags,
+) -> None:
+    """Talk with a model.
+
+    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. Without
+    --max-new-tokens an answer may take what is left of the context. From a
+    pipe, every line is a message or a command.
+    """
+    options = sampling.options()
+    lm = load_model(model)
+    if lm.chat_template is None:
+        raise TokenizerError(f"{model.model} has no chat template: use `onward generate` with a plain prompt")
+    session = ChatSession(lm, model.model, options, Conversation(system))
+    if is_terminal(sys.stdin) and is_terminal(sys.stdout):
+        note(f"{model.model}, a context of {session.context:,} tokens. /help lists the commands, Ctrl-D leaves.")
+        converse(session, TerminalInput(COMMANDS), on_terminal=True)
+    elif not converse(session, PipedInput(), on_terminal=False):
+        raise typer.Exit(2)
+
+
+def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bool:
+    """Take lines to their end; returns whether all could be served. An error is told, and the chat goes on."""
+    all_served = True
+    while True:
+        try:
+            line = lines.read()
+            if line is None:
+                return all_served
+            if line.startswith("/") and not line.startswith("//"):
+                reply = run_command(session, line)
+                if reply is None:
+                    return all_served
+                write(f"{reply}\n")
+            elif line.strip():
+                _answer(session, line.removeprefix("/"), on_terminal)
+        except OnwardError as error:
+            report("error", str(error))
+            all_served = False
+        except KeyboardInterrupt:
+            # A script that is interrupted should end; a person has other ways to leave.
+            if not on_terminal:
+                raise
+            note("Ctrl-D or /exit leaves")
+
+
+def _answer(session: ChatSession, question: str, on_terminal: bool) -> None:
+    last = "\n"
+
+    def emit(piece: "Piece") -> None:
+        nonlocal last
+        last = piece.text or last
+        write(piece.text)
+
+    try:
+        answer = session.ask(question, emit)
+    finally:
+        # Also after an error in the midst of an answer, which is told on a line of its own.
+        if not last.endswith("\n"):
+            write("\n")
+    if answer.completion is None and not on_terminal:
+        raise KeyboardInterrupt
+    if remark := _remark(session, answer):
+        note(remark)
+
+
+def _remark(session: ChatSession, answer: Answer) -> str:
+    """What should be known of an answer that did not end by itself."""
+    if answer.completion is None:
+        return "stopped; what is shown stays in the chat" if answer.text else "stopped; the message is not kept"
+    if answer.completion.finish_reason != "length":
+        return "" if answer.text else "the model ended its answer before it began"
+    if not session.is_full(answer.completion):
+        return f"cut at {count(len(answer.completion.token_ids), 'token')}, as --max-new-tokens says"
+    return (
+        f"cut: the context of {session.context:,} tokens is full. /reset begins a new chat, /save FILE keeps this one"
+    )

@@ -1,0 +1,110 @@
+"""A conversation and its file: a JSON object with the messages as chat templates take them."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onward.errors import RequestError
+
+
+@dataclass
+class Conversation:
+    """What was said. `turns` holds the pairs of question and answer; the system message stands before them."""
+
+    system: str | None = None
+    turns: list[tuple[str, str]] = field(default_factory=list)
+
+    def messages(self, question: str | None = None) -> list[dict[str, str]]:
+        """As the chat template takes them, with a question yet unanswered at the end."""
+        messages = [] if self.system is None else [_message("system", self.system)]
+        for asked, answered in self.turns:
+            messages += [_message("user", asked), _message("assistant", answered)]
+        return messages if question is None else [*messages, _message("user", question)]
+
+
+def save(conversation: Conversation, file: Path, model: str) -> None:
+    """Write the file whole or not at all.
+
+    A file that stands there already is replaced if it is a saved conversation too.
+
+    Raises:
+        RequestError: it cannot be written, or is something else.
+    """
+    if file.exists():
+        try:
+            load(file)
+        except RequestError as error:
+            raise RequestError(f"{str(file)!r} exists and is no saved chat: choose another name") from error
+    content = json.dumps({"model": model, "messages": conversation.messages()}, ensure_ascii=False, indent=2) + "\n"
+    try:
+        _write_whole(file.resolve(), content)
+    except OSError as error:
+        raise RequestError(f"{str(file)!r} cannot be written: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RequestError(f"{str(file)!r} cannot be written: {error}") from error
+
+
+def load(file: Path) -> Conversation:
+    """Read and check a saved conversation.
+
+    Raises:
+        RequestError: it cannot be read, or is not what `save` writes.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{str(file)!r} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{str(file)!r} is no JSON text: {error}") from error
+    messages = content.get("messages") if isinstance(content, Mapping) else None
+    if not isinstance(messages, list):
+        raise RequestError(f"{str(file)!r} is no saved chat: it wants an object with a list of 'messages'")
+    for number, message in enumerate(messages, 1):
+        _check_message(file, number, message)
+    return _conversation(file, messages)
+
+
+def _conversation(file: Path, messages: list[dict[str, str]]) -> Conversation:
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    said = messages[has_system:]
+    for place, message in enumerate(said):
+        wanted = "assistant" if place % 2 else "user"
+        if message["role"] != wanted:
+            raise RequestError(
+                f"{str(file)!r}: message {place + 1 + has_system} is of role {message['role']!r} where "
+                f"{wanted!r} was expected: a chat is user and assistant in turn, after one system message at most"
+            )
+    if len(said) % 2:
+        raise RequestError(f"{str(file)!r}: the last message has no answer")
+    texts = [message["content"] for message in said]
+    return Conversation(messages[0]["content"] if has_system else None, list(zip(texts[::2], texts[1::2], strict=True)))
+
+
+def _check_message(file: Path, number: int, message: Any) -> None:
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        got = sorted(message) if isinstance(message, Mapping) else type(message).__name__
+        raise RequestError(f"{str(file)!r}: message {number} must have a 'role' and a 'content' alone; got {got}")
+    if not all(isinstance(value, str) for value in message.values()):
+        raise RequestError(f"{str(file)!r}: role and content of message {number} must be strings")
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _write_whole(file: Path, content: str) -> None:
+    """Through a neighbour that takes the file's place when it is complete and on the disk."""
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as neighbour:
+            neighbour.write(content)
+            neighbour.flush()
+            os.fsync(neighbour.fileno())
+        os.replace(name, file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

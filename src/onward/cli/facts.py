@@ -1,0 +1,66 @@
+"""Facts in sections: aligned lines for people, one JSON object for machines."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Fact(NamedTuple):
+    """name: of the JSON field; people see spaces in it, and no unit, for that stands at the value. value: for JSON.
+    shown: for people, where that is not the value as it stands."""
+
+    name: str
+    value: Any
+    shown: str | None = None
+
+
+Sections = Mapping[str, Sequence[Fact]]
+
+_LABEL_WIDTH = 20
+
+
+def as_object(sections: Sections) -> dict[str, dict[str, Any]]:
+    return {section: {fact.name: fact.value for fact in facts} for section, facts in sections.items()}
+
+
+def as_lines(sections: Sections, width: int | None) -> list[str]:
+    """Lines of at most `width` columns; as long as they come for None."""
+    lines: list[str] = []
+    for section, facts in sections.items():
+        lines += [*([""] if lines else []), section]
+        for fact in facts:
+            name = fact.name.removesuffix("_bytes").replace("_", " ")
+            label = f"  {name:<{_LABEL_WIDTH - 2}}"
+            lines += _wrapped(label, _shown(fact), width)
+    return lines
+
+
+def in_bytes(count: int) -> str:
+    """Such as '5.3 MB'; units of 1000, as disks and makers of models count."""
+    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.3g} {units[0]}"
+
+
+def _shown(fact: Fact) -> str:
+    if fact.shown is not None:
+        return fact.shown
+    if isinstance(fact.value, bool):
+        return "yes" if fact.value else "no"
+    if isinstance(fact.value, int):
+        return f"{fact.value:,}"
+    if isinstance(fact.value, list):
+        return ", ".join(map(str, fact.value)) or "none"
+    return "none" if fact.value is None else str(fact.value)
+
+
+def _wrapped(label: str, text: str, width: int | None) -> list[str]:
+    if width is None or len(label) + len(text) <= width:
+        return [label + text]
+    indent = " " * len(label)
+    # Paths are cut nowhere: a terminal lets one be copied whole.
+    return textwrap.wrap(
+        text, width, initial_indent=label, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

@@ -1,0 +1,120 @@
+"""What a checkpoint holds, and the memory it takes. The weights are mapped and not read."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onward.cli.facts import Fact, in_bytes
+from onward.errors import RequestError
+
+if TYPE_CHECKING:
+    from onward import SamplingParams
+    from onward.models import DecoderConfig
+
+
+class Holdings:
+    """A checkpoint folder, read as `onward.load` reads it but for its weights, of which only the shapes are used."""
+
+    def __init__(self, path: Path) -> None:
+        import torch
+
+        from onward.checkpoint import CheckpointFolder, read_weights
+        from onward.models import decoder_model, read_config
+
+        self.folder = CheckpointFolder(path)
+        self.config = read_config(self.folder.config)
+        params = read_weights(path, self.config, dtype=None, device=torch.device("cpu"))
+        self.dtype = params.embed_tokens.dtype
+        self.model = decoder_model(self.config, params)
+
+    def checkpoint_facts(self) -> list[Fact]:
+        config, folder, parameters = self.config, self.folder, self.model.num_parameters
+        return [
+            Fact("folder", str(folder.path)),
+            Fact("architecture", folder.config["architectures"][0]),
+            Fact("parameters", parameters),
+            Fact("dtype", str(self.dtype).removeprefix("torch.")),
+            Fact("disk_bytes", size := _disk_bytes(folder.path), in_bytes(size)),
+            Fact("layers", config.num_layers),
+            Fact("hidden_size", config.hidden_size),
+            Fact("intermediate_size", config.intermediate_size),
+            Fact("heads", config.num_heads),
+            Fact("kv_heads", config.num_kv_heads),
+            Fact("head_dim", config.head_dim),
+            Fact("vocabulary", config.vocab_size),
+            Fact("tied_head", config.tie_word_embeddings),
+            Fact("context", config.max_position_embeddings),
+            Fact("sliding_window", list(config.windows), _windows(config.windows)),
+            _rope(config),
+            *self._text_facts(),
+        ]
+
+    def memory_facts(self, context: int | None, batch: int) -> list[Fact]:
+        """Of the weights and of a cache for `batch` rows of `context` positions (the model's own by default)."""
+        trained = self.config.max_position_embeddings
+        positions = trained if context is None else context
+        for name, value in (("--context", positions), ("--batch", batch)):
+            if value < 1:
+                raise RequestError(f"{name} must be 1 or more; got {value}")
+        beyond = f" (the model was made for {trained:,})" if positions > trained else ""
+        weights, cache = self.model.nbytes, self._cache_bytes(positions, batch)
+        return [
+            Fact("context", positions, f"{positions:,}{beyond}"),
+            Fact("batch", batch),
+            Fact("weights_bytes", weights, in_bytes(weights)),
+            Fact("cache_bytes", cache, f"{in_bytes(cache)} ({in_bytes(cache // (positions * batch))} a token)"),
+            Fact("total_bytes", weights + cache, in_bytes(weights + cache)),
+        ]
+
+    def _cache_bytes(self, positions: int, batch: int) -> int:
+        import torch
+
+        from onward import KVCache
+
+        return KVCache.new(
+            num_layers=self.config.num_layers,
+            batch=batch,
+            num_kv_heads=self.config.num_kv_heads,
+            max_len=positions,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            device=torch.device("meta"),  # shapes alone, no memory
+        ).nbytes
+
+    def _text_facts(self) -> list[Fact]:
+        folder = self.folder
+        tokenizer = folder.tokenizer
+        defaults = folder.sampling_defaults
+        return [
+            Fact("tokenizer_size", None if tokenizer is None else tokenizer.vocab_size),
+            Fact("chat_template", folder.chat_template is not None),
+            Fact("eos", list(folder.eos)),
+            Fact("sampling", _sampling(defaults), ", ".join(f"{k} {v}" for k, v in _sampling(defaults).items())),
+        ]
+
+
+def _disk_bytes(folder: Path) -> int:
+    """Of the weights' files, however many there are."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _windows(windows: tuple[int | None, ...]) -> str:
+    sizes = {size for size in windows if size is not None}
+    if not sizes:
+        return "none"
+    layers = sum(size is not None for size in windows)
+    return f"{', '.join(f'{size:,}' for size in sorted(sizes))} in {layers} of {len(windows)} layers"
+
+
+def _rope(config: "DecoderConfig") -> Fact:
+    rope = config.rope
+    value = {"kind": rope.kind, "base": rope.base, "factor": rope.factor}
+    scaled = "" if rope.kind == "default" else f", {rope.kind} x {rope.factor:g} from {rope.original_max_position:,}"
+    return Fact("rope", value, f"base {rope.base:,.0f}{scaled}")
+
+
+def _sampling(defaults: "SamplingParams") -> dict[str, float]:
+    if defaults.temperature == 0:
+        return {"temperature": 0}
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    given = {name: getattr(defaults, name) for name, value in off.items() if getattr(defaults, name) != value}
+    return {"temperature": defaults.temperature} | given

@@ -1,0 +1,27 @@
+"""Loading a model as a command does: with something to look at meanwhile."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onward
+from onward.cli.flags import ModelFlags
+from onward.cli.terminal import is_terminal, waiting
+
+if TYPE_CHECKING:
+    from onward import LanguageModel
+
+
+def load_model(flags: ModelFlags) -> "LanguageModel":
+    """`onward.load` of what the flags say."""
+    folder = find(flags.model)
+    with waiting(f"loading {flags.model} …"):
+        return onward.load(folder, dtype=flags.dtype, device=flags.device, max_seq_len=flags.max_seq_len)
+
+
+def find(source: str) -> Path:
+    """The folder of a source, downloaded if it must be."""
+    with waiting("starting …"):
+        from onward.checkpoint import find_folder
+    # Outside the spinner: the hub's client draws bars of its own.
+    return find_folder(source, progress=is_terminal(sys.stderr))

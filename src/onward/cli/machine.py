@@ -1,0 +1,95 @@
+"""What a machine has that decoding cares for."""
+
+import os
+import platform
+from pathlib import Path
+
+from onward import __version__
+from onward.cli.facts import Fact, in_bytes
+
+# Instructions that kernels for low precision are written with, as /proc/cpuinfo calls them.
+_INSTRUCTIONS = [
+    *["avx2", "fma", "f16c", "avx_vnni"],
+    *["avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"],
+    *["amx_tile", "amx_int8", "amx_bf16"],
+    *["asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme"],
+]
+
+
+def machine_facts() -> list[Fact]:
+    """The processor and its memory."""
+    cpuinfo = _fields("/proc/cpuinfo")
+    flags = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
+    total, available = _memory()
+    return [
+        Fact("processor", cpuinfo.get("model name") or platform.processor() or platform.machine()),
+        Fact("cores", _usable_cores(), f"{_usable_cores()} of {os.cpu_count()} usable"),
+        Fact("instructions", [name for name in _INSTRUCTIONS if name in flags], None if flags else "unknown"),
+        Fact("memory_bytes", total, _size(total)),
+        Fact("free_memory_bytes", available, _size(available)),
+        Fact("system", f"{platform.system()} {platform.release()}"),
+    ]
+
+
+def software_facts() -> list[Fact]:
+    """What Onward runs on here, with the devices that PyTorch finds."""
+    import torch
+
+    devices = [_cuda_device(index) for index in range(torch.cuda.device_count())]
+    return [
+        Fact("onward", __version__),
+        Fact("python", platform.python_version()),
+        Fact("torch", torch.__version__),
+        Fact("torch_threads", torch.get_num_threads()),
+        Fact("torch_vectors", torch.backends.cpu.get_cpu_capability()),
+        Fact("cuda_devices", devices),
+    ]
+
+
+def _cuda_device(index: int) -> str:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return f"{properties.name} ({in_bytes(properties.total_memory)})"
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory() -> tuple[int | None, int | None]:
+    """Bytes of memory, all and available; a control group may grant less than the machine has."""
+    fields = _fields("/proc/meminfo")
+    if "MemTotal" not in fields:
+        pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}) else None
+        return (None if pages is None else pages * os.sysconf("SC_PAGE_SIZE")), None
+    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    granted = _read("/sys/fs/cgroup/memory.max").strip()
+    if granted.isdigit():
+        used = _read("/sys/fs/cgroup/memory.current").strip()
+        total = min(total, int(granted))
+        available = min(available, int(granted) - int(used or 0))
+    return total, available
+
+
+def _fields(path: str) -> dict[str, str]:
+    """The `name : value` lines of a file under /proc, the first of each name."""
+    fields: dict[str, str] = {}
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    return fields
+
+
+def _read(path: str) -> str:
+    """Empty where the system has no such file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _size(count: int | None) -> str:
+    return "unknown" if count is None else in_bytes(count)

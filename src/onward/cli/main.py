@@ -1,0 +1,115 @@
+"""`onward`: the commands, and what happens to an error."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from io import TextIOWrapper
+from typing import Annotated, Any, NoReturn, TextIO
+
+import typer
+from typer.main import get_command
+
+from onward import __version__
+from onward.cli.chat import chat
+from onward.cli.flags import with_flags
+from onward.cli.generate import generate
+from onward.cli.info import info
+from onward.cli.terminal import is_terminal, report
+from onward.errors import OnwardError, OnwardWarning
+
+# Typer carries a click of its own since 0.2x; this is the one name for its usage errors that old and new share.
+_UsageError: Any = typer.BadParameter.__base__
+
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"onward {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True, epilog='Example: onward generate "Once upon a time"')
+def onward(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Generate text from autoregressive transformers.
+
+    Models are folders in the Hugging Face layout, hub ids such as
+    Qwen/Qwen3-0.6B, or "demo", the small one that comes with the package.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command(epilog='Example: onward generate "Once upon a time" -n 200 -t 0.8 --seed 7')(with_flags(generate))
+app.command(epilog='Example: onward chat --system "You answer in one sentence."')(with_flags(chat))
+app.command(epilog="Example: onward info demo --context 1024 --batch 8")(with_flags(info))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code.
+
+    An `OnwardError` or a usage error becomes one line on stderr and code 2, an interrupt code 130. Anything else is a
+    defect and keeps its traceback.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", OnwardWarning)
+            _show_warnings_as_lines()
+            code = get_command(app).main(arguments, prog_name="onward", standalone_mode=False)
+        if code == _INTERRUPTED and is_terminal(sys.stderr):
+            typer.echo(err=True)  # after the ^C that the terminal wrote wherever the cursor was
+        return code if isinstance(code, int) else 0
+    except OnwardError as error:
+        return _fail(str(error))
+    except _UsageError as error:
+        at = error.ctx.command_path if error.ctx else "onward"
+        return _fail(f"{error.format_message()} (see {at} --help)")
+    except typer.Abort as abort:
+        # What older Typers make of an interrupt, and all of them of an EOFError, which is none.
+        if isinstance(abort.__cause__, EOFError):
+            raise abort.__cause__ from None
+        return _INTERRUPTED
+
+
+def main() -> NoReturn:
+    """The entry point of the `onward` script."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A character that the terminal's encoding lacks must not end the program.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.exit(run())
+
+
+def _fail(message: str) -> int:
+    report("error", message)
+    return 2
+
+
+def _show_warnings_as_lines() -> None:
+    show_others = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, OnwardWarning):
+            report("warning", str(message))
+        else:
+            show_others(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show

@@ -1,0 +1,101 @@
+"""A chat with a model: its conversation, its context, and one answer at a time."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from onward.cli.conversation import Conversation
+from onward.cli.streaming import follow
+from onward.errors import ContextOverflowError, OnwardError
+
+if TYPE_CHECKING:
+    from onward import Completion, LanguageModel, Piece
+
+
+@dataclass(frozen=True)
+class Answer:
+    """text: what was emitted, and stays in the conversation. completion: None for an answer that was interrupted."""
+
+    text: str
+    completion: "Completion | None"
+
+
+class ChatSession:
+    """The state of `onward chat`.
+
+    lm: has a chat template. model: its name, for people. options: of every answer; without max_new_tokens an answer
+    may take what is left of the context. last: the last answer that was not interrupted. generated: tokens so far.
+    """
+
+    def __init__(self, lm: "LanguageModel", model: str, options: Mapping[str, Any], conversation: Conversation) -> None:
+        self.lm = lm
+        self.model = model
+        self.conversation = conversation
+        self.last: Completion | None = None
+        self.generated = 0
+        self._options = dict(options)
+
+    @property
+    def context(self) -> int:
+        """The most tokens a conversation may have."""
+        length = self.lm.model.max_seq_len
+        assert length is not None, "checkpoints say how long their context is"
+        return length
+
+    def tokens(self) -> int:
+        """How long the conversation is: the prompt of a next message, less its words."""
+        messages = self.conversation.messages("")
+        return len(self.lm.chat_prompt(messages)) if len(messages) > 1 else 0
+
+    def adopt(self, conversation: Conversation) -> None:
+        """Go on with another conversation.
+
+        Raises:
+            RequestError: the chat template cannot render it; the conversation is as it was.
+        """
+        before, self.conversation = self.conversation, conversation
+        try:
+            self.tokens()
+        except OnwardError:
+            self.conversation = before
+            raise
+
+    def ask(self, question: str, emit: "Callable[[Piece], None]") -> Answer:
+        """Answer a question, a piece at a time; both join the conversation.
+
+        An answer that is interrupted joins it as far as it was emitted; if that is nothing, the conversation stays
+        as it was.
+
+        Raises:
+            ContextOverflowError: no room is left for an answer; the conversation is as it was.
+        """
+        prompt = self.lm.chat_prompt(self.conversation.messages(question))
+        room = self.context - len(prompt)
+        if room < 1:
+            raise ContextOverflowError(
+                f"not sent: with this message the chat is {len(prompt):,} tokens long, and the context holds "
+                f"{self.context:,}. /reset begins a new chat, /save FILE keeps this one, a shorter message may fit"
+            )
+        limit = min(room, self._options.get("max_new_tokens", room))
+        shown: list[str] = []
+
+        def show(piece: "Piece") -> None:
+            shown.append(piece.text)
+            self.generated += 1
+            emit(piece)
+
+        completion: Completion | None
+        try:
+            completion = follow(self.lm.stream(prompt, **self._options | {"max_new_tokens": limit}), show)
+        except KeyboardInterrupt:
+            completion = None
+        text = "".join(shown)
+        if text or completion is not None:
+            self.conversation.turns.append((question, text))
+        self.last = completion or self.last
+        return Answer(text, completion)
+
+    def is_full(self, completion: "Completion") -> bool:
+        """Whether an answer ended because the context did."""
+        used = completion.prompt_tokens + len(completion.token_ids)
+        return completion.finish_reason == "length" and used >= self.context

@@ -1,0 +1,117 @@
+"""The commands of a chat, which begin with a slash."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from onward.cli import conversation
+from onward.cli.conversation import Conversation
+from onward.cli.prompt import expanded
+from onward.cli.session import ChatSession
+from onward.cli.streaming import count, summary
+from onward.errors import RequestError
+
+_KEYS = """\
+  //TEXT         send TEXT with one slash in front
+  Alt+Enter      begin a new line; so does Enter after a backslash
+  Ctrl-C         stop the answer (what is shown stays in the chat), or
+                 clear the line
+  Ctrl-D         leave"""
+
+
+@dataclass(frozen=True)
+class SlashCommand:
+    """argument: what /help calls it, "" for none. run: does it, and returns what to print, or None for leaving."""
+
+    argument: str
+    help: str
+    run: Callable[[ChatSession, str], str | None]
+
+
+def run_command(session: ChatSession, line: str) -> str | None:
+    """Run a line that begins with a slash; returns what to print, or None for leaving.
+
+    Raises:
+        RequestError: an unknown command, or one that cannot be done.
+    """
+    name, argument = [*line.strip().split(maxsplit=1), ""][:2]
+    command = COMMANDS.get(name)
+    if command is None:
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise RequestError(
+            f"unknown command {name}: {hint}/help lists them; a message that begins with a slash is sent with two"
+        )
+    if argument and not command.argument:
+        raise RequestError(f"{name} takes nothing after it; got {argument!r}")
+    return command.run(session, argument)
+
+
+def _help(session: ChatSession, argument: str) -> str:
+    lines = [f"  {f'{name} {command.argument}':<15}{command.help}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, _KEYS])
+
+
+def _reset(session: ChatSession, argument: str) -> str:
+    turns = len(session.conversation.turns)
+    session.conversation = Conversation(session.conversation.system)
+    kept = "; the system message stays" if session.conversation.system is not None else ""
+    return f"forgot {count(turns, 'question')} and the answers{kept}"
+
+
+def _system(session: ChatSession, argument: str) -> str:
+    if argument:
+        system = None if argument == "-" else argument
+        session.adopt(Conversation(system, session.conversation.turns))
+    system = session.conversation.system
+    return "no system message" if system is None else f"system message: {system}"
+
+
+def _save(session: ChatSession, argument: str) -> str:
+    file = _file("/save", argument)
+    conversation.save(session.conversation, file, session.model)
+    return f"saved {count(len(session.conversation.messages()), 'message')} in {file}"
+
+
+def _load(session: ChatSession, argument: str) -> str:
+    file = _file("/load", argument)
+    session.adopt(conversation.load(file))
+    messages = len(session.conversation.messages())
+    return f"loaded {count(messages, 'message')} from {file}, {_used(session)}"
+
+
+def _stats(session: ChatSession, argument: str) -> str:
+    rows = {
+        "model": session.model,
+        "chat": f"{count(len(session.conversation.turns), 'question')}, {_used(session)}",
+        "generated": count(session.generated, "token"),
+    }
+    if session.last is not None:
+        rows["last answer"] = summary(session.last)
+    return "\n".join(f"  {name:<15}{value}" for name, value in rows.items())
+
+
+def _exit(session: ChatSession, argument: str) -> None:
+    return None
+
+
+def _used(session: ChatSession) -> str:
+    return f"{session.tokens():,} of {session.context:,} tokens of context"
+
+
+def _file(command: str, argument: str) -> Path:
+    if not argument:
+        raise RequestError(f"{command} wants the name of a file")
+    return expanded(Path(argument))
+
+
+COMMANDS = {
+    "/help": SlashCommand("", "show this", _help),
+    "/reset": SlashCommand("", "begin a new chat", _reset),
+    "/system": SlashCommand("TEXT", "set the system message ('-' removes it), or show it", _system),
+    "/save": SlashCommand("FILE", "write the chat to FILE as JSON", _save),
+    "/load": SlashCommand("FILE", "go on with the chat that was saved in FILE", _load),
+    "/stats": SlashCommand("", "how long the chat is, and how fast the last answer was", _stats),
+    "/exit": SlashCommand("", "leave", _exit),
+}

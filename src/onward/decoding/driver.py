@@ -1,0 +1,102 @@
+"""Decode with any forward: the loop without a checkpoint, a tokenizer or a `Model`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.cache import SizedCache
+from onward.decoding.loop import decode_loop
+from onward.decoding.row import Row
+from onward.decoding.state import DecodeState
+from onward.decoding.step import DecodeStep
+from onward.errors import ContextOverflowError, RequestError
+from onward.models import Cache, Forward, Params
+from onward.models.model import run_plain
+from onward.sampling import Sampler, greedy
+from onward.sampling.params import check_whole
+
+
+def stream(
+    forward: Forward,
+    *,
+    cache: Cache,
+    params: Params,
+    first_token: int,
+    max_new_tokens: int,
+    offset: int = 0,
+    eos: int | Sequence[int] = (),
+    select: Callable[[Tensor], Tensor] | Sampler = greedy,
+    on_token: Callable[[int], Any] | None = None,
+    max_len: int | None = None,
+) -> Iterator[int]:
+    """Decode one row with a forward of your own (the contract is in `onward.models.model`).
+
+    `first_token` is processed first, at position `offset`, and is not among the ids given out; the id that
+    stops is. Everything is checked before the first step, when `stream` is called.
+
+    Args:
+        forward: (tokens int32 [1, 1], offsets int32 [1], cache, params) -> (logits [1, 1, V], cache).
+        cache: what `forward` takes; it holds the positions before `offset`.
+        params: what `forward` takes.
+        first_token: the id to start from, usually the last of a prompt.
+        max_new_tokens: the most ids to give out; none if 0 or less.
+        offset: absolute position of `first_token`.
+        eos: an id or ids that stop.
+        select: float [1, V] -> int [1]; or an `onward.Sampler`, which is also given the position.
+        on_token: called with each id, the stopping one too, before it is given out.
+        max_len: positions that the cache holds, where it has no `max_len` of its own.
+
+    Raises:
+        ContextOverflowError: offset + max_new_tokens is more than the cache holds.
+        RequestError: an argument outside its range, or a forward or select of another shape than the contract's.
+    """
+    check_whole("offset", offset, low=0)
+    check_whole("first_token", first_token, low=0)
+    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool):
+        raise RequestError(f"max_new_tokens must be a whole number; got {max_new_tokens!r}")
+    stop_ids = frozenset((eos,) if isinstance(eos, int) else eos)
+    _check_room(cache, max_len, offset, max_new_tokens)
+    device = _device_of(cache, params)
+    step = DecodeStep(partial(run_plain, forward, params), _positional(select))
+    state = DecodeState.start([[first_token]], cache, device, offset)
+    return _ids(step, state, Row(max_new_tokens, stop_ids), on_token)
+
+
+def decode(forward: Forward, **options: Any) -> list[int]:
+    """The ids of `stream` as a list; takes the same arguments."""
+    return list(stream(forward, **options))
+
+
+def _ids(step: DecodeStep, state: DecodeState, row: Row, on_token: Callable[[int], Any] | None) -> Iterator[int]:
+    for emission in decode_loop(step, state, [row]):
+        for _, token, _ in emission.pieces:
+            if on_token is not None:
+                on_token(token)
+            yield token
+
+
+def _positional(select: Callable[[Tensor], Tensor] | Sampler) -> Callable[[Tensor, Tensor], Tensor]:
+    if isinstance(select, Sampler):
+        return select
+    return lambda logits, positions: select(logits)
+
+
+def _check_room(cache: Cache, max_len: int | None, offset: int, max_new_tokens: int) -> None:
+    limits = [
+        limit for limit in (max_len, cache.max_len if isinstance(cache, SizedCache) else None) if limit is not None
+    ]
+    needed = offset + max(max_new_tokens, 0)
+    if limits and needed > min(limits):
+        raise ContextOverflowError(
+            f"offset {offset} + max_new_tokens {max_new_tokens} = {needed} positions, but the cache holds "
+            f"{min(limits)}: ask for at most {max(0, min(limits) - offset)} or make a longer cache"
+        )
+
+
+def _device_of(*trees: Any) -> torch.device:
+    leaves = (leaf for tree in trees for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    return next((leaf.device for leaf in leaves), torch.device("cpu"))

@@ -1,0 +1,132 @@
+"""From a name to a language model ready to decode."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from onward.checkpoint import CheckpointFolder, Tokenizer, find_folder, page_releaser, read_weights
+from onward.errors import CheckpointError, ConfigError, RequestError, warn
+from onward.language_model import LanguageModel
+from onward.models import DecoderConfig, decoder_model, pack_params, read_config
+from onward.sampling.params import check_whole
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+}
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "auto",
+    max_seq_len: int | None = None,
+    progress: bool | None = None,
+) -> LanguageModel:
+    """Load a model, its tokenizer, its chat template and its defaults.
+
+    Weights are mapped from their files; on a CPU each matrix is then packed into the layout that decoding walks
+    fastest, and the pages it was read from are given back, so that memory holds the weights once.
+
+    Args:
+        source: a folder in the Hugging Face layout, a hub id ("Qwen/Qwen3-0.6B", with "@revision" if wanted), or
+            "demo", the model that comes with the package.
+        dtype: "bfloat16", "float16", "float32" or a torch dtype; the checkpoint's own by default.
+        device: "auto" (CUDA where there is one), "cpu", "cuda", …
+        max_seq_len: the most positions a request may use; the checkpoint's max_position_embeddings by default.
+        progress: show downloads; by default only on a terminal.
+
+    Raises:
+        SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
+        used. CheckpointError: the weights or the tokenizer do not fit it. TokenizerError: the tokenizer or the chat
+        template cannot be read. RequestError: a bad argument.
+    """
+    if max_seq_len is not None:
+        check_whole("max_seq_len", max_seq_len, low=1)
+    torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    path = find_folder(_as_source(source), progress=on_terminal if progress is None else progress)
+    folder = CheckpointFolder(path)
+    config = read_config(folder.config)
+    context = _context(config, max_seq_len)
+    tokenizer, template, defaults = folder.tokenizer, folder.chat_template, folder.sampling_defaults
+    _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
+    params = read_weights(path, config, dtype=torch_dtype, device=torch_device)
+    if torch_device.type == "cpu":
+        params = pack_params(params, release=page_releaser(path))
+        _keep_freed_memory()
+    return LanguageModel(decoder_model(config, params, context), tokenizer, template, defaults)
+
+
+def _as_source(source: str | os.PathLike[str]) -> str | Path:
+    if isinstance(source, str):
+        return source
+    try:
+        return Path(source)
+    except TypeError as error:
+        raise RequestError(f"a source is a folder, a hub id or 'demo'; got {source!r}") from error
+
+
+def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        dtype = _DTYPES.get(dtype.removeprefix("torch."), dtype)
+    if dtype is not None and dtype not in _DTYPES.values():
+        raise RequestError(f"dtype must be bfloat16, float16 or float32; got {dtype!r}")
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        # PyTorch adds a dump of its backends on further lines.
+        reason = next(iter(str(error).splitlines()), "")
+        raise RequestError(f"device {str(device)!r} cannot be used here ({reason}): try 'auto' or 'cpu'") from error
+    if found.type == "meta":
+        raise RequestError("device 'meta' holds shapes without numbers, which decode to nothing: try 'auto' or 'cpu'")
+    return found
+
+
+def _check_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, eos: tuple[int, ...]) -> None:
+    """The tokenizer's ids and those that end a text must be the model's; it may have more (padding)."""
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
+            f"{vocab_size - 1}: they are of different models"
+        )
+    if outside := [token for token in eos if token >= vocab_size]:
+        raise ConfigError(
+            f"{path}: eos_token_id names id {outside[0]}, but the model's vocabulary ends at {vocab_size - 1}"
+        )
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc keep what a prefill frees, instead of returning every activation's pages to the system.
+
+    glibc raises the size it keeps to the largest block it has seen freed, up to 32 MB: so one such block is
+    allocated and freed. Faulting the pages in again cost a fifth of a prefill (benchmarks/LOG.md).
+    """
+    torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
+
+
+def _context(config: DecoderConfig, max_seq_len: int | None) -> int:
+    trained: int = config.max_position_embeddings
+    if max_seq_len is None:
+        return trained
+    # Dynamic RoPE is made for going past the trained length; the others fall apart there.
+    if max_seq_len > trained and config.rope.kind != "dynamic":
+        warn(
+            f"max_seq_len {max_seq_len} is more than the model's max_position_embeddings {trained}: "
+            "texts past that length will probably be poor"
+        )
+    return max_seq_len

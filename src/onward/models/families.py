@@ -1,0 +1,69 @@
+"""The table of families: an architecture's name in config.json -> how its config and weights are read."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from onward.errors import ConfigError, UnsupportedArchitectureError
+from onward.models import llama, mistral, qwen2, qwen3
+from onward.models.config import DecoderConfig
+from onward.models.decoder import DecoderParams, LayerParams, Linear
+
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
+    family.ARCHITECTURE: family.read_config for family in (llama, mistral, qwen2, qwen3)
+}
+
+
+class Tensors(Protocol):
+    """The weights of a checkpoint by their stock names; raises `CheckpointError` for one it cannot give."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+
+
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """A checkpoint's config.json -> the shape of its decoder."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise ConfigError(f"config.json: 'architectures' must name one architecture; got {names!r}")
+    if not isinstance(names[0], str) or names[0] not in FAMILIES:
+        raise UnsupportedArchitectureError(
+            f"architecture {names[0]!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[names[0]](config)
+
+
+def read_params(config: DecoderConfig, tensors: Tensors) -> DecoderParams:
+    """Take every weight of the decoder from `tensors`, under the names Hugging Face checkpoints use."""
+    embed_tokens = tensors.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    layers = tuple(_read_layer(config, tensors, f"model.layers.{i}") for i in range(config.num_layers))
+    norm = tensors.take("model.norm.weight", (config.hidden_size,))
+    tied = config.tie_word_embeddings
+    lm_head = embed_tokens if tied else tensors.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+    return DecoderParams(embed_tokens, layers, norm, lm_head)
+
+
+def _read_layer(config: DecoderConfig, tensors: Tensors, prefix: str) -> LayerParams:
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_out, kv_out = config.num_heads * head_dim, config.num_kv_heads * head_dim
+
+    def linear(name: str, out: int, into: int, bias: bool) -> Linear:
+        weight = tensors.take(f"{prefix}.{name}.weight", (out, into))
+        return Linear(weight, tensors.take(f"{prefix}.{name}.bias", (out,)) if bias else None)
+
+    def norm(name: str, width: int) -> Tensor:
+        return tensors.take(f"{prefix}.{name}.weight", (width,))
+
+    return LayerParams(
+        input_norm=norm("input_layernorm", hidden),
+        q_proj=linear("self_attn.q_proj", q_out, hidden, config.qkv_bias),
+        k_proj=linear("self_attn.k_proj", kv_out, hidden, config.qkv_bias),
+        v_proj=linear("self_attn.v_proj", kv_out, hidden, config.qkv_bias),
+        o_proj=linear("self_attn.o_proj", hidden, q_out, config.o_bias),
+        q_norm=norm("self_attn.q_norm", head_dim) if config.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", head_dim) if config.qk_norm else None,
+        post_attention_norm=norm("post_attention_layernorm", hidden),
+        gate_proj=linear("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        up_proj=linear("mlp.up_proj", inner, hidden, config.mlp_bias),
+        down_proj=linear("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )

@@ -1,0 +1,56 @@
+"""Fields of a config.json by kind: a value of another kind is an error that names the field, never a guess."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from onward.errors import ConfigError
+
+_REQUIRED = object()
+# Positions and token ids are int32.
+LARGEST = 2**31 - 1
+
+
+def positive_int(
+    fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, where: str = "config.json", most: int = LARGEST
+) -> int:
+    """A required (or defaulted) whole number from 1 to `most`. null is as absent."""
+    value = _given(fields, name, default, where)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise ConfigError(f"{where}: {name!r} must be a whole number from 1 to {most}; got {value!r}")
+    return value
+
+
+def positive_number(
+    fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, where: str = "config.json"
+) -> float:
+    """A required (or defaulted) finite number above zero. null is as absent."""
+    value = _given(fields, name, default, where)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"{where}: {name!r} must be a positive number; got {value!r}")
+    return float(value)
+
+
+def flag(fields: Mapping[str, Any], name: str) -> bool:
+    """true or false; null and absent are false."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"config.json: {name!r} must be true or false; got {value!r}")
+    return bool(value)
+
+
+def json_object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An object; null and absent are an empty one."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"config.json: {name!r} must be an object; got {value!r}")
+    return dict(value or {})
+
+
+def _given(fields: Mapping[str, Any], name: str, default: Any, where: str) -> Any:
+    value = fields.get(name)
+    if value is not None:
+        return value
+    if default is _REQUIRED:
+        raise ConfigError(f"{where}: {name!r} is missing")
+    return default

@@ -1,0 +1,104 @@
+"""From a checkpoint's RoPE fields to the angle of every position.
+
+Schedules: `default`; `linear` (positions divided by a factor); `llama3` (low frequencies divided, high ones
+kept, a ramp between); `dynamic` (the NTK rule: past the trained length the base grows with the length).
+
+The dynamic rule depends on "the length", and peers take it from whatever forward happens to run, so that
+the same text gets other angles when its prompt is cut in chunks. Here the length of a token is its own
+position + 1: what feeding token by token gives everywhere, and the same for every chunking
+(docs/decisions/0003-dynamic-rope.md).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward import ops
+from onward.errors import ConfigError
+from onward.models.fields import json_object, positive_int, positive_number
+
+_EITHER_PLACE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_SCALED = {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+
+
+@dataclass(frozen=True)
+class RotarySchedule:
+    """The angles of one model: position -> cos and sin for every rotated pair.
+
+    `original_max_position` is the length trained at (`dynamic`: past it the base grows; `llama3`: wavelengths
+    are compared with it).
+    """
+
+    head_dim: int
+    base: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+
+    def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
+        """float32 [head_dim / 2]: radians a position, for every schedule but the part of `dynamic` past its length."""
+        inverse = self._powers(torch.tensor(self.base, device=device))
+        if self.kind == "linear":
+            return inverse / self.factor
+        return self._llama3(inverse) if self.kind == "llama3" else inverse
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """int [B, T] absolute positions -> cos and sin as `ops.rotate` takes them, float32 [B, T, head_dim]."""
+        at = positions.to(torch.float32).unsqueeze(-1)
+        if self.kind == "dynamic":
+            inverse = self._powers(self._dynamic_base(at))
+        else:
+            inverse = self.inverse_frequencies(positions.device)
+        return ops.rotary_angles(at * inverse)
+
+    def _powers(self, base: Tensor) -> Tensor:
+        exponents = torch.arange(0, self.head_dim, 2, device=base.device, dtype=torch.float32) / self.head_dim
+        return 1.0 / base**exponents
+
+    def _dynamic_base(self, at: Tensor) -> Tensor:
+        length = (at + 1).clamp(min=float(self.original_max_position))
+        stretch = self.factor * length / self.original_max_position - (self.factor - 1)
+        return self.base * stretch ** (self.head_dim / (self.head_dim - 2))
+
+    def _llama3(self, inverse: Tensor) -> Tensor:
+        wavelength = 2 * math.pi / inverse
+        longest_kept = self.original_max_position / self.high_freq_factor
+        shortest_divided = self.original_max_position / self.low_freq_factor
+        ramp = (self.original_max_position / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        blended = (1 - ramp) * inverse / self.factor + ramp * inverse
+        divided = torch.where(wavelength > shortest_divided, inverse / self.factor, blended)
+        return torch.where(wavelength < longest_kept, inverse, divided)
+
+
+def rotary_schedule(config: Mapping[str, Any], head_dim: int, max_position: int) -> RotarySchedule:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before) of a config.json."""
+    fields = json_object(config, "rope_scaling") | json_object(config, "rope_parameters")
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if not isinstance(kind, str) or (kind != "default" and kind not in _SCALED):
+        supported = ", ".join(["default", *_SCALED])
+        raise ConfigError(f"config.json: RoPE type {kind!r} is not supported; supported are {supported}")
+    # A field may stand among the RoPE's own or, in older files, beside them.
+    fields = {name: config.get(name) for name in _EITHER_PLACE} | {k: v for k, v in fields.items() if v is not None}
+    if positive_number(fields, "partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor is not supported in these families; it must be 1")
+    base = positive_number(fields, "rope_theta", 10000.0)
+    where = f"config.json: {kind} RoPE scaling"
+    numbers = {name: positive_number(fields, name, where=where) for name in _SCALED.get(kind, ())}
+    original = positive_int(fields, "original_max_position_embeddings", max_position)
+    if kind == "dynamic":
+        original = max_position
+    schedule = RotarySchedule(head_dim, base, kind, original_max_position=original, **numbers)
+    if kind == "llama3" and schedule.low_freq_factor >= schedule.high_freq_factor:
+        raise ConfigError(
+            f"config.json: llama3 RoPE wants low_freq_factor below high_freq_factor; "
+            f"got {schedule.low_freq_factor} and {schedule.high_freq_factor}"
+        )
+    return schedule

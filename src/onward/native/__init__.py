@@ -1,0 +1,40 @@
+"""The CPU kernels: C++ behind a plain C interface, called through ctypes. Knows no torch.
+
+Without a compiler at installation there are no libraries: everything here still imports, `isa()`
+says "none" and `library()` is None. The sources are in native/, whose README says how to add a kernel.
+"""
+
+from onward.native.errors import NativeError, NativeUnavailableError
+from onward.native.interface import DType, Format, Status
+from onward.native.loader import (
+    ISAS,
+    Library,
+    available_isas,
+    built_isas,
+    isa,
+    library,
+    library_folder,
+    num_threads,
+    select_isa,
+    set_num_threads,
+)
+from onward.native.memory import advise_huge_pages
+
+__all__ = [
+    "ISAS",
+    "DType",
+    "Format",
+    "Library",
+    "NativeError",
+    "NativeUnavailableError",
+    "Status",
+    "advise_huge_pages",
+    "available_isas",
+    "built_isas",
+    "isa",
+    "library",
+    "library_folder",
+    "num_threads",
+    "select_isa",
+    "set_num_threads",
+]

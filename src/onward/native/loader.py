@@ -1,0 +1,173 @@
+"""Finding, choosing and loading the native library.
+
+One shared library is built per instruction set (ISA). The best one that the processor can run is
+loaded when a kernel is first wanted; `ONWARD_ISA` or `select_isa` choose another, or none. Only the
+chosen library's team of threads runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from onward.native.cores import allowed_cores
+from onward.native.errors import NativeError, NativeUnavailableError
+from onward.native.interface import SIGNATURES, Status
+
+ISAS = ("avx512", "avx2", "portable")  # best first
+_FEATURE_BITS = {"portable": 0, "avx2": 1, "avx512": 2}  # of onward_cpu_features
+_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+
+
+class Library:
+    """One loaded library. Its C functions are attributes: `library.onward_linear(...)`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        handle = ctypes.CDLL(str(path))
+        for name, (result, arguments) in SIGNATURES.items():
+            try:
+                function = getattr(handle, name)
+            except AttributeError:
+                raise NativeUnavailableError(
+                    f"{path} has no function {name}: it was built from other sources than this "
+                    "package; install onward again"
+                ) from None
+            function.restype = result
+            function.argtypes = arguments
+            setattr(self, name, function)
+        self.isa: str = self.onward_isa_name().decode()
+
+    def __getattr__(self, name: str) -> Any:  # for type checkers: the functions set in __init__
+        raise AttributeError(f"the native library has no function {name!r}")
+
+    def check(self, status: int, name: str) -> None:
+        """Raises if the kernel `name` did not return OK."""
+        if status != Status.OK:
+            raise NativeError(f"{name} failed: {Status(status).name.lower().replace('_', ' ')}")
+
+
+_lock = threading.Lock()
+_loaded: dict[str, Library] = {}
+_current: Library | None = None
+_chosen = False  # whether _current (which may be None) is a decision
+_threads: int | None = None  # set by the user, or None for the default
+
+
+def library_folder() -> Path:
+    """Where the libraries are: ONWARD_NATIVE_DIR, or lib/ in this package."""
+    override = os.environ.get("ONWARD_NATIVE_DIR")
+    if override:
+        return Path(override)
+    # An editable install has two folders for the package: the sources, and what was built beside the other packages.
+    folders = [Path(folder) / "lib" for folder in sys.modules["onward.native"].__path__]
+    return next((folder for folder in folders if folder.is_dir()), folders[0])
+
+
+def built_isas() -> list[str]:
+    """The instruction sets that were built at installation, best first."""
+    return [isa for isa in ISAS if _path(isa).exists()]
+
+
+def available_isas() -> list[str]:
+    """The instruction sets that were built and that this processor can run, best first."""
+    if not _path("portable").exists():
+        return []
+    features = _load("portable").onward_cpu_features()
+    return [isa for isa in built_isas() if not _FEATURE_BITS[isa] or features & _FEATURE_BITS[isa]]
+
+
+def library() -> Library | None:
+    """The library in use, loaded at the first call; None if there is none or none is wanted."""
+    if not _chosen:
+        with _lock:
+            if not _chosen:
+                _choose(os.environ.get("ONWARD_ISA", "auto"))
+    return _current
+
+
+def isa() -> str:
+    """The instruction set in use: one of `ISAS`, or "none"."""
+    current = library()
+    return current.isa if current else "none"
+
+
+def select_isa(name: str) -> None:
+    """Uses the library `name`: one of `ISAS`, "auto" for the best, or "none" to use no kernels.
+
+    Meant for tests and measurements: bits may differ between instruction sets.
+
+    Raises NativeUnavailableError if the processor cannot run it or it was not built, and ValueError for
+    any other name.
+    """
+    with _lock:
+        _choose(name)
+
+
+def num_threads() -> int:
+    """The threads that a kernel call may use, the calling thread among them."""
+    current = library()
+    return current.onward_num_threads() if current else _wanted_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Sets the number of threads of every later kernel call, 1 … 256. Results do not depend on it.
+
+    More threads than cores are allowed and seldom help: they then sleep instead of spin.
+    """
+    global _threads
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 256:
+        raise ValueError(f"the number of threads must be an integer in 1 … 256, got {count!r}")
+    current = library()
+    if current:
+        current.check(current.onward_set_num_threads(count), "onward_set_num_threads")
+    _threads = count
+
+
+def _path(isa: str) -> Path:
+    return library_folder() / f"libonward_{isa}{_SUFFIX}"
+
+
+def _load(isa: str) -> Library:
+    if isa not in _loaded:
+        _loaded[isa] = Library(_path(isa))
+    return _loaded[isa]
+
+
+def _choose(name: str) -> None:
+    """Makes `name` the library in use. The caller holds the lock."""
+    global _current, _chosen
+    if name not in (*ISAS, "auto", "none"):
+        raise ValueError(f"unknown instruction set {name!r}: choose one of {', '.join(ISAS)}, auto, none")
+    chosen = None
+    if name != "none":
+        available = available_isas()
+        if name == "auto":
+            name = available[0] if available else "none"
+        elif name not in available:
+            reason = "this processor cannot run it" if name in built_isas() else "it was not built"
+            raise NativeUnavailableError(
+                f"the instruction set {name!r} cannot be used: {reason}. "
+                f"Available: {', '.join(available) or 'none'} (in {library_folder()})"
+            )
+        chosen = _load(name) if name != "none" else None
+    if _current is not None and _current is not chosen:
+        _current.onward_set_num_threads(1)  # its workers go home
+    if chosen is not None:
+        chosen.check(chosen.onward_set_num_threads(_wanted_threads()), "onward_set_num_threads")
+    _current, _chosen = chosen, True
+
+
+def _wanted_threads() -> int:
+    if _threads is not None:
+        return _threads
+    text = os.environ.get("ONWARD_NUM_THREADS")
+    if text is None:
+        return min(allowed_cores(), 256)
+    if not text.isdigit() or not 1 <= int(text) <= 256:
+        raise ValueError(f"ONWARD_NUM_THREADS must be an integer in 1 … 256, got {text!r}")
+    return int(text)

@@ -1,0 +1,45 @@
+"""What a transformer spends its time in: one file an op, each with a readable definition and a fast form that agree.
+
+Shapes and dtypes are checked, unknown options raise. Every op works eagerly, under `torch.compile(fullgraph=True)`,
+under autograd (through its definition), on the CPU and on CUDA (there the definition). `choice()` says which form
+runs on the CPU; `choose()` and the variables ONWARD_OPS and ONWARD_ISA decide.
+"""
+
+from onward.ops.add import add
+from onward.ops.argmax import argmax
+from onward.ops.attention import cached_attention, scaled_dot_product_attention
+from onward.ops.cache_write import write_cache
+from onward.ops.einsum import einsum
+from onward.ops.embedding import embedding
+from onward.ops.gated import geglu, swiglu
+from onward.ops.linear import PackedWeight, Weight, linear, pack
+from onward.ops.norm import layer_norm, rms_norm
+from onward.ops.operators import Choice, choice, choose
+from onward.ops.quantized import QuantizedWeight
+from onward.ops.rope import angles as rotary_angles
+from onward.ops.rope import rope, rotate
+
+__all__ = [
+    "Choice",
+    "PackedWeight",
+    "QuantizedWeight",
+    "Weight",
+    "add",
+    "argmax",
+    "cached_attention",
+    "choice",
+    "choose",
+    "einsum",
+    "embedding",
+    "geglu",
+    "layer_norm",
+    "linear",
+    "pack",
+    "rms_norm",
+    "rope",
+    "rotary_angles",
+    "rotate",
+    "scaled_dot_product_attention",
+    "swiglu",
+    "write_cache",
+]

@@ -1,0 +1,345 @@
+"""Scaled dot-product attention (Vaswani et al., arXiv 1706.03762) with grouped heads, and its cached form.
+
+Shapes: B rows, H query heads, G key/value heads (H a multiple of G), T queries, S keys, D features a head.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from onward.errors import RequestError
+from onward.native import Library
+from onward.native.interface import AttentionArguments
+from onward.ops.operators import DTYPES, Operator, shapes
+
+
+def scaled_dot_product_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale + mask) v, each query head with the key/value head of its group.
+
+    Causal is aligned to the BOTTOM RIGHT: query i of T sees keys up to S - T + i, as it must when the first
+    S - T keys come from a cache. A window of W lets that query see only the last W of them, itself included.
+
+    Args:
+        q: float [B, H, T, D].
+        k, v: float [B, G, S, D], of q's dtype.
+        mask: float, broadcast to [B, H, T, S] and added to the scaled products; -inf hides a key.
+        causal: hide the keys after each query.
+        scale: of the products; 1/sqrt(D) by default.
+        sinks: float [H]: logits that take part in each head's softmax and have no value (arXiv 2309.17453).
+        window: keys a query sees, itself included; it makes the attention causal.
+
+    Returns:
+        [B, H, T, D] in q's dtype.
+
+    Raises:
+        RequestError: shapes or dtypes that do not fit.
+    """
+    check_shapes(q, k, v)
+    window, causal = _checked_window(window), causal or window is not None
+    if causal and k.shape[2] < q.shape[2]:
+        got = f"{k.shape[2]} keys, {q.shape[2]} queries"
+        raise RequestError(f"attention: causal needs as many keys as queries at least; got {got}")
+    _check_extras(q, k, mask, sinks)
+    return _attention(q, k, v, mask, sinks, causal, _scale(q, scale), window)
+
+
+def cached_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of new queries over a cache, each row over its own length and no further.
+
+    Query i of row b stands at position offsets[b] + i and sees the cached positions up to itself (the keys
+    and values of the new positions are in the cache already). What lies past them is not read.
+
+    Args:
+        q: float [B, H, T, D].
+        keys, values: float [B, G, S, D], of q's dtype; T + offsets[b] <= S for every row.
+        offsets: int32 [B].
+        scale, sinks: as of `scaled_dot_product_attention`.
+        window: positions a query sees, itself included; all of them by default.
+
+    Returns:
+        [B, H, T, D] in q's dtype.
+
+    Raises:
+        RequestError: shapes or dtypes that do not fit; when run, a row that reaches past the cache.
+    """
+    check_shapes(q, keys, values)
+    if offsets.shape != q.shape[:1] or offsets.dtype != torch.int32:
+        raise RequestError(f"attention: offsets must be int32 [B]; got {shapes(offsets=offsets, q=q)}")
+    _check_extras(q, keys, None, sinks)
+    return _cached_attention(q, keys, values, offsets, sinks, _scale(q, scale), _checked_window(window))
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The definition, in float32, keys repeated for their group."""
+    check_shapes(q, k, v)
+    group = q.shape[1] // k.shape[1]
+    q32, k32, v32 = (t.to(torch.float32) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    scores = q32 @ k32.transpose(-1, -2) * _scale(q, scale)
+    if causal or window is not None:
+        hidden = ~causal_visibility(q.shape[2], k.shape[2], window, q.device)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return (weights @ v32).to(q.dtype)
+
+
+def causal_visibility(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [T, S]: which key each query sees, aligned to the bottom right."""
+    query_at = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    key_at = torch.arange(keys, device=device)
+    visible = key_at <= query_at
+    return visible if window is None else visible & (key_at > query_at - window)
+
+
+# ── in torch's operators ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _composed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """The definition, in the fastest torch operators for each case. A window of 0 is none."""
+    out = _composed_heads(q, k, v, mask, sinks, causal, scale, window)
+    # [B, T, H, D] in memory, as the kernel lays it: the order in which the output projection reads it.
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _composed_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> Tensor:
+    seen = window or None
+    if mask is not None or sinks is not None:
+        return reference(q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=seen)
+    if q.shape[2] == 1:
+        # One query a row sees every key. The heads of a group go in as queries, so each key is read once.
+        k, v = (k[:, :, -window:], v[:, :, -window:]) if window else (k, v)
+        return F.scaled_dot_product_attention(_grouped(q, k.shape[1]), k, v, scale=scale).reshape(q.shape)
+    if not causal:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+    return _causal_blocks(q, k, v, scale, seen)
+
+
+# Queries taken at once by `_causal_blocks`: enough for full speed, few enough that half of the products above the
+# diagonal are never made. Faster than torch's own causal kernel on a CPU (benchmarks/LOG.md).
+_BLOCK = 128
+
+
+def _causal_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Causal attention a block of queries at a time, each against the keys that its last query sees."""
+    before = k.shape[2] - q.shape[2]
+    blocks = []
+    # bfloat16 products would round the scores; the softmax wants them in float32.
+    k_float = k.to(torch.float32)
+    for start in range(0, q.shape[2], _BLOCK):
+        block = q[:, :, start : start + _BLOCK]
+        end = before + start + block.shape[2]
+        begin = 0 if window is None else max(0, before + start + 1 - window)
+        scores = _grouped(block.to(torch.float32) * scale, k.shape[1]) @ k_float[:, :, begin:end].transpose(-1, -2)
+        scores = scores.view(*block.shape[:3], end - begin)
+        hidden = ~causal_visibility(block.shape[2], end - begin, window, q.device)
+        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).to(v.dtype)
+        blocks.append((_grouped(weights, k.shape[1]) @ v[:, :, begin:end]).view(block.shape))
+    return torch.cat(blocks, dim=2)
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[B, H, T, X] -> [B, G, H/G * T, X]: the heads of a group as one matrix against their shared keys."""
+    batch, heads, queries, width = x.shape
+    return x.reshape(batch, groups, heads // groups * queries, width)
+
+
+def _cached_composed(
+    q: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, sinks: Tensor | None, scale: float, window: int
+) -> Tensor:
+    """Row by row, so that no row's arithmetic depends on another's length."""
+    _check_lengths(q, keys, offsets)
+    rows = []
+    for b, offset in enumerate(offsets.tolist()):
+        # Keys older than the first query's window are seen by none.
+        start, end = max(0, offset + 1 - window) if window else 0, offset + q.shape[2]
+        k, v = keys[b : b + 1, :, start:end], values[b : b + 1, :, start:end]
+        rows.append(_composed(q[b : b + 1], k, v, None, sinks, True, scale, window))
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+# ── in the native library ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _native(
+    library: Library,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> Tensor:
+    offsets = torch.full(q.shape[:1], k.shape[2] - q.shape[2], dtype=torch.int32) if causal else None
+    return _call(library, q, k, v, offsets, mask, sinks, scale, window)
+
+
+def _cached_native(
+    library: Library,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+) -> Tensor:
+    _check_lengths(q, keys, offsets)
+    return _call(library, q, keys, values, offsets.contiguous(), None, sinks, scale, window)
+
+
+def _call(
+    library: Library,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+) -> Tensor:
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    batch, heads, queries, dim = q.shape
+    out = torch.empty((batch, queries, heads, dim), dtype=q.dtype).transpose(1, 2)
+    arguments = AttentionArguments(
+        batch, heads, k.shape[1], queries, k.shape[2], dim,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+        q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3],
+        window=window, scale=scale, dtype=DTYPES[q.dtype],
+    )  # fmt: skip
+    if offsets is not None:
+        arguments.offsets = offsets.data_ptr()
+    if mask is not None:
+        mask = mask.to(torch.float32).expand(batch, heads, queries, k.shape[2])
+        arguments.mask, arguments.mask_strides = mask.data_ptr(), mask.stride()
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
+        arguments.sinks = sinks.data_ptr()
+    library.check(library.onward_attention(arguments), "onward_attention")
+    return out
+
+
+# ── checks ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q [B, H, T, D] fits k and v [B, G, S, D] with H a multiple of G, all of one float dtype."""
+    fits = (
+        q.dim() == k.dim() == 4
+        and k.shape == v.shape
+        and q.shape[0] == k.shape[0]
+        and q.shape[3] == k.shape[3]
+        and q.shape[1] % k.shape[1] == 0
+    )
+    if not fits:
+        got = ", ".join(f"{name} {list(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
+        raise RequestError(f"attention: q [B, H, T, D] wants k and v [B, G, S, D] with H a multiple of G; got {got}")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise RequestError(f"attention: q, k and v must be of one float dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def _check_extras(q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
+    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
+        raise RequestError(f"attention: sinks must be float [H]; got {shapes(sinks=sinks, q=q)}")
+    if mask is None:
+        return
+    wanted = (*q.shape[:3], k.shape[2])
+    fits = mask.dim() <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], wanted[::-1], strict=False))
+    if not fits or not mask.is_floating_point():
+        raise RequestError(
+            f"attention: mask must be float and broadcast to [B, H, T, S] = {list(wanted)} (it is added: -inf hides a "
+            f"key); got {shapes(mask=mask)}"
+        )
+
+
+def _check_lengths(q: Tensor, keys: Tensor, offsets: Tensor) -> None:
+    end = int(offsets.max()) + q.shape[2]
+    if end > keys.shape[2] or int(offsets.min()) < 0:
+        raise RequestError(
+            f"attention: positions {int(offsets.min())} to {end - 1} were asked of a cache of {keys.shape[2]}"
+        )
+
+
+def _checked_window(window: int | None) -> int:
+    """The window, 0 where there is none."""
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise RequestError(f"attention: window must be a whole number of 1 or more; got {window!r}")
+    return window or 0
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5) if scale is None else float(scale)
+
+
+def _fake(q: Tensor, *_: object) -> Tensor:
+    batch, heads, queries, dim = q.shape
+    return q.new_empty((batch, queries, heads, dim)).transpose(1, 2)
+
+
+_attention = Operator(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, bool causal, float scale, int window)"
+    " -> Tensor",
+    _composed,
+    _native,
+    _fake,
+)
+_cached_attention = Operator(
+    "cached_attention(Tensor q, Tensor keys, Tensor values, Tensor offsets, Tensor? sinks, float scale, int window)"
+    " -> Tensor",
+    _cached_composed,
+    _cached_native,
+    _fake,
+)

@@ -1,0 +1,67 @@
+"""The gated activations of feed-forward blocks (Shazeer, arXiv 2002.05202)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from onward.errors import RequestError
+from onward.native import Library
+from onward.ops.operators import DTYPES, Operator, shapes
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, elementwise; both float [..., D] of one shape and dtype."""
+    _check("swiglu", gate, up)
+    return _swiglu(gate, up)
+
+
+def geglu(gate: Tensor, up: Tensor, *, approximate: bool = True) -> Tensor:
+    """gelu(gate) * up, elementwise; both float [..., D] of one shape and dtype.
+
+    approximate: gelu by its tanh form, as Gemma's; otherwise exact.
+    """
+    _check("geglu", gate, up)
+    return _geglu(gate, up, bool(approximate))
+
+
+def _swiglu_composed(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _geglu_composed(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
+    return F.gelu(gate, approximate="tanh" if approximate else "none") * up
+
+
+def _swiglu_native(library: Library, gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out, width = torch.empty_like(gate), gate.shape[-1]
+    status = library.onward_swiglu(
+        gate.numel() // max(width, 1), width, DTYPES[gate.dtype],
+        gate.data_ptr(), width, up.data_ptr(), width, out.data_ptr(), width,
+    )  # fmt: skip
+    library.check(status, "onward_swiglu")
+    return out
+
+
+def _geglu_native(library: Library, gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out, width = torch.empty_like(gate), gate.shape[-1]
+    status = library.onward_geglu(
+        gate.numel() // max(width, 1), width, DTYPES[gate.dtype], approximate,
+        gate.data_ptr(), width, up.data_ptr(), width, out.data_ptr(), width,
+    )  # fmt: skip
+    library.check(status, "onward_geglu")
+    return out
+
+
+def _check(name: str, gate: Tensor, up: Tensor) -> None:
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.dtype not in DTYPES or gate.dim() == 0:
+        raise RequestError(f"{name} wants float gate and up of one shape and dtype; got {shapes(gate=gate, up=up)}")
+
+
+def _fake(gate: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+_swiglu = Operator("swiglu(Tensor gate, Tensor up) -> Tensor", _swiglu_composed, _swiglu_native, _fake)
+_geglu = Operator("geglu(Tensor gate, Tensor up, bool approximate) -> Tensor", _geglu_composed, _geglu_native, _fake)

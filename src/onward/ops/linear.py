@@ -1,0 +1,97 @@
+"""A matrix product with a weight stored as rows of outputs, and the layouts it is fastest in."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from onward.errors import RequestError
+from onward.ops.operators import shapes
+from onward.ops.packed import NativeWeight, native_linear, pack_native
+from onward.ops.quantized import QuantizedWeight, quantized_linear
+
+
+class OneDnnWeight(NamedTuple):
+    """A weight [N, K] in the blocked layout of torch's own CPU product, for machines without the native library.
+
+    A row-major weight has to be reordered, or walked badly, on every call: at one token that costs half of the
+    memory bandwidth (benchmarks/LOG.md). This layout serves every number of tokens.
+    """
+
+    blocks: Tensor
+
+
+PackedWeight = NativeWeight | OneDnnWeight
+Weight = Tensor | NativeWeight | OneDnnWeight | QuantizedWeight
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`.
+
+    Args:
+        x: float [..., K].
+        weight: float [N, K] of x's dtype, what `pack` made of it, or a `QuantizedWeight`.
+        bias: float [N], of x's dtype, or None.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        RequestError: shapes or dtypes that do not fit.
+    """
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(x, weight, bias)
+    rows, inputs, dtype = _described(weight)
+    if x.shape[-1:] != (inputs,) or x.dtype != dtype or (bias is not None and bias.shape != (rows,)):
+        raise RequestError(
+            f"linear: a weight {dtype} {[rows, inputs]} wants x [..., {inputs}] of its dtype and a bias [{rows}] or "
+            f"none; got {shapes(x=x, bias=bias)}"
+        )
+    if isinstance(weight, NativeWeight):
+        return native_linear(x, weight, bias)
+    if isinstance(weight, OneDnnWeight):
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.blocks, bias, "none", [], "")
+        return out
+    return F.linear(x, weight, bias)
+
+
+def pack(weight: Weight) -> Weight:
+    """The weight [N, K] in the layout that this machine's `linear` walks fastest; itself where there is no better."""
+    if not isinstance(weight, Tensor):
+        return weight
+    return pack_native(weight) or _pack_onednn(weight)
+
+
+def _pack_onednn(weight: Tensor) -> Weight:
+    if not _onednn_computes_in(weight):
+        return weight
+    return OneDnnWeight(torch.ops.mkldnn._reorder_linear_weight(weight, 1))
+
+
+def _onednn_computes_in(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype == torch.float32:
+        return True
+    native = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return weight.dtype in native and bool(native[weight.dtype]())
+
+
+def _described(weight: Tensor | NativeWeight | OneDnnWeight) -> tuple[int, int, torch.dtype]:
+    """(N, K, dtype) of a float weight in any layout."""
+    if isinstance(weight, NativeWeight):
+        return weight.rows, weight.inputs, weight.data.dtype
+    stock = weight.blocks if isinstance(weight, OneDnnWeight) else weight
+    if stock.dim() != 2:
+        raise RequestError(f"linear: a weight must be [N, K]; got {shapes(weight=stock)}")
+    return stock.shape[0], stock.shape[1], stock.dtype
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The definition: products and sums in float32, one rounding at the end."""
+    y = x.to(torch.float32) @ weight.to(torch.float32).T
+    return (y if bias is None else y + bias.to(torch.float32)).to(x.dtype)

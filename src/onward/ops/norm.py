@@ -1,0 +1,110 @@
+"""Normalisation over the last axis: root mean square (Zhang & Sennrich, arXiv 1910.07467) and layer norm
+(Ba et al., arXiv 1607.06450)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from onward.errors import RequestError
+from onward.native import Library
+from onward.ops.operators import DTYPES, Operator, shapes
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) in float32, times offset + weight.
+
+    With offset 0 the quotient is cast back to x's dtype first, THEN multiplied, as Llama and Qwen do; with another
+    offset (1 for the families that learn 1 + w, as Gemma) all of it is float32 and cast back once.
+
+    Args:
+        x: float [..., D].
+        weight: float [D], of x's dtype.
+        eps: added to the mean square.
+        offset: added to the weight.
+
+    Returns:
+        [..., D] in x's dtype.
+    """
+    _check("rms_norm", x, weight)
+    return _rms_norm(x, weight, float(eps), float(offset))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias in float32, cast back once.
+
+    Args:
+        x: float [..., D].
+        weight, bias: float [D], of x's dtype.
+        eps: added to the (biased) variance.
+
+    Returns:
+        [..., D] in x's dtype.
+    """
+    _check("layer_norm", x, weight, bias)
+    return _layer_norm(x, weight, bias, float(eps))
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """The definition, written out."""
+    x_float = x.to(torch.float32)
+    normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
+    if offset:
+        return (normed * (offset + weight.to(torch.float32))).to(x.dtype)
+    return normed.to(x.dtype) * weight
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The definition, written out."""
+    x_float = x.to(torch.float32)
+    centred = x_float - x_float.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.to(torch.float32) + bias.to(torch.float32)).to(x.dtype)
+
+
+def _rms_norm_composed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """The definition in fewer calls: without a weight torch computes in float32 and casts back once."""
+    return rms_norm_reference(x, weight, eps, offset) if offset else F.rms_norm(x, x.shape[-1:], None, eps) * weight
+
+
+def _rms_norm_native(library: Library, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    x, width = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    status = library.onward_rms_norm(
+        x.numel() // max(width, 1), width, DTYPES[x.dtype], x.data_ptr(), width, None, 0,
+        weight.contiguous().data_ptr(), offset, not offset, eps, out.data_ptr(), width,
+    )  # fmt: skip
+    library.check(status, "onward_rms_norm")
+    return out
+
+
+def _layer_norm_native(library: Library, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    x, width = x.contiguous(), x.shape[-1]
+    weight, bias = weight.contiguous(), bias.contiguous()
+    out = torch.empty_like(x)
+    status = library.onward_layer_norm(
+        x.numel() // max(width, 1), width, DTYPES[x.dtype], x.data_ptr(), width,
+        weight.data_ptr(), bias.data_ptr(), eps, out.data_ptr(), width,
+    )  # fmt: skip
+    library.check(status, "onward_layer_norm")
+    return out
+
+
+def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    wrong = [t for t in (weight, bias) if t is not None and (t.shape != x.shape[-1:] or t.dtype != x.dtype)]
+    if wrong or x.dim() == 0 or x.dtype not in DTYPES:
+        wanted = "float x [..., D] with a weight [D] of its dtype" + ("" if bias is None else ", and such a bias")
+        raise RequestError(f"{name} wants {wanted}; got {shapes(x=x, weight=weight, bias=bias)}")
+
+
+_rms_norm = Operator(
+    "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor",
+    _rms_norm_composed,
+    _rms_norm_native,
+    lambda x, weight, eps, offset: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+_layer_norm = Operator(
+    "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor",
+    layer_norm_reference,
+    _layer_norm_native,
+    lambda x, weight, bias, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
+)

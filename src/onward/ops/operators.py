@@ -1,0 +1,108 @@
+"""How an op is registered and which of its forms runs.
+
+An op has a definition, in plain torch for every device, and usually a kernel in the native library. Both are
+registered under `torch.ops.onward`, so that the op stands as one node in `torch.compile`, `make_fx` and programs.
+Called eagerly on plain CPU tensors the kernel is entered directly: the dispatcher would cost as much again as a
+small kernel takes. Where a gradient is wanted the definition runs, and torch differentiates it.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from onward import native
+from onward.errors import RequestError
+
+DTYPES = {torch.float32: native.DType.F32, torch.bfloat16: native.DType.BF16, torch.float16: native.DType.F16}
+_FORMS = ("native", "definition")
+_PLAIN = (Tensor, Parameter)
+
+Definition = Callable[..., Tensor]
+Kernel = Callable[..., Tensor]  # takes the library first, then what the definition takes
+
+
+class Choice(NamedTuple):
+    """Which form of the ops runs on the CPU: "native" (and the instruction set of its library) or "definition"."""
+
+    form: str
+    isa: str
+
+
+_forced: str | None = None
+
+
+def choice() -> Choice:
+    """What runs now. ONWARD_OPS (native, definition) and ONWARD_ISA (avx512, avx2, portable, none) decide at start."""
+    return Choice("definition", "none") if usable_library() is None else Choice("native", native.isa())
+
+
+def choose(form: str) -> Choice:
+    """Force a form from now on: "definition", "native" (the best library), or an instruction set by name.
+
+    Raises:
+        RequestError: an unknown form. NativeUnavailableError: no such library, or the processor cannot run it.
+    """
+    global _forced
+    if form not in (*_FORMS, *native.ISAS):
+        raise RequestError(f"a form of the ops is {', '.join((*_FORMS, *native.ISAS))}; got {form!r}")
+    if form != "definition":
+        native.select_isa("auto" if form == "native" else form)
+        if native.library() is None:
+            raise native.NativeUnavailableError("no native library was built: install onward where there is a compiler")
+    _forced = "definition" if form == "definition" else "native"
+    return choice()
+
+
+def usable_library() -> native.Library | None:
+    """The library whose kernels run, or None where definitions do."""
+    global _forced
+    if _forced is None:
+        _forced = os.environ.get("ONWARD_OPS", "native")
+        if _forced not in _FORMS:
+            wrong, _forced = _forced, None
+            raise RequestError(f"ONWARD_OPS must be one of {', '.join(_FORMS)}; got {wrong!r}")
+    return None if _forced == "definition" else native.library()
+
+
+class Operator:
+    """An op under `torch.ops.onward`; called with the arguments of its schema, all by position.
+
+    definition: plain torch. kernel: the native form, which may assume plain tensors on the CPU. fake: gives the
+    result's shape and dtype.
+    """
+
+    def __init__(self, schema: str, definition: Definition, kernel: Kernel, fake: Definition) -> None:
+        self._definition = definition
+        self._kernel = kernel
+        name = schema[: schema.index("(")]
+        _library.define(schema)  # type: ignore[no-untyped-call]
+        _library.impl(name, definition, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _library.impl(name, self._on_cpu, "CPU")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"onward::{name}", fake, lib=_library)
+        self._registered: Callable[..., Tensor] = getattr(torch.ops.onward, name).default
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        plain = not torch.compiler.is_compiling()
+        grad = torch.is_grad_enabled()
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if grad and argument.requires_grad:
+                    return self._definition(*arguments)
+                plain = plain and type(argument) in _PLAIN and argument.device.type == "cpu"
+        return self._on_cpu(*arguments) if plain else self._registered(*arguments)
+
+    def _on_cpu(self, *arguments: Any) -> Tensor:
+        library = usable_library()
+        return self._definition(*arguments) if library is None else self._kernel(library, *arguments)
+
+
+_library = torch.library.Library("onward", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def shapes(**tensors: Tensor | None) -> str:
+    """For messages: each tensor's dtype and shape."""
+    return ", ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items() if t is not None)

@@ -1,0 +1,88 @@
+"""Weights in the layout of the native kernels: blocks of 16 rows, interleaved (native/README.md draws it).
+
+Shapes: N rows (outputs), K inputs, T tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from onward.native import Library
+from onward.native.interface import Format
+from onward.ops.operators import DTYPES, Operator, usable_library
+
+BLOCK = 16
+_FORMATS = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
+# Neighbouring inputs of a row that lie side by side.
+_NEIGHBOURS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
+
+
+class NativeWeight(NamedTuple):
+    """A float weight [N, K] as the native `linear` walks it.
+
+    data: [blocks, units, 16, neighbours] in the weight's dtype; the last block and unit are padded with zeros.
+    rows: N. inputs: K.
+    """
+
+    data: Tensor
+    rows: int
+    inputs: int
+
+    def unpack(self) -> Tensor:
+        """The stock weight [N, K]."""
+        return _unpacked(self.data, self.rows, self.inputs)
+
+
+def pack_native(weight: Tensor) -> NativeWeight | None:
+    """A float CPU weight [N, K] packed by the native library; None where none is in use or it has no such format."""
+    library = usable_library()
+    if library is None or weight.device.type != "cpu" or weight.dtype not in _FORMATS:
+        return None
+    rows, inputs = weight.shape
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    pair = 1 if weight.dtype == torch.float32 else 2  # half-width units fill a 64-byte line in pairs
+    neighbours = _NEIGHBOURS[weight.dtype]
+    units = -(-inputs // pair) * pair // neighbours
+    data = torch.empty((-(-rows // BLOCK), units, BLOCK, neighbours), dtype=weight.dtype)
+    assert data.nbytes == library.onward_linear_packed_bytes(_FORMATS[weight.dtype], rows, inputs)
+    status = library.onward_linear_pack(
+        _FORMATS[weight.dtype], rows, inputs, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
+    )
+    library.check(status, "onward_linear_pack")
+    return NativeWeight(data, rows, inputs)
+
+
+def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
+    """x [..., K] times the packed weight -> [..., N]; x and bias of the weight's dtype."""
+    return _packed_linear(x, weight.data, bias, weight.rows, weight.inputs)
+
+
+def _unpacked(data: Tensor, rows: int, inputs: int) -> Tensor:
+    return data.permute(0, 2, 1, 3).reshape(data.shape[0] * BLOCK, -1)[:rows, :inputs]
+
+
+def _definition(x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int) -> Tensor:
+    return F.linear(x, _unpacked(data, rows, inputs), bias)
+
+
+def _native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int) -> Tensor:
+    x = x.contiguous()
+    out, code = x.new_empty((*x.shape[:-1], rows)), DTYPES[x.dtype]
+    if bias is not None:
+        bias = bias.contiguous()
+    status = library.onward_linear(
+        _FORMATS[data.dtype], x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(),
+        None if bias is None else bias.data_ptr(), code, out.data_ptr(), code, rows,
+    )  # fmt: skip
+    library.check(status, "onward_linear")
+    return out
+
+
+_packed_linear = Operator(
+    "packed_linear(Tensor x, Tensor data, Tensor? bias, int rows, int inputs) -> Tensor",
+    _definition,
+    _native,
+    lambda x, data, bias, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
+)

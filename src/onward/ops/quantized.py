@@ -1,0 +1,253 @@
+"""Weights in 8 and 4 bits: the product with them, and their rows as an embedding.
+
+Shapes: N rows (outputs), K inputs, T tokens.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils import _pytree as pytree
+
+from onward.errors import RequestError
+from onward.native import Library
+from onward.native.interface import Format
+from onward.ops import quantized_layout as layout
+from onward.ops.operators import DTYPES, Operator, shapes
+
+FORMATS = {"int8": Format.INT8, "int4": Format.INT4}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight [N, K] in int8 or int4, packed. A pytree whose one tensor is `data`.
+
+    data: uint8, of the shape and meaning that `quantized_layout` gives; contiguous, and 64-byte aligned where the
+        kernels are to be fast.
+    format: "int8" or "int4".
+    shape: (N, K).
+    dtype: of the weight it stands for, in which `rows` and `dequantize` give it back.
+    """
+
+    data: Tensor
+    format: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def pack(cls, format: str, q: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> "QuantizedWeight":
+        """From integers: int8 q [N, K] and the scales [N, groups], float32 for int8 and float16 for int4.
+
+        Raises:
+            RequestError: what does not fit the format; integers outside its range are for the caller to avoid.
+        """
+        rows, inputs = q.shape if q.dim() == 2 else (0, 0)
+        if format not in FORMATS:
+            raise RequestError(f"a weight is packed as {' or '.join(FORMATS)}; got {format!r}")
+        if not 1 <= inputs <= layout.MAX_INPUTS or rows < 1 or q.dtype != torch.int8:
+            wanted = f"int8 [N, K] with 1 … {layout.MAX_INPUTS} inputs"
+            raise RequestError(f"the integers of a weight must be {wanted}; got {shapes(q=q)}")
+        groups, kind = layout.num_groups(format, inputs), torch.float32 if format == "int8" else torch.float16
+        if scales.shape != (rows, groups) or scales.dtype != kind:
+            raise RequestError(
+                f"{format} integers {[rows, inputs]} want scales {kind} {[rows, groups]}; got {shapes(scales=scales)}"
+            )
+        return cls(layout.pack(format, q.contiguous(), scales.contiguous()), format, (rows, inputs), dtype)
+
+    def unpack(self) -> tuple[Tensor, Tensor]:
+        """The integers and scales, as `pack` takes them."""
+        return layout.unpack(self.format, self.data, self.shape)
+
+    def dequantize(self) -> Tensor:
+        """[N, K] in `dtype`."""
+        return torch.cat([values.to(self.dtype) for _, values in _runs(self.data, self.format, *self.shape)])
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows as of an embedding: int32 or int64 ids [...] -> [..., K] in `dtype`."""
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise RequestError(f"rows of a weight are taken by int32 or int64 ids; got {shapes(ids=ids)}")
+        return _rows(self.data, ids, self.format, *self.shape, self.dtype)
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "QuantizedWeight":
+        """The same numbers on another device, standing for a weight of another dtype."""
+        data = self.data if device is None else self.data.to(device)
+        return replace(self, data=data, dtype=self.dtype if dtype is None else dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, x itself quantized on the way.
+
+    x is rounded to 8 bits with the scale absmax / 127, of each token for int8 and of each group of 32 inputs of a
+    token for int4, so that the products are of integers. Gradients pass to x as if it had not been rounded.
+
+    Args:
+        x: float32, bfloat16 or float16 [..., K]. A token with an infinity or a NaN comes out as NaN.
+        weight: of shape (N, K).
+        bias: float [N], or None.
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    rows, inputs = weight.shape
+    if x.dim() == 0 or x.shape[-1] != inputs or x.dtype not in DTYPES:
+        raise RequestError(f"linear: a weight {[rows, inputs]} wants float x [..., {inputs}]; got {shapes(x=x)}")
+    if bias is not None and (bias.shape != (rows,) or bias.dtype not in DTYPES):
+        raise RequestError(f"linear: a weight {[rows, inputs]} wants a float bias [{rows}]; got {shapes(bias=bias)}")
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        # Through the definition no gradient would come: rounding has none.
+        out: Tensor = _Differentiable.apply(x, weight.data, bias, weight.format, rows)  # type: ignore[no-untyped-call]
+        return out
+    return _linear(x, weight.data, bias, weight.format, rows)
+
+
+def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """The definition of `quantized_linear`, in float32 with one rounding at the end."""
+    return _linear_definition(x, weight.data, bias, weight.format, weight.shape[0])
+
+
+def round_activations(x: Tensor, group: int) -> Tensor:
+    """float32 x [T, K], each group of inputs rounded to multiples of its absmax / 127, as the kernels do it."""
+    tokens, inputs = x.shape
+    grouped = pad(x, (0, -inputs % group)).view(tokens, math.ceil(inputs / group), group)
+    absmax = grouped.abs().amax(-1, keepdim=True)
+    # Smaller ones have no reciprocal and count as zeros; what is not finite makes its whole group NaN.
+    usable = absmax >= 1e-36
+    # torch takes a number over a tensor as number times reciprocal, which rounds twice; the kernels divide.
+    q = (grouped * (torch.full_like(absmax, 127.0) / absmax)).round()
+    rounded = torch.where(usable, q * (absmax / 127.0), 0.0)
+    return torch.where(absmax.isfinite(), rounded, torch.nan).flatten(1)[:, :inputs]
+
+
+def _runs(data: Tensor, format: str, rows: int, inputs: int) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of rows with their float32 values [some rows, K], few enough at once to stay in the cache."""
+    blocks = math.ceil(2**20 / (layout.BLOCK * inputs))
+    for block in range(0, len(data), blocks):
+        first = block * layout.BLOCK
+        values = layout.values(format, data[block : block + blocks], inputs)[: rows - first]
+        yield slice(first, first + len(values)), values
+
+
+# ── the operators: a definition for every device, and the kernels on the CPU ──────────────────────────────────
+
+
+def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
+    inputs = x.shape[-1]
+    group = inputs if format == "int8" else layout.GROUP
+    rounded = round_activations(x.reshape(x.numel() // inputs, inputs).to(torch.float32), group)
+    out = x.new_empty((len(rounded), rows))
+    for run, values in _runs(data, format, rows, inputs):
+        sums = rounded @ values.T
+        out[:, run] = sums if bias is None else sums + bias[run]
+    return out.view(*x.shape[:-1], rows)
+
+
+def _linear_native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    inputs, code = x.shape[-1], DTYPES[x.dtype]
+    out = x.new_empty((*x.shape[:-1], rows))
+    bias_pointer, bias_code = (None, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])
+    status = library.onward_linear(
+        FORMATS[format], x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(),
+        bias_pointer, bias_code, out.data_ptr(), code, rows,
+    )  # fmt: skip
+    library.check(status, "onward_linear")
+    return out
+
+
+def _rows_definition(data: Tensor, ids: Tensor, format: str, rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    _check_ids(ids, rows)
+    values = layout.row_values(format, data, ids.flatten().to(torch.int64), inputs)
+    return values.to(dtype).view(*ids.shape, inputs)
+
+
+def _rows_native(
+    library: Library, data: Tensor, ids: Tensor, format: str, rows: int, inputs: int, dtype: torch.dtype
+) -> Tensor:
+    _check_ids(ids, rows)
+    wide = ids.to(torch.int64).contiguous()
+    out = torch.empty((*ids.shape, inputs), dtype=dtype)
+    status = library.onward_linear_rows(
+        FORMATS[format], rows, inputs, data.data_ptr(), wide.data_ptr(), wide.numel(), out.data_ptr(),
+        DTYPES[dtype], inputs,
+    )  # fmt: skip
+    library.check(status, "onward_linear_rows")
+    return out
+
+
+def _check_ids(ids: Tensor, rows: int) -> None:
+    """An id outside the table would read padding, or another row. Where asking makes us wait, the device checks."""
+    if ids.device.type != "cpu":
+        torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"an id lies outside 0 … {rows - 1}")
+    elif ids.numel():
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= rows:
+            raise RequestError(f"ids of {rows} rows lie in 0 … {rows - 1}; got {lowest} … {highest}")
+
+
+_linear = Operator(
+    "quantized_linear(Tensor x, Tensor data, Tensor? bias, str format, int rows) -> Tensor",
+    _linear_definition,
+    _linear_native,
+    lambda x, data, bias, format, rows: x.new_empty((*x.shape[:-1], rows)),
+)
+_rows = Operator(
+    "quantized_rows(Tensor data, Tensor ids, str format, int rows, int inputs, ScalarType dtype) -> Tensor",
+    _rows_definition,
+    _rows_native,
+    lambda data, ids, format, rows, inputs, dtype: data.new_empty((*ids.shape, inputs), dtype=dtype),
+)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with the gradient of the product of unrounded activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
+        ctx.save_for_backward(data)
+        ctx.format, ctx.rows, ctx.inputs = format, rows, x.shape[-1]
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        return _linear(x, data, bias, format, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (data,) = ctx.saved_tensors
+        flat = grad.reshape(grad.numel() // ctx.rows, ctx.rows).to(torch.float32)
+        to_x = flat.new_zeros((len(flat), ctx.inputs))
+        for run, values in _runs(data, ctx.format, ctx.rows, ctx.inputs):
+            to_x += flat[:, run] @ values
+        to_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
+        return to_x.to(ctx.x_dtype).view(*grad.shape[:-1], ctx.inputs), None, to_bias, None, None
+
+
+# ── as a pytree ───────────────────────────────────────────────────────────────────────────────────────────────
+
+_Context = tuple[str, tuple[int, int], torch.dtype]
+
+
+def _flatten(weight: QuantizedWeight) -> tuple[list[Any], _Context]:
+    return [weight.data], (weight.format, weight.shape, weight.dtype)
+
+
+def _flatten_with_keys(weight: QuantizedWeight) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
+    leaves, context = _flatten(weight)
+    return [(pytree.GetAttrKey("data"), leaves[0])], context
+
+
+pytree.register_pytree_node(
+    QuantizedWeight,
+    _flatten,
+    lambda leaves, context: QuantizedWeight(*leaves, *context),
+    flatten_with_keys_fn=_flatten_with_keys,
+)

@@ -1,0 +1,144 @@
+"""How weights of 8 and 4 bits lie in memory, written in torch: the definition of what the kernels read.
+
+Both formats are symmetric, value = scale * q: int8 with a float32 scale for each row and q in [-127, 127]; int4 with
+a float16 scale (of either sign) for each row and group of 32 inputs and q in [-8, 7]. The layout is that of
+native/src/linear/layout.h; docs/quantization.md draws it.
+
+Shapes: N rows (outputs), K inputs. Rows come in blocks of 16, and what fills up N and K is zeros. `data` is uint8
+[blocks, bytes of a block]; functions that take it take any run of its blocks.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 16  # rows
+GROUP = 32  # inputs that share a scale of int4
+MAX_INPUTS = 65536  # the int32 sums of a longer row could overflow
+
+_INT8_HEADER = 64  # bytes: 16 scales
+_PAIR_BYTES = 576  # two groups of int4: 2 x 16 scales, then 8 lines of 64 bytes
+
+
+def data_shape(format: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """The shape of the data of a weight [N, K]."""
+    rows, inputs = shape
+    if format == "int8":
+        return math.ceil(rows / BLOCK), _INT8_HEADER + math.ceil(inputs / 4) * 64
+    return math.ceil(rows / BLOCK), math.ceil(inputs / 64) * _PAIR_BYTES
+
+
+def num_groups(format: str, inputs: int) -> int:
+    """Scales of a row."""
+    return 1 if format == "int8" else math.ceil(inputs / GROUP)
+
+
+def pack(format: str, q: Tensor, scales: Tensor) -> Tensor:
+    """int8 q [N, K] and scales [N, groups] (float32 for int8, float16 for int4) -> data."""
+    return _pack_int8(q, scales) if format == "int8" else _pack_int4(q, scales)
+
+
+def unpack(format: str, data: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """q and scales as `pack` took them."""
+    rows, inputs = shape
+    q, scales = _unpack_int8(data) if format == "int8" else _unpack_int4(data)
+    return q[:rows, :inputs].contiguous(), scales[:rows, : num_groups(format, inputs)].contiguous()
+
+
+def values(format: str, data: Tensor, inputs: int) -> Tensor:
+    """float32 [blocks * 16, K]."""
+    q, scales = _unpack_int8(data) if format == "int8" else _unpack_int4(data)
+    return _scaled(q, scales, inputs)
+
+
+def row_values(format: str, data: Tensor, ids: Tensor, inputs: int) -> Tensor:
+    """float32 [count, K]: the rows at int64 ids [count], read from nowhere else."""
+    block, row = ids // BLOCK, ids % BLOCK
+    if format == "int8":
+        q = _signed(_int8_lines(data)[block, :, row]).flatten(1)
+        return _scaled(q, _int8_scales(data)[block, row], inputs)
+    q = _split(_int4_lines(data)[block, :, :, row]).flatten(1)
+    return _scaled(q, _int4_scales(data)[block, :, :, row].flatten(1), inputs)
+
+
+def _scaled(q: Tensor, scales: Tensor, inputs: int) -> Tensor:
+    """q [rows, padded K] with scales [rows, groups] -> float32 [rows, K]."""
+    rows, groups = scales.shape
+    grouped = q.view(rows, groups, q.shape[1] // groups)
+    return (grouped * scales.view(rows, groups, 1).to(torch.float32)).flatten(1)[:, :inputs]
+
+
+# ── int8: 16 scales, then for every 4 inputs a line of 4 bytes of each row, each q + 128 ───────────────────────
+
+
+def _pack_int8(q: Tensor, scales: Tensor) -> Tensor:
+    rows, inputs = q.shape
+    blocks, _ = data_shape("int8", (rows, inputs))
+    padded = pad(q, (0, -inputs % 4, 0, -rows % BLOCK)).view(torch.uint8) ^ 128
+    lines = padded.view(blocks, BLOCK, -1, 4).transpose(1, 2)
+    header = pad(scales.view(rows), (0, -rows % BLOCK)).view(blocks, BLOCK).view(torch.uint8)
+    return torch.cat((header, lines.reshape(blocks, -1)), 1)
+
+
+def _unpack_int8(data: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [rows, padded K], float32 [rows, 1], padding included."""
+    rows = len(data) * BLOCK
+    return _signed(_int8_lines(data)).transpose(1, 2).reshape(rows, -1), _int8_scales(data).reshape(rows, 1)
+
+
+def _int8_lines(data: Tensor) -> Tensor:
+    """uint8 [blocks, lines, 16 rows, 4]."""
+    return data[:, _INT8_HEADER:].view(len(data), -1, BLOCK, 4)
+
+
+def _int8_scales(data: Tensor) -> Tensor:
+    """float32 [blocks, 16, 1]."""
+    return data[:, :_INT8_HEADER].view(torch.float32).view(-1, BLOCK, 1)
+
+
+def _signed(stored: Tensor) -> Tensor:
+    return (stored ^ 128).view(torch.int8)
+
+
+# ── int4: for every 64 inputs 2 x 16 scales and 8 lines; byte j of a row in line i holds q + 8 of the inputs ─────
+# ── 8i + j (low half) and 8i + 4 + j (high half) ────────────────────────────────────────────────────────────────
+
+
+def _pack_int4(q: Tensor, scales: Tensor) -> Tensor:
+    rows, inputs = q.shape
+    blocks, _ = data_shape("int4", (rows, inputs))
+    padded = (pad(q, (0, -inputs % 64, 0, -rows % BLOCK)) + 8).view(torch.uint8)
+    low, high = padded.view(blocks, BLOCK, -1, 8, 2, 4).unbind(4)
+    lines = (low | high << 4).permute(0, 2, 3, 1, 4)
+    pairs = pad(scales, (0, scales.shape[1] % 2, 0, -rows % BLOCK)).view(blocks, BLOCK, -1, 2).permute(0, 2, 3, 1)
+    count = pairs.shape[1]
+    header = pairs.reshape(blocks, count, 2 * BLOCK).view(torch.uint8)
+    return torch.cat((header, lines.reshape(blocks, count, -1)), 2).view(blocks, -1)
+
+
+def _unpack_int4(data: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [rows, padded K], float16 [rows, padded groups], padding included."""
+    rows = len(data) * BLOCK
+    q = _split(_int4_lines(data)).permute(0, 3, 1, 2, 4, 5)
+    return q.reshape(rows, -1), _int4_scales(data).permute(0, 3, 1, 2).reshape(rows, -1)
+
+
+def _int4_lines(data: Tensor) -> Tensor:
+    """uint8 [blocks, pairs, 8 lines, 16 rows, 4]."""
+    return _int4_pairs(data)[..., 64:].view(len(data), -1, 8, BLOCK, 4)
+
+
+def _int4_scales(data: Tensor) -> Tensor:
+    """float16 [blocks, pairs, 2, 16 rows]."""
+    return _int4_pairs(data)[..., :64].view(torch.float16).view(len(data), -1, 2, BLOCK)
+
+
+def _int4_pairs(data: Tensor) -> Tensor:
+    return data.view(len(data), -1, _PAIR_BYTES)
+
+
+def _split(lines: Tensor) -> Tensor:
+    """uint8 [..., 4] -> int8 [..., 2, 4]: the low halves, then the high."""
+    return torch.stack((lines & 15, lines >> 4), -2).view(torch.int8) - 8

@@ -1,0 +1,154 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864)."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from onward.errors import RequestError
+from onward.native import Library
+from onward.ops.operators import DTYPES, Operator, shapes
+
+
+def rope(
+    x: Tensor,
+    offsets: Tensor | int,
+    *,
+    dims: int,
+    base: float = 10000.0,
+    inv_freqs: Tensor | None = None,
+    scale: float = 1.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Turn pairs of features by angles that grow with the position: (offset + index) * scale * inverse frequency.
+
+    Angles are computed in float64 where positions are large enough to need it, the turn in float32.
+
+    Args:
+        x: float [B, H, T, D].
+        offsets: position of x[:, :, 0], an int for all rows or int32 [B].
+        dims: features that turn, even and at most D; those past them are unchanged.
+        base: of the geometric schedule of inverse frequencies, base ** (-2i / dims).
+        inv_freqs: float32 [dims / 2], radians a position, instead of that schedule ("frequencies" elsewhere).
+        scale: multiplies the position.
+        interleaved: pairs are (2i, 2i + 1), as Meta stores them; else (i, i + dims/2), as Hugging Face does.
+
+    Returns:
+        [B, H, T, D] in x's dtype.
+
+    Raises:
+        RequestError: shapes that do not fit.
+    """
+    if x.dim() != 4 or x.dtype not in DTYPES or not (0 < dims <= x.shape[-1] and dims % 2 == 0):
+        raise RequestError(f"rope wants float x [B, H, T, D] and even dims in 2 … D; got dims {dims}, {shapes(x=x)}")
+    if inv_freqs is None:
+        exponents = torch.arange(0, dims, 2, dtype=torch.float64, device=x.device) / dims
+        inv_freqs = (float(base) ** -exponents).to(torch.float32)
+    if inv_freqs.shape != (dims // 2,):
+        raise RequestError(f"rope: dims {dims} wants inv_freqs [{dims // 2}]; got {shapes(inv_freqs=inv_freqs)}")
+    at = torch.as_tensor(offsets, dtype=torch.int32, device=x.device)
+    if at.dim() == 0:
+        at = at.expand(x.shape[0])
+    if at.shape != x.shape[:1]:
+        raise RequestError(f"rope: offsets must be an int or int32 [B]; got {shapes(offsets=at, x=x)}")
+    return _rope(x, at, inv_freqs.to(torch.float32), float(scale), bool(interleaved))
+
+
+def angles(radians: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [B, T, R] radians -> the cos and sin that `rotate` takes, each float32 [B, T, 2R].
+
+    Both halves of a pair need them, the first with its sin negated: laid out once here, for all layers and heads.
+    """
+    cos, sin = radians.cos(), radians.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of features (i, i + R) of x by its position's angle.
+
+    Split-half layout, as Hugging Face checkpoints store it: features [0, R) pair with [R, 2R); features
+    past 2R pass through unchanged. The turn itself is done in float32.
+
+    Args:
+        x: float [B, H, T, D].
+        cos, sin: float32 [B, T, 2R], 2R <= D, from `angles`.
+
+    Returns:
+        [B, H, T, D] in x's dtype.
+    """
+    fits = x.dim() == 4 and cos.shape == sin.shape and cos.dim() == 3 and cos.shape[:2] == (x.shape[0], x.shape[2])
+    if not fits or cos.shape[-1] > x.shape[-1]:
+        raise RequestError(f"rotate wants x [B, H, T, D] and cos, sin [B, T, 2R]; got {shapes(x=x, cos=cos, sin=sin)}")
+    return _rotate(x, cos, sin)
+
+
+def _rotate_composed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    dims = cos.shape[-1]
+    turning = x[..., :dims]
+    partners = torch.cat((turning[..., dims // 2 :], turning[..., : dims // 2]), dim=-1)
+    # cos and sin are float32, and so are the products.
+    turned = torch.addcmul(turning * cos.unsqueeze(1), partners.to(torch.float32), sin.unsqueeze(1)).to(x.dtype)
+    return turned if dims == x.shape[-1] else torch.cat((turned, x[..., dims:]), dim=-1)
+
+
+def _rope_composed(x: Tensor, offsets: Tensor, inv_freqs: Tensor, scale: float, interleaved: bool) -> Tensor:
+    dims = 2 * inv_freqs.shape[0]
+    positions = offsets.unsqueeze(1) + torch.arange(x.shape[2], device=x.device)
+    radians = (positions * scale).to(torch.float64).unsqueeze(-1) * inv_freqs.to(torch.float64)
+    cos, sin = radians.cos().to(torch.float32).unsqueeze(1), radians.sin().to(torch.float32).unsqueeze(1)
+    turning = x[..., :dims].to(torch.float32)
+    if interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning[..., : dims // 2], turning[..., dims // 2 :]
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., dims:]), dim=-1)
+
+
+_Strides = ctypes.c_int64 * 3
+_AngleStrides = ctypes.c_int64 * 2
+
+
+def _rotate_native(library: Library, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    batch, heads, queries, dim = x.shape
+    pairs = cos.shape[-1] // 2
+    out = torch.empty((batch, heads, queries, dim), dtype=x.dtype)
+    status = library.onward_rotate(
+        batch, heads, queries, dim, DTYPES[x.dtype], x.data_ptr(), _Strides(*x.stride()[:3]),
+        # The second half of sin is the one that is not negated.
+        cos.data_ptr(), sin.data_ptr() + 4 * pairs, pairs, _AngleStrides(queries * 2 * pairs, 2 * pairs), 0,
+        out.data_ptr(), _Strides(*out.stride()[:3]),
+    )  # fmt: skip
+    library.check(status, "onward_rotate")
+    return out
+
+
+def _rope_native(
+    library: Library, x: Tensor, offsets: Tensor, inv_freqs: Tensor, scale: float, interleaved: bool
+) -> Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    offsets, inv_freqs = offsets.contiguous(), inv_freqs.contiguous()
+    batch, heads, queries, dim = x.shape
+    out = torch.empty((batch, heads, queries, dim), dtype=x.dtype)
+    status = library.onward_rope(
+        batch, heads, queries, dim, DTYPES[x.dtype], x.data_ptr(), _Strides(*x.stride()[:3]), offsets.data_ptr(),
+        inv_freqs.data_ptr(), inv_freqs.shape[0], scale, interleaved, out.data_ptr(), _Strides(*out.stride()[:3]),
+    )  # fmt: skip
+    library.check(status, "onward_rope")
+    return out
+
+
+def _fake(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_rotate = Operator("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate_composed, _rotate_native, _fake)
+_rope = Operator(
+    "rope(Tensor x, Tensor offsets, Tensor inv_freqs, float scale, bool interleaved) -> Tensor",
+    _rope_composed,
+    _rope_native,
+    _fake,
+)

@@ -1,0 +1,142 @@
+"""Every matrix of a model in 8 or 4 bits."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.checkpoint.quantized import parameter_name
+from onward.errors import RequestError
+from onward.language_model import LanguageModel
+from onward.models import DecoderParams, Model
+from onward.ops import QuantizedWeight, Weight
+from onward.ops.linear import OneDnnWeight
+from onward.ops.packed import NativeWeight
+from onward.quantization.rounding import check_format, quantize_weight, relative_rms_error
+
+_ModelT = TypeVar("_ModelT", Model, LanguageModel)
+_WEIGHTS = (Tensor, QuantizedWeight, NativeWeight, OneDnnWeight)
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What became of one matrix.
+
+    name: its place in the params, such as "layers.3.q_proj.weight".
+    relative_rms_error: sqrt(sum (w - w')² / sum w²).
+    nbytes: of the quantized weight.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    relative_rms_error: float
+    nbytes: int
+
+
+Progress = Callable[[TensorReport], None]
+
+
+def quantize(model: _ModelT, format: str, *, progress: Progress | None = None) -> _ModelT:
+    """The same model with all its matrices in 8 or 4 bits, the embedding and the head among them.
+
+    Norms and biases stay. The given model is left as it is; drop it to free its weights.
+
+    Args:
+        model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
+        format: "int8" (a scale for each row) or "int4" (a scale for each 32 inputs of a row).
+        progress: called with each matrix's report, in order; a tied pair is one.
+
+    Raises:
+        RequestError: another format, a model of one's own, one that is quantized already, or weights that are not
+            finite. A forward of your own can call `ops.linear` with weights from `quantize_int8` and `quantize_int4`.
+    """
+    if isinstance(model, LanguageModel):
+        other = copy.copy(model)
+        other.model = quantize(model.model, format, progress=progress)
+        return other
+    if not isinstance(model.params, DecoderParams):
+        raise RequestError(
+            f"quantize knows the matrices of the built-in families; got a model whose params are "
+            f"{type(model.params).__name__}: make its weights with quantize_int8 or quantize_int4"
+        )
+    params, _ = quantize_params(model.params, format, progress=progress)
+    return replace(model, params=params)
+
+
+def quantize_params(
+    params: DecoderParams,
+    format: str,
+    *,
+    progress: Progress | None = None,
+    release: Callable[[], None] = lambda: None,
+) -> tuple[DecoderParams, list[TensorReport]]:
+    """All matrices of a decoder quantized, and a report of each; a tied pair stays one weight.
+
+    Args:
+        params: stock or packed.
+        format: "int8" or "int4".
+        progress: called after each matrix with its report.
+        release: called after each matrix, when its stock weight has been read for the last time.
+    """
+    check_format(format)
+    reports: list[TensorReport] = []
+    done: dict[int, QuantizedWeight] = {}
+    tied = _is_tied(params)
+
+    def convert(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not _is_matrix(leaf):
+            return leaf
+        name = parameter_name(path)
+        if isinstance(leaf, QuantizedWeight):
+            raise RequestError(f"{name} is {leaf.format} already: quantize the model in its stock weights")
+        source = params.embed_tokens if tied and leaf is params.lm_head else leaf
+        if id(source) not in done:
+            done[id(source)], report = _quantize(name, _stock(source), format)
+            reports.append(report)
+            if progress is not None:
+                progress(report)
+            release()
+        return done[id(source)]
+
+    quantized: DecoderParams = pytree.tree_map_with_path(convert, params, is_leaf=_is_weight)
+    return quantized, reports
+
+
+def _quantize(name: str, weight: Tensor, format: str) -> tuple[QuantizedWeight, TensorReport]:
+    try:
+        quantized = quantize_weight(weight, format)
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}") from error
+    return quantized, TensorReport(name, quantized.shape, relative_rms_error(weight, quantized), quantized.nbytes)
+
+
+def _is_weight(leaf: Any) -> bool:
+    return isinstance(leaf, _WEIGHTS)
+
+
+def _is_matrix(leaf: Any) -> bool:
+    """Packed weights are matrices; of tensors, those that are no vector: norms and biases stay as they are."""
+    return _is_weight(leaf) and not (isinstance(leaf, Tensor) and leaf.dim() < 2)
+
+
+def _is_tied(params: DecoderParams) -> bool:
+    """Whether head and embedding are one matrix; packing has made a copy of it for the head."""
+    if params.lm_head is params.embed_tokens:
+        return True
+    if isinstance(params.lm_head, Tensor | QuantizedWeight) or not isinstance(params.embed_tokens, Tensor):
+        return False
+    return torch.equal(_stock(params.lm_head), params.embed_tokens)
+
+
+def _stock(weight: Weight) -> Tensor:
+    """A float weight out of whatever layout it was packed into."""
+    if isinstance(weight, NativeWeight):
+        return weight.unpack()
+    if isinstance(weight, OneDnnWeight):
+        return weight.blocks.to_dense()
+    assert isinstance(weight, Tensor)
+    return weight

@@ -1,0 +1,50 @@
+"""Counter-based noise: the same numbers for the same (seed, position, token id), whoever asks and in what order.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by the 64 bits of
+the seed. One counter serves four neighbouring ids: counter = (id // 4, position, 0, 0), word = id % 4.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise for every id of every row.
+
+    Args:
+        seeds: int64 [B]; its 64 bits are the key (a seed of 2^63 or more stands there as a negative number).
+        positions: int [B], the absolute position of the token to be drawn.
+        vocab_size: V.
+
+    Returns:
+        float64 [B, V]: -log(-log(u)), with u uniform on the open interval (0, 1) in steps of 2^-32.
+    """
+    quads = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=seeds.device)
+    zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
+    words = philox((quads, positions.to(torch.int64).unsqueeze(1), zero, zero), seeds.unsqueeze(1))
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(uniform))
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seeds: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 of counters of four 32-bit words, the lowest first, under the 64-bit keys `seeds`.
+
+    All int64 tensors that broadcast together; each result holds words in [0, 2^32).
+    """
+    c0, c1, c2, c3, _ = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
+        *(word & _MASK for word in counter), seeds
+    )
+    k0, k1 = seeds & _MASK, (seeds >> 32) & _MASK
+    for _ in range(_ROUNDS):
+        # int64 products wrap modulo 2^64, so both halves of the unsigned product are exact.
+        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = ((right >> 32) & _MASK) ^ c1 ^ k0, ((left >> 32) & _MASK) ^ c3 ^ k1
+        c1, c3 = right & _MASK, left & _MASK
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+    return c0, c1, c2, c3

@@ -1,0 +1,26 @@
+"""Doubles for tests of your own models, drafters, samplers and loops.
+
+model = onward.testing.scripted_model([5, 6, 7])        # says what you tell it, and complains of misuse
+model = onward.testing.tiny_model("llama", seed=1)      # a real decoder with random weights
+path = onward.testing.random_checkpoint(folder)         # the same on disk, for `onward.load`
+lm = onward.LanguageModel(model, onward.testing.ByteTokenizer())
+"""
+
+from onward.testing.byte_tokenizer import ByteTokenizer
+from onward.testing.poison import poison
+from onward.testing.scripted import Call, ContractError, Script, ScriptedCache, ScriptedModel, scripted_model
+from onward.testing.tiny import random_checkpoint, tiny_config, tiny_model
+
+__all__ = [
+    "ByteTokenizer",
+    "Call",
+    "ContractError",
+    "Script",
+    "ScriptedCache",
+    "ScriptedModel",
+    "poison",
+    "random_checkpoint",
+    "scripted_model",
+    "tiny_config",
+    "tiny_model",
+]

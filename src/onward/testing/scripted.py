@@ -1,0 +1,139 @@
+"""A model that says what it is told to: tests of loops, drafters and samplers, with nothing left to chance."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from onward.models import Model
+from onward.models.model import take_positions
+from onward.testing.poison import EMPTY
+
+# What follows a row's tokens, of which the last stands at position p:
+# a function of all of them, to the next id or to logits float [V]; or a list of ids, of which p picks one (again
+# from its start when it is used up), so that a prompt of one token is answered with the list itself.
+# It is asked wherever the forward runs: within a prompt, after padding and in rows that have ended, too.
+Script = Callable[[list[int]], int | Tensor] | Sequence[int]
+
+# Logit of the scripted id, the others' being 0: at temperature 1 another one is drawn once in 10^13 / V times.
+CERTAIN = 30.0
+
+
+class ContractError(AssertionError):
+    """The caller of a scripted model broke the contract of `onward.models.model`."""
+
+
+class Call(NamedTuple):
+    """One call of a forward: its tokens [B, T], offsets [B] and, where given, logits_at [B, N]."""
+
+    tokens: list[list[int]]
+    offsets: list[int]
+    logits_at: list[list[int]] | None
+
+
+class ScriptedCache(NamedTuple):
+    """Remembers the tokens themselves: int32 [B, S], -1 where there is none."""
+
+    tokens: Tensor
+
+    @classmethod
+    def new(cls, batch: int, max_len: int) -> "ScriptedCache":
+        return cls(torch.full((batch, max_len), EMPTY, dtype=torch.int32))
+
+    @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def max_len(self) -> int:
+        return self.tokens.shape[1]
+
+
+@final
+@dataclass(frozen=True)
+class ScriptedModel(Model):
+    """A `Model` that follows a script.
+
+    calls: what its forward was asked so far, in order.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+
+
+def scripted_model(
+    script: Script, *, vocab_size: int = 32, max_seq_len: int | None = None, selects_logits: bool = False
+) -> ScriptedModel:
+    """A model whose next token is `script`'s, over a cache that holds the tokens themselves.
+
+    The forward knows of a row's past only what its cache holds below the row's offset, and forgets everything
+    past the tokens of each call. So a loop that loses a cache, miscounts an offset or trusts a stale entry is
+    found out: the forward raises `ContractError`, as for tokens that do not fit the cache or the vocabulary.
+
+    Args:
+        script: see `Script`.
+        vocab_size: V of the logits.
+        max_seq_len: the most positions the model says it serves.
+        selects_logits: take `logits_at`, as the built-in families do; otherwise be a plain four-argument forward.
+    """
+    if not callable(script) and not script:
+        raise ValueError("a script wants at least one id")
+    calls: list[Call] = []
+
+    def forward(
+        tokens: Tensor, offsets: Tensor, cache: ScriptedCache, params: object, *, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, ScriptedCache]:
+        _check_call(tokens, offsets, cache, vocab_size)
+        calls.append(Call(tokens.tolist(), offsets.tolist(), None if logits_at is None else logits_at.tolist()))
+        logits = torch.stack(
+            [_row_logits(script, vocab_size, row, tokens, offset, cache) for row, offset in enumerate(offsets.tolist())]
+        )
+        return (logits if logits_at is None else take_positions(logits, logits_at)), cache
+
+    return ScriptedModel(
+        forward=forward,
+        params=(),
+        new_cache=ScriptedCache.new,
+        vocab_size=vocab_size,
+        max_seq_len=max_seq_len,
+        selects_logits=selects_logits,
+        calls=calls,
+    )
+
+
+def _check_call(tokens: Tensor, offsets: Tensor, cache: ScriptedCache, vocab_size: int) -> None:
+    batch = cache.batch
+    if tokens.dtype != torch.int32 or tokens.dim() != 2 or tokens.shape[0] != batch:
+        raise ContractError(f"tokens must be int32 [{batch}, T]; got {tokens.dtype} {list(tokens.shape)}")
+    if offsets.dtype != torch.int32 or offsets.shape != (batch,):
+        raise ContractError(f"offsets must be int32 [{batch}]; got {offsets.dtype} {list(offsets.shape)}")
+    if bool(((tokens < 0) | (tokens >= vocab_size)).any()):
+        raise ContractError(f"ids must be from 0 to {vocab_size - 1}; got {tokens.tolist()}")
+    end = int(offsets.max()) + tokens.shape[1]
+    if int(offsets.min()) < 0 or end > cache.max_len:
+        raise ContractError(
+            f"offsets {offsets.tolist()} and {tokens.shape[1]} tokens do not fit a cache of {cache.max_len} positions"
+        )
+    for row, offset in enumerate(offsets.tolist()):
+        if EMPTY in (past := cache.tokens[row, :offset].tolist()):
+            raise ContractError(f"row {row} stands at offset {offset}, but nothing was written at {past.index(EMPTY)}")
+
+
+def _row_logits(script: Script, vocab_size: int, row: int, tokens: Tensor, offset: int, cache: ScriptedCache) -> Tensor:
+    """Writes a row's tokens into its cache and follows the script after each of them: float32 [T, V]."""
+    held = cache.tokens[row]
+    end = offset + tokens.shape[1]
+    held[offset:end] = tokens[row]
+    held[end:] = EMPTY
+    history: list[int] = held[:end].tolist()
+    return torch.stack([_next_logits(script, vocab_size, history[: at + 1]) for at in range(offset, end)])
+
+
+def _next_logits(script: Script, vocab_size: int, history: list[int]) -> Tensor:
+    following = script(history) if callable(script) else script[(len(history) - 1) % len(script)]
+    if isinstance(following, Tensor):
+        return following.to(torch.float32)
+    logits = torch.zeros(vocab_size)
+    logits[following] = CERTAIN
+    return logits

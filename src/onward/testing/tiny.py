@@ -1,0 +1,110 @@
+"""Real decoders with random weights, a few thousand parameters each, in memory or on disk."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from onward.errors import RequestError
+from onward.models import FAMILIES, Model, decoder_model, read_config, read_params
+
+_ARCHITECTURES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
+
+
+def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
+    """The config.json of a tiny model, as a dict.
+
+    Args:
+        family: "qwen3", "qwen2", "llama" or "mistral".
+        overrides: fields of config.json, added or changed. The vocabulary fits `ByteTokenizer` by default.
+    """
+    if family not in _ARCHITECTURES:
+        raise RequestError(f"family must be one of {', '.join(sorted(_ARCHITECTURES))}; got {family!r}")
+    return {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    } | overrides
+
+
+def tiny_model(family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Model:
+    """A model of `tiny_config(family, **overrides)` with random weights on the CPU: the same for the same seed."""
+    config = read_config(tiny_config(family, **overrides))
+    return decoder_model(config, read_params(config, _RandomTensors(seed, dtype)))
+
+
+def random_checkpoint(
+    folder: str | os.PathLike[str],
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    **overrides: Any,
+) -> Path:
+    """Write the model that `tiny_model` makes of the same arguments, in the Hugging Face layout.
+
+    Args:
+        folder: made if it is absent; gets config.json and the weights, and no tokenizer.
+        family, seed, dtype, overrides: as of `tiny_model`.
+        shards: 1 writes model.safetensors; more write an index and that many files.
+
+    Returns:
+        The folder.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(family, **overrides)
+    tensors = _RandomTensors(seed, dtype)
+    read_params(read_config(config), tensors)
+    (path / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2))
+    if shards == 1:
+        save_file(tensors.made, path / "model.safetensors", metadata={"format": "pt"})
+    else:
+        _save_shards(path, tensors.made, shards)
+    return path
+
+
+class _RandomTensors:
+    """Gives every tensor that a family asks for, and remembers them under their stock names."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self.made: dict[str, Tensor] = {}
+        self._generator = torch.Generator().manual_seed(seed)
+        self._dtype = dtype
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=self._generator)
+        # Activations and logits keep a size of about 1 through every layer.
+        tensor = 1 + 0.1 * noise if name.endswith("norm.weight") else noise * shape[-1] ** -0.5
+        self.made[name] = tensor.to(self._dtype)
+        return self.made[name]
+
+
+def _save_shards(path: Path, tensors: dict[str, Tensor], shards: int) -> None:
+    names = list(tensors)
+    where: dict[str, str] = {}
+    for index in range(shards):
+        file = f"model-{index + 1:05}-of-{shards:05}.safetensors"
+        held = names[index::shards]
+        save_file({name: tensors[name] for name in held}, path / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(held, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index_json = {"metadata": {"total_size": total}, "weight_map": where}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))

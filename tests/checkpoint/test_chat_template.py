@@ -1,0 +1,424 @@
+"""Chat templates: what `transformers` makes of them, in a sandbox, and a clear no to everything else."""
+
+import datetime
+import enum
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_checkpoint import TOKENIZER_CONFIG, change_json, refused, write_json
+from transformers.utils.chat_template_utils import render_jinja_template
+
+import onward
+from onward.checkpoint import ChatTemplate, CheckpointFolder
+from onward.errors import OnwardWarning, RequestError, TokenizerError
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+# The system turn carries today's date, as that of Llama 3 does.
+DATED = """\
+{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" + system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+# Turns must alternate; it says so itself.
+INST = """\
+{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('After the optional system message, conversation roles must alternate user/assistant') }}
+{% endif %}
+{% if message['role'] == 'user' %}
+{{ ' [INST] ' + message['content'] + ' [/INST]' }}
+{% elif message['role'] == 'assistant' %}
+{{ ' ' + message['content'] + eos_token }}
+{% endif %}
+{% endfor %}
+"""
+
+# Everything at once: tools, a namespace set from inside a loop, break and continue, macros, the generation block.
+TOOLS = """\
+{%- macro turn(role, content) -%}
+<|im_start|>{{ role }}
+{{ content }}<|im_end|>
+{% endmacro -%}
+{%- set ns = namespace(found=false, last_user=-1) %}
+{%- if tools %}
+    {{- '<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' + tool | tojson }}
+    {%- endfor %}
+    {{- '\\n</tools>\\n' + tools | tojson(indent=2) }}
+{%- elif tools is none and documents is none %}
+    {{- 'no tools\\n' }}
+{%- endif %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == 'user' and not ns.found %}
+        {%- set ns.found = true %}
+        {%- set ns.last_user = messages | length - 1 - loop.index0 %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'hidden' %}{% continue %}{% endif %}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+        {%- set inner = message.content or '' %}
+        {{- turn('assistant', inner) }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<call>' + call.function.arguments | tojson + '</call>' }}
+        {%- endfor %}
+        {%- endgeneration %}
+    {%- else %}
+        {{- turn(message.role, message.content) }}
+    {%- endif %}
+    {{- '(after ' ~ loop.index ~ ' of ' ~ loop.length ~ ', user ' ~ ns.last_user ~ ')' }}
+{%- endfor %}
+{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}
+"""
+
+TEMPLATES = {"ChatML": CHATML, "dated": DATED, "INST": INST, "tools": TOOLS}
+
+CONVERSATIONS = {
+    "one question": [{"role": "user", "content": "Hi"}],
+    "two rounds": [
+        {"role": "user", "content": "  What is 1 + 1?  "},
+        {"role": "assistant", "content": "2 < 3 & \"quoted\" 'so'"},
+        {"role": "user", "content": "Grüße, 東京 🦊\n{{ not a template }}"},
+    ],
+}
+WITH_SYSTEM = [{"role": "system", "content": " Be brief. "}, *CONVERSATIONS["two rounds"]]
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Wetter für <Städte> & Länder", "parameters": {"größe": 1.5}},
+}
+WITH_TOOL_CALL = [
+    {"role": "user", "content": "Weather in 東京?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "東京"}}}],
+    },
+    {"role": "tool", "content": "☀"},
+    {"role": "hidden", "content": "never shown"},
+]
+
+
+def ours(source, messages, **variables):
+    return ChatTemplate(source, TOKENS).render(messages, **variables)
+
+
+def theirs(source, messages, *, add_generation_prompt=True, **variables):
+    options = {"add_generation_prompt": add_generation_prompt, **TOKENS, **variables}
+    [prompt], _ = render_jinja_template([messages], chat_template=source, **options)
+    return prompt
+
+
+# ── against transformers ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_prompt_is_that_of_transformers(template, conversation, add_generation_prompt):
+    source, messages = TEMPLATES[template], CONVERSATIONS[conversation]
+    options = {"add_generation_prompt": add_generation_prompt}
+    assert ours(source, messages, **options) == theirs(source, messages, **options)
+
+
+@pytest.mark.parametrize("template", ["ChatML", "dated", "tools"])
+def test_a_system_prompt_is_that_of_transformers(template):
+    assert ours(TEMPLATES[template], WITH_SYSTEM) == theirs(TEMPLATES[template], WITH_SYSTEM)
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}], ids=str)
+@pytest.mark.parametrize("tools", [None, [], [TOOL], [TOOL, TOOL]], ids=["none", "empty", "one", "two"])
+def test_tools_are_those_of_transformers(tools, variables):
+    expected = theirs(TOOLS, WITH_TOOL_CALL, tools=tools, **variables)
+    assert ours(TOOLS, WITH_TOOL_CALL, tools=tools, **variables) == expected
+    assert "東京" in expected
+    assert "never shown" not in expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+        "{% generation %}{% set x = 2 %}{% endgeneration %}{{ x is defined }}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    ],
+)
+def test_the_generation_block_keeps_its_names_to_itself_as_in_transformers(source):
+    messages = CONVERSATIONS["two rounds"]
+    assert ours(source, messages) == theirs(source, messages)
+
+
+def test_variables_go_before_special_tokens():
+    assert ours("{{ bos_token }}", [{"role": "user", "content": ""}], bos_token="[BOS]") == "[BOS]"
+
+
+@given(
+    st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.text()}), min_size=1)
+)
+def test_any_text_goes_through_as_transformers_puts_it(messages):
+    assert ours(CHATML, messages) == theirs(CHATML, messages)
+
+
+def test_the_date_is_todays():
+    before, prompt, after = datetime.date.today(), ours(DATED, CONVERSATIONS["one question"]), datetime.date.today()
+    assert any(day.strftime("Today Date: %d %b %Y") in prompt for day in (before, after))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+def test_tojson_is_plain_json_with_its_characters_kept(value):
+    written = ours("{{ value | tojson }}", [{"role": "user", "content": ""}], value=value)
+    assert written == json.dumps(value, ensure_ascii=False)
+    assert json.loads(written) == value
+
+
+# ── where a template comes from ───────────────────────────────────────────────────────────────────────────
+
+
+def chat(folder, **variables):
+    return CheckpointFolder(folder).chat_template.render([{"role": "user", "content": "Hi"}], **variables)
+
+
+def test_no_template_is_none_and_a_chat_says_so(folder):
+    lm = onward.load(folder)
+    assert lm.chat_template is None
+    with refused(TokenizerError, "no chat template"):
+        lm.chat([{"role": "user", "content": "Hi"}])
+
+
+def test_a_template_in_tokenizer_config(folder):
+    change_json(folder / "tokenizer_config.json", chat_template="config: {{ messages[0].content }}{{ eos_token }}")
+    assert chat(folder) == "config: Hi</s>"
+
+
+def test_a_template_in_a_file_goes_before_that_in_tokenizer_config(folder):
+    change_json(folder / "tokenizer_config.json", chat_template="config")
+    (folder / "chat_template.jinja").write_text(
+        "file: {{ bos_token }}{{ messages[0].content }} – 東京", encoding="utf-8"
+    )
+    assert chat(folder) == "file: <s>Hi – 東京"
+
+
+def test_the_default_of_several_named_templates_and_the_one_for_tools(folder):
+    named = [{"name": "rag", "template": "rag"}, {"name": "tool_use", "template": "tools: {{ tools | length }}"}]
+    change_json(folder / "tokenizer_config.json", chat_template=[*named, {"name": "default", "template": "default"}])
+    assert chat(folder) == "default"
+    assert chat(folder, tools=[TOOL]) == "tools: 1"
+    assert chat(folder, tools=[]) == "default"
+
+
+def test_a_template_for_tools_in_a_file(folder):
+    (folder / "chat_template.jinja").write_text("default")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ tools | length }}")
+    assert (chat(folder), chat(folder, tools=[TOOL])) == ("default", "tools: 1")
+
+
+def test_named_templates_without_a_default_are_not_dropped_in_silence(folder):
+    change_json(folder / "tokenizer_config.json", chat_template=[{"name": "rag", "template": "rag"}])
+    with pytest.warns(OnwardWarning, match="'default' among rag"):
+        assert onward.load(folder).chat_template is None
+
+
+def test_special_tokens_may_be_objects(folder):
+    token = {"__type": "AddedToken", "content": "<s>", "lstrip": False, "special": True}
+    change_json(folder / "tokenizer_config.json", bos_token=token, chat_template="{{ bos_token }}|{{ eos_token }}")
+    assert chat(folder) == "<s>|</s>"
+
+
+def test_a_chat_is_encoded_without_a_second_bos(folder):
+    change_json(
+        folder / "tokenizer_config.json", add_bos_token=True, chat_template="{{ bos_token }}{{ messages[0].content }}"
+    )
+    lm = onward.load(folder)
+    assert lm.chat_prompt([{"role": "user", "content": "hello"}]) == lm.encode("hello")
+
+
+@pytest.mark.parametrize(
+    "given", [5, {"default": "x"}, ["x"], [{"name": "default"}], [{"name": 1, "template": "x"}]], ids=str
+)
+def test_what_is_no_template_in_tokenizer_config(given, folder):
+    change_json(folder / "tokenizer_config.json", chat_template=given)
+    with refused(TokenizerError, "chat_template", "tokenizer_config.json"):
+        onward.load(folder)
+
+
+def test_a_template_file_that_is_not_utf8(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfeh\0i\0")
+    with refused(TokenizerError, "chat_template.jinja", "UTF-8"):
+        onward.load(folder)
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ ", "{% endgeneration %}", "{% generation %}", "{% nothing %}", "{{ 1 | nothing }}"]
+)
+def test_a_template_that_is_no_jinja(source, folder):
+    (folder / "chat_template.jinja").write_text(f"line one\n{source}\nline three")
+    with refused(TokenizerError, "the chat template cannot be read"):
+        onward.load(folder)
+
+
+# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────
+
+ESCAPES = [
+    "{{ ''.__class__ }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''['__class__'] }}",
+    "{{ '' | attr('__class__') }}",
+    "{{ messages.__class__ }}",
+    "{{ messages[0].__init__.__globals__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    "{{ cycler.__init__.__globals__.os }}",
+    "{{ '{0.__class__}'.format('') }}",
+    "{{ self.__init__ }}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 'str' %}",
+    "{% set ns = namespace(__class__='str') %}",
+    "{% set ns = namespace({'__html__': 1}) %}",
+    "{{ messages.append({'role': 'system'}) }}",
+    "{{ messages[0].update({'role': 'system'}) }}",
+    "{% set _ = messages[0].pop('role') %}",
+]
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_a_step_out_of_the_sandbox_is_an_error(source):
+    with refused(TokenizerError, "sandbox"):
+        ours(source, [{"role": "user", "content": "Hi"}])
+
+
+def test_a_namespace_may_be_made_and_set_as_in_jinja():
+    source = (
+        "{% set ns = namespace({'a': 1}, self=2, b=3) %}{% set ns.a = ns.b %}{{ ns.a }}{{ ns.self }}{{ ns.nothing }}"
+    )
+    assert ours(source, [{"role": "user", "content": ""}]) == "32"
+
+
+def test_messages_are_not_changed():
+    messages = [{"role": "user", "content": ["a", {"b": 1}]}]
+    before = json.dumps(messages)
+    ours("{% for m in messages %}{% set m = {} %}{% endfor %}", messages)
+    assert json.dumps(messages) == before
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].nothing.more }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ nothing() }}",
+        "{{ strftime_now(5) }}",
+        "{{ messages[0] | tojson(nothing=1) }}",
+    ],
+)
+def test_a_template_that_fails_is_an_error_of_one_line(source):
+    with refused(RequestError, "the chat template refuses these messages"):
+        ours(source, [{"role": "user", "content": "Hi"}])
+
+
+def test_what_a_template_says_is_passed_on():
+    with refused(RequestError, "conversation roles must alternate"):
+        ours(INST, [{"role": "assistant", "content": "Hi"}])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        None,
+        "Hi",
+        b"Hi",
+        {"role": "user", "content": "Hi"},
+        5,
+        iter([{"role": "user", "content": "Hi"}]),
+        ["Hi"],
+        [{}],
+        [{"content": "Hi"}],
+        [{"role": None, "content": "Hi"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": "Hi"}, {"role": "assistant"}],
+    ],
+    ids=str,
+)
+def test_what_are_no_messages(messages):
+    with refused(RequestError, "message"):
+        ours(CHATML, messages)
+
+
+class Mood(enum.StrEnum):
+    GOOD = "good"
+
+
+class Loud(str):
+    def upper(self):
+        raise AssertionError("a template called a method of ours")
+
+
+@pytest.mark.parametrize(
+    "value", [Path("secret"), {1, 2}, b"bytes", open, object()], ids=lambda value: type(value).__name__
+)
+def test_a_value_with_methods_is_not_handed_to_a_template(value):
+    for messages, variables in (
+        ([{"role": "user", "content": [{"type": "file", "file": value}]}], {}),
+        ([{"role": "user", "content": "Hi"}], {"value": value}),
+    ):
+        with refused(RequestError, "chat template", type(value).__name__):
+            ours(CHATML, messages, **variables)
+
+
+def test_a_value_of_a_subclass_comes_as_what_it_is_at_heart():
+    messages = [{"role": "user", "content": Mood.GOOD}, {"role": "user", "content": Loud("loud")}]
+    assert ours("{{ messages[0].content }} {{ messages[1].content.upper() }}", messages) == "good LOUD"
+
+
+def test_the_bundled_template_is_read():
+    prompt = onward.load("demo").chat_template.render([{"role": "user", "content": "Hi"}])
+    assert "Hi" in prompt
+
+
+def test_special_tokens_of_older_checkpoints_are_in_their_own_file(folder):
+    write_json(folder / "special_tokens_map.json", {**TOKENIZER_CONFIG, "bos_token": {"content": "<|im_start|>"}})
+    write_json(folder / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+    assert chat(folder) == "<|im_start|><|im_end|>"

@@ -1,0 +1,383 @@
+"""Safetensors to weights: every tensor accounted for, mapped and not copied, and nothing read that is damaged."""
+
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import (
+    CONFIG,
+    change_json,
+    make_checkpoint,
+    random_tensors,
+    raw_safetensors,
+    read_json,
+    refused,
+    split_into_shards,
+    write_json,
+)
+from torch.utils import _pytree as pytree
+
+import onward
+from onward.checkpoint import read_weights
+from onward.errors import CheckpointError
+from onward.models import read_config
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CPU = torch.device("cpu")
+
+
+def read(folder, dtype=None):
+    return read_weights(folder, read_config(read_json(folder / "config.json")), dtype=dtype, device=CPU)
+
+
+def tensors_of(params):
+    return [leaf for leaf in pytree.tree_leaves(params) if leaf is not None]
+
+
+def change_tensors(folder, **changes):
+    """Set tensors of model.safetensors ("_" in a name stands for "."); those set to None are removed."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors[name.replace("__", ".")] = tensor
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+
+
+# ── dtypes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_checkpoints_own_dtype_is_kept(dtype, tmp_path):
+    folder = make_checkpoint(tmp_path, dtype=DTYPES[dtype])
+    assert {tensor.dtype for tensor in tensors_of(read(folder))} == {DTYPES[dtype]}
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("wanted", DTYPES)
+def test_a_wanted_dtype_is_that_of_every_tensor(stored, wanted, tmp_path):
+    folder = make_checkpoint(tmp_path, dtype=DTYPES[stored])
+    stored_embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    params = read(folder, DTYPES[wanted])
+    assert {tensor.dtype for tensor in tensors_of(params)} == {DTYPES[wanted]}
+    assert torch.equal(params.embed_tokens, stored_embedding.to(DTYPES[wanted]))
+
+
+def test_tensors_of_another_dtype_take_the_embeddings(tmp_path):
+    folder = make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    change_tensors(folder, model__norm__weight=torch.ones(16, dtype=torch.float32))
+    assert {tensor.dtype for tensor in tensors_of(read(folder))} == {torch.bfloat16}
+
+
+def test_values_that_float16_cannot_hold_are_refused_and_not_made_infinite(folder):
+    change_tensors(folder, model__norm__weight=torch.full((16,), 1e6))
+    with refused(CheckpointError, "model.norm.weight", "1e+06", "65504", "bfloat16"):
+        read(folder, torch.float16)
+    assert read(folder, torch.bfloat16).norm[0] == torch.tensor(1e6, dtype=torch.bfloat16)
+
+
+# ── what the folder holds, against what config.json makes of it ───────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", sorted(random_tensors(CONFIG)))
+def test_every_missing_tensor_is_named_with_its_shape(name, folder):
+    shape = list(load_file(folder / "model.safetensors")[name].shape)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with refused(CheckpointError, repr(name), str(shape), "missing"):
+        onward.load(folder)
+
+
+@pytest.mark.parametrize("name", sorted(random_tensors(CONFIG)))
+def test_every_misshaped_tensor_is_named_with_both_shapes(name, folder):
+    tensors = load_file(folder / "model.safetensors")
+    wanted, found = list(tensors[name].shape), [*tensors[name].shape[:-1], tensors[name].shape[-1] + 1]
+    save_file(tensors | {name: torch.zeros(found)}, folder / "model.safetensors")
+    with refused(CheckpointError, repr(name), str(wanted), str(found), "config.json"):
+        onward.load(folder)
+
+
+def test_a_transposed_tensor_is_misshaped(folder):
+    change_tensors(folder, model__embed_tokens__weight=torch.zeros(16, 352))
+    with refused(CheckpointError, "embed_tokens", "[16, 352]", "[352, 16]"):
+        onward.load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float64, torch.float8_e4m3fn])
+def test_a_dtype_that_is_not_read_is_named(dtype, folder):
+    change_tensors(folder, model__norm__weight=torch.ones(16).to(dtype))
+    with refused(CheckpointError, "model.norm.weight", str(dtype), "f32"):
+        onward.load(folder)
+
+
+def test_tensors_that_the_config_has_no_place_for_are_refused(folder):
+    change_json(folder / "config.json", num_hidden_layers=1)
+    with refused(CheckpointError, "9 tensors", "model.layers.1.", "config"):
+        onward.load(folder)
+
+
+def test_biases_that_the_config_does_not_speak_of_are_refused(folder):
+    change_tensors(folder, model__layers__0__self_attn__q_proj__bias=torch.zeros(16))
+    with refused(CheckpointError, "model.layers.0.self_attn.q_proj.bias", "config"):
+        onward.load(folder)
+
+
+def test_the_rotary_frequencies_of_old_checkpoints_are_let_be(folder):
+    before = onward.load(folder).logits([1, 2])
+    change_tensors(folder, **{f"model__layers__{i}__self_attn__rotary_emb__inv_freq": torch.ones(2) for i in (0, 1)})
+    assert torch.equal(onward.load(folder).logits([1, 2]), before)
+
+
+def test_a_tied_head_is_the_embedding(tmp_path):
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    params = read(folder)
+    assert params.lm_head is params.embed_tokens
+
+
+def test_a_tied_head_that_is_stored_too_is_the_embedding_still(tmp_path):
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    change_tensors(folder, lm_head__weight=load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone())
+    params = read(folder)
+    assert params.lm_head is params.embed_tokens
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    change_tensors(folder, lm_head__weight=torch.zeros(352, 16))
+    with refused(CheckpointError, "ties", "lm_head.weight", "tie_word_embeddings"):
+        onward.load(folder)
+
+
+# ── shards ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "names", [("a.safetensors",), ("x.safetensors", "y.safetensors", "z"), ("one/a.st", "two/a.st")], ids=len
+)
+def test_shards_hold_what_one_file_held(names, folder):
+    whole = tensors_of(read(folder))
+    split_into_shards(folder, names)
+    assert all(torch.equal(a, b) for a, b in zip(whole, tensors_of(read(folder)), strict=True))
+
+
+def test_a_missing_shard_is_named(folder):
+    split_into_shards(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    with refused(CheckpointError, "model-00001-of-00002.safetensors", "missing", "index"):
+        onward.load(folder)
+
+
+@pytest.mark.parametrize("shard", ["../tiny/model-00001-of-00002.safetensors", "/etc/hostname", "..", "", "a\0b"])
+def test_a_shard_outside_the_folder_is_not_opened(shard, folder):
+    where = split_into_shards(folder)
+    write_json(folder / "model.safetensors.index.json", {"weight_map": where | {"lm_head.weight": shard}})
+    with refused(CheckpointError, repr(shard), "outside its folder"):
+        onward.load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.nothing.weight", "lm_head.weight"])
+def test_a_tensor_that_its_shard_does_not_hold_is_named(name, folder):
+    where = split_into_shards(folder)
+    wrong = next(shard for shard in sorted(set(where.values())) if shard != where.get(name))
+    write_json(folder / "model.safetensors.index.json", {"weight_map": where | {name: wrong}})
+    with refused(CheckpointError, "index", repr(name), wrong, "does not hold it"):
+        onward.load(folder)
+
+
+def test_tensors_of_a_shard_that_the_index_does_not_name_count_too(folder):
+    split_into_shards(folder)
+    shard = folder / "model-00001-of-00002.safetensors"
+    save_file(load_file(shard) | {"model.layers.7.extra": torch.zeros(1)}, shard)
+    with refused(CheckpointError, "model.layers.7.extra"):
+        onward.load(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no json",
+        b"[]",
+        b"{}",
+        b'{"weight_map": []}',
+        b'{"weight_map": {}}',
+        b'{"weight_map": {"a": 1}}',
+        b"[" * 100_000,
+        b"\xff\xfe",
+    ],
+    ids=range(9),
+)
+def test_what_is_no_index(content, folder):
+    split_into_shards(folder)
+    (folder / "model.safetensors.index.json").write_bytes(content)
+    with refused(CheckpointError, "model.safetensors.index.json"):
+        onward.load(folder)
+
+
+def test_no_weights_at_all_and_weights_in_another_format(folder):
+    (folder / "model.safetensors").unlink()
+    with refused(CheckpointError, "no weights", "model.safetensors", "model.safetensors.index.json"):
+        onward.load(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    with refused(CheckpointError, "no weights", "pytorch_model.bin", "save the model as safetensors"):
+        onward.load(folder)
+
+
+# ── damage ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Spoilable:
+    """A checkpoint whose weights are written again and again, each time spoilt in another way."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.content = (folder / "model.safetensors").read_bytes()
+        self.header_end = 8 + struct.unpack("<Q", self.content[:8])[0]
+
+    def spoilt(self, content: bytes):
+        # A new file each time: the old one may still be mapped.
+        (self.folder / "new").write_bytes(content)
+        return (self.folder / "new").rename(self.folder / "model.safetensors").parent
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return Spoilable(make_checkpoint(tmp_path_factory.mktemp("whole"), tokenizer=False))
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_a_file_cut_anywhere_is_refused(whole, data):
+    end = len(whole.content)
+    cut = data.draw(st.one_of(st.integers(0, whole.header_end + 1), st.integers(0, end - 1)))
+    with refused(CheckpointError, "model.safetensors", "damaged or cut short"):
+        read(whole.spoilt(whole.content[:cut]))
+
+
+@given(st.binary(min_size=1, max_size=100))
+def test_a_file_with_something_after_its_end_is_refused(whole, more):
+    with refused(CheckpointError, "model.safetensors", "damaged"):
+        read(whole.spoilt(whole.content + more))
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_damage_in_the_header_is_refused_or_harmless(whole, data):
+    end = whole.header_end
+    at, byte = data.draw(st.integers(0, end - 1)), data.draw(st.integers(0, 255))
+    content = whole.content[:at] + bytes([byte]) + whole.content[at + 1 :]
+    if at >= 8 and says_the_same(content[8:end], whole.content[8:end]):
+        read(whole.spoilt(content))
+    else:
+        with refused(CheckpointError, str(whole.folder)):
+            read(whole.spoilt(content))
+
+
+def says_the_same(one: bytes, other: bytes) -> bool:
+    try:
+        return json.loads(one) == json.loads(other)
+    except ValueError:
+        return False
+
+
+@given(st.binary(max_size=200))
+def test_what_is_no_safetensors_file_is_refused(whole, content):
+    with refused(CheckpointError, "model.safetensors", "damaged"):
+        read(whole.spoilt(content))
+
+
+def test_a_shard_cut_short_is_named(folder):
+    split_into_shards(folder)
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with refused(CheckpointError, shard.name, "damaged or cut short"):
+        onward.load(folder)
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("pad", range(8))
+def test_tensors_at_any_address_are_read_and_aligned(pad, folder):
+    """A header of any length is legal, so the numbers after it may stand anywhere."""
+    expected = onward.load(folder).logits([1, 2, 3])
+    content = (folder / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    header, data = content[8 : 8 + size].rstrip(b" "), content[8 + size :]
+    raw_safetensors(folder / "model.safetensors", header + b" " * pad, data)
+    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in tensors_of(read(folder)))
+    assert torch.equal(onward.load(folder).logits([1, 2, 3]), expected)
+
+
+MEBIBYTE = 2**20
+LARGE = CONFIG | {"vocab_size": 102_400, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 512}
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+import onward
+from onward.checkpoint import read_weights, CheckpointFolder
+from onward.models import read_config
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+    return sizes["RssAnon:"], sizes["RssFile:"]
+
+folder = Path(sys.argv[1])
+onward.load("demo")  # libraries, thread pools
+config = read_config(CheckpointFolder(folder).config)
+anonymous, of_files = resident()
+if sys.argv[2] == "read":
+    kept = read_weights(folder, config, dtype=None, device=torch.device("cpu"))
+    for weight in kept.embed_tokens, kept.lm_head:
+        weight.view(torch.uint8).flatten()[::4096].sum()  # a byte of every page
+else:
+    kept = onward.load(folder)
+print(resident()[0] - anonymous, resident()[1] - of_files)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """200 MB of embedding and head, zeros, which take no room on the disk."""
+    folder = tmp_path_factory.mktemp("large")
+    header, end = {}, 0
+    for name, tensor in random_tensors(LARGE | {"vocab_size": 1}, torch.bfloat16).items():
+        shape = [LARGE["vocab_size"], *tensor.shape[1:]] if tensor.shape[0] == 1 else list(tensor.shape)
+        size = 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    write_json(folder / "config.json", LARGE)
+    encoded = json.dumps(header).encode()
+    raw_safetensors(folder / "model.safetensors", encoded + b" " * (-len(encoded) % 8), b"")
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) + end)
+    return folder, end
+
+
+def measured(folder, how):
+    command = [sys.executable, "-c", MEASURE, str(folder), how]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [int(number) for number in result.stdout.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_weights_are_the_files_own_pages(large):
+    folder, size = large
+    assert size > 200 * MEBIBYTE
+    anonymous, of_files = measured(folder, "read")
+    assert anonymous < 0.05 * size  # nothing was copied
+    assert of_files > 0.9 * size  # and every page was read
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_loaded_model_holds_its_weights_once(large):
+    folder, size = large
+    anonymous, of_files = measured(folder, "load")
+    assert anonymous + of_files < 1.2 * size

@@ -1,0 +1,219 @@
+"""A chat: its commands, its context, and what an interrupt leaves."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+
+import onward
+from onward.cli.chat import converse
+from onward.cli.conversation import Conversation
+from onward.cli.session import ChatSession
+from onward.cli.slash import COMMANDS
+from onward.errors import ContextOverflowError, RequestError
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
+FLAGS = ("-t", "0", "-n", "12")
+
+
+@pytest.fixture
+def session(lm: onward.LanguageModel) -> ChatSession:
+    return ChatSession(lm, "demo", GREEDY, Conversation())
+
+
+def ignore(piece: onward.Piece) -> None:
+    pass
+
+
+def answers(lm: onward.LanguageModel, *questions: str, system: str | None = None) -> list[str]:
+    """What the model says to questions in turn."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    said = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        said.append(lm.chat(messages, **GREEDY).text)
+        messages.append({"role": "assistant", "content": said[-1]})
+    return said
+
+
+# ── through a pipe ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_lines_are_answered_in_turn(cli: Cli, loaded: onward.LanguageModel) -> None:
+    result = cli("chat", *FLAGS, input="Hello there!\n\nTell me a story.\n")
+    assert result.code == 0
+    assert result.out == "".join(f"{text}\n" for text in answers(loaded, "Hello there!", "Tell me a story."))
+
+
+def test_a_backslash_goes_on_in_the_next_line(cli: Cli, loaded: onward.LanguageModel) -> None:
+    want = answers(loaded, "Tell me\na story.")[0] + "\n"
+    assert cli("chat", *FLAGS, input="Tell me\\\na story.\n").out == want
+    assert cli("chat", *FLAGS, input="Tell me\\\na story.\\\n").out == want
+
+
+def test_a_message_may_begin_with_a_slash(cli: Cli, loaded: onward.LanguageModel) -> None:
+    assert cli("chat", *FLAGS, input="//help\n").out.strip() == answers(loaded, "/help")[0].strip()
+
+
+def test_the_system_message_is_sent(cli: Cli, loaded: onward.LanguageModel) -> None:
+    want = answers(loaded, "Hello there!", system="Be brief.")[0] + "\n"
+    assert cli("chat", *FLAGS, "--system", "Be brief.", input="Hello there!\n").out == want
+    assert cli("chat", *FLAGS, input="/system Be brief.\nHello there!\n").out.endswith(want)
+    assert "no system message" in cli("chat", "--system", "Be brief.", input="/system -\n").out
+
+
+def test_every_command(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    file = tmp_path / "a chat.json"
+    chat = ["Hello there!", "/stats", f"/save {file}", "/reset", "/stats", f"/load {file}"]
+    lines = [*chat, "/system Be brief.", "/system", "/help", "/exit", "never read"]
+    result = cli("chat", *FLAGS, input="\n".join(lines))
+    assert (result.code, {name for line in lines if (name := line.split()[0]) in COMMANDS}) == (0, set(COMMANDS))
+    told = iter(result.out.splitlines())
+    for wanted in (
+        "1 question, ",
+        f"saved 2 messages in {file}",
+        "forgot 1 question",
+        "0 questions, 0 of 1,024 tokens",
+        f"loaded 2 messages from {file}",
+        "system message: Be brief.",
+        *COMMANDS,
+    ):
+        assert any(wanted in line for line in told), wanted
+    assert [message["role"] for message in json.loads(file.read_text())["messages"]] == ["user", "assistant"]
+
+
+def test_a_loaded_chat_goes_on_as_if_it_had_not_stopped(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    cli("chat", *FLAGS, input=f"Hello there!\n/save {file}\n")
+    resumed = cli("chat", *FLAGS, input=f"/load {file}\nTell me a story.\n").out.splitlines(keepends=True)
+    assert "".join(resumed[1:]) == answers(loaded, "Hello there!", "Tell me a story.")[1] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("/stts", "did you mean /stats"),
+        ("/", "/help"),
+        ("/reset now", "'now'"),
+        ("/save", "name of a file"),
+        ("/load /no/such/file", "No such file"),
+        ("/load ~nobody-here/x", "~nobody-here"),
+    ],
+)
+def test_a_command_that_fails_is_told_and_the_chat_goes_on(
+    cli: Cli, loaded: onward.LanguageModel, line: str, wanted: str
+) -> None:
+    result = cli("chat", *FLAGS, input=f"{line}\nHello there!\n")
+    assert result.code == 2
+    assert result.err.splitlines()[0].startswith("error: ")
+    assert wanted in result.err.splitlines()[0]
+    assert result.out == answers(loaded, "Hello there!")[0] + "\n"
+
+
+def test_bytes_that_are_no_text_are_told(cli: Cli, loaded: onward.LanguageModel) -> None:
+    result = cli("chat", *FLAGS, input=b"\xff\nHello there!\n")
+    assert (result.code, "UTF-8" in result.err) == (2, True)
+    assert result.out == answers(loaded, "Hello there!")[0] + "\n"
+
+
+# ── the context ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_answer_may_take_what_is_left_of_the_context(cli: Cli, tmp_path: Path) -> None:
+    result = cli("chat", "--max-seq-len", "60", "--ignore-eos", "--seed", "1", input="Hello there!\n/stats\n")
+    assert result.code == 0
+    assert "the context of 60 tokens is full" in result.err
+    assert "/reset" in result.err
+
+
+def test_a_message_too_long_for_the_context_changes_nothing(session: ChatSession) -> None:
+    session.ask("Hello there!", ignore)
+    before = session.conversation.messages()
+    with pytest.raises(ContextOverflowError, match=r"[\d,]+ tokens long, and the context holds 1,024.*/reset"):
+        session.ask("word " * 2000, ignore)
+    assert session.conversation.messages() == before
+    assert session.ask("And now?", ignore).completion is not None
+
+
+def test_the_longest_chats_end_in_words_and_not_in_a_crash(session: ChatSession) -> None:
+    """Whatever is left of the context: a message is answered or refused, and nothing is lost."""
+
+    def fill(words: int) -> int:
+        session.conversation = Conversation(turns=[("a " * words, "b")])
+        return session.tokens()
+
+    first = next(words for words in itertools.count(900) if fill(words) > session.context - 8)
+    for words in itertools.count(first):
+        fill(words)
+        try:
+            session.ask("c", ignore)
+        except ContextOverflowError:
+            break
+        assert len(session.conversation.turns) == 2
+    assert words > first
+    assert session.conversation.turns == [("a " * words, "b")]
+
+
+def test_a_limit_on_the_answer_is_remarked(cli: Cli, loaded: onward.LanguageModel) -> None:
+    assert "cut at 3 tokens" in cli("chat", "-t", "0", "-n", "3", input="Tell me a story.\n").err
+
+
+def test_a_chat_that_the_template_refuses_is_not_adopted(session: ChatSession) -> None:
+    session.ask("Hello there!", ignore)
+    before = session.conversation
+    with pytest.raises(RequestError):
+        session.adopt(Conversation("\udcff"))
+    assert session.conversation is before
+
+
+# ── interrupts ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("shown", [1, 4])
+def test_an_interrupted_answer_stays_as_far_as_it_was_shown(session: ChatSession, shown: int) -> None:
+    seen: list[str] = []
+
+    def emit(piece: onward.Piece) -> None:
+        seen.append(piece.text)
+        if len(seen) == shown:
+            raise KeyboardInterrupt
+
+    answer = session.ask("Tell me a story.", emit)
+    assert answer.completion is None
+    assert answer.text == "".join(seen) != ""
+    assert session.conversation.turns == [("Tell me a story.", answer.text)]
+    assert session.ask("Go on.", ignore).completion is not None
+
+
+def test_an_answer_interrupted_at_once_leaves_the_chat_as_it_was(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> onward.Completion:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("onward.cli.session.follow", interrupted)
+    assert session.ask("Tell me a story.", ignore).text == ""
+    assert session.conversation == Conversation()
+
+
+class Lines:
+    """An input that gives these lines, or raises those that are errors."""
+
+    def __init__(self, *lines: str | type[BaseException]) -> None:
+        self._lines: Iterator[str | type[BaseException]] = iter(lines)
+
+    def read(self) -> str | None:
+        line = next(self._lines, None)
+        if isinstance(line, type):
+            raise line
+        return line
+
+
+def test_an_interrupt_between_answers_ends_a_script_and_not_a_person(session: ChatSession) -> None:
+    assert converse(session, Lines(KeyboardInterrupt, "Hello there!"), on_terminal=True)
+    assert len(session.conversation.turns) == 1
+    with pytest.raises(KeyboardInterrupt):
+        converse(session, Lines(KeyboardInterrupt, "Hello there!"), on_terminal=False)

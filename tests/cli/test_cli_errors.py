@@ -1,0 +1,132 @@
+"""Bad input: one line on stderr, code 2, no traceback, nothing half-done."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_line import ENVIRONMENT, PROGRAM, Cli, Result
+
+import onward
+from onward.checkpoint import find_folder
+
+
+def assert_one_line(result: Result, *wanted: str) -> None:
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: ")
+    assert result.err.endswith("\n")
+    assert result.err.count("\n") == 1
+    for text in wanted:
+        assert text in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["x", "--model", "/no/such/folder"], "/no/such/folder"),
+        (["x", "--temperature", "-1"], "temperature"),
+        (["x", "--temperature", "warm"], "--temperature"),
+        (["x", "--top-p", "0"], "(0, 1]"),
+        (["x", "--min-p", "2"], "min_p"),
+        (["x", "--top-k", "-1"], "top_k"),
+        (["x", "--seed", "-1"], "seed"),
+        (["x", "--max-new-tokens", "-1"], "max_new_tokens"),
+        (["x", "--stop", ""], "stop"),
+        (["x", "--no-such-option"], "--no-such-option"),
+        (["x", "--dtype", "int3"], "int3"),
+        (["x", "--device", "abacus"], "abacus"),
+        (["x", "--max-seq-len", "0"], "max_seq_len"),
+        (["x", "y"], "onward generate --help"),
+        (["x", "--file", "y"], "give one"),
+        (["x", "--system", "Be brief."], "--chat"),
+        (["1", "--chat", "--ids"], "--ids"),
+        (["1 two", "--ids"], "'two'"),
+        (["99999999", "--ids"], "99999999"),
+        (["--file", "/no/such/file"], "No such file"),
+        (["--file", "/"], "directory"),
+        (["--file", "~nobody-here/x"], "~nobody-here"),
+        (["word " * 3000], "1024"),
+        (["x", "-n", "5000"], "5000"),
+        (["x", "--eos", "99999999"], "99999999"),
+    ],
+)
+def test_bad_requests(cli: Cli, arguments: list[str], wanted: str) -> None:
+    assert_one_line(cli("generate", *arguments), wanted)
+
+
+def test_bad_commands(cli: Cli) -> None:
+    assert_one_line(cli("generat"), "'generate'", "onward --help")
+    assert_one_line(cli("chat", "--temperature", "-1"), "temperature")
+    assert_one_line(cli("info", "/no/such/folder"), "/no/such/folder")
+    assert_one_line(cli("info", "demo", "--context", "0"), "--context")
+    assert_one_line(cli("info", "--batch", "2"), "SOURCE")
+
+
+def test_text_that_is_no_utf8(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes("dommage, raté".encode("latin-1"))
+    assert_one_line(cli("generate", "--file", str(tmp_path / "latin")), "UTF-8", "byte 12")
+    assert_one_line(cli("generate", input=b"\xff"), "UTF-8")
+    assert_one_line(cli("generate", "\udcff"), "Unicode")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_that_may_not_be_read(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("secret")
+    (tmp_path / "mine").chmod(0)
+    assert_one_line(cli("generate", "--file", str(tmp_path / "mine")), "Permission denied")
+
+
+def test_no_prompt_at_all(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onward.cli.prompt.is_terminal", lambda stream: True)
+    assert_one_line(cli("generate"), "no prompt", "--file")
+
+
+def test_an_empty_prompt_where_there_is_no_bos(cli: Cli, tmp_path: Path) -> None:
+    folder = _copy_of_the_demo(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": None}))
+    assert_one_line(cli("generate", "", "--model", str(folder)), "empty", "BOS")
+
+
+def test_an_architecture_that_is_not_supported(cli: Cli, tmp_path: Path) -> None:
+    folder = _copy_of_the_demo(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["AbacusForCausalLM"]}))
+    for command in (["generate", "x", "-m"], ["chat", "-m"], ["info"]):
+        assert_one_line(cli(*command, str(folder)), "AbacusForCausalLM", "Qwen3ForCausalLM")
+
+
+def test_a_chat_without_a_template(cli: Cli, tmp_path: Path) -> None:
+    folder = str(onward.testing.random_checkpoint(tmp_path))
+    assert_one_line(cli("chat", "-m", folder), "chat template", "onward generate")
+    assert_one_line(cli("generate", "--chat", "x", "-m", folder), "chat template")
+
+
+def test_a_hub_id_while_offline(tmp_path: Path) -> None:
+    environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [*PROGRAM, "generate", "x", "-m", "nobody/nothing"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert_one_line(Result(done.returncode, done.stdout, done.stderr), "nobody/nothing", "HF_HUB_OFFLINE")
+
+
+def test_a_warning_is_one_line_too(cli: Cli) -> None:
+    result = cli("generate", "x", "-n", "1", "--max-seq-len", "2000")
+    assert result.code == 0
+    assert result.err.startswith("warning: max_seq_len 2000")
+    assert result.err.count("\n") == 1
+
+
+def test_a_defect_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> str:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("onward.cli.generate.read_prompt", broken)
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        cli("generate", "x")
+
+
+def _copy_of_the_demo(tmp_path: Path) -> Path:
+    bundled = find_folder("demo")
+    return Path(shutil.copytree(bundled, tmp_path / "model"))

@@ -1,0 +1,122 @@
+"""`onward generate` says what `lm.generate` says."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+
+import onward
+from onward.cli.flags import SamplingFlags
+
+PROMPT = "Once upon a time"
+SAMPLED = ("-n", "24", "-t", "0.9", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01", "--seed", "7")
+OPTIONS = {"max_new_tokens": 24, "temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "seed": 7}
+
+
+def completed(lm: onward.LanguageModel, prompt: str | list[int], **options: object) -> onward.Completion:
+    completion = lm.generate(prompt, **options)
+    assert isinstance(completion, onward.Completion)
+    return completion
+
+
+def test_piped_text_is_the_completions_text_and_nothing_else(cli: Cli, lm: onward.LanguageModel) -> None:
+    assert cli("generate", PROMPT, *SAMPLED) == (0, completed(lm, PROMPT, **OPTIONS).text, "")
+
+
+def test_options_not_given_are_the_checkpoints(cli: Cli, loaded: onward.LanguageModel) -> None:
+    assert cli("generate", PROMPT, "--seed", "3").out == completed(loaded, PROMPT, seed=3).text
+
+
+def test_stop_ends_before_the_string_and_eos_at_the_id(cli: Cli, loaded: onward.LanguageModel) -> None:
+    whole = completed(loaded, PROMPT, temperature=0, max_new_tokens=24)
+    stop, eos = whole.text[5:8], whole.token_ids[4]
+    greedy = ("generate", PROMPT, "-t", "0", "-n", "24")
+    assert cli(*greedy, "--stop", "never said", "--stop", stop).out == whole.text[: whole.text.index(stop)]
+    ended = json.loads(cli(*greedy, "--eos", str(eos), "--json").out)
+    assert ended["token_ids"] == whole.token_ids[: whole.token_ids.index(eos) + 1]
+    assert ended["finish_reason"] == "stop"
+    ignored = json.loads(cli(*greedy, "--eos", str(eos), "--ignore-eos", "--json").out)
+    assert ignored["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("words", [PROMPT, "two\nlines", "ends in a newline\n", "Ünïcode ✓"])
+def test_a_prompt_is_the_same_wherever_it_comes_from(
+    cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, words: str
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(f"{words}\n".encode())
+    ask = ("generate", "--json", "-n", "4", "--seed", "1")
+    ways = [
+        cli(*ask, words),
+        cli(*ask, "--file", str(file)),
+        cli(*ask, input=f"{words}\n"),
+        cli(*ask, input=f"{words}\r\n"),
+        cli(*ask, "-", input=f"{words}\n"),
+        cli(*ask, "-f", "-", input=f"{words}\n"),
+    ]
+    assert {way.code for way in ways} == {0}
+    answers = [json.loads(way.out) | {"timing": None} for way in ways]
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0]["prompt_tokens"] == len(loaded.encode(words))
+
+
+def test_json_holds_the_completion(cli: Cli, loaded: onward.LanguageModel) -> None:
+    result = cli("generate", PROMPT, *SAMPLED, "--json")
+    said = json.loads(result.out)
+    want = dataclasses.asdict(completed(loaded, PROMPT, **OPTIONS))
+    assert set(said.pop("timing")) == set(want.pop("timing"))
+    assert said == want
+    assert result.out.count("\n") == 1
+    assert result.err == ""
+
+
+def test_ids_in_and_ids_out(cli: Cli, loaded: onward.LanguageModel) -> None:
+    ids = loaded.encode(PROMPT)
+    want = completed(loaded, ids, temperature=0, max_new_tokens=6).token_ids
+    spaced, as_list = " ".join(map(str, ids)), json.dumps(ids)
+    for prompt in (spaced, as_list):
+        assert cli("generate", "--ids", prompt, "-t", "0", "-n", "6").out == " ".join(map(str, want))
+
+
+def test_a_model_without_tokenizer_prints_ids(cli: Cli, tmp_path: Path) -> None:
+    folder = onward.testing.random_checkpoint(tmp_path)
+    ids = cli("generate", "--ids", "1 2 3", "-n", "5", "--seed", "2", "-t", "1", "-m", str(folder)).out.split()
+    assert [int(word) for word in ids] == completed(
+        onward.load(folder), [1, 2, 3], max_new_tokens=5, seed=2, temperature=1
+    ).token_ids
+
+
+def test_chat_wraps_the_prompt_in_the_template(cli: Cli, loaded: onward.LanguageModel) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    ask = ("generate", "--chat", "-n", "12", "--seed", "5")
+    assert cli(*ask, "Hi").out == loaded.chat(messages[1:], max_new_tokens=12, seed=5).text
+    assert cli(*ask, "Hi", "--system", "Be brief.").out == loaded.chat(messages, max_new_tokens=12, seed=5).text
+
+
+def test_nothing_asked_for_is_nothing_said(cli: Cli, loaded: onward.LanguageModel) -> None:
+    assert cli("generate", PROMPT, "-n", "0") == (0, "", "")
+
+
+def test_dtype_and_context_reach_the_model(cli: Cli) -> None:
+    assert cli("generate", PROMPT, "-n", "3", "--dtype", "float32", "--max-seq-len", "64").code == 0
+    assert "holds 5" in cli("generate", PROMPT, "-n", "3", "--max-seq-len", "5").err
+
+
+def test_every_sampling_option_is_a_flag() -> None:
+    flags = {field.name: field.default for field in dataclasses.fields(SamplingFlags)}
+    assert set(flags) == {field.name for field in dataclasses.fields(onward.SamplingParams)}
+    assert SamplingFlags().options() == {}
+
+
+def test_a_zero_is_given_and_stop_strings_are_literal() -> None:
+    given = SamplingFlags(temperature=0.0, top_k=0, seed=0, max_new_tokens=0, stop=["\\n"], eos=[0])
+    assert given.options() == {
+        "temperature": 0.0,
+        "top_k": 0,
+        "seed": 0,
+        "max_new_tokens": 0,
+        "stop": ["\\n"],
+        "eos": [0],
+    }

@@ -1,0 +1,83 @@
+"""`onward info` agrees with what loading finds."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Cli
+
+import onward
+from onward.cli.facts import Fact, as_lines, in_bytes
+
+
+def test_the_machine_alone(cli: Cli) -> None:
+    result = cli("info", "--json")
+    found = json.loads(result.out)
+    assert (result.code, result.err) == (0, "")
+    assert set(found) == {"machine", "software"}
+    assert found["software"]["torch"] == torch.__version__
+    assert found["software"]["torch_threads"] == torch.get_num_threads()
+    assert 1 <= found["machine"]["cores"] <= (os.cpu_count() or 1)
+
+
+def test_a_checkpoint_and_its_memory(cli: Cli, lm: onward.LanguageModel) -> None:
+    found = json.loads(cli("info", "demo", "--context", "100", "--batch", "3", "--json").out)
+    checkpoint, memory = found["checkpoint"], found["memory"]
+    assert checkpoint["parameters"] == lm.model.num_parameters
+    assert checkpoint["vocabulary"] == lm.model.vocab_size
+    assert checkpoint["context"] == lm.model.max_seq_len
+    assert checkpoint["chat_template"] is True
+    assert tuple(checkpoint["eos"]) == lm.defaults.eos
+    assert checkpoint["sampling"]["temperature"] == lm.defaults.temperature
+    assert memory["cache_bytes"] == lm.new_cache(batch=3, max_len=100).nbytes
+    assert memory["total_bytes"] == memory["weights_bytes"] + memory["cache_bytes"]
+    assert 0 < memory["weights_bytes"] <= checkpoint["disk_bytes"]
+
+
+def test_odd_shapes(cli: Cli, tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    folder = onward.testing.random_checkpoint(
+        tmp_path, "mistral", shards=2, sliding_window=32, rope_scaling=scaling, head_dim=8
+    )
+    found = json.loads(cli("info", str(folder), "--json").out)["checkpoint"]
+    lm = onward.load(folder)
+    assert found["parameters"] == lm.model.num_parameters
+    assert found["sliding_window"] == [32, 32]
+    assert found["rope"]["factor"] == 4.0
+    assert found["head_dim"] == 8
+    assert found["tokenizer_size"] is None
+    shown = cli("info", str(folder)).out
+    assert "32 in 2 of 2 layers" in shown
+    assert "linear x 4" in shown
+
+
+def test_every_fact_is_shown_and_in_the_json(cli: Cli) -> None:
+    shown, found = cli("info", "demo").out, json.loads(cli("info", "demo", "--json").out)
+    for section, facts in found.items():
+        assert f"{section}\n" in shown
+        for name in facts:
+            assert f"\n  {name.removesuffix('_bytes').replace('_', ' ')} " in shown
+
+
+def test_a_context_past_the_models_is_remarked(cli: Cli, lm: onward.LanguageModel) -> None:
+    assert f"made for {lm.model.max_seq_len:,}" in cli("info", "demo", "--context", "100000").out
+
+
+def test_long_facts_wrap_under_themselves_on_a_terminal_alone() -> None:
+    sections = {"machine": [Fact("instructions", ["avx2"] * 30)]}
+    assert len(as_lines(sections, None)) == 2
+    heading, first, *rest = as_lines(sections, 60)
+    assert heading == "machine"
+    assert max(map(len, [first, *rest])) <= 60
+    assert rest
+    assert all(line.startswith(" " * 20 + "avx2") for line in rest)
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (6_101_376, "6.1 MB"), (3 * 10**15, "3e+03 TB")],
+)
+def test_sizes(count: int, shown: str) -> None:
+    assert in_bytes(count) == shown

@@ -1,0 +1,137 @@
+"""What only a process shows: signals, closed pipes, a terminal."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import ENVIRONMENT, PROGRAM
+
+ENDLESS = ["generate", "Once upon a time", "--ignore-eos", "-n", "6000", "--max-seq-len", "8000"]
+
+# The child makes the terminal its own, so that a ^C written to it becomes a signal.
+TERMINAL_PROGRAM = [
+    sys.executable,
+    "-c",
+    "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from onward.cli.main import main; main()",
+]
+
+
+# What the line editor says when it takes the terminal, and when it gives it back.
+EDITING, ACCEPTED = "\x1b[?2004h", "\x1b[?2004l"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    with subprocess.Popen([*PROGRAM, *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        assert run.stdout.read(5)
+        run.stdout.close()
+        said = run.stderr.read()
+        assert run.wait(timeout=60) != 0
+    assert said.count(b"\n") == 1
+    assert said.startswith(b"warning: max_seq_len")
+
+
+def test_an_interrupt_ends_generate_with_130() -> None:
+    with subprocess.Popen([*PROGRAM, *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as run:
+        assert run.stdout is not None
+        assert run.stdout.read(5)
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=60)
+        assert run.returncode == 130
+    assert b"Traceback" not in said
+
+
+class Terminal:
+    """A program on a pseudo-terminal: what it writes is gathered, what is typed reaches it."""
+
+    def __init__(self, arguments: list[str], state: Path) -> None:
+        self._ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 80))
+        environment = ENVIRONMENT | {
+            "TERM": "xterm",
+            "NO_COLOR": "1",
+            "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here would answer
+            "XDG_STATE_HOME": str(state),
+        }
+        streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        self.process = subprocess.Popen(
+            [*TERMINAL_PROGRAM, *arguments], env=environment, start_new_session=True, **streams
+        )
+        os.close(theirs)
+        self._unread = ""
+
+    def expect(self, text: str, then: int = 0) -> str:
+        """Wait until `text` and `then` more characters were written; returns all up to there."""
+        deadline = time.monotonic() + 90
+        while (at := self._unread.find(text)) < 0 or len(self._unread) < at + len(text) + then:
+            left = deadline - time.monotonic()
+            if left < 0 or not select.select([self._ours], [], [], left)[0]:
+                pytest.fail(f"no {text!r} in {self._unread!r}")
+            try:
+                self._unread += os.read(self._ours, 4096).decode(errors="replace")
+            except OSError:  # the program has gone
+                pytest.fail(f"no {text!r} before the end of {self._unread!r}")
+        end = at + len(text) + then
+        read, self._unread = self._unread[:end], self._unread[end:]
+        return read
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def close(self) -> None:
+        os.close(self._ours)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(timeout=60)
+
+
+@pytest.fixture
+def terminals() -> Iterator[list[Terminal]]:
+    opened: list[Terminal] = []
+    yield opened
+    for terminal in opened:
+        terminal.close()
+
+
+def test_a_chat_on_a_terminal(tmp_path: Path, terminals: list[Terminal]) -> None:
+    terminal = Terminal(["chat", "--ignore-eos", "--max-seq-len", "8000"], tmp_path)
+    terminals.append(terminal)
+    terminal.expect("/help lists the commands")
+    terminal.expect(EDITING)
+    terminal.type("Tell me\x1b\ra story.\r")  # Alt+Enter begins a line, Enter sends
+    terminal.expect(ACCEPTED, then=200)
+    terminal.type("\x03")
+    terminal.expect("stays in the chat")
+    terminal.expect(EDITING)
+    terminal.type("/stats\r")
+    terminal.expect("1 question, ")
+    terminal.expect(EDITING)
+    terminal.type(f"half a line\x03/save {tmp_path / 'chat.json'}\r")  # Ctrl-C clears the line
+    terminal.expect("saved 2 messages")
+    terminal.expect(EDITING)
+    terminal.type("\x03")
+    terminal.expect("Ctrl-D or /exit leaves")
+    terminal.expect(EDITING)
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=60) == 0
+    history = tmp_path / "onward" / "chat_history"
+    assert "a story." in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_generate_on_a_terminal_ends_in_statistics(tmp_path: Path, terminals: list[Terminal]) -> None:
+    terminal = Terminal(["generate", "Once upon a time", "-n", "5", "--seed", "3"], tmp_path)
+    terminals.append(terminal)
+    assert "\r\n" in terminal.expect("5 tokens (cut) · ")
+    terminal.expect("tok/s")
+    terminal.expect("seed 3")
+    assert terminal.process.wait(timeout=60) == 0

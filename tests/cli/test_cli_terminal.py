@@ -1,0 +1,98 @@
+"""What a terminal gets and a pipe does not."""
+
+import io
+import os
+import time
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+from onward.cli import chat_input
+from onward.cli.terminal import end_line, note, report, waiting, write
+from onward.errors import OnwardWarning
+
+
+class Stream(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def stream(monkeypatch: pytest.MonkeyPatch, name: str, *, is_terminal: bool) -> Stream:
+    made = Stream(is_terminal)
+    monkeypatch.setattr(f"sys.{name}", made)
+    monkeypatch.setenv("TERM", "xterm")
+    return made
+
+
+WILD = "a\tb\nc\x1b]0;owned\x07\r\x7f\x9b2Jé✓"
+
+
+def test_a_pipe_gets_the_text_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = stream(monkeypatch, "stdout", is_terminal=False)
+    write(WILD)
+    end_line(WILD)
+    assert out.getvalue() == WILD
+
+
+def test_a_terminal_gets_pictures_of_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = stream(monkeypatch, "stdout", is_terminal=True)
+    write(WILD)
+    assert out.getvalue() == "a\tb\nc␛]0;owned␇␍␡�2Jé✓"
+    end_line(WILD)
+    end_line("ends\n")
+    assert out.getvalue().endswith("✓\n")
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "delay_s", "shown"), [(True, 0.01, True), (True, 60, False), (False, 0.01, False)]
+)
+def test_long_waits_show_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, delay_s: float, shown: bool
+) -> None:
+    err = stream(monkeypatch, "stderr", is_terminal=is_terminal)
+    with waiting("loading [demo] …", delay_s=delay_s):
+        time.sleep(0.3)
+    assert ("loading [demo] …" in err.getvalue()) == shown
+    assert bool(err.getvalue()) == shown
+
+
+def test_errors_and_warnings_take_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = stream(monkeypatch, "stderr", is_terminal=False)
+    report("error", "one\n  two")
+    note("[three] " + "long " * 40)
+    assert err.getvalue().splitlines() == ["error: one two", "[three] " + "long " * 40]
+
+
+def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = stream(monkeypatch, "stderr", is_terminal=True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    with waiting("loading …", delay_s=0):
+        time.sleep(0.2)
+    note("a note")
+    assert "\x1b[3" not in err.getvalue()
+
+
+def test_the_history_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "new" / "state"))
+    file = chat_input.state_folder() / "chat_history"
+    history = chat_input._history(file)
+    assert isinstance(history, FileHistory)
+    history.store_string("Hello there!")
+    assert "Hello there!" in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    file.unlink()
+    os.mkdir(file)  # it cannot be written any more, and the chat goes on
+    history.store_string("And now?")
+
+
+def test_a_history_that_cannot_be_kept_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.warns(OnwardWarning, match="history of this chat will not be kept"):
+        history = chat_input._history(tmp_path / "file" / "chat_history")
+    assert isinstance(history, InMemoryHistory)

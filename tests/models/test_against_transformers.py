@@ -1,0 +1,61 @@
+"""Every family computes what `transformers` computes, however its tokens are fed."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers_reference import CASES, NEW_TOKENS, PROMPT_LENGTHS, TOLERANCE, Case, Expected, build, expect, save
+
+import onward
+from onward.testing import poison
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A checkpoint as Onward loads it, and what transformers makes of the same."""
+
+    lm: onward.LanguageModel
+    expected: list[Expected]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [one.prompt for one in self.expected]
+
+    def greedy(self, prompt, **options) -> list[int] | list[list[int]]:
+        completions = self.lm.generate(prompt, max_new_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, **options)
+        return [one.token_ids for one in completions] if isinstance(completions, list) else completions.token_ids
+
+
+@pytest.fixture(scope="module", params=CASES)
+def judged(request, tmp_path_factory) -> Judged:
+    case: Case = CASES[request.param]
+    model = build(case)
+    folder = save(model, tmp_path_factory.mktemp("checkpoint"))
+    lm = onward.load(folder, max_seq_len=128)
+    return Judged(lm, [expect(model, case, length) for length in PROMPT_LENGTHS])
+
+
+@pytest.fixture(params=[512, 1, 3, 7], ids=lambda chunk: f"chunk {chunk}")
+def chunked(request, judged, monkeypatch) -> Judged:
+    monkeypatch.setattr(judged.lm, "prefill_chunk", request.param)
+    return judged
+
+
+def test_prefill_logits_are_those_of_transformers(chunked):
+    for expected in chunked.expected:
+        assert 0.3 < expected.logits.std() < 3, "the tolerance is meant for logits of order 1"
+        torch.testing.assert_close(chunked.lm.logits(expected.prompt), expected.logits, rtol=0, atol=TOLERANCE)
+
+
+def test_greedy_tokens_are_those_of_transformers_alone(chunked):
+    for expected in chunked.expected:
+        assert chunked.greedy(expected.prompt) == expected.greedy
+
+
+def test_greedy_tokens_are_those_of_transformers_in_a_batch_of_different_lengths(chunked):
+    assert chunked.greedy(chunked.prompts) == [expected.greedy for expected in chunked.expected]
+
+
+def test_nothing_is_read_past_an_offset(judged):
+    cache = poison(judged.lm.new_cache(len(judged.prompts)))
+    assert judged.greedy(judged.prompts, cache=cache) == [expected.greedy for expected in judged.expected]

@@ -1,0 +1,49 @@
+"""The public doubles of `onward.testing` are what they say: real checkpoints of real families."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers_reference import TOLERANCE
+
+import onward
+from onward.errors import RequestError
+from onward.testing import poison, random_checkpoint, tiny_model
+
+FAMILIES = ["qwen3", "qwen2", "llama", "mistral"]
+IDS = [(11 * i) % 258 for i in range(23)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_transformers_reads_a_random_checkpoint_as_we_do(family, shards, tmp_path):
+    folder = random_checkpoint(tmp_path / "new", family, shards=shards, seed=3, sliding_window=7)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        want = theirs(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(onward.load(folder).logits(IDS), want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tiny_model_is_its_random_checkpoint_in_memory(family, tmp_path):
+    in_memory = onward.LanguageModel(tiny_model(family, seed=5, num_hidden_layers=1))
+    on_disk = onward.load(random_checkpoint(tmp_path, family, seed=5, num_hidden_layers=1))
+    torch.testing.assert_close(on_disk.logits(IDS), in_memory.logits(IDS), rtol=0, atol=TOLERANCE)
+
+
+def test_the_seed_decides_the_weights():
+    one, same, other = (onward.LanguageModel(tiny_model(seed=seed)).logits(IDS) for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.allclose(one, other)
+
+
+def test_an_unknown_family_is_refused_by_name():
+    with pytest.raises(RequestError, match="llama, mistral, qwen2, qwen3; got 'gpt9'"):
+        tiny_model("gpt9")
+
+
+def test_poison_shows_in_the_logits_of_a_model_that_reads_it():
+    model = tiny_model()
+    cache = poison(model.new_cache(1, 8))
+    tokens, offset = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    logits, _ = model(tokens, offset, cache)  # positions 0, 1, 2 were never written
+    assert logits.isnan().all()

@@ -1,0 +1,74 @@
+"""The dense cache writes where it is told to, and nowhere else."""
+
+import pytest
+import torch
+from rounding import random
+
+from onward import KVCache
+from onward.cache import SizedCache
+from onward.errors import RequestError
+
+NAN = float("nan")
+
+
+def empty(batch=3, max_len=9):
+    cache = KVCache.new(
+        num_layers=2,
+        batch=batch,
+        num_kv_heads=2,
+        max_len=max_len,
+        head_dim=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    for buffer in (*cache.keys, *cache.values):
+        buffer.fill_(NAN)
+    return cache
+
+
+def test_each_row_is_written_at_its_own_positions_and_nothing_else_is_touched():
+    cache = empty()
+    k, v = random(3, 2, 3, 4), random(3, 2, 3, 4, seed=1)
+    offsets = [0, 6, 2]
+    keys, values = cache.write(1, k, v, torch.tensor(offsets, dtype=torch.int32))
+    assert keys is cache.keys[1]
+    assert values is cache.values[1]
+    for buffer, new in ((keys, k), (values, v)):
+        for row, offset in enumerate(offsets):
+            assert torch.equal(buffer[row, :, offset : offset + 3], new[row])
+        assert buffer.isfinite().sum() == new.numel()
+    assert cache.keys[0].isnan().all()
+    assert cache.values[0].isnan().all()
+
+
+def test_writing_again_replaces():
+    cache = empty(batch=1)
+    at = torch.tensor([4], dtype=torch.int32)
+    cache.write(0, random(1, 2, 1, 4), random(1, 2, 1, 4), at)
+    k, v = random(1, 2, 1, 4, seed=5), random(1, 2, 1, 4, seed=6)
+    keys, values = cache.write(0, k, v, at)
+    assert torch.equal(keys[:, :, 4:5], k)
+    assert torch.equal(values[:, :, 4:5], v)
+
+
+def test_a_row_that_would_run_over_the_end_is_refused():
+    cache = empty()
+    at = torch.tensor([0, 7, 0], dtype=torch.int32)
+    with pytest.raises(RequestError, match="9 positions has no room for 3 at 7"):
+        cache.write(0, random(3, 2, 3, 4), random(3, 2, 3, 4), at)
+
+
+def test_traced_and_eager_write_the_same():
+    k, v, at = random(3, 2, 3, 4), random(3, 2, 3, 4, seed=1), torch.tensor([0, 6, 2], dtype=torch.int32)
+    eager, compiled = empty(), empty()
+    eager.write(0, k, v, at)
+    torch.compile(lambda cache: cache.write(0, k, v, at), fullgraph=True, backend="aot_eager")(compiled)
+    assert torch.equal(eager.keys[0].nan_to_num(7.0), compiled.keys[0].nan_to_num(7.0))
+    assert torch.equal(eager.values[0].nan_to_num(7.0), compiled.values[0].nan_to_num(7.0))
+
+
+def test_a_cache_says_how_large_it_is():
+    cache = empty(batch=3, max_len=9)
+    assert (cache.batch, cache.max_len) == (3, 9)
+    assert cache.nbytes == 2 * 2 * (3 * 2 * 9 * 4) * 4
+    assert isinstance(cache, SizedCache)

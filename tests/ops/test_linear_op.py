@@ -1,0 +1,49 @@
+"""linear: stock and packed weights are both the matrix product."""
+
+import pytest
+import torch
+from rounding import DTYPES, ODD_SIZES, UNIT, assert_within, random
+
+from onward import ops
+from onward.ops.linear import reference
+
+FORMS = {
+    "stock": ops.linear,
+    "packed": lambda x, weight, bias: ops.linear(x, ops.pack(weight), bias),
+    "reference": reference,
+}
+
+
+def exact_and_bound(x, weight, bias):
+    """In float64: x @ weight.T + bias, and how far K + 1 float32 sums and one last rounding may be from it."""
+    x64, w64, b64 = (None if t is None else t.to(torch.float64) for t in (x, weight, bias))
+    exact, size = x64 @ w64.T, x64.abs() @ w64.abs().T
+    if bias is not None:
+        exact, size = exact + b64, size + b64.abs()
+    inside = (weight.shape[1] + 1) * UNIT[torch.float32] * size
+    return exact, inside + 2 * UNIT[x.dtype] * (exact.abs() + inside)
+
+
+@pytest.mark.parametrize("which", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+@pytest.mark.parametrize("outputs", [1, 17, 127])
+@pytest.mark.parametrize("inputs", ODD_SIZES)
+def test_every_form_is_the_matrix_product(which, dtype, tokens, outputs, inputs):
+    x, weight = random(2, tokens, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
+    for bias in (None, random(outputs, dtype=dtype, seed=2)):
+        got = FORMS[which](x, weight, bias)
+        assert got.dtype == dtype
+        assert got.shape == (2, tokens, outputs)
+        assert_within(got, *exact_and_bound(x, weight, bias))
+
+
+def test_packing_twice_is_packing_once():
+    packed = ops.pack(random(17, 33))
+    assert ops.pack(packed) is packed
+
+
+def test_embedding_looks_rows_up_unchanged():
+    table = random(31, 17, dtype=torch.bfloat16)
+    tokens = torch.tensor([[30, 0, 7], [7, 7, 1]], dtype=torch.int32)
+    assert torch.equal(ops.embedding(tokens, table), table[tokens.long()])

@@ -1,0 +1,37 @@
+"""Quantized weights to test with, and what the formats are, written down a second time."""
+
+import torch
+from hypothesis import strategies as st
+
+from onward.ops import QuantizedWeight
+
+FORMATS = ("int8", "int4")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Half a unit in the last place, relative: significands of 24, 11 and 8 bits.
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 140))
+GROUP = 32
+
+
+def noise(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def integers(format, rows, inputs, seed=0):
+    """Random q over the format's whole range, and scales; those of int4 have either sign."""
+    generator = torch.Generator().manual_seed(seed + 1000 * rows + inputs)
+    low, high = (-127, 128) if format == "int8" else (-8, 8)
+    q = torch.randint(low, high, (rows, inputs), generator=generator, dtype=torch.int8)
+    if format == "int8":
+        return q, torch.rand(rows, 1, generator=generator) + 0.1
+    return q, torch.randn(rows, -(-inputs // GROUP), generator=generator).to(torch.float16)
+
+
+def packed(format, rows, inputs, seed=0, dtype=torch.float32):
+    return QuantizedWeight.pack(format, *integers(format, rows, inputs, seed), dtype)
+
+
+def spread(scales, inputs):
+    """Scales [rows, groups] -> float64 [rows, inputs]."""
+    group = inputs if scales.shape[1] == 1 else GROUP
+    return scales.to(torch.float64).repeat_interleave(group, 1)[:, :inputs]

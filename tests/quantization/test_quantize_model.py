@@ -1,0 +1,144 @@
+"""Whole models: every matrix quantized once, everything else left, and the text hardly worse."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from quantized_cases import FORMATS
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import onward
+from onward.errors import RequestError
+from onward.models import pack_params
+from onward.ops import QuantizedWeight
+from onward.quantization import quantize, quantize_params, quantize_weight, relative_rms_error
+from onward.testing import ByteTokenizer, scripted_model, tiny_model
+
+HELDOUT = Path(__file__).parents[2] / "training" / "heldout.txt"
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def is_quantized(leaf):
+    return isinstance(leaf, QuantizedWeight)
+
+
+def logits(model, ids=range(40)):
+    return onward.LanguageModel(model).logits(list(ids))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_every_matrix_is_quantized_and_nothing_else(family, format):
+    model = tiny_model(family)
+    small = quantize(model, format).params
+    assert isinstance(small.embed_tokens, QuantizedWeight)
+    assert isinstance(small.lm_head, QuantizedWeight)
+    assert small.norm is model.params.norm
+    for before, after in zip(model.params.layers, small.layers, strict=True):
+        for name, part in before._asdict().items():
+            if name in MATRICES:
+                weight = getattr(after, name).weight
+                assert isinstance(weight, QuantizedWeight)
+                assert weight.shape == tuple(part.weight.shape)
+                assert torch.equal(weight.data, quantize_weight(part.weight, format).data)
+                assert getattr(after, name).bias is part.bias
+            else:
+                assert getattr(after, name) is part
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_tied_pair_is_one_weight_and_an_untied_pair_two(format):
+    tied, untied = (quantize(tiny_model(tie_word_embeddings=tie), format) for tie in (True, False))
+    assert tied.params.lm_head is tied.params.embed_tokens
+    assert untied.params.lm_head is not untied.params.embed_tokens
+    assert untied.nbytes - tied.nbytes == untied.params.lm_head.nbytes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_model_gives_what_the_stock_model_gives(form, tied):
+    """Packing copies a tied head; quantizing finds out that it is the embedding still."""
+    model = tiny_model(tie_word_embeddings=tied)
+    packed = dataclasses.replace(model, params=pack_params(model.params))
+    assert not isinstance(packed.params.lm_head, torch.Tensor)
+    from_stock, from_packed = quantize(model, "int4"), quantize(packed, "int4")
+    assert from_packed.nbytes == from_stock.nbytes
+    assert torch.equal(logits(from_packed), logits(from_stock))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_forward_is_that_of_the_dequantized_weights_but_for_the_rounding_of_activations(form, format):
+    """With weights that are exact in the format, all that is left is 8-bit activations: a tenth of int4's own error."""
+    model = tiny_model()
+    small = quantize(model, format)
+    exact = dataclasses.replace(
+        model,
+        params=pytree.tree_map(
+            lambda leaf: leaf.dequantize() if is_quantized(leaf) else leaf, small.params, is_leaf=is_quantized
+        ),
+    )
+    got, expected = logits(small), logits(exact)
+    assert (got - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_reports_name_every_matrix_once_in_order_with_its_error(format):
+    model, seen, released = tiny_model(tie_word_embeddings=True), [], []
+    params, reports = quantize_params(model.params, format, progress=seen.append, release=lambda: released.append(1))
+    assert reports == seen
+    assert len(released) == len(reports) == 1 + 2 * len(MATRICES)
+    assert [report.name for report in reports[:2]] == ["embed_tokens", "layers.0.q_proj.weight"]
+    last, weight = reports[-1], model.params.layers[1].down_proj.weight
+    assert (last.name, last.shape) == ("layers.1.down_proj.weight", tuple(weight.shape))
+    assert last.relative_rms_error == relative_rms_error(weight, params.layers[1].down_proj.weight)
+    assert sum(report.nbytes for report in reports) < onward.Model(**vars(model) | {"params": params}).nbytes
+
+
+def test_a_language_model_comes_back_as_one_and_the_given_one_is_unchanged():
+    lm = onward.LanguageModel(tiny_model(), ByteTokenizer(), prefill_chunk=7)
+    before = logits(lm.model)
+    small = quantize(lm, "int8")
+    assert isinstance(small, onward.LanguageModel)
+    assert small.tokenizer is lm.tokenizer
+    assert small.prefill_chunk == 7
+    assert len(small.generate("abc", max_new_tokens=5, ignore_eos=True).token_ids) == 5
+    assert torch.equal(logits(lm.model), before)
+    assert not torch.equal(logits(small.model), before)
+
+
+def test_text_of_a_row_does_not_depend_on_the_others(form):
+    if form == "definition":
+        pytest.skip("the definition's sums are torch's, whose order depends on the shape")
+    small = onward.LanguageModel(quantize(tiny_model(), "int4"), ByteTokenizer())
+    options = {"max_new_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    prompts = ["abc", "a longer prompt than that"]
+    together = small.generate(prompts, **options)
+    assert [c.text for c in together] == [small.generate(prompt, **options).text for prompt in prompts]
+
+
+def test_what_cannot_be_quantized_says_why():
+    model = tiny_model()
+    with pytest.raises(RequestError, match="to 'int8' or 'int4'; got 'int2'"):
+        quantize(model, "int2")
+    with pytest.raises(RequestError, match="embed_tokens is int8 already"):
+        quantize(quantize(model, "int8"), "int4")
+    with pytest.raises(RequestError, match="built-in families; got a model whose params are"):
+        quantize(scripted_model([1, 2]), "int8")
+    model.params.layers[1].up_proj.weight[3, 4] = torch.nan
+    with pytest.raises(RequestError, match=r"layers\.1\.up_proj\.weight: a weight to quantize is finite"):
+        quantize(model, "int8")
+
+
+@pytest.mark.parametrize(("format", "most"), [("int8", 0.005), ("int4", 0.04)])
+def test_the_demo_model_is_hardly_more_perplexed(form, format, most):
+    """On four held-out documents; benchmarks/quantization.py takes all of them."""
+    lm = onward.load("demo")
+    documents = [lm.encode(text) for text in HELDOUT.read_text(encoding="utf-8").split("<|endoftext|>\n")[:4]]
+
+    def loss(model):
+        parts = [F.cross_entropy(model.logits(ids[:-1]), torch.tensor(ids[1:]), reduction="sum") for ids in documents]
+        return sum(map(float, parts)) / sum(len(ids) - 1 for ids in documents)
+
+    assert math.exp(loss(quantize(lm, format)) - loss(lm)) < 1 + most

@@ -1,0 +1,274 @@
+"""A quantized folder loads as what was written, mapped; what is wrong with one is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantized_cases import FORMATS
+from safetensors.torch import load_file, save_file
+from torch.utils import _pytree as pytree
+
+import onward
+from onward import ops
+from onward.checkpoint import CheckpointFolder, quantized, read_weights
+from onward.checkpoint.quantized import read_manifest, read_quantized, write_quantized
+from onward.errors import CheckpointError, ConfigError, OnwardError, RequestError
+from onward.models import decoder_model, read_config
+from onward.ops import QuantizedWeight
+from onward.quantization import quantize, quantize_folder, quantize_params, quantize_weight
+from onward.testing import random_checkpoint
+
+# Sizes that fill no block, no group and no line.
+ODD = {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 259, "head_dim": 6}
+MATRIX = "model.layers.1.mlp.down_proj.weight"
+
+
+def read(folder, dtype=None):
+    """(config, params), as a load does it."""
+    checkpoint = CheckpointFolder(folder)
+    config = read_config(checkpoint.config)
+    manifest = read_manifest(folder, checkpoint.config)
+    assert manifest is not None
+    return config, read_quantized(folder, manifest, config, dtype=dtype, device=torch.device("cpu"))
+
+
+def logits(model):
+    return onward.LanguageModel(model).logits(list(range(50)))
+
+
+def leaves(params):
+    return [leaf for leaf in pytree.tree_leaves(params) if leaf is not None]
+
+
+def mapped_addresses(file):
+    """The ranges of memory at which a file is mapped."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(file)):
+            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+            yield range(begin, end)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A quantized folder of a tiny model, for one test to damage."""
+    source = random_checkpoint(tmp_path / "source", **ODD)
+    quantize_folder(source, tmp_path / "small", "int4")
+    return tmp_path / "small"
+
+
+def change_manifest(folder, **fields):
+    """Set fields of the manifest; those set to `...` are removed."""
+    config = json.loads((folder / "config.json").read_text())
+    changed = config[quantized.MANIFEST] | fields
+    config[quantized.MANIFEST] = {name: value for name, value in changed.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_tensors(folder, **tensors):
+    """Replace tensors of the weights, or remove those that are None; names with `.` written as `__`."""
+    held = load_file(folder / "model.safetensors") | {name.replace("__", "."): t for name, t in tensors.items()}
+    save_file({name: t for name, t in held.items() if t is not None}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("qwen3", ODD), ("qwen2", {}), ("llama", ODD | {"tie_word_embeddings": True}), ("mistral", {})],
+    ids=["qwen3", "qwen2", "llama", "mistral"],
+)
+def test_a_written_model_is_the_model(tmp_path, form, format, dtype, family, sizes):
+    source = random_checkpoint(tmp_path / "source", family, dtype=dtype, **sizes)
+    quantize_folder(source, tmp_path / "small", format)
+    config, params = read(tmp_path / "small")
+    in_memory = quantize(onward.load(source), format).model
+    written, expected = leaves(params), leaves(in_memory.params)
+    assert all(torch.equal(*pair) for pair in zip(written, expected, strict=True))
+    assert torch.equal(logits(decoder_model(config, params)), logits(in_memory))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_weights_are_the_files_own_pages_at_multiples_of_64(tmp_path, format):
+    source = random_checkpoint(tmp_path / "source", dtype=torch.bfloat16, **ODD)
+    quantize_folder(source, tmp_path / "small", format)
+    _, params = read(tmp_path / "small")
+    ranges = list(mapped_addresses(tmp_path / "small" / "model.safetensors"))
+    for leaf in leaves(params):
+        assert any(leaf.data_ptr() in addresses for addresses in ranges)
+        assert leaf.data_ptr() % (64 if leaf.dtype == torch.uint8 else leaf.element_size()) == 0
+
+
+def test_a_tied_pair_is_in_the_file_once(tmp_path):
+    source = random_checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    reports = quantize_folder(source, tmp_path / "small", "int8")
+    assert "lm_head.weight" not in load_file(tmp_path / "small" / "model.safetensors")
+    _, params = read(tmp_path / "small")
+    assert params.lm_head is params.embed_tokens
+    assert [report.name for report in reports].count("embed_tokens") == 1
+
+
+def test_the_dtype_of_activations_can_be_chosen(folder):
+    for dtype in (torch.float32, torch.bfloat16):
+        config, params = read(folder, dtype)
+        assert params.embed_tokens.dtype == params.norm.dtype == dtype
+        assert decoder_model(config, params).new_cache(1, 4).keys[0].dtype == dtype
+
+
+def test_config_and_small_files_come_along(tmp_path):
+    source = random_checkpoint(tmp_path / "source")
+    names = ("generation_config.json", "tokenizer.json", "chat_template.jinja", "LICENSE")
+    names += ("additional_chat_templates/tool_use.jinja",)
+    for name in names:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(json.dumps(name))
+    reports = quantize_folder(source, tmp_path / "deep" / "small", "int4")
+    copy = tmp_path / "deep" / "small"
+    assert all((copy / name).read_text() == json.dumps(name) for name in names)
+    config = json.loads((copy / "config.json").read_text())
+    manifest = config.pop("onward_quantization")
+    assert config == json.loads((source / "config.json").read_text())
+    assert (manifest["version"], manifest["format"], manifest["group"]) == (1, "int4", 32)
+    error = {report.name: report.relative_rms_error for report in reports}["layers.1.down_proj.weight"]
+    assert manifest["tensors"][MATRIX] == {"shape": [32, 48], "relative_rms_error": pytest.approx(error, rel=1e-3)}
+    assert len(manifest["tensors"]) == len(reports)
+
+
+def test_a_matrix_may_stay_in_floats(folder):
+    """As a converter may leave it: neither packed nor in the manifest."""
+    stock = load_file(folder.parent / "source" / "model.safetensors")[MATRIX]
+    shapes = json.loads((folder / "config.json").read_text())[quantized.MANIFEST]["tensors"]
+    change_manifest(folder, tensors={name: entry for name, entry in shapes.items() if name != MATRIX})
+    change_tensors(folder, **{MATRIX.replace(".", "__"): stock})
+    config, params = read(folder)
+    assert torch.equal(params.layers[1].down_proj.weight, stock)
+    assert isinstance(params.layers[1].up_proj.weight, QuantizedWeight)
+    logits(decoder_model(config, params))
+
+
+def test_bytes_that_lie_anywhere_are_copied_to_where_kernels_want_them(folder):
+    expected = [leaf.clone() for leaf in leaves(read(folder)[1])]
+    change_tensors(folder)  # written by safetensors itself, floats first
+    got = leaves(read(folder)[1])
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+    assert all(leaf.data_ptr() % 64 == 0 for leaf in got if leaf.dtype == torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"version": 2}, "of version 2, and this Onward reads version 1: quantize the checkpoint again"),
+        ({"version": ...}, "of version None"),
+        ({"format": "int3"}, "format must be 'int8' or 'int4'; got 'int3'"),
+        ({"format": ["int4"]}, r"format must be 'int8' or 'int4'; got \['int4'\]"),
+        ({"group": 64}, "int4 has groups of 32; got group 64"),
+        ({"tensors": ...}, "'tensors' must map names"),
+        ({"tensors": {}}, "'tensors' must map names"),
+        ({"tensors": {"x": {"shape": [3]}}}, r"x must have a 'shape' of two sizes; got \[3\]"),
+        ({"tensors": {"x": {"shape": [3, -1]}}}, r"a 'shape' of two sizes; got \[3, -1\]"),
+        ({"tensors": {"x": 3}}, "a 'shape' of two sizes; got None"),
+    ],
+)
+def test_a_manifest_that_cannot_be_followed_is_refused(folder, fields, complaint):
+    change_manifest(folder, **fields)
+    with pytest.raises(ConfigError, match=complaint):
+        read(folder)
+
+
+def test_a_manifest_that_is_no_object_is_refused(folder):
+    config = json.loads((folder / "config.json").read_text()) | {quantized.MANIFEST: "int4"}
+    with pytest.raises(ConfigError, match="must be an object; got 'int4'"):
+        read_manifest(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("entries", "complaint"),
+    [
+        ({MATRIX: ...}, f"'{MATRIX}' is packed bytes, but onward_quantization has no entry"),
+        ({MATRIX: {"shape": [36, 51]}}, rf"gives tensor '{MATRIX}' the shape \[36, 51\].*makes it \[36, 50\]"),
+        ({"model.extra.weight": {"shape": [1, 1]}}, "no place for, 'model.extra.weight' for one"),
+    ],
+)
+def test_a_manifest_of_another_model_is_refused(folder, entries, complaint):
+    tensors = json.loads((folder / "config.json").read_text())[quantized.MANIFEST]["tensors"] | entries
+    change_manifest(folder, tensors={name: entry for name, entry in tensors.items() if entry is not ...})
+    with pytest.raises(CheckpointError, match=complaint):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "complaint"),
+    [
+        ({MATRIX: torch.zeros(3, 64, dtype=torch.uint8)}, r"is torch.uint8 \[3, 64\], but int4 packs \[36, 50\] into"),
+        ({MATRIX: torch.zeros(36, 50)}, r"is torch.float32 \[36, 50\], but int4 packs"),
+        ({MATRIX: None}, f"'{MATRIX}' of onward_quantization is missing from model.safetensors"),
+        ({"model.norm.weight": None}, "'model.norm.weight' of shape .* is missing"),
+        ({"model.extra": torch.zeros(3)}, "no place for, 'model.extra' for one"),
+    ],
+)
+def test_weights_that_do_not_fit_the_manifest_are_refused(folder, tensors, complaint):
+    change_tensors(folder, **{name.replace(".", "__"): tensor for name, tensor in tensors.items()})
+    with pytest.raises(CheckpointError, match=complaint):
+        read(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -1])
+def test_a_file_cut_short_is_refused(folder, keep):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="damaged or cut short"):
+        read(folder)
+
+
+def test_weights_that_are_not_there_are_missed(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OnwardError, match=r"neither model\.safetensors nor"):
+        read(folder)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    source = random_checkpoint(tmp_path / "source")
+
+    def fail(tensors, file):
+        file.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(quantized, "_write_safetensors", fail)
+    with pytest.raises(OSError, match="No space left"):
+        quantize_folder(source, tmp_path / "small", "int8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_only_an_absent_or_empty_folder_is_written(tmp_path):
+    source = random_checkpoint(tmp_path / "source")
+    (tmp_path / "empty").mkdir()
+    quantize_folder(source, tmp_path / "empty", "int8")
+    for taken in (tmp_path / "empty", source, source / "config.json"):
+        with pytest.raises(RequestError, match="is there already: give a folder that is absent or empty"):
+            quantize_folder(source, taken, "int8")
+
+
+def test_what_is_quantized_or_unknown_is_not_quantized(tmp_path, folder):
+    with pytest.raises(RequestError, match="is int4 already"):
+        quantize_folder(folder, tmp_path / "again", "int8")
+    with pytest.raises(RequestError, match="to 'int8' or 'int4'; got 'q4'"):
+        quantize_folder(tmp_path / "source", tmp_path / "again", "q4")
+    assert not (tmp_path / "again").exists()
+
+
+def test_only_quantized_params_are_written(tmp_path):
+    source = CheckpointFolder(random_checkpoint(tmp_path / "source", tie_word_embeddings=True))
+    config = read_config(source.config)
+    stock = read_weights(source.path, config, dtype=None, device=torch.device("cpu"))
+    small, _ = quantize_params(stock, "int8")
+    packed = stock._replace(lm_head=ops.pack(stock.lm_head))
+    mixed = small._replace(layers=quantize_params(stock, "int4")[0].layers)
+    for params, complaint in [
+        (stock, "of one format; got none"),
+        (mixed, r"of one format; got \['int4', 'int8'\]"),
+        (packed, "lm_head.weight is packed for this machine|embed_tokens.weight is packed for this machine"),
+        (small._replace(lm_head=quantize_weight(stock.lm_head, "int8")), "is tied to another weight"),
+    ]:
+        with pytest.raises(RequestError, match=complaint):
+            write_quantized(source, config, params, tmp_path / "small")
+    assert not (tmp_path / "small").exists()

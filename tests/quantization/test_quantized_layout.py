@@ -1,0 +1,114 @@
+"""The packed bytes are where docs/quantization.md says, and the same as the native library's."""
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from quantized_cases import FORMATS, SHAPES, integers, packed
+
+from onward import native
+from onward.errors import RequestError
+from onward.ops import QuantizedWeight
+from onward.ops.quantized_layout import data_shape, pack
+
+DOCS = Path(__file__).parents[2] / "docs" / "quantization.md"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@given(shape=SHAPES)
+def test_unpacking_gives_back_what_was_packed(format, shape):
+    q, scales = integers(format, *shape)
+    weight = QuantizedWeight.pack(format, q, scales)
+    assert weight.data.shape == data_shape(format, shape)
+    assert all(torch.equal(*pair) for pair in zip(weight.unpack(), (q, scales), strict=True))
+
+
+@given(shape=SHAPES)
+def test_int8_bytes_are_where_the_documentation_says(shape):
+    q, scales = integers("int8", *shape)
+    data = bytes(pack("int8", q, scales).flatten().tolist())
+    block = 64 + -(-shape[1] // 4) * 64
+    for n in range(shape[0]):
+        start = n // 16 * block
+        assert struct.unpack_from("<f", data, start + n % 16 * 4) == (scales[n].item(),)
+        for k in range(shape[1]):
+            assert data[start + 64 + k // 4 * 64 + n % 16 * 4 + k % 4] == q[n, k] + 128
+
+
+@given(shape=SHAPES)
+def test_int4_bits_are_where_the_documentation_says(shape):
+    q, scales = integers("int4", *shape)
+    data = bytes(pack("int4", q, scales).flatten().tolist())
+    block = -(-shape[1] // 64) * 576
+    for n in range(shape[0]):
+        for k in range(shape[1]):
+            pair = n // 16 * block + k // 64 * 576
+            assert struct.unpack_from("<e", data, pair + k % 64 // 32 * 32 + n % 16 * 2) == (scales[n, k // 32].item(),)
+            byte = data[pair + 64 + k % 64 // 8 * 64 + n % 16 * 4 + k % 4]
+            assert (byte >> 4 * (k % 8 // 4)) & 15 == q[n, k] + 8
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@given(shape=SHAPES)
+def test_what_fills_up_a_block_is_zeros(format, shape):
+    rows, inputs = shape
+    weight = packed(format, rows, inputs)
+    whole = (-(-rows // 16) * 16, -(-inputs // 64) * 64 if format == "int4" else -(-inputs // 4) * 4)
+    q, scales = QuantizedWeight(weight.data, format, whole, torch.float32).unpack()
+    assert not q[rows:].any()
+    assert not q[:, inputs:].any()
+    assert not scales[rows:].any()
+
+
+@pytest.mark.skipif(native.library() is None, reason=f"no library in {native.library_folder()}")
+@pytest.mark.parametrize("format", FORMATS)
+@given(shape=SHAPES)
+def test_the_native_library_packs_the_same_bytes(format, shape):
+    q, scales = integers(format, *shape)
+    here = pack(format, q, scales)
+    there = torch.full_like(here, 77)
+    arguments = [*shape, q.data_ptr(), q.stride(0), scales.data_ptr()]
+    arguments += [there.data_ptr()] if format == "int8" else [scales.stride(0), there.data_ptr()]
+    library = native.library()
+    name = f"onward_linear_pack_{format}"
+    library.check(getattr(library, name)(*arguments), name)
+    assert torch.equal(here, there)
+
+
+def test_the_converter_in_the_documentation_converts_q4_0():
+    """Blocks of Q4_0 as llama.cpp defines them: a float16 d, then 16 bytes, low halves first; value d * (q - 8)."""
+    code = re.search(r"```python\n(.*?def from_q4_0.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    names = {}
+    exec(code[1], names)
+    rows, groups = 17, 3
+    raw = bytes(torch.randint(0, 256, (rows * groups * 18,), generator=torch.Generator().manual_seed(0)).tolist())
+    halves = torch.rand(rows * groups, generator=torch.Generator().manual_seed(1)).to(torch.float16)
+    blocks = [struct.pack("<e", d) + raw[18 * i + 2 : 18 * i + 18] for i, d in enumerate(halves.tolist())]
+    expected = [
+        d * (value - 8)
+        for d, block in zip(halves.tolist(), blocks, strict=True)
+        for value in [byte & 15 for byte in block[2:]] + [byte >> 4 for byte in block[2:]]
+    ]
+    weight = names["from_q4_0"](b"".join(blocks), rows, groups * 32)
+    assert weight.dequantize().flatten().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("format", "q", "scales", "complaint"),
+    [
+        ("int3", torch.zeros(2, 3, dtype=torch.int8), torch.zeros(2, 1), "packed as int8 or int4; got 'int3'"),
+        ("int8", torch.zeros(2, 3), torch.zeros(2, 1), r"int8 \[N, K\].*got q torch.float32 \[2, 3\]"),
+        ("int8", torch.zeros(6, dtype=torch.int8), torch.zeros(6, 1), r"int8 \[N, K\].*\[6\]"),
+        ("int8", torch.zeros(0, 3, dtype=torch.int8), torch.zeros(0, 1), r"int8 \[N, K\].*\[0, 3\]"),
+        ("int8", torch.zeros(1, 65537, dtype=torch.int8), torch.zeros(1, 1), "1 … 65536 inputs"),
+        ("int8", torch.zeros(2, 3, dtype=torch.int8), torch.zeros(2), r"float32 \[2, 1\]; got scales .* \[2\]"),
+        ("int4", torch.zeros(2, 33, dtype=torch.int8), torch.zeros(2, 2), r"float16 \[2, 2\]; got .*float32"),
+        ("int4", torch.zeros(2, 33, dtype=torch.int8), torch.zeros(2, 1).half(), r"float16 \[2, 2\]; got .*\[2, 1\]"),
+    ],
+)
+def test_what_fits_no_format_is_refused(format, q, scales, complaint):
+    with pytest.raises(RequestError, match=complaint):
+        QuantizedWeight.pack(format, q, scales)

@@ -1,0 +1,176 @@
+"""Draws follow the distribution they should, and nothing but seed, position and logits decides one."""
+
+import pytest
+import torch
+from chi_square import LEVEL, p_value
+
+from onward import Sampler, SamplingParams, greedy, sample
+
+DRAWS = 200_000
+# With ties, some rare ids and an impossible one.
+LOGITS = torch.tensor([2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, 2.0, -1.5, -2.0, float("-inf")])
+
+
+def allowed(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
+    """The distribution asked for, by sorted lists in float64: nothing of the code under test."""
+    probs = (LOGITS.to(torch.float64) / temperature).softmax(-1)
+    if top_k:
+        probs = torch.where(probs >= sorted(probs.tolist())[-top_k], probs, 0.0)
+    probs = probs / probs.sum()
+    if top_p < 1:
+        ordered, total = sorted(probs.tolist(), reverse=True), 0.0
+        while total < top_p:
+            last = ordered.pop(0)
+            total += last
+        probs = torch.where(probs >= last, probs, 0.0)
+    probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 1.7},
+        {"top_k": 4},
+        {"top_p": 0.85},
+        {"min_p": 0.2},
+        {"temperature": 1.3, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_draws_at_many_positions_follow_the_filtered_softmax(options):
+    ids = sample(LOGITS.expand(DRAWS, -1), **options, seed=5, positions=torch.arange(DRAWS))
+    counts = torch.bincount(ids, minlength=len(LOGITS))
+    assert p_value(counts, allowed(**options)) > LEVEL
+
+
+def test_draws_under_many_seeds_follow_the_softmax():
+    rows = [SamplingParams(temperature=1.0, seed=seed * 2**40) for seed in range(20_000)]
+    ids = Sampler(rows)(LOGITS.expand(len(rows), -1), torch.full((len(rows),), 17))
+    counts = torch.bincount(ids, minlength=len(LOGITS))
+    assert p_value(counts, allowed()) > LEVEL
+
+
+def test_draws_at_neighbouring_positions_are_independent():
+    ids = sample(LOGITS.expand(DRAWS, -1), seed=6, positions=torch.arange(DRAWS)).view(-1, 2)
+    common = (ids < 8).all(-1)  # pairs of rare ids are too few to count
+    counts = torch.bincount(ids[common, 0] * 8 + ids[common, 1], minlength=64)
+    probs = allowed()[:8]
+    assert p_value(counts, torch.outer(probs, probs).flatten()) > LEVEL
+
+
+def test_the_test_would_notice_a_wrong_temperature():
+    ids = sample(LOGITS.expand(DRAWS, -1), temperature=1.05, seed=5, positions=torch.arange(DRAWS))
+    assert p_value(torch.bincount(ids, minlength=len(LOGITS)), allowed()) < LEVEL
+
+
+ROWS = [
+    SamplingParams(temperature=0.0, seed=1),
+    SamplingParams(temperature=1.0, seed=2),
+    SamplingParams(temperature=1.0, seed=2, top_k=3),
+    SamplingParams(temperature=0.7, seed=2**64 - 1, top_p=0.5),
+    SamplingParams(temperature=2.0, seed=2**63, top_p=0.99, min_p=0.01),
+    SamplingParams(temperature=1e-3, seed=6, min_p=0.3),
+    SamplingParams(temperature=0.9, seed=7, top_k=40, top_p=0.9),
+    SamplingParams(temperature=0.0, seed=8, top_k=2, top_p=0.1, min_p=0.9),
+]
+
+
+@pytest.fixture(scope="module", params=[5, 3000])
+def logits(request) -> torch.Tensor:
+    """From peaked to so flat that a nucleus holds most of the vocabulary."""
+    scale = torch.linspace(6.0, 0.1, len(ROWS)).unsqueeze(1)
+    return torch.randn(len(ROWS), request.param, generator=torch.Generator().manual_seed(1)) * scale
+
+
+def test_rows_with_different_parameters_draw_in_a_batch_what_they_draw_alone(logits):
+    for first in range(0, 400, 8):
+        positions = torch.arange(first, first + 8, dtype=torch.int32)
+        batch = Sampler(ROWS)(logits, positions)
+        alone = [Sampler([row])(logits[i : i + 1], positions[i : i + 1])[0] for i, row in enumerate(ROWS)]
+        assert batch.tolist() == [int(token) for token in alone]
+
+
+def test_a_row_does_not_see_the_logits_of_its_neighbours(logits):
+    positions = torch.arange(len(ROWS))
+    before = Sampler(ROWS)(logits, positions)
+    for changed in range(len(ROWS)):
+        others = logits.clone()
+        others[changed] = -others[changed]
+        after = Sampler(ROWS)(others, positions)
+        assert [i for i in range(len(ROWS)) if after[i] != before[i]] in ([], [changed])
+
+
+def test_greedy_rows_take_the_most_likely_id_whatever_their_filters(logits):
+    ids = Sampler(ROWS)(logits, torch.arange(len(ROWS)))
+    assert ids[0] == logits[0].argmax()
+    assert ids[7] == logits[7].argmax()
+
+
+def test_greedy_takes_the_lowest_of_equal_ids():
+    logits = torch.zeros(2, 5000)
+    logits[0, [4000, 17, 350]] = 1.0
+    assert greedy(logits).tolist() == [17, 0]
+    assert sample(logits, temperature=0).tolist() == [17, 0]
+
+
+def test_a_tiny_top_p_admits_the_most_likely_id_alone():
+    logits = torch.randn(1000, 50, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(sample(logits, temperature=3.0, top_p=1e-9, seed=1), logits.argmax(-1))
+    assert torch.equal(sample(logits, temperature=3.0, top_k=1, seed=1), logits.argmax(-1))
+    assert torch.equal(sample(logits, temperature=3.0, min_p=1.0, seed=1), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-38, 1e-44, 1e-60])
+def test_a_temperature_near_zero_is_greedy(temperature):
+    logits = 20 * torch.randn(200, 50, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(sample(logits, temperature=temperature, seed=1, positions=torch.arange(200)), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_a_short_dtype_are_drawn_from_in_float32(dtype):
+    logits = torch.randn(5000, 97, generator=torch.Generator().manual_seed(4)).to(dtype)
+    options = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 3, "positions": torch.arange(5000)}
+    assert torch.equal(sample(logits, **options), sample(logits.to(torch.float32), **options))
+
+
+def test_a_seed_and_a_position_decide_the_draw():
+    logits = torch.zeros(1, 1000)
+    first = sample(logits, seed=1, positions=3)
+    assert torch.equal(sample(logits, seed=1, positions=3), first)
+    assert not torch.equal(sample(logits, seed=1, positions=4), first)
+    assert not torch.equal(sample(logits, seed=2, positions=3), first)
+
+
+def test_all_64_bits_of_a_seed_matter():
+    logits = torch.zeros(1, 10**6)
+    seeds = [7, 7 + 2**31, 7 + 2**32, 7 + 2**62, 7 + 2**63, 2**64 - 1]
+    assert len({int(sample(logits, seed=seed)) for seed in seeds}) == len(seeds)
+
+
+def test_torch_manual_seed_governs_what_has_no_seed():
+    logits = torch.zeros(50, 1000)
+    torch.manual_seed(1)
+    first, second = sample(logits), sample(logits)
+    torch.manual_seed(1)
+    assert torch.equal(sample(logits), first)
+    assert not torch.equal(second, first)
+    assert first.unique().numel() > 40, "each row without a seed draws one of its own"
+
+
+def test_a_given_seed_leaves_torchs_generator_alone():
+    torch.manual_seed(1)
+    want = torch.rand(3)
+    torch.manual_seed(1)
+    sample(torch.zeros(4, 9), seed=3)
+    sample(torch.zeros(4, 9), temperature=0, seed=3)
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_a_samplers_seeds_give_its_draws_again():
+    unseeded = Sampler([SamplingParams(temperature=1.0)] * 3)
+    again = Sampler([SamplingParams(temperature=1.0, seed=seed) for seed in unseeded.seeds])
+    logits, positions = torch.zeros(3, 1000), torch.arange(3)
+    assert torch.equal(again(logits, positions), unseeded(logits, positions))

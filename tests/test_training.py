@@ -1,0 +1,269 @@
+"""The corpus says what it means, the rebuild runs end to end, and the shipped demo model is sound."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from training.corpus import documents  # noqa: E402
+from training.corpus.chat import Conversation, make_chat  # noqa: E402
+from training.corpus.extraction import make_extraction, make_note  # noqa: E402
+from training.corpus.grammar import expand  # noqa: E402
+from training.corpus.story import make_story  # noqa: E402
+from training.data import IGNORED, LENGTHS, AnswerFinder, batches, tokenize  # noqa: E402
+from training.evaluate import evaluate, generate, kind_of, load_exported, read_heldout  # noqa: E402
+
+DEMO = REPOSITORY / "src" / "onward" / "demo"
+HELDOUT = REPOSITORY / "training" / "heldout.txt"
+
+
+# The corpus
+
+
+def test_expand_draws_choices_then_fills_slots_then_polishes() -> None:
+    rng = random.Random(0)
+    texts = {
+        expand(rng, "[a|the] {kind} [|quietly ]sang. {he} slept.", {"kind": "owl", "he": "she"}) for _ in range(99)
+    }
+    assert texts == {
+        "An owl sang. She slept.",
+        "An owl quietly sang. She slept.",
+        "The owl sang. She slept.",
+        "The owl quietly sang. She slept.",
+    }
+
+
+def test_stories_are_clean_text() -> None:
+    rng = random.Random(1)
+    flaws = re.compile(r"[\[\]{}|]|\.\.|[?!,]\.|,,|  | [.,!?]|\b[Aa] (?=[aeiou])|(?<![.!?\"])\n\n")
+    for _ in range(2000):
+        text = make_story(rng).text
+        assert not flaws.search(text), (flaws.search(text), text)
+
+
+def test_a_story_states_every_answer_and_field() -> None:
+    """Answers are in the words of the text, so an answer can be copied and never has to be guessed."""
+    rng = random.Random(2)
+    for _ in range(1000):
+        story = make_story(rng, short=True)
+        hero, friend = story.facts.hero, story.facts.friend
+        assert hero.name in story.text
+        assert friend.name in story.text
+        assert hero.name != friend.name
+        for key in ("name", "kind", "trait", "friend", "friend_kind", "object", "color", "weather", "feeling"):
+            assert story.fields[key] in story.text, (key, story.fields, story.text)
+        for question in story.questions:
+            assert question.full.endswith(".")
+            assert question.text.endswith("?")
+
+
+def test_a_character_keeps_its_pronoun() -> None:
+    """A story of two characters of one pronoun never uses the other."""
+    rng = random.Random(3)
+    seen = 0
+    for _ in range(1000):
+        story = make_story(rng)
+        pronouns = {story.facts.hero.pronouns["he"], story.facts.friend.pronouns["he"]}
+        if len(pronouns) == 1:
+            seen += 1
+            wrong = r"\b(he|him|his|himself)\b" if pronouns == {"she"} else r"\b(she|her|herself)\b"
+            assert not re.search(wrong, story.text, re.IGNORECASE), story.text
+    assert seen > 100
+
+
+def test_extractions_are_json_of_stated_facts() -> None:
+    rng = random.Random(4)
+    for _ in range(1000):
+        source = make_note(rng) if rng.random() < 0.5 else make_story(rng)
+        extraction = make_extraction(rng, source)
+        for value in _leaves(json.loads(extraction.answer)):
+            # A home may open its sentence; a problem is a summary ("had no boards") and not a quotation.
+            assert str(value).lower() in source.text.lower() or value == source.fields.get("problem")
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return [leaf for part in inner for leaf in _leaves(part)]
+    return [value]
+
+
+def test_the_corpus_depends_on_its_seed_alone() -> None:
+    assert list(documents(7, 50)) == list(documents(7, 50))
+    assert list(documents(7, 50)) != list(documents(8, 50))
+
+
+def test_held_out_text_is_not_in_the_training_text() -> None:
+    train = frozenset(text for _, text in documents(7, 300))
+    assert not train & {text for _, text in documents(7, 300, exclude=train)}
+
+
+def test_conversations_alternate_and_end_with_an_answer() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        roles = re.findall(r"<\|im_start\|>(\w+)\n", make_chat(rng))
+        turns = roles[1:] if roles[0] == "system" else roles
+        assert turns
+        assert turns == ["user", "assistant"] * (len(turns) // 2)
+
+
+# Batches
+
+
+def test_batches_hold_whole_documents_shifted_by_one() -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    texts = [text for _, text in documents(9, 60)]
+    whole = {tuple([*tokenizer.encode(text).ids, 0][: LENGTHS[-1]]) for text in texts}
+    source = batches(tokenize(tokenizer, texts), 2048, 1, end_id=0, finder=AnswerFinder(tokenizer), text_share=1.0)
+    for inputs, targets in (next(source) for _ in range(20)):
+        assert inputs.shape == targets.shape
+        assert inputs.shape[1] in LENGTHS
+        for row, target in zip(inputs.tolist(), targets.tolist(), strict=True):
+            count = sum(t != IGNORED for t in target)
+            document = [row[0], *target[:count]]
+            assert row[1:count] == target[: count - 1]
+            assert tuple(document[: LENGTHS[-1]]) in whole or tuple(document[1 : LENGTHS[-1] + 1]) in whole
+
+
+def test_answers_are_found_in_chats_questions_and_json() -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    finder = AnswerFinder(tokenizer)
+    texts = {
+        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nTom.<|im_end|>\n": "Tom.<|im_end|>",
+        "Tom ran.\n\nQuestion: Who ran?\nAnswer: Tom\n": " Tom\n",
+        'Tom ran.\n\nReturn JSON with name.\n{"name": "Tom"}\n': '{"name": "Tom"}\n',
+        "Once upon a time, Tom ran.\n": "",
+    }
+    for text, answer in texts.items():
+        ids = tokenizer.encode(text).ids
+        kept = [token for token, flag in zip(ids, finder.flags(ids), strict=True) if flag]
+        assert tokenizer.decode(kept, skip_special_tokens=False) == answer
+
+
+def test_thinning_keeps_every_answer_and_a_share_of_the_text() -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    corpus, finder = tokenize(tokenizer, [text for _, text in documents(9, 60)]), AnswerFinder(tokenizer)
+    whole, thin = (batches(corpus, 2048, 1, 0, finder, share) for share in (1.0, 0.25))
+    kept = total = 0
+    for _ in range(20):
+        (inputs, targets), (same, fewer) = next(whole), next(thin)
+        assert torch.equal(inputs, same)
+        assert torch.equal(fewer[fewer != IGNORED], targets[fewer != IGNORED])
+        kept, total = kept + int((fewer != IGNORED).sum()), total + int((targets != IGNORED).sum())
+    assert 0.25 < kept / total < 0.6
+
+
+# The rebuild
+
+
+def test_a_smoke_run_rebuilds_everything(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "training", "--smoke", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("target", "draft"):
+        folder = tmp_path / "demo" / name
+        made = {path.name for path in folder.iterdir()}
+        assert made == {path.name for path in (DEMO / name).iterdir()}
+        Qwen3ForCausalLM.from_pretrained(folder)
+    card = (tmp_path / "demo" / "README.md").read_text(encoding="utf-8")
+    assert "## Held-out loss" in card
+    assert "| all |" in card
+    losses = json.loads((tmp_path / "work" / "metrics.json").read_text(encoding="utf-8"))
+    # ln 512 = 6.24 is what knowing nothing costs; ten steps must have learned something.
+    assert losses["loss"] < 6.2
+
+
+# The shipped demo model
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+
+
+def test_both_models_share_the_tokenizer_and_the_draft_is_small() -> None:
+    files = ("tokenizer.json", "tokenizer_config.json")
+    for file in files:
+        assert (DEMO / "target" / file).read_bytes() == (DEMO / "draft" / file).read_bytes()
+    sizes = {name: _parameters(DEMO / name) for name in ("target", "draft")}
+    assert 2_800_000 <= sizes["target"] <= 3_500_000
+    assert sizes["draft"] * 4 < sizes["target"]
+
+
+def _parameters(folder: Path) -> int:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        tensors = [file.get_tensor(name) for name in list(file.keys())]
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+    return sum(tensor.numel() for tensor in tensors)
+
+
+@given(st.text())
+def test_any_text_makes_the_round_trip(text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    ids = tokenizer.encode(text).ids
+    if not any(token in text for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")):
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_the_chat_template_renders_what_the_model_was_trained_on() -> None:
+    peer = AutoTokenizer.from_pretrained(DEMO / "target")
+    conversation = Conversation(random.Random(0))
+    conversation.say("Hello!", "Hi! Shall I tell you a story?")
+    conversation.say("Yes, please.", "Once upon a time, there was a fox.")
+    messages = [{"role": role, "content": content} for role, content in conversation.turns]
+    assert peer.apply_chat_template(messages, tokenize=False) == conversation.text()
+    opened = peer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert opened == conversation.text() + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_the_training_model_equals_transformers(name: str, tokenizer: Tokenizer) -> None:
+    """Float32 sums over at most 512 products in another order: 1e-3 on logits of up to about 30."""
+    ids = torch.tensor([tokenizer.encode(HELDOUT.read_text(encoding="utf-8")).ids[:1024]])
+    peer = Qwen3ForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32)
+    with torch.no_grad():
+        difference = (peer(ids).logits - load_exported(DEMO / name)(ids)).abs().max()
+    assert difference < 1e-3
+
+
+def test_held_out_loss_is_what_the_card_says(tokenizer: Tokenizer) -> None:
+    """On every fourth document, within a tenth: a damaged file or tokenizer is off by far more."""
+    target, draft = (load_exported(DEMO / name) for name in ("target", "draft"))
+    found = evaluate(target, draft, tokenizer, read_heldout(HELDOUT)[::4])
+    row = re.search(r"^\| all \|.*$", (DEMO / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert row is not None
+    loss, _, draft_loss, _, agreement = row[0].strip("| ").split(" | ")[3:8]
+    assert found.target["all"].loss == pytest.approx(float(loss), rel=0.1)
+    assert found.draft["all"].loss == pytest.approx(float(draft_loss), rel=0.1)
+    assert found.agreement["all"] == pytest.approx(float(agreement.rstrip("%")) / 100, abs=0.03)
+
+
+def test_held_out_text_has_every_kind() -> None:
+    kinds = [kind for kind, _ in read_heldout(HELDOUT)]
+    assert {kind: kinds.count(kind) >= 10 for kind in ("story", "qa", "json", "chat")} == dict.fromkeys(
+        ("story", "qa", "json", "chat"), True
+    )
+    assert kind_of("Once upon a time") == "story"
+
+
+def test_the_model_copies_a_name_it_has_never_seen(tokenizer: Tokenizer) -> None:
+    text = "Rikala bought 37 pears at the market on Friday.\n\nExtract name, count, item and day as JSON.\n"
+    ids = generate(DEMO / "target", tokenizer.encode(text).ids, eos=(0,), temperature=0.0, top_p=1.0, seed=0, most=60)
+    answer = tokenizer.decode(ids).split("\n")[0]
+    assert json.loads(answer) == {"name": "Rikala", "count": 37, "item": "pears", "day": "Friday"}

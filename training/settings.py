@@ -1,0 +1,90 @@
+"""Every number of the training, in two presets: the shipped models, and a smoke run for tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .model import ModelConfig
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one model is trained. Tokens count padding too, since padding costs the same time."""
+
+    tokens: int
+    tokens_per_step: int = 8192
+    peak_lr: float = 3e-3
+    warmup_steps: int = 100
+    knee_tokens: int = 0
+    knee_share: float = 1.0
+    text_share: float = 1.0
+    weight_decay: float = 0.1
+    average_decay: float = 0.99
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of one rebuild."""
+
+    work: Path
+    output: Path
+    heldout_path: Path
+    train_documents: int
+    heldout_documents: int
+    train_seed: int
+    heldout_seed: int
+    vocab_size: int
+    target: ModelConfig
+    draft: ModelConfig
+    target_schedule: Schedule
+    draft_schedule: Schedule
+    early_export_seconds: float = 240.0
+    checkpoint_seconds: float = 120.0
+    sample_tokens: int = 400
+    threads: int = 2
+    compile: bool = True
+    autocast: bool = True
+
+
+def full() -> Settings:
+    """The shipped models."""
+    vocab_size = 2048
+    return Settings(
+        work=REPOSITORY / "training" / "work",
+        output=REPOSITORY / "src" / "onward" / "demo",
+        heldout_path=REPOSITORY / "training" / "heldout.txt",
+        train_documents=72_000,
+        heldout_documents=150,
+        train_seed=20_260_101,
+        heldout_seed=990_317,
+        vocab_size=vocab_size,
+        target=ModelConfig(192, 512, 6, 4, 2, 64, vocab_size),
+        draft=ModelConfig(128, 256, 2, 2, 1, 64, vocab_size),
+        target_schedule=Schedule(tokens=20_000_000, knee_tokens=4_500_000, knee_share=0.775, text_share=0.3),
+        draft_schedule=Schedule(tokens=13_000_000, peak_lr=5e-3, seed=2),
+    )
+
+
+def smoke(output: Path) -> Settings:
+    """The same path end to end in seconds; the models it makes know next to nothing."""
+    settings = full()
+    vocab_size = 512
+    return replace(
+        settings,
+        work=output / "work",
+        output=output / "demo",
+        heldout_path=output / "heldout.txt",
+        train_documents=120,
+        heldout_documents=12,
+        vocab_size=vocab_size,
+        target=replace(settings.target, hidden_size=32, intermediate_size=48, num_layers=2, vocab_size=vocab_size),
+        draft=replace(settings.draft, hidden_size=16, intermediate_size=32, num_layers=1, vocab_size=vocab_size),
+        target_schedule=Schedule(tokens=20_000, tokens_per_step=2048, warmup_steps=2, average_decay=0.5),
+        draft_schedule=Schedule(tokens=20_000, tokens_per_step=2048, warmup_steps=2, average_decay=0.5, seed=2),
+        sample_tokens=8,
+        compile=False,
+    )

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-INSTALLED_FROM := pyproject.toml constraints.txt
+INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cpp" -o -name "*.h" -o -name "CMakeLists.txt")
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types contracts unit bench demo-model clean
@@ -12,7 +12,9 @@ help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 demo: $(VENV)/.installed ## install, and stream a story from the bundled model
-	@$(BIN)/onward generate "Once upon a time" --max-new-tokens 200 --seed 7
+	@printf 'Once upon a time'
+	@$(BIN)/onward generate "Once upon a time" --max-new-tokens 400 --temperature 0.5 --seed 10
+	@echo
 
 test: lint types contracts unit ## everything that must pass: lint, types, import contracts, tests
 

@@ -7,8 +7,8 @@ namespace {
 
 constexpr int64_t kElementsPerChunk = 1 << 14;
 
-struct Swish {  // x * sigmoid(x)
-  static f32x16 apply(f32x16 x) { return mul(x, sigmoid(x)); }
+struct Swish {
+  static f32x16 apply(f32x16 x) { return times_sigmoid(x, x); }
 };
 struct Gelu {
   static f32x16 apply(f32x16 x) { return mul(x, normal_cdf(x)); }
@@ -17,7 +17,7 @@ struct Gelu {
 struct GeluTanh {
   static f32x16 apply(f32x16 x) {
     const f32x16 inner = fma(mul(x, x), splat(0.044715f), splat(1.0f));
-    return mul(x, sigmoid(mul(mul(x, splat(1.5957691216f)), inner)));
+    return times_sigmoid(x, mul(mul(x, splat(1.5957691216f)), inner));
   }
 };
 

@@ -9,16 +9,18 @@ namespace onward {
 
 // cos and sin of position * inverse_frequencies[i], i < pairs, to the nearest float or its neighbour,
 // for angles up to 2^31. In float32 the angle itself would be off by 0.03 at position 10^6; in double
-// it is exact to 10^-10 there. Branch-free, so that the compiler makes vectors of it.
+// it is exact to 10^-10 there. All in arithmetic, so that the compiler makes vectors of it: choices
+// are products with 0, 1 or -1.
 inline void angles(double position, const float* inverse_frequencies, int64_t pairs, float* cos,
                    float* sin) {
   constexpr double kRounder = 0x1.8p52;  // adding it leaves no bits for a fraction
+  const auto nearest = [](double a) { return (a + kRounder) - kRounder; };
   for (int64_t i = 0; i < pairs; ++i) {
     const double angle = position * double(inverse_frequencies[i]);
-    const double shifted = angle * 0x1.45f306dc9c883p-1 + kRounder;  // 2 / pi
-    const double quarters = shifted - kRounder;
-    uint64_t bits;
-    std::memcpy(&bits, &shifted, sizeof bits);
+    const double quarters = nearest(angle * 0x1.45f306dc9c883p-1);  // of a turn: 2 / pi
+    // The last two bits of the number of quarters: k / 2 - 1/4 rounds to the half of k, rounded down.
+    const double halves = nearest(quarters * 0.5 - 0.25);
+    const double odd = quarters - 2 * halves, half = halves - 2 * nearest(halves * 0.5 - 0.25);
     // pi / 2 in parts of 33 bits: the products are exact.
     double r = angle - quarters * 0x1.921fb544p+0;
     r = r - quarters * 0x1.0b4611a6p-34;
@@ -36,10 +38,9 @@ inline void angles(double position, const float* inverse_frequencies, int64_t pa
     c = c * square + 1.0 / 24;
     c = c * square - 0.5;
     c = c * square + 1.0;
-    const bool odd = bits & 1, sin_negative = bits & 2, cos_negative = (bits + 1) & 2;
-    const double sin_of = odd ? c : s, cos_of = odd ? s : c;
-    sin[i] = float(sin_negative ? -sin_of : sin_of);
-    cos[i] = float(cos_negative ? -cos_of : cos_of);
+    const double even = 1 - odd, sign = 1 - 2 * half;
+    sin[i] = float(sign * (even * s + odd * c));
+    cos[i] = float(sign * (even - odd) * (even * c + odd * s));
   }
 }
 

@@ -3,7 +3,7 @@
 //   less(a, b), is_nan(a) -> mask16      select(m, a, b): a where m, else b      any(m)
 //   round(a)                 to the nearest integer, ties to even; |a| < 2^22
 //   times_power_of_two(a, n) a * 2^n, n integers in -160 … 160; gradual underflow
-//   exp(a), sigmoid(a), normal_cdf(a)
+//   exp(a), times_sigmoid(a, x), normal_cdf(a)
 //   highest(a)               the largest of the 16 lanes
 #pragma once
 #include "simd.h"
@@ -109,10 +109,9 @@ inline f32x16 exp(f32x16 x) {
   return times_power_of_two(sum, n);
 }
 
-// 1 / (1 + e^-x), within 3 units in the last place.
-inline f32x16 sigmoid(f32x16 x) {
-  const f32x16 one = splat(1.0f);
-  return div(one, add(one, exp(sub(zero_f32(), x))));
+// a / (1 + e^-x), within 3 units in the last place.
+inline f32x16 times_sigmoid(f32x16 a, f32x16 x) {
+  return div(a, add(splat(1.0f), exp(sub(zero_f32(), x))));
 }
 
 // The standard normal distribution: erfc(-x / sqrt 2) / 2, with a relative error below 1e-6 in both

@@ -4,9 +4,7 @@ lm = onward.load("demo")
 print(lm.generate("Once upon a time").text)
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,8 +14,9 @@ if TYPE_CHECKING:
     from onward.decoding import decode, stream
     from onward.errors import OnwardError
     from onward.language_model import LanguageModel
-    from onward.load import load
+    from onward.loading import load
     from onward.models import Model
+    from onward.native import num_threads, set_num_threads
     from onward.sampling import Sampler, SamplingParams, greedy, sample
 
 __version__ = "0.1.0"
@@ -36,8 +35,10 @@ __all__ = [
     "decode",
     "greedy",
     "load",
+    "num_threads",
     "ops",
     "sample",
+    "set_num_threads",
     "stream",
 ]
 
@@ -54,8 +55,10 @@ _HOMES = {
     "Timing": "onward.completion",
     "decode": "onward.decoding",
     "greedy": "onward.sampling",
-    "load": "onward.load",
+    "load": "onward.loading",
+    "num_threads": "onward.native",
     "sample": "onward.sampling",
+    "set_num_threads": "onward.native",
     "stream": "onward.decoding",
 }
 _SUBMODULES = {
@@ -65,25 +68,13 @@ _SUBMODULES = {
     "decoding",
     "errors",
     "language_model",
+    "loading",
     "models",
     "native",
     "ops",
     "sampling",
     "testing",
 }
-
-
-class _Package(ModuleType):
-    """`load` is the name of a function and of the module it stands in. Importing a submodule binds it to its package;
-    of this one the function is meant, whoever imports the module first."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "load" and isinstance(value, ModuleType):
-            value = value.load
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

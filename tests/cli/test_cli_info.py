@@ -16,7 +16,8 @@ def test_the_machine_alone(cli: Cli) -> None:
     result = cli("info", "--json")
     found = json.loads(result.out)
     assert (result.code, result.err) == (0, "")
-    assert set(found) == {"machine", "software"}
+    assert set(found) == {"machine", "kernels", "software"}
+    assert found["kernels"]["form"] == onward.ops.choice().form
     assert found["software"]["torch"] == torch.__version__
     assert found["software"]["torch_threads"] == torch.get_num_threads()
     assert 1 <= found["machine"]["cores"] <= (os.cpu_count() or 1)

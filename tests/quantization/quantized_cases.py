@@ -1,5 +1,8 @@
 """Quantized weights to test with, and what the formats are, written down a second time."""
 
+import re
+from pathlib import Path
+
 import torch
 from hypothesis import strategies as st
 
@@ -11,6 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 140))
 GROUP = 32
+DOCS = Path(__file__).parents[2] / "docs" / "quantization.md"
 
 
 def noise(*shape, seed=0):
@@ -35,3 +39,10 @@ def spread(scales, inputs):
     """Scales [rows, groups] -> float64 [rows, inputs]."""
     group = inputs if scales.shape[1] == 1 else GROUP
     return scales.to(torch.float64).repeat_interleave(group, 1)[:, :inputs]
+
+
+def documented_functions():
+    """What the Python of docs/quantization.md defines, by name."""
+    names = {}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)), names)
+    return names

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized_cases import FORMATS
+from quantized_cases import FORMATS, documented_functions
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
@@ -144,6 +144,17 @@ def test_a_matrix_may_stay_in_floats(folder):
     assert torch.equal(params.layers[1].down_proj.weight, stock)
     assert isinstance(params.layers[1].up_proj.weight, QuantizedWeight)
     logits(decoder_model(config, params))
+
+
+def test_the_writer_in_the_documentation_writes_a_folder(tmp_path, folder):
+    stock = load_file(folder.parent / "source" / "model.safetensors")
+    matrices = {name: quantize_weight(tensor, "int4") for name, tensor in stock.items() if tensor.dim() == 2}
+    others = {name: tensor for name, tensor in stock.items() if tensor.dim() < 2}
+    (tmp_path / "theirs").mkdir()
+    config = json.loads((folder.parent / "source" / "config.json").read_text())
+    documented_functions()["write_folder"](tmp_path / "theirs", config, matrices, others)
+    theirs, ours = leaves(read(tmp_path / "theirs")[1]), leaves(read(folder)[1])
+    assert all(torch.equal(*pair) for pair in zip(theirs, ours, strict=True))
 
 
 def test_bytes_that_lie_anywhere_are_copied_to_where_kernels_want_them(folder):

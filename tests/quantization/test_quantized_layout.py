@@ -1,20 +1,16 @@
 """The packed bytes are where docs/quantization.md says, and the same as the native library's."""
 
-import re
 import struct
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
-from quantized_cases import FORMATS, SHAPES, integers, packed
+from quantized_cases import FORMATS, SHAPES, documented_functions, integers, packed
 
 from onward import native
 from onward.errors import RequestError
 from onward.ops import QuantizedWeight
 from onward.ops.quantized_layout import data_shape, pack
-
-DOCS = Path(__file__).parents[2] / "docs" / "quantization.md"
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -78,22 +74,38 @@ def test_the_native_library_packs_the_same_bytes(format, shape):
     assert torch.equal(here, there)
 
 
+def random_bytes(count, seed=0):
+    return bytes(torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def random_scales(count):
+    return torch.rand(count, generator=torch.Generator().manual_seed(1)).to(torch.float16).tolist()
+
+
 def test_the_converter_in_the_documentation_converts_q4_0():
     """Blocks of Q4_0 as llama.cpp defines them: a float16 d, then 16 bytes, low halves first; value d * (q - 8)."""
-    code = re.search(r"```python\n(.*?def from_q4_0.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
-    names = {}
-    exec(code[1], names)
     rows, groups = 17, 3
-    raw = bytes(torch.randint(0, 256, (rows * groups * 18,), generator=torch.Generator().manual_seed(0)).tolist())
-    halves = torch.rand(rows * groups, generator=torch.Generator().manual_seed(1)).to(torch.float16)
-    blocks = [struct.pack("<e", d) + raw[18 * i + 2 : 18 * i + 18] for i, d in enumerate(halves.tolist())]
-    expected = [
-        d * (value - 8)
-        for d, block in zip(halves.tolist(), blocks, strict=True)
-        for value in [byte & 15 for byte in block[2:]] + [byte >> 4 for byte in block[2:]]
-    ]
-    weight = names["from_q4_0"](b"".join(blocks), rows, groups * 32)
+    scales, raw = random_scales(rows * groups), random_bytes(rows * groups * 16)
+    blocks = [(d, raw[16 * i : 16 * i + 16]) for i, d in enumerate(scales)]
+    expected = [d * (q - 8) for d, block in blocks for q in [b & 15 for b in block] + [b >> 4 for b in block]]
+    given = b"".join(struct.pack("<e", d) + block for d, block in blocks)
+    weight = documented_functions()["from_q4_0"](given, rows, groups * 32)
     assert weight.dequantize().flatten().tolist() == expected
+
+
+def test_the_converter_in_the_documentation_converts_q8_0():
+    """Blocks of Q8_0: a float16 d, then 32 signed bytes. int8 rounds them again, by half a step at most."""
+    rows, groups = 17, 3
+    scales, raw = random_scales(rows * groups), random_bytes(rows * groups * 32)
+    expected = torch.tensor(
+        [d * (b - 256 if b > 127 else b) for d, b in zip([d for d in scales for _ in range(32)], raw, strict=True)]
+    )
+    given = b"".join(struct.pack("<e", d) + raw[32 * i : 32 * i + 32] for i, d in enumerate(scales))
+    weight = documented_functions()["from_q8_0"](given, rows, groups * 32)
+    expected = expected.view(rows, groups * 32)
+    step = expected.abs().amax(1, keepdim=True) / 127
+    # and the float32 roundings of the scale, the quotient and the product, each of a number up to absmax
+    assert bool(((weight.dequantize() - expected).abs() <= step * (0.5 + 127 * 3 * 2.0**-24)).all())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,10 @@ constexpr int64_t kUnitRows = 256;
 constexpr int64_t kUnitQueries = 64;
 // Segments of few rows may be spread over the team, each with a state of its own until the merge.
 constexpr int64_t kSpreadRows = 32;
+// The work of a unit: blocks * (rows + what reading a block costs, in rows) * features. A chunk of so
+// much takes a few microseconds.
+constexpr int64_t kLoadingRows = 4;
+constexpr int64_t kWorkPerChunk = 4096;
 
 class Plan {
  public:
@@ -27,10 +31,13 @@ class Plan {
       if (end > longest) longest = end;
     }
     segments_ = ceil_div(longest, kSegment);
+    const int64_t work = ceil_div(longest, kBlock) * (rows() + kLoadingRows) * p.dim;
+    grain_ = ceil_div(kWorkPerChunk, work + 1);
   }
 
   int64_t units() const { return p_.batch * p_.kv_heads * chunks_; }
   int64_t segments() const { return segments_; }
+  int64_t grain() const { return grain_; }  // units of a chunk
   int64_t rows() const { return queries_ * p_.group(); }
 
   // Later queries see more: they come first, so that the last unit to finish is a short one.
@@ -49,13 +56,13 @@ class Plan {
 
  private:
   const Problem& p_;
-  int64_t queries_, chunks_, segments_;
+  int64_t queries_, chunks_, segments_, grain_;
 };
 
 template <class T>
 Status run_units(const Problem& p, const Plan& plan) {
   std::atomic<bool> ok{true};
-  parallel_for(plan.units(), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(plan.units(), plan.grain(), [&](int64_t begin, int64_t end) {
     Worker<T> worker(p, plan.rows());
     if (!worker.ok()) ok = false;
     for (int64_t i = begin; i < end && worker.ok(); ++i) worker.run(plan.unit(i));

@@ -160,9 +160,9 @@ ONWARD_APART PackedValues<F> pack_values(const ValueRows<F, T>& values, int64_t 
   return {packed, values.dim, padded};
 }
 
-// Asks for rows that will be read soon: the cache is walked in jumps between keys and values that the
-// processor does not foresee. The rows need not exist; a null first row means none. (GCC takes a
-// function that only fetches for one without effect and drops its calls, unless it must inline them.)
+// Asks for the keys that come next while values are read: the processor does not foresee that jump.
+// The rows need not exist; a null first row means none. (GCC takes a function that only fetches for
+// one without effect and drops its calls, unless it must inline them.)
 template <class T>
 ONWARD_INLINE void fetch_rows(const Rows<T>& rows, int64_t begin, int64_t count, int64_t dim) {
   if (rows.first == nullptr) return;

@@ -1,18 +1,15 @@
 // The sums of the lanes of several vectors at once. Each is taken in the order of sum_lanes: lane i
-// and i + 8, then i + 4, i + 2, i + 1.
+// and i + 8, then i + 4, i + 2, i + 1. Inlined whatever it costs: the vectors must stay in registers.
 #pragma once
 #include "../simd.h"
 
 namespace onward {
 
-// The vectors must stay in registers.
-#define ONWARD_INLINE_SUMS __attribute__((always_inline)) inline
-
 #if defined(__AVX512F__)
 
 constexpr int kSumsAtOnce = 16;
 
-ONWARD_INLINE_SUMS void sum_lanes_of(const f32x16 (&v)[16], float* sums) {
+__attribute__((always_inline)) inline void sum_lanes_of(const f32x16 (&v)[16], float* sums) {
   // The vectors of a step hold half as many lanes of twice as many sums.
   __m512 quarters[4], pairs[2];
   for (int i = 0; i < 4; ++i) {
@@ -37,7 +34,7 @@ ONWARD_INLINE_SUMS void sum_lanes_of(const f32x16 (&v)[16], float* sums) {
 
 constexpr int kSumsAtOnce = 4;
 
-ONWARD_INLINE_SUMS void sum_lanes_of(const f32x16 (&v)[4], float* sums) {
+__attribute__((always_inline)) inline void sum_lanes_of(const f32x16 (&v)[4], float* sums) {
   __m128 four[4];
   for (int i = 0; i < 4; ++i) {
     const __m256 eight = _mm256_add_ps(v[i].lo, v[i].hi);
@@ -52,7 +49,7 @@ ONWARD_INLINE_SUMS void sum_lanes_of(const f32x16 (&v)[4], float* sums) {
 
 constexpr int kSumsAtOnce = 2;
 
-ONWARD_INLINE_SUMS void sum_lanes_of(const f32x16 (&v)[2], float* sums) {
+__attribute__((always_inline)) inline void sum_lanes_of(const f32x16 (&v)[2], float* sums) {
   for (int i = 0; i < 2; ++i) sums[i] = sum_lanes(v[i]);
 }
 

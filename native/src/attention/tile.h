@@ -55,20 +55,17 @@ struct Scoring {
   float* scores;  // [rows, 64]
 };
 
-// scores = the dot products of the queries with the keys. Two rows go together and share what they
-// read. `fetch`: rows wanted next.
+// scores = the dot products of the queries with the keys. Two rows go together and share each key.
 template <class F, bool WHOLE, class T>
-ONWARD_APART void score_keys(const Scoring& s, const Rows<T>& keys, const Rows<T>& fetch) {
+ONWARD_APART void score_keys(const Scoring& s, const Rows<T>& keys) {
   constexpr int64_t kPair = kSumsAtOnce / 2;
   float sums[kSumsAtOnce];
   for (int64_t j = 0; j < s.positions; j += kSumsAtOnce) {
-    if (s.rows == 1) fetch_rows(fetch, j, kSumsAtOnce, s.dim);
     const float* queries = s.queries;
     float* scores = s.scores + j;
     int64_t left = s.rows;
     for (; left >= 2; left -= 2) {
       for (int64_t i = 0; i < kSumsAtOnce; i += kPair) {
-        if (left == s.rows) fetch_rows(fetch, j + i, kPair, s.dim);
         dot_products<F, 2, WHOLE>(queries, s.query_words, keys, j + i, s.dim, sums);
         std::memcpy(scores + i, sums, kPair * sizeof(float));
         std::memcpy(scores + kBlock + i, sums + kPair, kPair * sizeof(float));
@@ -81,11 +78,11 @@ ONWARD_APART void score_keys(const Scoring& s, const Rows<T>& keys, const Rows<T
 }
 
 template <class F, class T>
-inline void score_keys(const Scoring& s, const Rows<T>& keys, const Rows<T>& fetch) {
+inline void score_keys(const Scoring& s, const Rows<T>& keys) {
   if (s.dim % F::kFeatures == 0) {
-    score_keys<F, true>(s, keys, fetch);
+    score_keys<F, true>(s, keys);
   } else {
-    score_keys<F, false>(s, keys, fetch);
+    score_keys<F, false>(s, keys);
   }
 }
 
@@ -96,7 +93,7 @@ struct Blend {
   int64_t positions;             // of the block, a multiple of 16
   float* out;                    // [rows, padded]
   int64_t dim, padded;
-  Rows<T> fetch;  // wanted next
+  Rows<T> next_keys;
 };
 
 // out[r] = out[r] * decay[r] + weights[r] * values, for VECTORS vectors of features from d on.
@@ -111,7 +108,7 @@ ONWARD_APART void blend_features(const Blend<T>& b, const Values& values, int64_
   }
   const float* weights = b.weights;
   for (int64_t j = 0; j < b.positions; j += F::kPositions, ++weights) {
-    if (d == 0) fetch_rows(b.fetch, j, F::kPositions, b.dim);
+    if (d == 0) fetch_rows(b.next_keys, j, F::kPositions, b.dim);
     ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; v += F::kVectors) {
       typename F::Vector value[F::kVectors];
       values.template read<WHOLE>(j, d + v * 16, value);

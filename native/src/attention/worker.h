@@ -182,14 +182,14 @@ class Worker {
     const Rows<T> keys = rows_at(unit, p_.keys, start, seen, partial_keys_);
     const ValueRows<F, T> values{rows_at(unit, p_.values, start, seen, partial_values_), p_.dim};
     if (tile_count_ == 1) {
-      const Rows<T> next_keys = rows_at(unit, p_.keys, start + kBlock);
-      return run_tile(tiles_[0], start, state, keys, values, values.rows, next_keys);
+      return run_tile(tiles_[0], start, state, keys, values,
+                      rows_at(unit, p_.keys, start + kBlock));
     }
     const auto packed = pack_values(values, positions_in(start, seen), padded_, packed_);
     for (int64_t i = 0; i < tile_count_; ++i) {
       const Tile& tile = tiles_[i];
       if (overlap(tile.seen, {start, start + kBlock}).empty()) continue;
-      run_tile(tile, start, state.from_row(tile.first), keys, packed, Rows<T>{}, Rows<T>{});
+      run_tile(tile, start, state.from_row(tile.first), keys, packed, Rows<T>{});
     }
   }
 
@@ -210,21 +210,25 @@ class Worker {
     if (seen.first <= start && seen.last >= start + positions) return rows;
     for (int64_t j = 0; j < positions; ++j) {
       const bool real = start + j >= seen.first && start + j < seen.last;
+      void* to = copy + j * padded_;
       const size_t bytes = size_t(p_.dim) * sizeof(T);
-      real ? std::memcpy(copy + j * padded_, rows[j], bytes)
-           : std::memset(static_cast<void*>(copy + j * padded_), 0, bytes);
+      if (real) {
+        std::memcpy(to, rows[j], bytes);
+      } else {
+        std::memset(to, 0, bytes);
+      }
     }
     return {copy, padded_};
   }
 
-  // While the keys are scored, the rows `fetch_first` are asked for; with the values, `fetch_then`.
+  // `next_keys` are asked for meanwhile.
   template <class Values>
   void run_tile(const Tile& tile, int64_t start, const State& state, const Rows<T>& keys,
-                const Values& values, Rows<T> fetch_first, Rows<T> fetch_then) {
+                const Values& values, const Rows<T>& next_keys) {
     const int64_t positions = positions_in(start, tile.seen);
     const Scoring scoring{panel_ + tile.first * query_words_, tile.rows, query_words_, positions,
                           p_.dim, scores_};
-    score_keys<F>(scoring, keys, fetch_first);
+    score_keys<F>(scoring, keys);
     // Lanes past the tile's rows hold what lies behind, and are not used.
     float after[16], decay[16];
     const f32x16 before = load(state.max);
@@ -239,7 +243,7 @@ class Worker {
       make_weights<F>(scores_ + i * kBlock, positions, after[i], decay[i],
                       weights_ + i * (kBlock / F::kPositions), state.sum + i * 16);
     }
-    const Blend<T> blend{weights_, decay, positions, state.out, p_.dim, padded_, fetch_then};
+    const Blend<T> blend{weights_, decay, positions, state.out, p_.dim, padded_, next_keys};
     blend_values<F>(tile.rows, blend, values);
   }
 

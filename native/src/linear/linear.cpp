@@ -26,9 +26,9 @@ constexpr int kStreamRows = 4, kTileRows = 4, kInt4Blocks = 1;
 constexpr int kBlocks[kStreamRows + 1] = {0, 1, 1, 1, 1};
 #endif
 constexpr int kMaxBlocks = 4;
-constexpr int64_t kRowsPerPart = 128;            // of a large T, so that there is enough to share out
-constexpr int64_t kStreamBytes = 128 << 10;      // weights per chunk of a stream
-constexpr int64_t kResidentBytes = 192 << 10;    // weights per chunk of large T, used part by part
+constexpr int64_t kRowsPerPart = 64;           // of a large T, so that there is enough to share out
+constexpr int64_t kStreamBytes = 128 << 10;    // weights per group of a stream
+constexpr int64_t kResidentBytes = 192 << 10;  // weights per group of large T, used part by part
 
 using KernelFunction = void (*)(const Tile&);
 struct KernelTable {
@@ -81,7 +81,8 @@ struct Problem {
   bool streaming = t <= kStreamRows;
   int64_t tiles = streaming ? 1 : ceil_div(t, kTileRows);
   int64_t parts = ceil_div(t, kRowsPerPart);
-  int64_t group = group_blocks();
+  int64_t unit = blocks_at_once(streaming ? t : kTileRows);  // groups are whole numbers of it
+  int64_t groups = count_groups();
   uint8_t* panels = nullptr;
 
   int64_t first_row(int64_t tile) const {
@@ -92,10 +93,16 @@ struct Problem {
     if (streaming) return 1;
     return format == kPackedInt4 && kBlocks[rows] > kInt4Blocks ? kInt4Blocks : kBlocks[rows];
   }
-  int64_t group_blocks() const {
-    const int64_t wanted = (streaming ? kStreamBytes : kResidentBytes) / (bytes + 1);
-    const int64_t unit = blocks_at_once(streaming ? t : kTileRows);
-    return round_up(wanted > 1 ? wanted : 1, unit);
+  // As many groups as their size asks for, and the same number for every thread.
+  int64_t count_groups() const {
+    const int64_t units = ceil_div(blocks, unit);
+    const int64_t wanted = ceil_div(blocks * bytes, streaming ? kStreamBytes : kResidentBytes);
+    const int64_t even = round_up(wanted > 1 ? wanted : 1, num_threads());
+    return even < units ? even : units;
+  }
+  int64_t first_block(int64_t group) const {
+    const int64_t block = ceil_div(blocks, unit) * group / groups * unit;
+    return block < blocks ? block : blocks;
   }
 };
 
@@ -130,8 +137,7 @@ void store_tile(const Problem& p, const float* sums, int64_t row, int64_t rows, 
 void run_chunk(const Problem& p, int64_t group, int64_t part) {
   alignas(64) float sums[kStreamRows * kMaxBlocks * 16];
   const KernelTable& table = kernels_of(p.format);
-  const int64_t begin = group * p.group;
-  const int64_t end = begin + p.group < p.blocks ? begin + p.group : p.blocks;
+  const int64_t begin = p.first_block(group), end = p.first_block(group + 1);
   for (int64_t tile = p.tiles * part / p.parts; tile < p.tiles * (part + 1) / p.parts; ++tile) {
     const int64_t row = p.first_row(tile), rows = p.first_row(tile + 1) - row;
     const uint8_t* panel = p.panels + row * p.row_bytes;
@@ -181,8 +187,7 @@ ONWARD_API int32_t onward_linear(int32_t format, int64_t t, int64_t n, int64_t k
   p.panels = static_cast<uint8_t*>(scratch(kScratchActivations, t * p.row_bytes + 1));
   if (p.panels == nullptr) return kOutOfMemory;
   make_panels(p, {x, x_dtype, x_stride});
-  const int64_t groups = ceil_div(p.blocks, p.group);
-  parallel_for(groups * p.parts, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(p.groups * p.parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) run_chunk(p, i / p.parts, i % p.parts);
   });
   return kOk;

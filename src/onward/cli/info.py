@@ -10,7 +10,7 @@ import typer
 from onward.cli.facts import as_lines, as_object
 from onward.cli.holdings import Holdings
 from onward.cli.loading import find
-from onward.cli.machine import machine_facts, software_facts
+from onward.cli.machine import kernel_facts, machine_facts, software_facts
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError
 
@@ -34,8 +34,7 @@ def info(
     if source is None and (context is not None or batch != 1):
         raise RequestError("--context and --batch ask for the memory of a model: name its SOURCE too")
     with waiting("looking …"):
-        # The native kernels will be a section of their own between these two.
-        sections = {"machine": machine_facts(), "software": software_facts()}
+        sections = {"machine": machine_facts(), "kernels": kernel_facts(), "software": software_facts()}
     if source is not None:
         folder = find(source)
         with waiting(f"looking at {source} …"):

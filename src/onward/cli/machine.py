@@ -31,6 +31,24 @@ def machine_facts() -> list[Fact]:
     ]
 
 
+def kernel_facts() -> list[Fact]:
+    """Which form of the ops runs on the CPU."""
+    from onward import native, ops
+
+    built = native.built_isas()
+    if not built:
+        form = "torch's operators: no native library was built (install again where there is a C++ compiler)"
+        return [Fact("form", "definition", form)]
+    choice = ops.choice()
+    return [
+        Fact("form", choice.form, None if choice.form == "native" else "torch's operators, as ONWARD_OPS or _ISA asks"),
+        Fact("instruction_set", choice.isa),
+        Fact("built", built),
+        Fact("usable", native.available_isas()),
+        Fact("threads", native.num_threads()),
+    ]
+
+
 def software_facts() -> list[Fact]:
     """What Onward runs on here, with the devices that PyTorch finds."""
     import torch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from onward.native import Library
+from onward.native import Library, advise_huge_pages
 from onward.native.interface import Format
 from onward.ops.operators import DTYPES, Operator, usable_library
 
@@ -47,6 +47,7 @@ def pack_native(weight: Tensor) -> NativeWeight | None:
     units = -(-inputs // pair) * pair // neighbours
     data = torch.empty((-(-rows // BLOCK), units, BLOCK, neighbours), dtype=weight.dtype)
     assert data.nbytes == library.onward_linear_packed_bytes(_FORMATS[weight.dtype], rows, inputs)
+    advise_huge_pages(data.data_ptr(), data.nbytes)
     status = library.onward_linear_pack(
         _FORMATS[weight.dtype], rows, inputs, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
     )

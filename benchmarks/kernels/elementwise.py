@@ -1,0 +1,121 @@
+"""Norms, rotary embedding, gated activations, argmax: beside what torch does for the same definition.
+
+    python -m benchmarks.kernels.elementwise [--repeats 15] [--dtype bfloat16]
+
+In the shape of Qwen3-0.6B (hidden 1024, intermediate 3072, 16 heads of 128, vocabulary 151,936), for 1 token and
+for 512. A figure is the median of one call, taken in turns; the last line is JSON.
+"""
+
+import argparse
+import ctypes
+import json
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.kernels.attention import CODES, Run, medians, repeated
+from onward import native
+
+HIDDEN, INTERMEDIATE, HEADS, HEAD_DIM, VOCABULARY = 1024, 3072, 16, 128, 151_936
+CALLS = 50  # of a measured run: one call is shorter than the clock is fine
+Pair = tuple[str, Run, Run]  # what, ours, torch's
+
+
+def rms_norm_definition(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
+
+
+def rotate_definition(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def norms(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pair]:
+    x, residual, out = (torch.randn(rows, HIDDEN).to(dtype) for _ in range(3))
+    weight, bias = torch.ones(HIDDEN, dtype=dtype), torch.zeros(HIDDEN, dtype=dtype)
+    place = (rows, HIDDEN, CODES[dtype], x.data_ptr(), HIDDEN)
+    end = (1e-6, out.data_ptr(), HIDDEN)
+    plain = (*place, None, 0, weight.data_ptr(), 0.0, 1, *end)
+    # A residual of zeros: x must not grow from call to call.
+    residual.zero_()
+    fused = (*place, residual.data_ptr(), HIDDEN, weight.data_ptr(), 0.0, 1, *end)
+    yield "rms_norm", lambda: library.onward_rms_norm(*plain), lambda: rms_norm_definition(x, weight)
+    yield (
+        "add + rms_norm",
+        lambda: library.onward_rms_norm(*fused),
+        lambda: rms_norm_definition(x.add_(residual), weight),
+    )
+    layer = (*place, weight.data_ptr(), bias.data_ptr(), *end)
+    yield (
+        "layer_norm (torch: its kernel)",
+        lambda: library.onward_layer_norm(*layer),
+        lambda: F.layer_norm(x, (HIDDEN,), weight, bias),
+    )
+
+
+def rotary(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pair]:
+    x = torch.randn(1, HEADS, rows, HEAD_DIM).to(dtype)
+    out, pairs = torch.empty_like(x), HEAD_DIM // 2
+    frequencies = 1e6 ** -(torch.arange(pairs) / pairs)
+    angle = torch.arange(rows)[:, None] * frequencies
+    cos, sin, offsets = angle.cos()[None], angle.sin()[None], torch.zeros(1, dtype=torch.int32)
+    strides, angle_strides = (ctypes.c_int64 * 3)(*x.stride()[:3]), (ctypes.c_int64 * 2)(*cos.stride()[:2])
+    place = (1, HEADS, rows, HEAD_DIM, CODES[dtype], x.data_ptr(), strides)
+    given = (*place, cos.data_ptr(), sin.data_ptr(), pairs, angle_strides, 0, out.data_ptr(), strides)
+    found = (*place, offsets.data_ptr(), frequencies.data_ptr(), pairs, 1.0, 0, out.data_ptr(), strides)
+
+    def definition() -> Tensor:
+        angle = (offsets[:, None] + torch.arange(rows))[:, None, :, None] * frequencies
+        return rotate_definition(x, angle.cos(), angle.sin())
+
+    yield "rotate", lambda: library.onward_rotate(*given), lambda: rotate_definition(x, cos[:, None], sin[:, None])
+    yield "rope", lambda: library.onward_rope(*found), definition
+
+
+def gates(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pair]:
+    gate, up, out = (torch.randn(rows, INTERMEDIATE).to(dtype) for _ in range(3))
+    size = (rows, INTERMEDIATE, CODES[dtype])
+    place = (gate.data_ptr(), INTERMEDIATE, up.data_ptr(), INTERMEDIATE, out.data_ptr(), INTERMEDIATE)
+    yield "swiglu", lambda: library.onward_swiglu(*size, *place), lambda: F.silu(gate) * up
+    yield "geglu", lambda: library.onward_geglu(*size, 0, *place), lambda: F.gelu(gate) * up
+    yield (
+        "geglu, tanh",
+        lambda: library.onward_geglu(*size, 1, *place),
+        lambda: F.gelu(gate, approximate="tanh") * up,
+    )
+
+
+def picks(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pair]:
+    rows = min(rows, 8)
+    logits, out = torch.randn(rows, VOCABULARY), torch.empty(rows, dtype=torch.int64)
+    place = (rows, VOCABULARY, logits.data_ptr(), CODES[torch.float32], VOCABULARY, out.data_ptr())
+    yield f"argmax ({rows} rows)", lambda: library.onward_argmax(*place), lambda: logits.argmax(-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    options = parser.parse_args()
+    library = native.library()
+    if library is None:
+        raise SystemExit(f"there is no native library in {native.library_folder()}")
+    torch.set_num_threads(native.num_threads())
+    dtype = getattr(torch, options.dtype)
+    print(f"{native.isa()}, {native.num_threads()} threads, {options.dtype}; microseconds a call")
+    result: dict[str, object] = {"isa": native.isa(), "threads": native.num_threads(), "dtype": options.dtype}
+    for rows in (1, 512):
+        for make in (norms, rotary, gates, picks):
+            for what, ours, torchs in make(library, rows, dtype):
+                runs = [repeated(run, CALLS) for run in (ours, torchs)]
+                mine, other = (s / CALLS * 1e6 for s in medians(runs, options.repeats))
+                print(f"T={rows:<4}{what:32} {mine:8.2f} | torch {other:8.2f} ({other / mine:.1f}x)", flush=True)
+                result[f"{what} {rows}"] = {"us": mine, "torch_us": other, "x": other / mine}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from onward.loading import load
     from onward.models import Model
     from onward.native import num_threads, set_num_threads
+    from onward.quantization import quantize
     from onward.sampling import Sampler, SamplingParams, greedy, sample
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "load",
     "num_threads",
     "ops",
+    "quantize",
     "sample",
     "set_num_threads",
     "stream",
@@ -57,6 +59,7 @@ _HOMES = {
     "greedy": "onward.sampling",
     "load": "onward.loading",
     "num_threads": "onward.native",
+    "quantize": "onward.quantization",
     "sample": "onward.sampling",
     "set_num_threads": "onward.native",
     "stream": "onward.decoding",
@@ -72,6 +75,7 @@ _SUBMODULES = {
     "models",
     "native",
     "ops",
+    "quantization",
     "sampling",
     "testing",
 }

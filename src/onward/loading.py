@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from onward.checkpoint import CheckpointFolder, Tokenizer, find_folder, page_releaser, read_weights
+from onward.checkpoint.quantized import read_manifest, read_quantized
 from onward.errors import CheckpointError, ConfigError, RequestError, warn
 from onward.language_model import LanguageModel
-from onward.models import DecoderConfig, decoder_model, pack_params, read_config
+from onward.models import DecoderConfig, DecoderParams, decoder_model, pack_params, read_config
+from onward.quantization import check_format, quantize_params
 from onward.sampling.params import check_whole
 
 _DTYPES = {
@@ -29,6 +31,7 @@ def load(
     device: torch.device | str = "auto",
     max_seq_len: int | None = None,
     progress: bool | None = None,
+    quantize: str | None = None,
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
 
@@ -42,6 +45,8 @@ def load(
         device: "auto" (CUDA where there is one), "cpu", "cuda", …
         max_seq_len: the most positions a request may use; the checkpoint's max_position_embeddings by default.
         progress: show downloads; by default only on a terminal.
+        quantize: "int8" or "int4" to hold all matrices in 8 or 4 bits (docs/quantization.md); a folder that
+            `quantize_folder` wrote is quantized already.
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
@@ -50,6 +55,8 @@ def load(
     """
     if max_seq_len is not None:
         check_whole("max_seq_len", max_seq_len, low=1)
+    if quantize is not None:
+        check_format(quantize)
     torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     path = find_folder(_as_source(source), progress=on_terminal if progress is None else progress)
@@ -58,11 +65,25 @@ def load(
     context = _context(config, max_seq_len)
     tokenizer, template, defaults = folder.tokenizer, folder.chat_template, folder.sampling_defaults
     _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
-    params = read_weights(path, config, dtype=torch_dtype, device=torch_device)
+    params = _read_params(folder, config, torch_dtype, torch_device, quantize)
     if torch_device.type == "cpu":
-        params = pack_params(params, release=page_releaser(path))
         _keep_freed_memory()
     return LanguageModel(decoder_model(config, params, context), tokenizer, template, defaults)
+
+
+def _read_params(
+    folder: CheckpointFolder, config: DecoderConfig, dtype: torch.dtype | None, device: torch.device, format: str | None
+) -> DecoderParams:
+    """The weights in the form that decoding walks: quantized where the folder or the caller says so, else packed."""
+    manifest = read_manifest(folder.path, folder.config)
+    if manifest is not None:
+        if format not in (None, manifest.format):
+            raise RequestError(f"{folder.path} is {manifest.format} already: load it without quantize={format!r}")
+        return read_quantized(folder.path, manifest, config, dtype=dtype, device=device)
+    params = read_weights(folder.path, config, dtype=dtype, device=device)
+    if format is not None:
+        return quantize_params(params, format, release=page_releaser(folder.path))[0]
+    return pack_params(params, release=page_releaser(folder.path)) if device.type == "cpu" else params
 
 
 def _as_source(source: str | os.PathLike[str]) -> str | Path:

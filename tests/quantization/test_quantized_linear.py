@@ -126,16 +126,17 @@ def test_dequantizing_is_integers_times_scales(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_are_those_of_the_unrounded_product(format, dtype):
-    weight = packed(format, 17, 70)
-    x, bias = noise(3, 2, 70).to(dtype).requires_grad_(), noise(17).to(dtype).requires_grad_()
-    upstream = noise(3, 2, 17).to(dtype)
+@pytest.mark.parametrize(("rows", "inputs"), [(17, 70), (1100, 1000)])  # the second is more than is taken at once
+def test_gradients_are_those_of_the_unrounded_product(format, dtype, rows, inputs):
+    weight = packed(format, rows, inputs)
+    x, bias = noise(3, 2, inputs).to(dtype).requires_grad_(), noise(rows).to(dtype).requires_grad_()
+    upstream = noise(3, 2, rows).to(dtype)
     out = ops.linear(x, weight, bias)
     assert torch.equal(out, ops.linear(x.detach(), weight, bias.detach()))
     out.backward(upstream)
     u64, w64 = upstream.to(torch.float64), weight.dequantize().to(torch.float64)
-    size = u64.abs() @ w64.abs()
-    bound = 17 * UNIT[torch.float32] * size + UNIT[dtype] * ((u64 @ w64).abs() + size * 2e-6)
+    inside = (rows + 1) * UNIT[torch.float32] * (u64.abs() @ w64.abs())
+    bound = inside + UNIT[dtype] * ((u64 @ w64).abs() + inside)
     assert bool(((x.grad.to(torch.float64) - u64 @ w64).abs() <= bound).all())
     torch.testing.assert_close(bias.grad, upstream.to(torch.float32).sum((0, 1)).to(dtype))
 

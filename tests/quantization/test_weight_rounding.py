@@ -136,13 +136,14 @@ def test_any_float_is_taken_and_given_back(format, dtype):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-12, 1e-7])
+@pytest.mark.parametrize("size", [0.0, 1e-45, 190 * 2.0**-149, 1e-38, 1e-12, 1e-7])
 def test_zeros_and_what_is_nearly_so_stay_small_and_numbers(format, size):
     weight = torch.full((3, 40), size)
     weight[1] *= -1
     weight[2] = noise(40)
     got = quantize_weight(weight, format).dequantize()
     assert bool((got[:2].abs() <= 2 * size).all())
+    assert bool((got.sign() * weight.sign() >= 0).all())
     assert relative_rms_error(weight[2:], quantize_weight(weight[2:], format)) < 0.1
 
 

@@ -67,6 +67,9 @@ class ModelFlags:
         str,
         Option("--device", metavar="NAME", show_default=False, help="cpu, cuda, …; else CUDA where there is one."),
     ] = "auto"
+    quantize: Annotated[str | None, Option("--quantize", metavar="NAME", help="Hold the weights as int8 or int4.")] = (
+        None
+    )
     max_seq_len: Annotated[
         int | None, Option("--max-seq-len", metavar="N", help="Context to use; else what the model was made for.")
     ] = None

@@ -16,7 +16,13 @@ def load_model(flags: ModelFlags) -> "LanguageModel":
     """`onward.load` of what the flags say."""
     folder = find(flags.model)
     with waiting(f"loading {flags.model} …"):
-        return onward.load(folder, dtype=flags.dtype, device=flags.device, max_seq_len=flags.max_seq_len)
+        return onward.load(
+            folder,
+            dtype=flags.dtype,
+            device=flags.device,
+            max_seq_len=flags.max_seq_len,
+            quantize=flags.quantize,
+        )
 
 
 def find(source: str) -> Path:

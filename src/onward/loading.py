@@ -79,7 +79,9 @@ def _read_params(
     if manifest is not None:
         if format not in (None, manifest.format):
             raise RequestError(f"{folder.path} is {manifest.format} already: load it without quantize={format!r}")
-        return read_quantized(folder.path, manifest, config, dtype=dtype, device=device)
+        params = read_quantized(folder.path, manifest, config, dtype=dtype, device=device)
+        # A matrix that a converter left in floats; those that are quantized stay the file's own pages.
+        return pack_params(params) if device.type == "cpu" else params
     params = read_weights(folder.path, config, dtype=dtype, device=device)
     if format is not None:
         return quantize_params(params, format, release=page_releaser(folder.path))[0]

@@ -18,11 +18,18 @@ class Holdings:
         import torch
 
         from onward.checkpoint import CheckpointFolder, read_weights
+        from onward.checkpoint.quantized import read_manifest, read_quantized
         from onward.models import decoder_model, read_config
 
         self.folder = CheckpointFolder(path)
         self.config = read_config(self.folder.config)
-        params = read_weights(path, self.config, dtype=None, device=torch.device("cpu"))
+        manifest, cpu = read_manifest(path, self.folder.config), torch.device("cpu")
+        self.format = None if manifest is None else manifest.format
+        params = (
+            read_weights(path, self.config, dtype=None, device=cpu)
+            if manifest is None
+            else read_quantized(path, manifest, self.config, dtype=None, device=cpu)
+        )
         self.dtype = params.embed_tokens.dtype
         self.model = decoder_model(self.config, params)
 
@@ -33,6 +40,7 @@ class Holdings:
             Fact("architecture", folder.config["architectures"][0]),
             Fact("parameters", parameters),
             Fact("dtype", str(self.dtype).removeprefix("torch.")),
+            Fact("quantized", self.format),
             Fact("disk_bytes", size := _disk_bytes(folder.path), in_bytes(size)),
             Fact("layers", config.num_layers),
             Fact("hidden_size", config.hidden_size),

@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+CMAKE := $(or $(shell command -v cmake),$(BIN)/cmake)
 INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cpp" -o -name "*.h" -o -name "CMakeLists.txt")
 
+PEERS := llama.cpp transformers openvino onnxruntime
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types contracts unit bench demo-model clean
+.PHONY: help demo test lint types contracts unit sanitize bench peers compare demo-model clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -31,14 +34,32 @@ contracts: $(VENV)/.installed-dev
 unit: $(VENV)/.installed-dev
 	@$(BIN)/pytest
 
+# The sanitizers must be there before Python is, whose own leaks are not ours to look for. What they find they write
+# past sys.stderr: pytest may not capture that.
+sanitize: $(VENV)/.installed-dev $(CMAKE) ## the kernel tests over AddressSanitizer and UBSan builds; wants g++
+	@$(CMAKE) -S native -B build/sanitize -DCMAKE_CXX_COMPILER=g++ -DONWARD_SANITIZE=ON --log-level=WARNING
+	@$(CMAKE) --build build/sanitize --parallel $$(nproc)
+	@ONWARD_NATIVE_DIR=$(CURDIR)/build/sanitize ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		$(BIN)/python -m pytest --capture=sys tests/native
+
 bench: $(VENV)/.installed-dev ## decode and prefill beside transformers, and the machine's limit
 	@$(BIN)/python -m benchmarks.decode
+
+peers: ## install what `make compare` compares with: ten minutes and 3 GB
+	@$(MAKE) --keep-going --no-print-directory $(PEERS:%=.benchmarks/peers/%/.installed)
+
+compare: $(VENV)/.installed-dev ## Onward beside its peers at every precision (benchmarks/README.md); ARGS="--quick" …
+	@$(BIN)/python -m benchmarks.compare $(ARGS)
 
 demo-model: $(VENV)/.installed-dev ## rebuild corpus, tokenizer and both bundled models (about an hour)
 	@$(BIN)/python -m training
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) build .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+
+$(BIN)/cmake: | $(VENV)/bin/python
+	@$(PIP) cmake
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -51,4 +72,13 @@ $(VENV)/.installed: $(INSTALLED_FROM) | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools …"
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+# Each file lists all of an environment, so pip has nothing to choose: openvino's would else bring a torchvision that
+# does not fit torch's CPU build. llama.cpp is compiled for this processor, which wants a C++ compiler.
+.benchmarks/peers/%/.installed: benchmarks/compare/peers/%.txt
+	@echo "installing $* into $(@D) …"
+	@$(PYTHON) -m venv --clear $(@D)
+	@CMAKE_ARGS="-DGGML_NATIVE=ON" nice $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--requirement $<
 	@touch $@

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from onward.models import read_config
 from onward.models.families import read_params
@@ -55,8 +56,46 @@ def random_checkpoint(name: str = "qwen3-0.6b", config: dict = QWEN3_0_6B) -> Pa
     return folder
 
 
-def weight_bytes_per_token(config: dict = QWEN3_0_6B) -> int:
-    """Bytes of bf16 weights that one token reads: all but the embedding's other rows."""
+def checkpoint_with_tokenizer(name: str = "qwen3-0.6b", config: dict = QWEN3_0_6B) -> Path:
+    """The same checkpoint (links to its files) with a tokenizer of single bytes: some converters insist on one."""
+    source = random_checkpoint(name, config)
+    folder = source.with_name(f"{name}-with-tokenizer")
+    if not (folder / "tokenizer.json").is_file():
+        folder.mkdir(exist_ok=True)
+        for file in ("config.json", "model.safetensors"):
+            (folder / file).unlink(missing_ok=True)
+            (folder / file).symlink_to((source / file).resolve())
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        # Written last: its presence says that the rest is whole.
+        _byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def weight_bytes_per_token(config: dict = QWEN3_0_6B, precision: str = "bf16") -> int:
+    """Bytes of weights that one token reads in Onward's layouts: all but an untied embedding's other rows."""
     shape = read_config(config)
     looked_up = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    return 2 * (shape.num_parameters - looked_up)
+    read = shape.num_parameters - looked_up
+    if precision == "bf16":
+        return 2 * read
+    if precision == "int8":
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        rows_of_a_layer = queries + 2 * keys + 2 * shape.hidden_size + 2 * shape.intermediate_size
+        return read + 4 * (shape.num_layers * rows_of_a_layer + shape.vocab_size)  # a float32 scale for each row
+    return read * 9 // 16  # 32 of 4 bits and a float16 scale
+
+
+def cache_bytes_per_position(config: dict = QWEN3_0_6B) -> int:
+    """Bytes of a bf16 cache that a token reads for each position before it."""
+    shape = read_config(config)
+    return 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim

@@ -3,7 +3,7 @@
     python -m benchmarks.quantization [--large]
 
 Errors are relative RMS over a matrix, of random matrices and of the demo model's own, by kind. llama.cpp's numbers
-come from its own quantizer, the package `gguf` (pip install gguf). Perplexity is of the demo model over
+come from its own quantizer, the package `gguf` (pip install -e '.[bench]'). Perplexity is of the demo model over
 training/heldout.txt; agreement is the share of 1,000 greedy tokens of the bf16 model that the quantized one would
 have chosen too after the same tokens. --large also quantizes random weights in the shape of Qwen3-0.6B into a folder
 and loads it. The last line is one JSON object.

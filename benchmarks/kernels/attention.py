@@ -8,52 +8,24 @@ values are read, beside a plain read of the same memory. Verification: 2, 4 and 
 causal. What is compared is run in turns, and medians are printed; the last line is JSON.
 """
 
-import argparse
 import ctypes
 import json
-import statistics
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.kernels.common import CODES, Run, begin_with_dtype, medians, repeated
 from onward import native
-from onward.native.interface import AttentionArguments, DType
+from onward.native.interface import AttentionArguments
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 16, 8, 128, 28
-CODES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 LENGTHS = (32, 512, 4096)
 DRAFTS = (2, 4, 8)
 PREFILL = 512
 
 WALKED = 1 << 15  # positions of a measured run, at least: a millisecond or so
-
-Run = Callable[[], object]
-
-
-def medians(runs: Sequence[Run], repeats: int, settle: float = 0.02) -> list[float]:
-    """Seconds of each, taken in turns, the second of two calls. Between them a pause in which torch's threads stop
-    spinning for more work: for some milliseconds they hold the cores that the next one needs."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(repeats):
-        for run, times in zip(runs, seconds, strict=True):
-            time.sleep(settle)
-            run()
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-    return [statistics.median(times) for times in seconds]
-
-
-def repeated(run: Run, times: int) -> Run:
-    def many() -> None:
-        for _ in range(times):
-            run()
-
-    return many
 
 
 @dataclass
@@ -185,17 +157,7 @@ def prefill(library: native.Library, positions: int, dtype: torch.dtype, repeats
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    options = parser.parse_args()
-    library = native.library()
-    if library is None:
-        raise SystemExit(f"there is no native library in {native.library_folder()}")
-    torch.set_num_threads(native.num_threads())
-    dtype = getattr(torch, options.dtype)
-    print(f"{native.isa()}, {native.num_threads()} threads, {options.dtype}")
-    result: dict[str, object] = {"isa": native.isa(), "threads": native.num_threads(), "dtype": options.dtype}
+    library, dtype, options, result = begin_with_dtype(__doc__, repeats=9)
     for positions in LENGTHS:
         for count in (1, LAYERS):
             result[f"decode_{positions}_{count}"] = decode(library, positions, count, dtype, options.repeats, False)

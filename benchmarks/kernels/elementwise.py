@@ -3,10 +3,9 @@
     python -m benchmarks.kernels.elementwise [--repeats 15] [--dtype bfloat16]
 
 In the shape of Qwen3-0.6B (hidden 1024, intermediate 3072, 16 heads of 128, vocabulary 151,936), for 1 token and
-for 512. A figure is the median of one call, taken in turns; the last line is JSON.
+for 512. Figures are microseconds a call, medians of runs taken in turns; the last line is JSON.
 """
 
-import argparse
 import ctypes
 import json
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.kernels.attention import CODES, Run, medians, repeated
+from benchmarks.kernels.common import CODES, Run, begin_with_dtype, medians, repeated
 from onward import native
 
 HIDDEN, INTERMEDIATE, HEADS, HEAD_DIM, VOCABULARY = 1024, 3072, 16, 128, 151_936
@@ -26,6 +25,12 @@ Pair = tuple[str, Run, Run]  # what, ours, torch's
 def rms_norm_definition(x: Tensor, weight: Tensor) -> Tensor:
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
+
+
+def layer_norm_definition(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    centred = x.float() - x.float().mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-6)
+    return (normed * weight.float() + bias.float()).to(x.dtype)
 
 
 def rotate_definition(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -49,11 +54,13 @@ def norms(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pa
         lambda: rms_norm_definition(x.add_(residual), weight),
     )
     layer = (*place, weight.data_ptr(), bias.data_ptr(), *end)
-    yield (
-        "layer_norm (torch: its kernel)",
-        lambda: library.onward_layer_norm(*layer),
-        lambda: F.layer_norm(x, (HIDDEN,), weight, bias),
-    )
+
+    def run_layer_norm() -> int:
+        status: int = library.onward_layer_norm(*layer)
+        return status
+
+    yield "layer_norm", run_layer_norm, lambda: layer_norm_definition(x, weight, bias)
+    yield "layer_norm (torch: its kernel)", run_layer_norm, lambda: F.layer_norm(x, (HIDDEN,), weight, bias)
 
 
 def rotary(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pair]:
@@ -96,17 +103,7 @@ def picks(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    options = parser.parse_args()
-    library = native.library()
-    if library is None:
-        raise SystemExit(f"there is no native library in {native.library_folder()}")
-    torch.set_num_threads(native.num_threads())
-    dtype = getattr(torch, options.dtype)
-    print(f"{native.isa()}, {native.num_threads()} threads, {options.dtype}; microseconds a call")
-    result: dict[str, object] = {"isa": native.isa(), "threads": native.num_threads(), "dtype": options.dtype}
+    library, dtype, options, result = begin_with_dtype(__doc__, repeats=15)
     for rows in (1, 512):
         for make in (norms, rotary, gates, picks):
             for what, ours, torchs in make(library, rows, dtype):

@@ -7,14 +7,12 @@ layer at T = 512 beside torch's bf16 `linear` and the peak of the arithmetic uni
 in turns, and medians are printed; the last line is JSON.
 """
 
-import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from benchmarks.kernels.common import Run, argument_parser, begin, medians
 from onward import native
 from onward.native.interface import DType, Format
 
@@ -31,21 +29,6 @@ ARITHMETIC = {
     Format.INT8: (2, 128),
     Format.INT4: (2, 128),
 }
-
-Run = Callable[[], object]
-
-
-def medians(runs: Sequence[Run], repeats: int) -> list[float]:
-    """Seconds of each, taken in turns. Each runs twice and is timed once: torch's threads spin for a while after
-    its turn, and would take the first one's cores."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(repeats):
-        for run, times in zip(runs, seconds, strict=True):
-            run()
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-    return [statistics.median(times) for times in seconds]
 
 
 class Weights:
@@ -149,21 +132,13 @@ def rounded(value: object) -> object:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = argument_parser(__doc__, repeats=7)
     parser.add_argument("--formats", default="bf16,int8,int4", help="of f32, bf16, f16, int8, int4")
     options = parser.parse_args()
-    library = native.library()
-    if library is None:
-        raise SystemExit(f"no native library in {native.library_folder()}")
     formats = [Format[name.upper()] for name in options.formats.split(",")]
-    torch.set_num_threads(native.num_threads())
-    result = {
-        "isa": native.isa(),
-        "threads": native.num_threads(),
-        "streams": {fmt.name.lower(): streams(library, fmt, options.repeats) for fmt in formats},
-        "prefill": prefill(library, formats, options.repeats),
-    }
+    library, result = begin()
+    result["streams"] = {fmt.name.lower(): streams(library, fmt, options.repeats) for fmt in formats}
+    result["prefill"] = prefill(library, formats, options.repeats)
     print(json.dumps(rounded(result)))
 
 

@@ -1,6 +1,7 @@
 // The index of the largest element of each row: greedy decoding.
 #include <cmath>
 
+#include "program.h"
 #include "scratch.h"
 #include "simd_math.h"
 #include "team.h"
@@ -88,3 +89,4 @@ ONWARD_API int32_t onward_argmax(int64_t rows, int64_t columns, const void* x, i
   }
   return kOk;
 }
+ONWARD_INSTRUCTION(onward_argmax);

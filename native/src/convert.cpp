@@ -1,4 +1,5 @@
 // Rows of one element type to rows of another.
+#include "program.h"
 #include "simd.h"
 #include "team.h"
 
@@ -41,3 +42,4 @@ ONWARD_API int32_t onward_convert(int64_t rows, int64_t columns, const void* fro
   });
   return known ? kOk : kBadArgument;
 }
+ONWARD_INSTRUCTION(onward_convert);

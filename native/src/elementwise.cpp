@@ -1,4 +1,5 @@
 // Gated activations and the residual sum: one pass over rows, float32 inside, one rounding at the end.
+#include "program.h"
 #include "simd_math.h"
 #include "team.h"
 
@@ -77,6 +78,7 @@ ONWARD_API int32_t onward_swiglu(int64_t rows, int64_t columns, int32_t dtype, c
   return combine<Gated<Swish>>({rows, columns, gate, up, out, gate_stride, up_stride, out_stride},
                                dtype);
 }
+ONWARD_INSTRUCTION(onward_swiglu);
 
 // out = gelu(gate) * up; with `approximate` the tanh form of gelu, else the exact one.
 ONWARD_API int32_t onward_geglu(int64_t rows, int64_t columns, int32_t dtype, int32_t approximate,
@@ -86,6 +88,7 @@ ONWARD_API int32_t onward_geglu(int64_t rows, int64_t columns, int32_t dtype, in
   const Operands o{rows, columns, gate, up, out, gate_stride, up_stride, out_stride};
   return approximate ? combine<Gated<GeluTanh>>(o, dtype) : combine<Gated<Gelu>>(o, dtype);
 }
+ONWARD_INSTRUCTION(onward_geglu);
 
 // out = a + b.
 ONWARD_API int32_t onward_add(int64_t rows, int64_t columns, int32_t dtype, const void* a,
@@ -94,3 +97,4 @@ ONWARD_API int32_t onward_add(int64_t rows, int64_t columns, int32_t dtype, cons
   using namespace onward;
   return combine<Sum>({rows, columns, a, b, out, a_stride, b_stride, out_stride}, dtype);
 }
+ONWARD_INSTRUCTION(onward_add);

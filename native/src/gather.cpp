@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "api.h"
+#include "program.h"
 #include "team.h"
 
 namespace onward {
@@ -33,3 +34,4 @@ ONWARD_API int32_t onward_gather_rows(int64_t count, int64_t columns, int32_t dt
   });
   return kOk;
 }
+ONWARD_INSTRUCTION(onward_gather_rows);

@@ -1,6 +1,7 @@
 // Normalisation over the last axis of many rows.
 #include "norm.h"
 
+#include "program.h"
 #include "team.h"
 
 namespace onward {
@@ -51,6 +52,7 @@ ONWARD_API int32_t onward_rms_norm(int64_t rows, int64_t columns, int32_t dtype,
     rms_norm_row(from, columns, eps, how, static_cast<T*>(out) + row * out_stride);
   });
 }
+ONWARD_INSTRUCTION(onward_rms_norm);
 
 // out[r] = (x[r] - mean) / sqrt(variance + eps) * weight + bias, the variance that of the whole row
 // (divided by its length). weight and bias may be null; out may be x.
@@ -65,3 +67,4 @@ ONWARD_API int32_t onward_layer_norm(int64_t rows, int64_t columns, int32_t dtyp
                    static_cast<T*>(out) + row * out_stride);
   });
 }
+ONWARD_INSTRUCTION(onward_layer_norm);

@@ -1,6 +1,7 @@
 // Rotary position embedding over [B, H, T, D].
 #include "rope.h"
 
+#include "program.h"
 #include "team.h"
 
 namespace onward {
@@ -50,6 +51,13 @@ struct Angles {
   const float *cos, *sin;
 };
 
+// [2 * pairs] each, for either feature of a pair: the first takes its sine negated.
+void angles_of_both_halves(double position, const float* frequencies, int64_t pairs, float* cos, float* sin) {
+  angles(position, frequencies, pairs, cos, sin + pairs);
+  std::memcpy(cos + pairs, cos, size_t(pairs) * sizeof(float));
+  for (int64_t i = 0; i < pairs; ++i) sin[i] = -sin[pairs + i];
+}
+
 }  // namespace
 }  // namespace onward
 
@@ -68,6 +76,7 @@ ONWARD_API int32_t onward_rope(int64_t batch, int64_t heads, int64_t queries, in
     return Angles{work, work + kMaxPairs};
   });
 }
+ONWARD_INSTRUCTION(onward_rope);
 
 // The same with given cos and sin: float32 [batch, queries, pairs] each, with the same strides of
 // rows and queries, pairs contiguous.
@@ -84,3 +93,38 @@ ONWARD_API int32_t onward_rotate(int64_t batch, int64_t heads, int64_t queries, 
     return Angles{cos + at, sin + at};
   });
 }
+ONWARD_INSTRUCTION(onward_rotate);
+
+// cos and sin of radians [rows, pairs] as onward.ops.rotate takes them, each [rows, 2 * pairs]: both halves of a row
+// hold them, the first half of sin negated.
+ONWARD_API int32_t onward_rotary_angles(int64_t rows, int64_t pairs, const float* radians, float* cos,
+                                        float* sin) {
+  using namespace onward;
+  if (rows < 0 || pairs < 0) return kBadArgument;
+  parallel_for(rows, ceil_div(int64_t(1) << 9, pairs + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      angles_of_both_halves(1.0, radians + row * pairs, pairs, cos + row * 2 * pairs, sin + row * 2 * pairs);
+    }
+  });
+  return kOk;
+}
+ONWARD_INSTRUCTION(onward_rotary_angles);
+
+// The angles alone, for onward_rotate and for forwards that turn by themselves: cos and sin of
+// (offsets[b] + t) * scale * inverse_frequencies[i], float32 [batch, queries, 2 * pairs] each, contiguous, in the
+// layout of onward_rotary_angles.
+ONWARD_API int32_t onward_angles(int64_t batch, int64_t queries, const int32_t* offsets,
+                                 const float* inverse_frequencies, int64_t pairs, double scale,
+                                 float* cos, float* sin) {
+  using namespace onward;
+  if (batch < 0 || queries < 0 || pairs < 0) return kBadArgument;
+  parallel_for(batch * queries, ceil_div(kElementsPerChunk, 8 * pairs + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const double position = double(offsets[token / queries] + token % queries);
+      angles_of_both_halves(position * scale, inverse_frequencies, pairs, cos + token * 2 * pairs,
+                            sin + token * 2 * pairs);
+    }
+  });
+  return kOk;
+}
+ONWARD_INSTRUCTION(onward_angles);

@@ -4,43 +4,19 @@
 #include <cstring>
 
 #include "simd.h"
+#include "sine.h"
 
 namespace onward {
 
 // cos and sin of position * inverse_frequencies[i], i < pairs, to the nearest float or its neighbour,
 // for angles up to 2^31. In float32 the angle itself would be off by 0.03 at position 10^6; in double
-// it is exact to 10^-10 there. All in arithmetic, so that the compiler makes vectors of it: choices
-// are products with 0, 1 or -1.
+// it is exact to 10^-10 there.
 inline void angles(double position, const float* inverse_frequencies, int64_t pairs, float* cos,
                    float* sin) {
-  constexpr double kRounder = 0x1.8p52;  // adding it leaves no bits for a fraction
-  const auto nearest = [](double a) { return (a + kRounder) - kRounder; };
   for (int64_t i = 0; i < pairs; ++i) {
-    const double angle = position * double(inverse_frequencies[i]);
-    const double quarters = nearest(angle * 0x1.45f306dc9c883p-1);  // of a turn: 2 / pi
-    // The last two bits of the number of quarters: k / 2 - 1/4 rounds to the half of k, rounded down.
-    const double halves = nearest(quarters * 0.5 - 0.25);
-    const double odd = quarters - 2 * halves, half = halves - 2 * nearest(halves * 0.5 - 0.25);
-    // pi / 2 in parts of 33 bits: the products are exact.
-    double r = angle - quarters * 0x1.921fb544p+0;
-    r = r - quarters * 0x1.0b4611a6p-34;
-    r = r - quarters * 0x1.3198a2e037073p-69;
-    const double square = r * r;
-    double s = -1.0 / 39916800, c = 1.0 / 479001600;
-    s = s * square + 1.0 / 362880;
-    s = s * square - 1.0 / 5040;
-    s = s * square + 1.0 / 120;
-    s = s * square - 1.0 / 6;
-    s = s * square * r + r;
-    c = c * square - 1.0 / 3628800;
-    c = c * square + 1.0 / 40320;
-    c = c * square - 1.0 / 720;
-    c = c * square + 1.0 / 24;
-    c = c * square - 0.5;
-    c = c * square + 1.0;
-    const double even = 1 - odd, sign = 1 - 2 * half;
-    sin[i] = float(sign * (even * s + odd * c));
-    cos[i] = float(sign * (even - odd) * (even * c + odd * s));
+    const Turn turn = sine_and_cosine(position * double(inverse_frequencies[i]));
+    sin[i] = float(turn.sin);
+    cos[i] = float(turn.cos);
   }
 }
 

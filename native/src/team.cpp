@@ -7,6 +7,7 @@
 #include <atomic>
 #include <new>
 
+#include "ahead.h"
 #include "api.h"
 
 namespace onward {
@@ -15,6 +16,8 @@ namespace {
 constexpr int kMaxThreads = 256;
 // Longer than the gap between two kernels of a forward, shorter than anyone would notice as load.
 constexpr int64_t kSpinNanoseconds = 50'000;
+// The same while a program runs, whose next loop is sure to come.
+constexpr int64_t kProgramSpinNanoseconds = 5'000'000;
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -30,18 +33,19 @@ int64_t nanoseconds() {
   return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
-// Spins until ready() or until the time is over; says whether it became ready.
-template <class Ready>
-bool spin_until(int64_t limit, Ready&& ready) {
+// Spins until ready() or until `limit()` nanoseconds are over, calling idle() meanwhile; says whether
+// it became ready.
+template <class Limit, class Idle, class Ready>
+bool spin_until(Limit&& limit, Idle&& idle, Ready&& ready) {
   if (ready()) return true;
-  if (limit <= 0) return false;
-  const int64_t deadline = nanoseconds() + limit;
+  if (limit() <= 0) return false;
+  const int64_t began = nanoseconds();
   do {
     for (int i = 0; i < 32; ++i) {
       if (ready()) return true;
-      relax();
+      idle();
     }
-  } while (nanoseconds() < deadline);
+  } while (nanoseconds() - began < limit());
   return false;
 }
 
@@ -92,6 +96,7 @@ class Team {
     count_ = count;
     grain_ = grain;
     publish(uint32_t(ceil_div(count, grain)));
+    post_staged();
     work(0);
     wait_for_stragglers();
   }
@@ -102,6 +107,22 @@ class Team {
     Lock turn(turn_);
     stop_workers();
     size_.store(size, std::memory_order_relaxed);
+  }
+
+  // See team.h. What was staged is posted once.
+  void stage(const Reads& reads) {
+    staged_ = reads;
+    is_staged_ = true;
+  }
+  void post_staged() {
+    if (!is_staged_) return;
+    is_staged_ = false;
+    board_.post(staged_);
+  }
+  void program_begins() { programs_.fetch_add(1); }
+  void program_ends() {
+    programs_.fetch_sub(1);
+    is_staged_ = false;  // what it named may be gone when the next loop begins
   }
 
   void hold() { pthread_mutex_lock(&turn_); }
@@ -148,20 +169,33 @@ class Team {
 
   void wait_for_stragglers() {
     const auto finished = [this] { return unfinished_.load() == 0; };
-    if (spin_until(spin_, finished)) return;
+    if (spin(0, own_ahead_, finished)) return;
     Lock lock(sleep_);
     caller_sleeps_.store(true);
     while (!finished()) pthread_cond_wait(&finished_, &sleep_);
     caller_sleeps_.store(false);
   }
 
+  template <class Ready>
+  bool spin(int me, Ahead& ahead, Ready&& ready) {
+    const auto limit = [this] {
+      const bool program = programs_.load(std::memory_order_relaxed) > 0;
+      return spin_ > 0 && program ? kProgramSpinNanoseconds : spin_;
+    };
+    const auto idle = [&] {
+      if (!ahead.step(board_, me, size())) relax();
+    };
+    return spin_until(limit, idle, ready);
+  }
+
   void worker(int me) {
+    Ahead ahead;
     for (;;) {
       const uint32_t seen = generation_.load(std::memory_order_acquire);
       if (stopping_.load()) return;
       work(me);
       const auto changed = [&] { return generation_.load() != seen; };
-      if (spin_until(spin_, changed)) continue;
+      if (spin(me, ahead, changed)) continue;
       Lock lock(sleep_);
       sleepers_.fetch_add(1);
       while (!changed()) pthread_cond_wait(&wake_, &sleep_);
@@ -200,6 +234,9 @@ class Team {
   static thread_local bool inside_;  // this thread is running a chunk
 
  private:
+  static thread_local Reads staged_;
+  static thread_local bool is_staged_;
+
   struct Worker {
     Team* team;
     int index;  // of its share
@@ -207,6 +244,9 @@ class Team {
   };
 
   alignas(128) std::atomic<uint32_t> generation_{0};
+  Board board_;
+  Ahead own_ahead_;  // of the caller whose turn it is
+  std::atomic<int> programs_{0};
   alignas(128) std::atomic<uint32_t> unfinished_{0};
   std::atomic<bool> caller_sleeps_{false};
   alignas(128) ChunkBody body_ = nullptr;
@@ -226,6 +266,8 @@ class Team {
 };
 
 thread_local bool Team::inside_ = false;
+thread_local Reads Team::staged_;
+thread_local bool Team::is_staged_ = false;
 
 // The team is never destroyed: its workers may still be asleep in it when the process ends.
 alignas(Team) unsigned char storage[sizeof(Team)];
@@ -261,6 +303,12 @@ void parallel_for(int64_t count, int64_t grain, ChunkBody body, void* context) {
 }
 
 int num_threads() { return team().size(); }
+
+void stage_reads(const Reads& reads) { team().stage(reads); }
+void post_reads() { team().post_staged(); }
+
+AwakeTeam::AwakeTeam() { team().program_begins(); }
+AwakeTeam::~AwakeTeam() { team().program_ends(); }
 
 }  // namespace onward
 

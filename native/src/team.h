@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "ahead.h"
+
 namespace onward {
 
 using ChunkBody = void (*)(void* context, int64_t begin, int64_t end);
@@ -26,5 +28,16 @@ inline void parallel_for(int64_t count, int64_t grain, Body&& body) {
 }
 
 int num_threads();  // workers and the caller
+
+// What this thread's next loop but one will read: idle threads look ahead to it (ahead.h) as soon as
+// the next loop has begun, or post_reads() is called.
+void stage_reads(const Reads& reads);
+void post_reads();
+
+// A program in progress: workers stay awake between its loops, and look ahead no further than its end.
+struct AwakeTeam {
+  AwakeTeam();
+  ~AwakeTeam();
+};
 
 }  // namespace onward

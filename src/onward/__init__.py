@@ -11,12 +11,22 @@ if TYPE_CHECKING:
     from onward import ops
     from onward.cache import KVCache
     from onward.completion import Completion, Piece, Timing
-    from onward.decoding import decode, stream
+    from onward.decoding import (
+        DecodeOutput,
+        FilledCache,
+        Inferencer,
+        ModelInferencer,
+        PrefillOutput,
+        decode,
+        generate,
+        stream,
+    )
     from onward.errors import OnwardError
     from onward.language_model import LanguageModel
     from onward.loading import load
     from onward.models import Model
     from onward.native import num_threads, set_num_threads
+    from onward.program import Program, compile
     from onward.quantization import quantize
     from onward.sampling import Sampler, SamplingParams, greedy, sample
 
@@ -24,16 +34,24 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Completion",
+    "DecodeOutput",
+    "FilledCache",
+    "Inferencer",
     "KVCache",
     "LanguageModel",
     "Model",
+    "ModelInferencer",
     "OnwardError",
     "Piece",
+    "PrefillOutput",
+    "Program",
     "Sampler",
     "SamplingParams",
     "Timing",
     "__version__",
+    "compile",
     "decode",
+    "generate",
     "greedy",
     "load",
     "num_threads",
@@ -47,15 +65,23 @@ __all__ = [
 # Importing torch takes a second, which `onward --help` should not: names are found when they are first used.
 _HOMES = {
     "Completion": "onward.completion",
+    "DecodeOutput": "onward.decoding",
+    "FilledCache": "onward.decoding",
+    "Inferencer": "onward.decoding",
     "KVCache": "onward.cache",
     "LanguageModel": "onward.language_model",
     "Model": "onward.models",
+    "ModelInferencer": "onward.decoding",
     "OnwardError": "onward.errors",
     "Piece": "onward.completion",
+    "PrefillOutput": "onward.decoding",
+    "Program": "onward.program",
     "Sampler": "onward.sampling",
     "SamplingParams": "onward.sampling",
     "Timing": "onward.completion",
+    "compile": "onward.program",
     "decode": "onward.decoding",
+    "generate": "onward.decoding",
     "greedy": "onward.sampling",
     "load": "onward.loading",
     "num_threads": "onward.native",
@@ -75,6 +101,7 @@ _SUBMODULES = {
     "models",
     "native",
     "ops",
+    "program",
     "quantization",
     "sampling",
     "testing",

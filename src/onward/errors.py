@@ -10,6 +10,7 @@ exits with 2; anything that is not an `OnwardError` is a defect of ours and keep
     │   └── UnsupportedArchitectureError      a family that Onward does not have
     ├── CheckpointError                  weights: missing, truncated, mis-shaped, of a wrong dtype
     ├── TokenizerError                   no tokenizer, an unreadable one, or one without what was asked of it
+    ├── ProgramError                     a forward that cannot become a program, or one used otherwise
     └── SourceError                      a folder or hub id that cannot be reached
 
     OnwardWarning (UserWarning)          legal, but probably not what was meant
@@ -51,6 +52,10 @@ class TokenizerError(OnwardError):
 
 class SourceError(OnwardError):
     """A folder or hub id that does not exist or cannot be reached."""
+
+
+class ProgramError(OnwardError):
+    """A forward that cannot become a program, or a program used otherwise than it was compiled for."""
 
 
 class OnwardWarning(UserWarning):

@@ -1,6 +1,6 @@
 """What users hold: a model, its tokenizer, its chat template and its defaults, behind a few verbs."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,11 @@ from torch import Tensor
 from onward.cache import KVCache, SizedCache
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
 from onward.completion import Completion, Piece, Stopwatch
-from onward.decoding import DecodeState, DecodeStep, NoText, Row, StopStrings, StreamingDetokenizer, decode_loop
+from onward.decoding import DecodeState, DecodeStep, NoText, Picker, Row, StopStrings, StreamingDetokenizer, decode_loop
 from onward.errors import ContextOverflowError, RequestError, TokenizerError
-from onward.models import Cache, Model
-from onward.sampling import Sampler, SamplingParams
+from onward.models import Cache, Model, ModelRun, padded_length
+from onward.program import Report
+from onward.sampling import History, Sampler, SamplingParams
 
 Ids = Sequence[int]
 Prompt = str | Ids
@@ -35,6 +36,8 @@ class LanguageModel:
     chat_template: None where there are no chats.
     defaults: the options of a request that does not give them.
     prefill_chunk: the most prompt tokens processed at once. It bounds memory and changes no token.
+    compile: what runs the model, a backend of `onward.compile`; "eager" calls its forward op by op, with the same
+        result for models written in `onward.ops`.
     """
 
     def __init__(
@@ -44,12 +47,14 @@ class LanguageModel:
         chat_template: ChatTemplate | None = None,
         defaults: SamplingParams | None = None,
         prefill_chunk: int = 512,
+        compile: str = "auto",
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.defaults = SamplingParams() if defaults is None else defaults
         self.prefill_chunk = prefill_chunk
+        self._model_run = ModelRun(model, compile)
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], *, cache: Cache | None = None, **options: Any
@@ -133,6 +138,11 @@ class LanguageModel:
             parts.append(logits[0].to(device="cpu", dtype=torch.float32))
         return torch.cat(parts)
 
+    def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
+        """What runs for `tokens` tokens of `batch` rows at position `offset`: print it for a table of kernels, bytes
+        and time, and what has no kernel."""
+        return self._model_run.explain(batch, tokens, offset)
+
     def new_cache(self, batch: int = 1, max_len: int | None = None) -> Cache:
         """A cache for `batch` rows of `max_len` positions (the whole context by default), to pass to `generate`."""
         length = self.model.max_seq_len if max_len is None else max_len
@@ -158,7 +168,19 @@ class LanguageModel:
             raise TokenizerError("stop strings need a tokenizer, and this model has none: use eos with ids")
         if out := [token for token in params.eos or () if token >= self.model.vocab_size]:
             raise RequestError(f"eos names id {out[0]}, but the vocabulary ends at {self.model.vocab_size - 1}")
+        if any(isinstance(word, str) for word in params.bad_words):
+            params = params.replace(bad_words=tuple(self._word_ids(params.bad_words)))
         return [_Request(self._prompt_ids(prompt), params) for prompt in prompts]
+
+    def _word_ids(self, words: Sequence[str | tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+        """Ids of banned words; a text both as it begins a line and as it stands after a space."""
+        for word in words:
+            if not isinstance(word, str):
+                yield word
+                continue
+            tokenizer = self._tokenizer("a bad word given as text")
+            written = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in (word, f" {word}"))
+            yield from dict.fromkeys(ids for ids in written if ids)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -230,10 +252,13 @@ class LanguageModel:
         watch: Stopwatch,
     ) -> Generator[Piece, None, list[Completion]]:
         prompts = [request.prompt for request in requests]
+        # A cache of ours may be narrowed to the rows that go on; one that was given is to stay whole.
+        own = cache is None
         if cache is None:
-            cache = self.model.new_cache(len(requests), longest)
-        state = DecodeState.start(prompts, cache, self.model.device)
-        step = DecodeStep(self.model, sampler, self.prefill_chunk)
+            cache = self.model.new_cache(len(requests), padded_length(longest, self.model))
+        state = DecodeState.start(prompts, cache, self.model.device, compact=own)
+        histories = [History(prompt) for prompt in prompts] if sampler.needs_history else None
+        step = DecodeStep(self._model_run, Picker(sampler, histories), self.prefill_chunk)
         for emission in decode_loop(step, state, rows):
             watch.lap(emission.seconds)
             for _, token, text in emission.pieces:

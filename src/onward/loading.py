@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from onward.checkpoint import CheckpointFolder, Tokenizer, find_folder, page_releaser, read_weights
+from onward.checkpoint.distributed import NameMapSource, is_distributed
 from onward.checkpoint.quantized import read_manifest, read_quantized
 from onward.errors import CheckpointError, ConfigError, RequestError, warn
 from onward.language_model import LanguageModel
-from onward.models import DecoderConfig, DecoderParams, decoder_model, pack_params, read_config
+from onward.models import DecoderConfig, DecoderParams, decoder_model, pack_layer, pack_params, read_config
 from onward.quantization import check_format, quantize_params
 from onward.sampling.params import check_whole
 
@@ -32,6 +33,7 @@ def load(
     max_seq_len: int | None = None,
     progress: bool | None = None,
     quantize: str | None = None,
+    name_map: NameMapSource = None,
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
 
@@ -39,14 +41,17 @@ def load(
     fastest, and the pages it was read from are given back, so that memory holds the weights once.
 
     Args:
-        source: a folder in the Hugging Face layout, a hub id ("Qwen/Qwen3-0.6B", with "@revision" if wanted), or
-            "demo", the model that comes with the package.
+        source: a folder in the Hugging Face layout, one that torch.distributed.checkpoint wrote with a config.json
+            added, a hub id ("Qwen/Qwen3-0.6B", with "@revision" if wanted), or "demo", the model that comes with the
+            package.
         dtype: "bfloat16", "float16", "float32" or a torch dtype; the checkpoint's own by default.
         device: "auto" (CUDA where there is one), "cpu", "cuda", …
         max_seq_len: the most positions a request may use; the checkpoint's max_position_embeddings by default.
         progress: show downloads; by default only on a terminal.
         quantize: "int8" or "int4" to hold all matrices in 8 or 4 bits (docs/quantization.md); a folder that
             `quantize_folder` wrote is quantized already.
+        name_map: for a torch.distributed.checkpoint folder, from the trainer's names of weights to Hugging Face's, a
+            JSON file or a mapping (docs/training.md); the folder's name_map.json, if any, by default.
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
@@ -65,24 +70,35 @@ def load(
     context = _context(config, max_seq_len)
     tokenizer, template, defaults = folder.tokenizer, folder.chat_template, folder.sampling_defaults
     _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
-    params = _read_params(folder, config, torch_dtype, torch_device, quantize)
+    params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map)
     if torch_device.type == "cpu":
         _keep_freed_memory()
     return LanguageModel(decoder_model(config, params, context), tokenizer, template, defaults)
 
 
 def _read_params(
-    folder: CheckpointFolder, config: DecoderConfig, dtype: torch.dtype | None, device: torch.device, format: str | None
+    folder: CheckpointFolder,
+    config: DecoderConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    format: str | None,
+    name_map: NameMapSource,
 ) -> DecoderParams:
     """The weights in the form that decoding walks: quantized where the folder or the caller says so, else packed."""
     manifest = read_manifest(folder.path, folder.config)
     if manifest is not None:
+        if name_map is not None:
+            raise RequestError(
+                f"a name map is for a torch.distributed.checkpoint folder, and {folder.path} is quantized"
+            )
         if format not in (None, manifest.format):
             raise RequestError(f"{folder.path} is {manifest.format} already: load it without quantize={format!r}")
         params = read_quantized(folder.path, manifest, config, dtype=dtype, device=device)
         # A matrix that a converter left in floats; those that are quantized stay the file's own pages.
         return pack_params(params) if device.type == "cpu" else params
-    params = read_weights(folder.path, config, dtype=dtype, device=device)
+    # What is read and not mapped is packed layer by layer, so that memory holds it once.
+    lean = pack_layer if is_distributed(folder.path) and device.type == "cpu" and format is None else None
+    params = read_weights(folder.path, config, dtype=dtype, device=device, name_map=name_map, each_layer=lean)
     if format is not None:
         return quantize_params(params, format, release=page_releaser(folder.path))[0]
     return pack_params(params, release=page_releaser(folder.path)) if device.type == "cpu" else params

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.decoding import DecodeState, DecodeStep, Row, decode_loop
+from onward.decoding import DecodeState, DecodeStep, Row, Token, decode_loop
 from onward.sampling import Sampler, SamplingParams
 from onward.testing import scripted_model, tiny_model
 
@@ -127,7 +127,7 @@ def test_rows_end_one_by_one_and_an_ended_row_is_final():
 
 def test_the_offset_of_an_ended_row_stands_still():
     _, emissions = counting_down([[3], [9, 6], [1]], [Row(50, {0}) for _ in range(3)])
-    assert [emission.state.offsets.tolist() for emission in emissions] == [
+    assert [list(emission.state.offsets) for emission in emissions] == [
         [1, 2, 1],
         [2, 3, 1],
         [3, 4, 1],
@@ -164,7 +164,7 @@ def test_a_row_that_ends_in_the_middle_of_a_step_drops_the_rest():
     """A step may emit several tokens a row, as a verified draft does."""
 
     def step(state):
-        return state, [[5, 6, 7], [8, 9], []]
+        return state, [[Token(5), Token(6), Token(7)], [Token(8), Token(9)], []]
 
     rows = [Row(10, {6}), Row(3), Row(0)]
     state = DecodeState.start([[1], [1], [1]], None, CPU)

@@ -235,6 +235,28 @@ def test_a_broken_token_reaches_those_that_see_it_and_no_others(
     assert not got[:, :, sees].isfinite().any()
 
 
+@given(case=cases(longest=1200, queries=90), threads=st.integers(1, 3), data=st.data())
+@per_isa
+def test_broken_tokens_anywhere_reach_no_query_that_does_not_see_them(
+    isa: str, case: Case, threads: int, data: st.DataObject
+) -> None:
+    """Later tokens of the same chunk, and those that a window has left behind: 0 times infinity must not happen."""
+    if case.offsets is None:
+        case = dataclasses.replace(case, offsets=torch.zeros(case.q.shape[0], dtype=torch.int32))
+    assert case.offsets is not None
+    native.set_num_threads(threads)
+    clean, seen = case.run(), visible(case)
+    first, last = int(case.offsets.min()), int(case.offsets.max()) + case.q.shape[2] - 1
+    keys, values = case.keys.clone(), case.values.clone()
+    for position in data.draw(st.lists(st.integers(first, last), min_size=1, max_size=3)):
+        keys[:, :, position] = data.draw(st.sampled_from((0.0, math.nan, math.inf, -math.inf)))
+        values[:, :, position] = data.draw(st.sampled_from((math.nan, math.inf, -math.inf)))
+    got = dataclasses.replace(case, keys=keys, values=values).run()
+    broken = ~values.isfinite().all(-1)[:, :1, None]  # [B, 1, 1, S]
+    untouched = ~(seen & broken).any(-1).expand(clean.shape[:3])
+    assert same_bits(got[untouched], clean[untouched])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_and_unaligned_tensors(isa: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from onward import native
+from onward.errors import RequestError
 from onward.native import loader
 
 
@@ -59,7 +60,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 257, 1.5, True])
 def test_a_number_of_threads_that_is_none(isa: str, count: int) -> None:
-    with pytest.raises(ValueError, match="must be an integer in 1 … 256"):
+    with pytest.raises(RequestError, match="must be an integer in 1 … 256"):
         native.set_num_threads(count)
 
 

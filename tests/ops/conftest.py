@@ -1,13 +1,22 @@
-"""Every test of an op runs with each of its forms: the definition, and the kernels of every library here."""
+"""Every test of an op runs with each of its forms: the definition, and the kernels of every library here.
+
+A module whose tests are of what the definitions do not promise says KERNELS_ALONE = True.
+"""
 
 import pytest
 
 from onward import native, ops
 
 
-@pytest.fixture(autouse=True, params=["definition", *native.available_isas()])
+def pytest_generate_tests(metafunc):
+    forms = [] if getattr(metafunc.module, "KERNELS_ALONE", False) else ["definition"]
+    metafunc.parametrize("form", [*forms, *native.available_isas()], indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def form(request):
-    before = ops.choice()
+    before, threads = ops.choice(), native.num_threads()
     ops.choose(request.param)
     yield request.param
+    native.set_num_threads(threads)
     ops.choose("definition" if before.form == "definition" else before.isa)

@@ -1,4 +1,4 @@
-"""The size of one rounding, from which the tolerances of the ops are derived."""
+"""The size of one rounding, from which the tolerances of the ops are derived; and a comparison without any."""
 
 import torch
 
@@ -16,3 +16,8 @@ def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | 
     """|got - exact| <= bound, elementwise; `exact` and `bound` in float64."""
     error = (got.to(torch.float64) - exact).abs()
     assert bool((error <= bound).all()), f"the error is {float((error / bound).max()):.3g} times what rounding explains"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Stricter than equal: zeros have signs, and a NaN is itself."""
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -145,6 +145,7 @@ def test_an_unknown_option_raises():
         ((1, 2, 1, 4), (1, 2, 5, 3), (1, 2, 5, 3)),  # other features
         ((2, 2, 1, 4), (1, 2, 5, 4), (1, 2, 5, 4)),  # other rows
         ((2, 1, 4), (2, 5, 4), (2, 5, 4)),  # no batch
+        ((1, 2, 1, 4), (1, 0, 5, 4), (1, 0, 5, 4)),  # no keys for any head
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes):

@@ -109,12 +109,23 @@ def test_the_environment_chooses():
         (lambda: ops.swiglu(torch.ones(2, 3), torch.ones(2, 4)), r"\[2, 3\].*\[2, 4\]"),
         (lambda: ops.linear(torch.ones(2, 3), torch.ones(5, 4)), r"\[5, 4\].*\[2, 3\]"),
         (lambda: ops.linear(torch.ones(2, 3), torch.ones(5, 3).bfloat16()), "bfloat16.*float32"),
+        (lambda: ops.linear(torch.ones(2, 3), ops.pack(torch.ones(5, 3)), torch.ones(5).half()), r"bias torch.float16"),
+        (lambda: ops.linear(torch.ones(2, 3), torch.ones(5, 3), torch.ones(4)), r"\[5, 3\].*bias torch.float32 \[4\]"),
         (lambda: ops.rope(torch.ones(1, 1, 2, 4), 0, dims=6), r"dims 6.*\[1, 1, 2, 4\]"),
         (lambda: ops.rope(torch.ones(1, 1, 2, 4), torch.tensor([0, 1]), dims=4), r"\[2\].*\[1, 1, 2, 4\]"),
         (lambda: ops.rope(torch.ones(1, 1, 2, 4), 0, dims=4, inv_freqs=torch.ones(3)), r"\[2\].*\[3\]"),
         (lambda: ops.rotate(torch.ones(1, 1, 2, 4), torch.ones(1, 3, 4), torch.ones(1, 3, 4)), r"\[1, 3, 4\]"),
+        (
+            lambda: ops.rotate(torch.ones(1, 1, 2, 4), torch.ones(1, 2, 4).bfloat16(), torch.ones(1, 2, 4).bfloat16()),
+            "float32 cos, sin.*bfloat16",
+        ),
+        (lambda: ops.rotate(torch.ones(1, 1, 2, 4), torch.ones(1, 2, 3), torch.ones(1, 2, 3)), r"2R.*\[1, 2, 3\]"),
         (lambda: ops.einsum("ij,jk->ik", torch.ones(2, 3), torch.ones(4, 5)), r"\[2, 3\], \[4, 5\]"),
         (lambda: ops.scaled_dot_product_attention(*[torch.ones(1, 2, 3, 4)] * 3, window=0), "window.*0"),
+        (
+            lambda: ops.scaled_dot_product_attention(*[torch.ones(1, 2, 3, 4).double()] * 3),
+            r"float32, bfloat16, float16; got q torch.float64",
+        ),
         (
             lambda: ops.scaled_dot_product_attention(*[torch.ones(1, 2, 3, 4)] * 3, mask=torch.ones(2, 3)),
             r"\[1, 2, 3, 3\].*\[2, 3\]",

@@ -11,20 +11,38 @@ DRAWS = 200_000
 LOGITS = torch.tensor([2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, 2.0, -1.5, -2.0, float("-inf")])
 
 
-def allowed(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
+def nucleus(order: torch.Tensor, probs: torch.Tensor, mass: float) -> torch.Tensor:
+    """The first ids by `order` whose probabilities reach `mass`, and those that tie with the last."""
+    kept, total = torch.zeros_like(probs, dtype=torch.bool), 0.0
+    for place in order.argsort().tolist():
+        if total >= mass:
+            break
+        total += float(probs[place])
+        kept |= order <= order[place] + 1e-9
+    return kept
+
+
+def allowed(
+    temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, xtc_probability=0.0, xtc_threshold=0.1,
+    logits=LOGITS,
+) -> torch.Tensor:  # fmt: skip
     """The distribution asked for, by sorted lists in float64: nothing of the code under test."""
-    probs = (LOGITS.to(torch.float64) / temperature).softmax(-1)
+    probs = (logits.to(torch.float64) / temperature).softmax(-1)
     if top_k:
         probs = torch.where(probs >= sorted(probs.tolist())[-top_k], probs, 0.0)
     probs = probs / probs.sum()
     if top_p < 1:
-        ordered, total = sorted(probs.tolist(), reverse=True), 0.0
-        while total < top_p:
-            last = ordered.pop(0)
-            total += last
-        probs = torch.where(probs >= last, probs, 0.0)
+        probs = torch.where(nucleus(-probs, probs, top_p), probs, 0.0)
     probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
-    return probs / probs.sum()
+    probs = probs / probs.sum()
+    if typical_p < 1:
+        surprise = -probs.log()
+        entropy = torch.special.entr(probs).sum()
+        probs = torch.where(nucleus((surprise - entropy).abs(), probs, typical_p), probs, 0.0)
+        probs = probs / probs.sum()
+    top = probs >= xtc_threshold
+    without = torch.where(top & (probs > probs[top].min() + 1e-9), 0.0, probs) if top.any() else probs
+    return xtc_probability * without / without.sum() + (1 - xtc_probability) * probs
 
 
 @pytest.mark.parametrize(
@@ -37,6 +55,10 @@ def allowed(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
         {"top_p": 0.85},
         {"min_p": 0.2},
         {"temperature": 1.3, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
+        {"typical_p": 0.6},
+        {"temperature": 0.7, "typical_p": 0.8, "top_k": 6},
+        {"xtc_probability": 0.3, "xtc_threshold": 0.12},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.05, "temperature": 1.4, "top_p": 0.97},
     ],
     ids=str,
 )
@@ -44,6 +66,23 @@ def test_draws_at_many_positions_follow_the_filtered_softmax(options):
     ids = sample(LOGITS.expand(DRAWS, -1), **options, seed=5, positions=torch.arange(DRAWS))
     counts = torch.bincount(ids, minlength=len(LOGITS))
     assert p_value(counts, allowed(**options)) > LEVEL
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.5, "top_p": 0.9}, {"temperature": 0.6, "top_k": 3000, "min_p": 0.01}], ids=str
+)
+def test_draws_from_many_ids_follow_the_filtered_softmax(options):
+    """Ids that the kernel looks at only where their noise is large: their probabilities count too, by ranks."""
+    logits = torch.randn(4096, generator=torch.Generator().manual_seed(7)) * 2.0
+    ids = sample(logits.expand(DRAWS // 2, -1), **options, seed=9, positions=torch.arange(DRAWS // 2))
+    probs = allowed(**options, logits=logits)
+    order = probs.argsort(descending=True)
+    # Cells of 1/100 of the probability each, or one id.
+    cell = ((probs[order].cumsum(0) - probs[order]) * 100).to(torch.int64).clamp(max=99)
+    of_id = torch.empty_like(cell).scatter(0, order, cell)
+    expected = torch.zeros(100, dtype=torch.float64).index_add(0, of_id, probs)
+    assert not (probs[ids] == 0).any()
+    assert p_value(torch.bincount(of_id[ids], minlength=100), expected) > LEVEL
 
 
 def test_draws_under_many_seeds_follow_the_softmax():

@@ -27,12 +27,54 @@ BAD_FILTERS = [
     ("min_p", 1.1),
     ("min_p", NAN),
     ("min_p", False),
+    ("typical_p", 0.0),
+    ("typical_p", 1.1),
+    ("typical_p", NAN),
+    ("xtc_probability", -0.1),
+    ("xtc_probability", 1.1),
+    ("xtc_probability", True),
+    ("xtc_threshold", 0),
+    ("xtc_threshold", 0.51),
+    ("xtc_threshold", NAN),
+    ("logit_bias", {0: NAN}),
+    ("logit_bias", {0: INF}),
+    ("logit_bias", {0: "1"}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {"a": 1.0}),
+    ("logit_bias", [1, 2]),
+    ("logit_bias", ((1, 2.0), (1, 3.0))),
     ("seed", -1),
     ("seed", 2**64),
     ("seed", 1.0),
     ("seed", True),
 ]
 BAD_OTHERS = [
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1.0),
+    ("repetition_penalty", INF),
+    ("repetition_penalty", True),
+    ("presence_penalty", NAN),
+    ("presence_penalty", -INF),
+    ("frequency_penalty", "1"),
+    ("frequency_penalty", None),
+    ("dry_multiplier", -0.1),
+    ("dry_multiplier", NAN),
+    ("dry_base", 0.9),
+    ("dry_allowed_length", 0),
+    ("dry_allowed_length", 1.5),
+    ("dry_sequence_breakers", "x"),
+    ("dry_sequence_breakers", [-1]),
+    ("dry_sequence_breakers", [1.0]),
+    ("no_repeat_ngram_size", -1),
+    ("no_repeat_ngram_size", 2.0),
+    ("bad_words", [[]]),
+    ("bad_words", [""]),
+    ("bad_words", 5),
+    ("bad_words", [5]),
+    ("bad_words", [[1, -2]]),
+    ("bad_words", [[1.0]]),
+    ("min_new_tokens", -1),
+    ("min_new_tokens", True),
     ("max_new_tokens", -1),
     ("max_new_tokens", 2.0),
     ("max_new_tokens", True),
@@ -71,6 +113,11 @@ def test_sample_refuses_the_same_values(name, value):
         {"top_p": 1e-300},
         {"min_p": 1},
         {"top_k": 10**9},
+        {"typical_p": 1},
+        {"typical_p": 1e-300},
+        {"xtc_probability": 1, "xtc_threshold": 0.5, "temperature": 1.0},
+        {"xtc_probability": 1e-300},
+        {"logit_bias": {2: 0, 0: -INF}},
         {"seed": 0},
         {"seed": 2**64 - 1},
         {"max_new_tokens": 0},
@@ -78,7 +125,7 @@ def test_sample_refuses_the_same_values(name, value):
     ids=str,
 )
 def test_the_ends_of_every_range_are_served(options):
-    SamplingParams(**options)
+    SamplingParams(**{"temperature": 1.0} | options)
     options.pop("max_new_tokens", None)
     assert sample(torch.tensor([[0.0, 9.0, 1.0]]), **({"seed": 1} | options)).shape == (1,)
 
@@ -90,6 +137,28 @@ def test_one_and_several_have_one_form():
     assert SamplingParams(eos=[2, 3]).eos == (2, 3)
     assert SamplingParams().eos is None
     assert SamplingParams(eos=[]).eos == ()
+    assert SamplingParams(logit_bias={7: 1, 2: -INF}).logit_bias == ((2, -INF), (7, 1))
+    assert SamplingParams(logit_bias=((7, 1.0), (2, -INF))).logit_bias == ((2, -INF), (7, 1.0))
+    assert SamplingParams(bad_words="no").bad_words == ("no",)
+    assert SamplingParams(bad_words=["no", [3, 4]]).bad_words == ("no", (3, 4))
+    assert SamplingParams(dry_multiplier=1, dry_sequence_breakers=3).dry_sequence_breakers == (3,)
+    assert len({SamplingParams(logit_bias={7: 1}, bad_words=[[1]]), SamplingParams(bad_words=[[1]])}) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9, but max_new_tokens is 8"),
+        ({"xtc_probability": 0.5}, "xtc_probability needs a temperature"),
+        ({"dry_base": 2.0, "dry_allowed_length": 3}, "dry_base, dry_allowed_length would change nothing"),
+        ({"dry_sequence_breakers": [1]}, "dry_sequence_breakers would change nothing while dry_multiplier is 0"),
+        ({"xtc_threshold": 0.2}, "xtc_threshold would change nothing while xtc_probability is 0"),
+    ],
+    ids=str,
+)
+def test_options_that_contradict_each_other_are_refused(options, says):
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(**options)
 
 
 def test_replace_changes_what_it_is_given_and_checks_it():

@@ -1,5 +1,7 @@
 """Each filter on literal probabilities; all of them against transformers'."""
 
+import math
+
 import pytest
 import torch
 from transformers import (
@@ -7,10 +9,19 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from onward import Sampler, SamplingParams
-from onward.sampling.transforms import apply_min_p, apply_temperature, apply_top_k, apply_top_p
+from onward.sampling.noise import coins
+from onward.sampling.transforms import (
+    apply_min_p,
+    apply_temperature,
+    apply_top_k,
+    apply_top_p,
+    apply_typical_p,
+    apply_xtc,
+)
 
 FOUR = [0.4, 0.3, 0.2, 0.1]
 SHUFFLED = [0.1, 0.4, 0.2, 0.3]
@@ -90,6 +101,68 @@ def test_min_p(probs, min_p, want):
     assert through(apply_min_p, probs, min_p) == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("probs", "typical_p", "want"),
+    [
+        # Entropy 1.2799; surprises 0.916, 1.204, 1.609, 2.303 are 0.364, 0.076, 0.330, 1.023 away from it.
+        (FOUR, 1.0, FOUR),
+        (FOUR, 0.1, [0, 1, 0, 0]),
+        (FOUR, 0.29, [0, 1, 0, 0]),
+        (SHUFFLED, 0.31, [0, 0, 2 / 5, 3 / 5]),
+        (SHUFFLED, 0.51, [0, 4 / 9, 2 / 9, 3 / 9]),
+        (FOUR, 0.95, FOUR),
+        ([0.25, 0.25, 0.25, 0.25], 0.1, [0.25] * 4),  # as typical as each other
+        ([0.5, 0.5, 0.0, 0.0], 0.1, [0.5, 0.5, 0.0, 0.0]),
+        ([1.0, 0.0], 0.5, [1.0, 0.0]),
+    ],
+)
+def test_typical_p(probs, typical_p, want):
+    assert through(apply_typical_p, probs, typical_p) == pytest.approx(want, rel=1e-5)
+
+
+def xtc(probs, threshold, active) -> list[float]:
+    return through(lambda x, t: apply_xtc(x, t, torch.tensor([active])), probs, threshold)
+
+
+@pytest.mark.parametrize(
+    ("probs", "threshold", "want"),
+    [
+        (FOUR, 0.05, [0, 0, 0, 1]),
+        (SHUFFLED, 0.15, [1 / 3, 0, 2 / 3, 0]),  # of 0.4, 0.3 and 0.2 the last is kept, and what is below
+        (SHUFFLED, 0.25, [0.1 / 0.6, 0, 0.2 / 0.6, 0.3 / 0.6]),
+        (SHUFFLED, 0.35, SHUFFLED),  # one alone stays
+        (SHUFFLED, 0.45, SHUFFLED),
+        ([0.4, 0.2, 0.2, 0.2], 0.1, [0, 1 / 3, 1 / 3, 1 / 3]),  # the least probable of them tie
+    ],
+)
+def test_xtc(probs, threshold, want):
+    assert xtc(probs, threshold, True) == pytest.approx(want, rel=1e-5)
+    assert xtc(probs, threshold, False) == pytest.approx(probs, rel=1e-5)
+
+
+def test_the_coin_of_xtc_is_fair_and_a_matter_of_seed_and_position():
+    positions = torch.arange(100_000)
+    tossed = coins(torch.full_like(positions, 7), positions)
+    # Five standard deviations of a mean of 1e5 uniform numbers.
+    assert abs(tossed.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 1e5)
+    assert abs((tossed < 0.1).to(torch.float64).mean() - 0.1) < 5 * math.sqrt(0.09 / 1e5)
+    assert torch.equal(coins(torch.tensor([7, 7]), torch.tensor([41, 9])), tossed[[41, 9]])
+    assert coins(torch.tensor([8]), torch.tensor([41])) != tossed[41]
+
+
+@pytest.mark.parametrize("mark", [math.nan, math.inf])
+def test_filters_leave_the_marks_of_a_broken_row(mark):
+    logits = torch.tensor([[1.0, mark, 0.0, -math.inf], [1.0, 2.0, 0.0, -math.inf]])
+    half = torch.tensor([0.5, 0.5])
+    for filtered in (
+        apply_top_p(logits, half),
+        apply_typical_p(logits, half),
+        apply_xtc(logits, half, torch.tensor([True, True])),
+    ):
+        assert torch.equal(filtered[0], logits[0]) or (math.isnan(mark) and filtered[0, 1].isnan())
+        assert torch.equal(filtered[0, [0, 2, 3]], logits[0, [0, 2, 3]])
+
+
 def drawn_from(probs, **options) -> list[float]:
     """The distribution that a sampler with these options draws from."""
     return Sampler([SamplingParams(seed=0, **options)]).scores(torch.tensor([probs]).log()).softmax(-1)[0].tolist()
@@ -146,6 +219,23 @@ def test_top_p_is_that_of_transformers(logits, top_p):
     assert torch.equal(ours[~disagree], theirs[~disagree])
 
 
+@pytest.mark.parametrize("typical_p", [0.05, 0.3, 0.8, 0.99])
+def test_typical_p_is_that_of_transformers(logits, typical_p):
+    theirs = TypicalLogitsWarper(typical_p)(None, logits)
+    ours = apply_typical_p(logits, rows_of(typical_p, 64))
+    # As for top_p; and they order by a surprise in float32, rounded at up to 40, so two ids may change places whose
+    # probabilities on the far side of the entropy are as small as 3000 of them are large: allow the same sum twice.
+    exact = logits.to(torch.float64).log_softmax(-1)
+    distance = (-exact - (-exact * exact.exp()).sum(-1, keepdim=True)).abs()
+    order = distance.argsort(-1)
+    mass = exact.exp().gather(-1, order)
+    before = torch.empty_like(mass).scatter(-1, order, mass.cumsum(-1) - mass)
+    disagree = ours.isfinite() != theirs.isfinite()
+    near = (before - typical_p).abs() < 3000 * 2.0**-24 + 2 * exact.exp().amax(-1, keepdim=True) * 40 * 2.0**-22
+    assert bool(near[disagree].all())
+    assert torch.equal(ours[~disagree], theirs[~disagree])
+
+
 @pytest.mark.parametrize("min_p", [0.001, 0.05, 0.5, 0.99])
 def test_min_p_is_that_of_transformers(logits, min_p):
     theirs = MinPLogitsWarper(min_p)(None, logits)
@@ -160,11 +250,14 @@ def test_min_p_is_that_of_transformers(logits, min_p):
 def test_rows_are_filtered_by_their_own_parameters(logits):
     top_k, top_p = torch.arange(64) % 5, torch.linspace(0.05, 1.0, 64)
     temperature, min_p = torch.linspace(0.1, 3.0, 64), torch.linspace(0.0, 1.0, 64)
+    tossed = torch.arange(64) % 3 > 0
     for transform, values in (
         (apply_temperature, temperature),
         (apply_top_k, top_k),
         (apply_top_p, top_p),
         (apply_min_p, min_p),
+        (apply_typical_p, top_p),
+        (lambda x, t: apply_xtc(x, t, tossed[: len(t)]), top_p / 2),
     ):
         batch = transform(logits, values)
         alone = [transform(logits[i : i + 1], values[i : i + 1]) for i in range(64)]

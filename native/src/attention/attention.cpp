@@ -1,6 +1,7 @@
 // Attention of queries over dense or cached keys: how the work is cut, and the C interface.
 #include <atomic>
 
+#include "../program.h"
 #include "../team.h"
 #include "worker.h"
 
@@ -32,7 +33,9 @@ class Plan {
     }
     segments_ = ceil_div(longest, kSegment);
     const int64_t work = ceil_div(longest, kBlock) * (rows() + kLoadingRows) * p.dim;
-    grain_ = ceil_div(kWorkPerChunk, work + 1);
+    // As many chunks as there is work for, and the same number for every thread.
+    const int64_t parts = ceil_div(units(), ceil_div(kWorkPerChunk, work + 1));
+    grain_ = ceil_div(units(), parts > 1 ? round_up(parts, num_threads()) : 1);
   }
 
   int64_t units() const { return p_.batch * p_.kv_heads * chunks_; }
@@ -159,3 +162,22 @@ ONWARD_API int32_t onward_attention(const OnwardAttention* a) {
   p.sinks = a->sinks;
   return attend(p);
 }
+
+// The keys and values up to the last query of the first row of the batch, head by head.
+static onward::Reads reads_of_attention(const OnwardAttention* a) {
+  using namespace onward;
+  const bool ragged = a->offsets != nullptr && a->batch > 0;
+  const int64_t end = ragged ? a->offsets[0] + a->queries : a->positions;
+  if (end > a->positions) return {};
+  const int64_t first = a->window > 0 && end > a->window ? end - a->window : 0;
+  const int64_t size = element_size(a->dtype);
+  const auto run = [&](const void* data, const int64_t* strides) {
+    const int64_t start = int64_t(reinterpret_cast<intptr_t>(data)) + first * strides[2] * size;
+    return Reads::Run{start, strides[1] * size, (end - first) * strides[2] * size, a->kv_heads};
+  };
+  Reads reads;
+  reads.abreast = 1;
+  reads.runs[0] = run(a->keys, a->keys_strides), reads.runs[1] = run(a->values, a->values_strides);
+  return reads;
+}
+ONWARD_INSTRUCTION_READS(onward_attention, reads_of_attention);

@@ -2,19 +2,29 @@
 // activation rows. The arithmetic is in kernels.h.
 #include <utility>
 
+#include "../program.h"
 #include "../scratch.h"
 #include "../simd.h"
 #include "../team.h"
 #include "kernels.h"
 
+// One matrix of a call; Python's copy: LinearArguments in onward/native/interface.py.
+struct OnwardLinear {
+  int64_t n;
+  const void *packed, *bias;  // bias or null
+  void* out;
+  int64_t out_stride;
+  int32_t bias_dtype, out_dtype;
+};
+
 namespace onward::linear {
 namespace {
 
 // Tile shapes. Up to kStreamRows rows go through the weights once, block after block, at the pace of
-// memory. More rows are cut into tiles of at most kTileRows, for which the weights stay in the second
-// level cache; such a tile of r rows takes kBlocks[r] blocks at a time, or kInt4Blocks, so that the
-// sums and the operands fit into the registers: 32 of 16 floats (AVX-512), 16 of 8 (AVX2), 16 of 4 at
-// worst (portable).
+// memory (through few weights some blocks at a time). More rows are cut into tiles of at most
+// kTileRows, for which the weights stay in the second level cache; such a tile of r rows takes
+// kBlocks[r] blocks at a time, or kInt4Blocks, so that the sums and the operands fit into the
+// registers: 32 of 16 floats (AVX-512), 16 of 8 (AVX2), 16 of 4 at worst (portable).
 #if defined(__AVX512F__)
 constexpr int kStreamRows = 16, kTileRows = 8, kInt4Blocks = 2;
 constexpr int kBlocks[kStreamRows + 1] = {0, 4, 4, 4, 4, 4, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1};
@@ -28,6 +38,10 @@ constexpr int kBlocks[kStreamRows + 1] = {0, 1, 1, 1, 1};
 constexpr int kMaxBlocks = 4;
 constexpr int64_t kRowsPerPart = 64;           // of a large T, so that there is enough to share out
 constexpr int64_t kStreamBytes = 128 << 10;    // weights per group of a stream
+constexpr int64_t kInlineBytes = 128 << 10;    // weights times rows not worth a second thread
+// Weights so small have likely stayed in a cache since the last token. There, unlike behind the bus,
+// one block at a time waits for its own sum; int4 does not: it has two for every block.
+constexpr int64_t kCachedBytes = 768 << 10;
 constexpr int64_t kResidentBytes = 192 << 10;  // weights per group of large T, used part by part
 
 using KernelFunction = void (*)(const Tile&);
@@ -58,44 +72,43 @@ const KernelTable& kernels_of(Format format) {
   }
 }
 
-struct Output {
-  void* data;
-  int32_t dtype;
-  int64_t stride;
-  const void* bias;
-  int32_t bias_dtype;
-};
-
 // One call, and how it is cut: T into `tiles` of nearly equal size (the first t % tiles of them have
-// one row more), the tiles into parts, the blocks into groups. A chunk of work is one part of the rows
-// times one group of blocks.
+// one row more), the tiles into parts, the blocks of all products, one after the other, into groups. A
+// chunk of work is one part of the rows times one group of blocks.
 struct Problem {
   Format format;
-  int64_t t, n, k;
-  const uint8_t* weights;
-  Output out;
+  int64_t t, k;
+  const OnwardLinear* products;
+  int64_t count;
 
   int64_t row_bytes = panel_row_bytes(format, k);
   int64_t bytes = block_bytes(format, k);
-  int64_t blocks = blocks_of(n);
+  int64_t blocks = count_blocks();
   bool streaming = t <= kStreamRows;
+  bool cached = blocks * bytes <= kCachedBytes && format != kPackedInt4;
   int64_t tiles = streaming ? 1 : ceil_div(t, kTileRows);
   int64_t parts = ceil_div(t, kRowsPerPart);
   int64_t unit = blocks_at_once(streaming ? t : kTileRows);  // groups are whole numbers of it
   int64_t groups = count_groups();
   uint8_t* panels = nullptr;
 
+  int64_t count_blocks() const {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < count; ++i) sum += blocks_of(products[i].n);
+    return sum;
+  }
   int64_t first_row(int64_t tile) const {
     const int64_t longer = t % tiles;
     return t / tiles * tile + (tile < longer ? tile : longer);
   }
   int64_t blocks_at_once(int64_t rows) const {
-    if (streaming) return 1;
+    if (streaming && !cached) return 1;
     return format == kPackedInt4 && kBlocks[rows] > kInt4Blocks ? kInt4Blocks : kBlocks[rows];
   }
   // As many groups as their size asks for, and the same number for every thread.
   int64_t count_groups() const {
     const int64_t units = ceil_div(blocks, unit);
+    if (blocks * bytes * t <= kInlineBytes) return 1;
     const int64_t wanted = ceil_div(blocks * bytes, streaming ? kStreamBytes : kResidentBytes);
     const int64_t even = round_up(wanted > 1 ? wanted : 1, num_threads());
     return even < units ? even : units;
@@ -108,45 +121,60 @@ struct Problem {
 
 // Adds the bias to a finished tile and stores it, without the padding of the last block.
 template <class T, class Bias>
-void store_tile(const Problem& p, const float* sums, int64_t row, int64_t rows, int64_t block,
-                int64_t blocks) {
+void store_tile(const OnwardLinear& product, const float* sums, int64_t row, int64_t rows,
+                int64_t block, int64_t blocks) {
   for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t n = (block + b) * kBlockRows;
+    const int64_t n = (block + b) * kBlockRows, left = product.n - n;
     f32x16 bias = zero_f32();
-    if (p.out.bias) bias = load_first(static_cast<const Bias*>(p.out.bias) + n, p.n - n);
+    if (product.bias) bias = load_first(static_cast<const Bias*>(product.bias) + n, left);
     for (int64_t r = 0; r < rows; ++r) {
       f32x16 value = load(sums + (r * blocks + b) * 16);
-      if (p.out.bias) value = add(value, bias);
-      store_first(static_cast<T*>(p.out.data) + (row + r) * p.out.stride + n, value, p.n - n);
+      if (product.bias) value = add(value, bias);
+      store_first(static_cast<T*>(product.out) + (row + r) * product.out_stride + n, value, left);
     }
   }
 }
 
-void store_tile(const Problem& p, const float* sums, int64_t row, int64_t rows, int64_t block,
-                int64_t blocks) {
-  with_dtype(p.out.dtype, [&](auto* out_tag) {
-    with_dtype(p.out.bias_dtype, [&](auto* bias_tag) {
+void store_tile(const OnwardLinear& product, const float* sums, int64_t row, int64_t rows,
+                int64_t block, int64_t blocks) {
+  with_dtype(product.out_dtype, [&](auto* out_tag) {
+    with_dtype(product.bias_dtype, [&](auto* bias_tag) {
       using T = std::remove_pointer_t<decltype(out_tag)>;
       using Bias = std::remove_pointer_t<decltype(bias_tag)>;
-      store_tile<T, Bias>(p, sums, row, rows, block, blocks);
+      store_tile<T, Bias>(product, sums, row, rows, block, blocks);
     });
   });
 }
 
-// The tiles of one part times the blocks of one group.
-void run_chunk(const Problem& p, int64_t group, int64_t part) {
+// Rows `row` … `row + rows - 1` of a tile times the blocks begin … end - 1 of one product.
+void run_tile(const Problem& p, const OnwardLinear& product, int64_t row, int64_t rows,
+              int64_t begin, int64_t end) {
   alignas(64) float sums[kStreamRows * kMaxBlocks * 16];
   const KernelTable& table = kernels_of(p.format);
+  const uint8_t* panel = p.panels + row * p.row_bytes;
+  const auto* weights = static_cast<const uint8_t*>(product.packed);
+  const int64_t most = p.blocks_at_once(rows);
+  for (int64_t block = begin; block < end;) {
+    const int64_t blocks = end - block < most ? end - block : most;
+    table.run[rows][blocks]({panel, weights + block * p.bytes, p.bytes, p.k, sums});
+    store_tile(product, sums, row, rows, block, blocks);
+    block += blocks;
+  }
+}
+
+// The tiles of one part times the blocks of one group, which may lie in several products.
+void run_chunk(const Problem& p, int64_t group, int64_t part) {
   const int64_t begin = p.first_block(group), end = p.first_block(group + 1);
-  for (int64_t tile = p.tiles * part / p.parts; tile < p.tiles * (part + 1) / p.parts; ++tile) {
-    const int64_t row = p.first_row(tile), rows = p.first_row(tile + 1) - row;
-    const uint8_t* panel = p.panels + row * p.row_bytes;
-    for (int64_t block = begin; block < end;) {
-      const int64_t most = p.blocks_at_once(rows);
-      const int64_t blocks = end - block < most ? end - block : most;
-      table.run[rows][blocks]({panel, p.weights + block * p.bytes, p.bytes, p.k, sums});
-      store_tile(p, sums, row, rows, block, blocks);
-      block += blocks;
+  int64_t first = 0;  // block of the product among all
+  for (int64_t i = 0; i < p.count && first < end; ++i) {
+    const int64_t blocks = blocks_of(p.products[i].n);
+    const int64_t from = begin > first ? begin - first : 0;
+    const int64_t to = end - first < blocks ? end - first : blocks;
+    first += blocks;
+    if (from >= to) continue;
+    for (int64_t tile = p.tiles * part / p.parts; tile < p.tiles * (part + 1) / p.parts; ++tile) {
+      const int64_t row = p.first_row(tile), rows = p.first_row(tile + 1) - row;
+      run_tile(p, p.products[i], row, rows, from, to);
     }
   }
 }
@@ -165,25 +193,30 @@ void make_panels(const Problem& p, const Rows& x) {
 
 bool known_dtype(int32_t dtype) { return dtype >= kF32 && dtype <= kF16; }
 
+bool valid(const OnwardLinear& product) {
+  return product.n >= 0 && known_dtype(product.out_dtype) && known_dtype(product.bias_dtype);
+}
+
 }  // namespace
 }  // namespace onward::linear
 
-// out[t, n] = sum over k of x[t, k] * weight[n, k], + bias[n] if bias is not null. Strides are in
-// elements from row to row. x is rounded to the format's activations: float for f32 and f16 weights,
-// bf16 for bf16, int8 per row for int8, int8 per group of 32 for int4.
-ONWARD_API int32_t onward_linear(int32_t format, int64_t t, int64_t n, int64_t k, const void* x,
-                                 int32_t x_dtype, int64_t x_stride, const void* packed,
-                                 const void* bias, int32_t bias_dtype, void* out,
-                                 int32_t out_dtype, int64_t out_stride) {
+// For each of `count` packed matrices [n, k]: out[t, n] = sum over k of x[t, k] * weight[n, k], + bias[n]
+// where it has one. All share x and the format, and one pass of the team. Strides are in elements from
+// row to row. x is rounded to the format's activations: float for f32 and f16 weights, bf16 for bf16,
+// int8 per row for int8, int8 per group of 32 for int4.
+ONWARD_API int32_t onward_linear_many(const OnwardLinear* products, int64_t count, int32_t format,
+                                      int64_t t, int64_t k, const void* x, int32_t x_dtype,
+                                      int64_t x_stride) {
   using namespace onward;
   using namespace onward::linear;
-  if (!known(format) || t < 0 || n < 0 || k < 0 || k > kMaxInputs) return kBadArgument;
-  if (!known_dtype(x_dtype) || !known_dtype(out_dtype) || !known_dtype(bias_dtype)) {
-    return kBadArgument;
+  if (!known(format) || count < 0 || t < 0 || k < 0 || k > kMaxInputs) return kBadArgument;
+  if (!known_dtype(x_dtype)) return kBadArgument;
+  for (int64_t i = 0; i < count; ++i) {
+    if (!valid(products[i])) return kBadArgument;
   }
-  if (t == 0 || n == 0) return kOk;
-  Problem p{Format(format), t, n, k, static_cast<const uint8_t*>(packed),
-            {out, out_dtype, out_stride, bias, bias_dtype}};
+  if (t == 0) return kOk;
+  Problem p{Format(format), t, k, products, count};
+  if (p.blocks == 0) return kOk;
   p.panels = static_cast<uint8_t*>(scratch(kScratchActivations, t * p.row_bytes + 1));
   if (p.panels == nullptr) return kOutOfMemory;
   make_panels(p, {x, x_dtype, x_stride});
@@ -192,3 +225,27 @@ ONWARD_API int32_t onward_linear(int32_t format, int64_t t, int64_t n, int64_t k
   });
   return kOk;
 }
+
+static onward::Reads reads_of_linear_many(const OnwardLinear* products, int64_t count,
+                                          int32_t format, int64_t, int64_t k, const void*, int32_t,
+                                          int64_t) {
+  using namespace onward;
+  Reads reads;
+  const int64_t bytes = linear::block_bytes(linear::Format(format), k);
+  for (int64_t i = 0; i < count && i < Reads::kRuns; ++i) {
+    const auto address = int64_t(reinterpret_cast<intptr_t>(products[i].packed));
+    reads.runs[i] = {address, bytes, bytes, linear::blocks_of(products[i].n)};
+  }
+  return reads;
+}
+ONWARD_INSTRUCTION_READS(onward_linear_many, reads_of_linear_many);
+
+// The same of one matrix.
+ONWARD_API int32_t onward_linear(int32_t format, int64_t t, int64_t n, int64_t k, const void* x,
+                                 int32_t x_dtype, int64_t x_stride, const void* packed,
+                                 const void* bias, int32_t bias_dtype, void* out,
+                                 int32_t out_dtype, int64_t out_stride) {
+  const OnwardLinear product{n, packed, bias, out, out_stride, bias_dtype, out_dtype};
+  return onward_linear_many(&product, 1, format, t, k, x, x_dtype, x_stride);
+}
+ONWARD_INSTRUCTION(onward_linear);

@@ -1,6 +1,7 @@
 // Between row-major matrices and packed weights, in both directions, and single rows out of them.
 #include <cstring>
 
+#include "../program.h"
 #include "../simd.h"
 #include "../team.h"
 #include "layout.h"
@@ -240,3 +241,4 @@ ONWARD_API int32_t onward_linear_rows(int32_t format, int64_t rows, int64_t inpu
   });
   return ok ? kOk : kBadArgument;
 }
+ONWARD_INSTRUCTION(onward_linear_rows);

@@ -1,6 +1,6 @@
 """Where keys and values of past positions live."""
 
 from onward.cache.kv import KVCache
-from onward.cache.sized import SizedCache
+from onward.cache.sized import CompactableCache, SizedCache
 
-__all__ = ["KVCache", "SizedCache"]
+__all__ = ["CompactableCache", "KVCache", "SizedCache"]

@@ -53,6 +53,15 @@ class KVCache(NamedTuple):
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
+    def copy_row(self, source: int, to: int, positions: int) -> None:
+        """Have row `to` hold the first `positions` positions of row `source`."""
+        for layer in (*self.keys, *self.values):
+            layer[to, :, :positions] = layer[source, :, :positions]
+
+    def first_rows(self, batch: int) -> "KVCache":
+        """The cache of the first `batch` rows, over the same memory."""
+        return KVCache(tuple(layer[:batch] for layer in self.keys), tuple(layer[:batch] for layer in self.values))
+
     def write(self, layer: int, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [B, G, T, D] of a layer from `offsets` int32 [B] on; returns the layer's whole buffers."""
         keys, values = self.keys[layer], self.values[layer]

@@ -1,6 +1,6 @@
 """What any cache may tell about itself."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -9,3 +9,16 @@ class SizedCache(Protocol):
 
     @property
     def max_len(self) -> int: ...
+
+
+@runtime_checkable
+class CompactableCache(Protocol):
+    """A cache whose rows can be moved and narrowed: rows that have ended then cost no more."""
+
+    def copy_row(self, source: int, to: int, positions: int) -> None:
+        """Have row `to` hold the first `positions` positions of row `source`."""
+        ...
+
+    def first_rows(self, batch: int) -> Any:
+        """The cache of the first `batch` rows, over the same memory."""
+        ...

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.checkpoint.chat_template import ChatTemplate
+from onward.checkpoint.dcp_metadata import METADATA
 from onward.checkpoint.generation_config import sampling_defaults
 from onward.checkpoint.tokenizer import JsonTokenizer, token_text
 from onward.errors import ConfigError, OnwardError, TokenizerError, one_line, warn
@@ -23,7 +24,10 @@ class CheckpointFolder:
     def config(self) -> dict[str, Any]:
         """config.json, which every checkpoint has."""
         if not (self.path / "config.json").is_file():
-            raise ConfigError(f"{self.path} holds no config.json: is it a model folder in the Hugging Face layout?")
+            wanted = "is it a model folder in the Hugging Face layout?"
+            if (self.path / METADATA).is_file():
+                wanted = "put that of the model beside the training checkpoint (docs/training.md)"
+            raise ConfigError(f"{self.path} holds no config.json: {wanted}")
         config = self._read_json("config.json", ConfigError)
         for name in ("quantization_config", "compression_config"):
             if config.get(name) is not None:

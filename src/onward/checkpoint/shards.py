@@ -41,8 +41,13 @@ def read_index(index: Path) -> dict[str, str]:
             f"{index} is not an index of shards: it wants an object 'weight_map' from tensor names to file names"
         )
     for file in set(where.values()):
-        # Judged by its parts: resolving would follow the hub cache's own links out of the folder.
-        path = PurePosixPath(file)
-        if path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file or not path.parts:
+        if lies_outside(file):
             raise CheckpointError(f"{index} names the shard {file!r}, which lies outside its folder")
     return where
+
+
+def lies_outside(file: str) -> bool:
+    """Whether a path that a checkpoint names leads out of its folder, or nowhere."""
+    # Judged by its parts: resolving would follow the hub cache's own links out of the folder.
+    path = PurePosixPath(file)
+    return path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file or not path.parts

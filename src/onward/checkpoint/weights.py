@@ -1,5 +1,6 @@
 """Safetensors, one file or an index of shards, mapped into memory: the weights are the file's own pages."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from onward.checkpoint.distributed import DistributedFolder, NameMapSource, is_distributed
+from onward.checkpoint.placing import check_float, placed
 from onward.checkpoint.shards import INDEX, WEIGHTS, read_index, weight_files
-from onward.errors import CheckpointError, one_line
-from onward.models import DecoderConfig, DecoderParams, read_params
+from onward.errors import CheckpointError, RequestError, one_line
+from onward.models import DecoderConfig, DecoderParams, LayerParams, read_params
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Formats that Onward does not read, worth naming to who has one instead of safetensors.
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors", "*.distcp")
 
@@ -50,29 +52,13 @@ class SafetensorsFolder:
                 f"{self._folder / file}: tensor {name!r} has shape {list(tensor.shape)}, but config.json "
                 f"makes it {list(shape)}"
             )
-        if tensor.dtype not in _FLOATS:
-            raise CheckpointError(
-                f"{self._folder / file}: tensor {name!r} is {tensor.dtype}; convert it to bf16, f16 or f32"
-            )
+        check_float(self._folder / file, name, tensor.dtype)
         self._taken.add(name)
-        return self._placed(name, tensor)
+        return placed(self._folder, name, tensor, self.dtype, self._device)
 
     def left(self) -> list[str]:
         """Names nobody took."""
         return sorted(set(self._where) - self._taken)
-
-    def _placed(self, name: str, tensor: Tensor) -> Tensor:
-        """In the wanted dtype on the wanted device; the tensor itself where it is so already."""
-        if tensor.data_ptr() % tensor.element_size():
-            tensor = tensor.clone()  # a legal file, but no address that a kernel may read numbers from
-        placed = tensor.to(device=self._device, dtype=self.dtype or tensor.dtype)
-        narrowed = placed.dtype == torch.float16 and tensor.dtype != torch.float16
-        if narrowed and placed.isinf().any() and not tensor.isinf().any():
-            raise CheckpointError(
-                f"{self._folder}: tensor {name!r} has values up to {tensor.abs().max().item():.3g}, and float16 ends "
-                "at 65504: load it as bfloat16 or float32"
-            )
-        return placed
 
     def _locate(self) -> dict[str, str]:
         """Which file holds each tensor: the index's word on those it names, the files' own on the rest."""
@@ -80,6 +66,8 @@ class SafetensorsFolder:
         if not files:
             others = sorted(file.name for pattern in _OTHER_FORMATS for file in self._folder.glob(pattern))
             hint = f"; it holds {', '.join(others[:3])}: save the model as safetensors first" if others else ""
+            if others and all(file.endswith(".distcp") for file in others):
+                hint = f"; it holds {others[0]} and no .metadata, which is written last: the save was not finished"
             raise CheckpointError(f"{self._folder} holds no weights: neither {WEIGHTS} nor {INDEX}{hint}")
         held = {file: self._names(file) for file in files}
         where = {name: file for file, names in held.items() for name in names}
@@ -109,29 +97,44 @@ class SafetensorsFolder:
 
 
 def read_weights(
-    folder: Path, config: DecoderConfig, *, dtype: torch.dtype | None, device: torch.device
+    folder: Path,
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    name_map: NameMapSource = None,
+    each_layer: Callable[[LayerParams], LayerParams] | None = None,
 ) -> DecoderParams:
     """All weights of a decoder, every tensor of the folder accounted for.
 
     Args:
-        folder: holds model.safetensors, or an index and its shards.
+        folder: holds model.safetensors, or an index and its shards, or a torch.distributed.checkpoint.
         config: the shape the weights must have.
         dtype: to convert to; None keeps the embedding's, for all tensors.
         device: where they go.
+        name_map: from the names of a torch.distributed.checkpoint to Hugging Face's (`onward.checkpoint.name_map`).
+        each_layer: what is made of a layer as soon as it is read.
 
     Raises:
         CheckpointError: a tensor is missing, mis-shaped, damaged, or there that the architecture has no use for.
+        RequestError: a name map for safetensors, which have Hugging Face's names.
     """
-    tensors = SafetensorsFolder(folder, dtype, device)
+    tensors: SafetensorsFolder | DistributedFolder
+    if is_distributed(folder):
+        tensors = DistributedFolder(folder, config, dtype, device, name_map)
+    elif name_map is None:
+        tensors = SafetensorsFolder(folder, dtype, device)
+    else:
+        raise RequestError(f"a name map is for a torch.distributed.checkpoint folder, and {folder} is none")
     if tensors.dtype is None:
         embedding = tensors.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         tensors.dtype = embedding.dtype
-    params = read_params(config, tensors)
+    params = read_params(config, tensors, each_layer)
     _check_left(folder, tensors, params)
     return params
 
 
-def _check_left(folder: Path, tensors: SafetensorsFolder, params: DecoderParams) -> None:
+def _check_left(folder: Path, tensors: SafetensorsFolder | DistributedFolder, params: DecoderParams) -> None:
     """A tensor nobody took means that config.json and the weights speak of different models."""
     # Old checkpoints carry the rotary frequencies, which config.json determines.
     left = [name for name in tensors.left() if not name.endswith("rotary_emb.inv_freq")]
@@ -143,7 +146,8 @@ def _check_left(folder: Path, tensors: SafetensorsFolder, params: DecoderParams)
                 "set tie_word_embeddings to false, or remove the tensor"
             )
     elif left:
+        advice = ", or training state for the name map to leave out" if isinstance(tensors, DistributedFolder) else ""
         raise CheckpointError(
             f"{folder}: the weights hold {len(left)} tensors that config.json leaves no place for, "
-            f"{left[0]!r} for one: is it the config of this checkpoint?"
+            f"{left[0]!r} for one: is it the config of this checkpoint?{advice}"
         )

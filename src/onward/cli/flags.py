@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from typer import Option
@@ -14,7 +15,10 @@ from onward.cli.terminal import waiting
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """The fields of `SamplingParams`; None, False and [] mean not given: the checkpoint's default holds."""
+    """The fields of `SamplingParams`, but for those that only code can give well (ids with numbers).
+
+    None, False and [] mean not given: the checkpoint's default holds.
+    """
 
     max_new_tokens: Annotated[
         int | None, Option("--max-new-tokens", "-n", metavar="N", help="The most tokens to generate.")
@@ -30,6 +34,47 @@ class SamplingFlags:
     ] = None
     min_p: Annotated[
         float | None, Option("--min-p", metavar="X", help="Drop those less than X times as likely as the first.")
+    ] = None
+    typical_p: Annotated[
+        float | None,
+        Option(
+            "--typical-p", metavar="X", help="Sample among the ids of most typical surprise that add up to X; 1: all."
+        ),
+    ] = None
+    xtc_probability: Annotated[
+        float | None,
+        Option("--xtc-probability", metavar="X", help="With probability X drop the top choices but the last (XTC)."),
+    ] = None
+    xtc_threshold: Annotated[
+        float | None, Option("--xtc-threshold", metavar="X", help="What counts as a top choice for XTC.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, Option("--repetition-penalty", metavar="X", help="Make what was said less likely; 1: do not.")
+    ] = None
+    presence_penalty: Annotated[
+        float | None, Option("--presence-penalty", metavar="X", help="Taken from the logits of ids in the output.")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, Option("--frequency-penalty", metavar="X", help="The same, for each time that an id is there.")
+    ] = None
+    dry_multiplier: Annotated[
+        float | None,
+        Option("--dry-multiplier", metavar="X", help="Strength of the penalty on longer repetitions (DRY); 0: none."),
+    ] = None
+    dry_base: Annotated[
+        float | None, Option("--dry-base", metavar="X", help="How fast that grows with their length.")
+    ] = None
+    dry_allowed_length: Annotated[
+        int | None, Option("--dry-allowed-length", metavar="N", help="Repetitions up to this length are free.")
+    ] = None
+    no_repeat_ngram_size: Annotated[
+        int | None, Option("--no-repeat-ngram-size", metavar="N", help="No N ids in a row occur twice; 0: they may.")
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, Option("--bad-word", metavar="TEXT", help="Never write TEXT. Repeatable.")
+    ] = None
+    min_new_tokens: Annotated[
+        int | None, Option("--min-new-tokens", metavar="N", help="No token ends the text before N.")
     ] = None
     seed: Annotated[int | None, Option("--seed", metavar="N", help="The same seed gives the same text.")] = None
     stop: Annotated[
@@ -70,6 +115,10 @@ class ModelFlags:
     quantize: Annotated[str | None, Option("--quantize", metavar="NAME", help="Hold the weights as int8 or int4.")] = (
         None
     )
+    name_map: Annotated[
+        Path | None,
+        Option("--name-map", metavar="FILE", help="JSON: a training checkpoint's names of weights to Hugging Face's."),
+    ] = None
     max_seq_len: Annotated[
         int | None, Option("--max-seq-len", metavar="N", help="Context to use; else what the model was made for.")
     ] = None

@@ -102,7 +102,7 @@ class Holdings:
 
 def _disk_bytes(folder: Path) -> int:
     """Of the weights' files, however many there are."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for kind in ("safetensors", "distcp") for file in folder.glob(f"*.{kind}"))
 
 
 def _windows(windows: tuple[int | None, ...]) -> str:

@@ -22,6 +22,7 @@ def load_model(flags: ModelFlags) -> "LanguageModel":
             device=flags.device,
             max_seq_len=flags.max_seq_len,
             quantize=flags.quantize,
+            name_map=flags.name_map,
         )
 
 

@@ -61,7 +61,7 @@ def stream(
     stop_ids = frozenset((eos,) if isinstance(eos, int) else eos)
     _check_room(cache, max_len, offset, max_new_tokens)
     device = _device_of(cache, params)
-    step = DecodeStep(partial(run_plain, forward, params), _positional(select))
+    step = DecodeStep(partial(run_plain, forward, params), positional(select))
     state = DecodeState.start([[first_token]], cache, device, offset)
     return _ids(step, state, Row(max_new_tokens, stop_ids), on_token)
 
@@ -79,7 +79,8 @@ def _ids(step: DecodeStep, state: DecodeState, row: Row, on_token: Callable[[int
             yield token
 
 
-def _positional(select: Callable[[Tensor], Tensor] | Sampler) -> Callable[[Tensor, Tensor], Tensor]:
+def positional(select: Callable[[Tensor], Tensor] | Sampler) -> Callable[[Tensor, Tensor], Tensor]:
+    """A choice by logits alone as one that is given the positions too, as a `Sampler` is."""
     if isinstance(select, Sampler):
         return select
     return lambda logits, positions: select(logits)

@@ -1,11 +1,8 @@
-"""The one loop. Streaming, batches, chat and anyone's function all run through it."""
+"""The one loop. Streaming, batches, chat, speculation and anyone's function all run through it."""
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
-
-import torch
 
 from onward.decoding.row import Row
 from onward.decoding.state import DecodeState
@@ -26,23 +23,26 @@ class Emission(NamedTuple):
 
 
 def decode_loop(step: Step, state: DecodeState, rows: Sequence[Row]) -> Iterator[Emission]:
-    """Step until every row has ended. A row that has ended stands still: nothing is added to it.
+    """Step until every row has ended. A row that has ended takes nothing more, and costs nothing more where the
+    cache can be narrowed.
 
     No step is run whose tokens nobody takes: the loop looks at the rows first.
     """
-    live = [row.finish_reason is None for row in rows]
-    while any(live):
-        # Only a row that ended changes the mask, so that a steady step moves nothing to the device.
-        if not all(live):
-            state = replace(state, live=torch.tensor(live, device=state.live.device))
+    going_on = [row.finish_reason is None for row in rows]
+    while any(going_on):
+        # Only a row that ended changes the state.
+        if not all(going_on[owner] for owner, live in zip(state.owners, state.live, strict=True) if live):
+            state = state.only(going_on)
         began = time.perf_counter()
+        owners = state.owners
         state, emitted = step(state)
         seconds = time.perf_counter() - began
         pieces = []
-        for index, (row, tokens) in enumerate(zip(rows, emitted, strict=True)):
+        for owner, tokens in zip(owners, emitted, strict=True):
+            row = rows[owner]
             for token in tokens:
                 if row.finish_reason is not None:
                     break
-                pieces.append((index, token, row.accept(token)))
-        live = [row.finish_reason is None for row in rows]
+                pieces.append((owner, token.id, row.accept(*token)))
+        going_on = [row.finish_reason is None for row in rows]
         yield Emission(pieces, seconds, state)

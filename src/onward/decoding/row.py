@@ -1,43 +1,66 @@
 """One request while it is decoded, and the one place that decides whether it has ended."""
 
+import threading
+import time
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Literal
 
+from onward.decoding.step import TokenLogprobs
 from onward.decoding.text import NoText, TextStream
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "time", "cancelled"]
+# (ids so far, text so far) -> whether to end
+StopWhen = Callable[[Sequence[int], str], bool]
 
 
 class Row:
     """Collects a request's tokens and text, and ends it.
 
     finish_reason is None while the row goes on; "stop" after an id of `eos` (which is part of `token_ids` and
-    not of the text) or a stop string, "length" after `max_new_tokens`. A row of none has ended at once.
+    not of the text), a stop string, or when `stop_when` says so; "length" after `max_new_tokens`; "time" with the
+    first token at or after `deadline` (of `time.monotonic`); "cancelled" with the first after `cancel` was set, by
+    any thread. A row of no tokens has ended at once.
     """
 
     def __init__(
-        self, max_new_tokens: int, eos: AbstractSet[int] = frozenset(), text: TextStream | None = None
+        self,
+        max_new_tokens: int,
+        eos: AbstractSet[int] = frozenset(),
+        text: TextStream | None = None,
+        *,
+        stop_when: StopWhen | None = None,
+        deadline: float | None = None,
+        cancel: threading.Event | None = None,
     ) -> None:
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None if max_new_tokens > 0 else "length"
         self._max_new_tokens = max_new_tokens
         self._eos = eos
         self._stream = NoText() if text is None else text
+        self._stop_when = stop_when
+        self._deadline = deadline
+        self._cancel = cancel
 
-    def accept(self, token_id: int) -> str:
+    @property
+    def room(self) -> int:
+        """Tokens that it may still take."""
+        return self._max_new_tokens - len(self.token_ids)
+
+    def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> str:
         """Take the next token; returns the text that became final with it."""
         assert self.finish_reason is None, "a row that has ended takes no tokens"
         self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         piece = ""
         if token_id in self._eos:
             self.finish_reason = "stop"
         else:
             piece = self._stream.push(token_id)
-            if self._stream.stopped:
-                self.finish_reason = "stop"
-            elif len(self.token_ids) == self._max_new_tokens:
-                self.finish_reason = "length"
+            self.finish_reason = self._ended(piece)
         if self.finish_reason is not None:
             piece += self._stream.flush()
             if self._stream.stopped:
@@ -45,3 +68,12 @@ class Row:
                 self.finish_reason = "stop"
         self.text += piece
         return piece
+
+    def _ended(self, piece: str) -> FinishReason | None:
+        if self._stream.stopped or (self._stop_when and self._stop_when(self.token_ids, self.text + piece)):
+            return "stop"
+        if len(self.token_ids) == self._max_new_tokens:
+            return "length"
+        if self._cancel is not None and self._cancel.is_set():
+            return "cancelled"
+        return "time" if self._deadline is not None and time.monotonic() >= self._deadline else None

@@ -1,8 +1,9 @@
 """A step: process what is pending, emit what follows. Prefill and decoding are the same step."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,79 +11,171 @@ from torch import Tensor
 from onward.decoding.state import DecodeState
 from onward.errors import OnwardError, RequestError
 from onward.models import Cache
+from onward.sampling import History, Sampler
+from onward.sampling.logprobs import logprobs
 
 # (logits [B, V], positions int32 [B] of the tokens to pick) -> int64 [B]
 Select = Callable[[Tensor, Tensor], Tensor]
-# What a step emitted: for every row the ids that follow its pending ones.
-Emitted = list[list[int]]
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities under the model's own distribution.
+
+    chosen: of the token itself. top: (id, logprob) of the likeliest ids, best first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Token(NamedTuple):
+    """An id that a step emitted; its logprobs where they were asked for."""
+
+    id: int
+    logprobs: TokenLogprobs | None = None
+
+
+# What a step emitted: for every row of the cache the tokens that follow its pending ones; none for rows that ended.
+Emitted = list[list[Token]]
 Step = Callable[[DecodeState], tuple[DecodeState, Emitted]]
 
 
 class Run(Protocol):
-    """A model with its weights: `onward.models.Model`, or a user's forward bound to its params."""
+    """A model with its weights: `onward.models.ModelRun`, a `Model`, or a user's forward bound to its params."""
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Cache]: ...
 
 
-@dataclass(frozen=True)
+class Picker:
+    """A `Select` or a `Sampler` for the rows that are left, each with its history.
+
+    histories: what each of the loop's rows has seen; the ids picked are added to them. None where no option looks.
+    top_logprobs: how many alternatives to report with each token; None reports no logprobs at all.
+    """
+
+    def __init__(
+        self,
+        select: Select | Sampler,
+        histories: Sequence[History] | None = None,
+        top_logprobs: int | None = None,
+    ) -> None:
+        self.histories = histories
+        self.top_logprobs = top_logprobs
+        self._select = select
+        self._taken: tuple[tuple[int, ...], Select | Sampler] | None = None
+
+    def __call__(self, logits: Tensor, positions: Tensor, owners: tuple[int, ...]) -> Tensor:
+        """The next id of each row: float [B, V] and int [B] -> int64 [B]; `owners` says which of the loop's rows."""
+        select = self.of(owners)
+        if isinstance(select, Sampler):
+            return select(logits, positions, self._histories_of(owners))
+        return select(logits, positions)
+
+    def of(self, owners: tuple[int, ...]) -> Select | Sampler:
+        """What picks for these rows."""
+        if not isinstance(self._select, Sampler) or owners == tuple(range(len(self._select.seeds))):
+            return self._select
+        if self._taken is None or self._taken[0] != owners:
+            self._taken = (owners, self._select.take(owners))
+        return self._taken[1]
+
+    def _histories_of(self, owners: tuple[int, ...]) -> Sequence[History] | None:
+        return None if self.histories is None else [self.histories[owner] for owner in owners]
+
+    def tokens(self, ids: Sequence[int], logits: Tensor, state: DecodeState) -> Emitted:
+        """The ids picked from logits [B, V] as tokens, one a row, remembered in the histories."""
+        told = self._told(ids, logits)
+        emitted: Emitted = []
+        for place, (token, live) in enumerate(zip(ids, state.live, strict=True)):
+            if live and self.histories is not None:
+                self.histories[state.owners[place]].append(token)
+            emitted.append([Token(token, told[place])] if live else [])
+        return emitted
+
+    def _told(self, ids: Sequence[int], logits: Tensor) -> Sequence[TokenLogprobs | None]:
+        if self.top_logprobs is None:
+            return [None] * len(ids)
+        found = logprobs(logits, torch.tensor(ids, device=logits.device), self.top_logprobs)
+        return [
+            TokenLogprobs(chosen, tuple(zip(top_ids, top, strict=True)))
+            for chosen, top_ids, top in zip(
+                found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist(), strict=True
+            )
+        ]
+
+
 class DecodeStep:
     """Emits one token a row, predicted from its last pending one.
 
-    run: the model. select: logits to ids. chunk: the most tokens of a row given to the model at once; a longer
-    prompt is processed in pieces of this size.
+    run: the model. select: logits to ids, or a `Picker`. chunk: the most tokens of a row given to the model at once;
+    a longer prompt is processed in pieces of this size.
     """
 
-    run: Run
-    select: Select
-    chunk: int = 512
+    def __init__(self, run: Run, select: Select | Sampler | Picker, chunk: int = 512) -> None:
+        self.run = run
+        self.picker = select if isinstance(select, Picker) else Picker(select)
+        self.chunk = chunk
 
     @torch.no_grad()
     def __call__(self, state: DecodeState) -> tuple[DecodeState, Emitted]:
-        logits, cache = self._last_logits(state)
-        next_at = state.offsets + state.lengths
-        picked = self.select(logits, next_at)
-        emitted = _checked_ids(picked, logits, state.live)
+        logits, cache = last_logits(self.run, state, self.chunk)
+        next_at = [offset + len(ids) for offset, ids in zip(state.offsets, state.pending, strict=True)]
+        positions = torch.tensor(next_at, dtype=torch.int32, device=state.device)
+        picked = self.picker(logits, positions, state.owners)
+        ids = checked_ids(picked, logits, state.live)
+        emitted = self.picker.tokens(ids, logits, state)
         state = replace(
             state,
-            tokens=torch.where(state.live, picked, 0).to(torch.int32).unsqueeze(1),
-            lengths=torch.ones_like(state.lengths),
-            offsets=torch.where(state.live, next_at, state.offsets),
+            pending=tuple((token if live else 0,) for token, live in zip(ids, state.live, strict=True)),
+            offsets=tuple(
+                after if live else before
+                for after, before, live in zip(next_at, state.offsets, state.live, strict=True)
+            ),
             cache=cache,
         )
-        return state, [[token] for token in emitted]
-
-    def _last_logits(self, state: DecodeState) -> tuple[Tensor, Cache]:
-        """Process the pending tokens chunk by chunk; the logits [B, V] after each row's last real one."""
-        total, cache = state.tokens.shape[1], state.cache
-        if total == 1:
-            logits, cache = self._forward(state.tokens, state.offsets, cache, None)
-            return logits[:, 0], cache
-        last = state.lengths.to(torch.int64) - 1
-        found: Tensor | None = None
-        for start in range(0, total, self.chunk):
-            tokens = state.tokens[:, start : start + self.chunk]
-            at = last - start
-            ends_here = (at >= 0) & (at < tokens.shape[1])
-            # A chunk in which no row ends needs no head: ask for logits at no position.
-            wanted = at.clamp(0, tokens.shape[1] - 1).unsqueeze(1)[:, : int(ends_here.any())]
-            logits, cache = self._forward(tokens, state.offsets + start, cache, wanted)
-            if wanted.shape[1]:
-                found = logits[:, 0] if found is None else torch.where(ends_here.unsqueeze(1), logits[:, 0], found)
-        assert found is not None
-        return found, cache
-
-    def _forward(self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None) -> tuple[Tensor, Cache]:
-        logits, cache = self.run(tokens, offsets, cache, logits_at)
-        wanted = tokens.shape if logits_at is None else logits_at.shape
-        if logits.dim() != 3 or logits.shape[:2] != wanted:
-            raise RequestError(f"forward must return logits {[*wanted, 'V']}; got {list(logits.shape)}")
-        return logits, cache
+        return state, emitted
 
 
-def _checked_ids(picked: Tensor, logits: Tensor, live: Tensor) -> list[int]:
-    """The picked ids on the host. One look at the picked logits finds NaN anywhere: NaN wins every argmax.
+def last_logits(run: Run, state: DecodeState, chunk: int) -> tuple[Tensor, Cache]:
+    """Process the pending tokens chunk by chunk; the logits [B, V] after each row's last one, and the cache."""
+    longest = max(map(len, state.pending))
+    offsets = torch.tensor(state.offsets, dtype=torch.int32, device=state.device)
+    if longest == 1:
+        tokens = torch.tensor(state.pending, dtype=torch.int32, device=state.device)
+        logits, cache = forward(run, tokens, offsets, state.cache, None)
+        return logits[:, 0], cache
+    # Padding repeats a row's last id: any valid id will do, for what follows a row's length is never read.
+    padded = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in state.pending]
+    tokens = torch.tensor(padded, dtype=torch.int32, device=state.device)
+    last = torch.tensor([len(ids) - 1 for ids in state.pending], dtype=torch.int64, device=state.device)
+    cache, found = state.cache, None
+    for start in range(0, longest, chunk):
+        piece = tokens[:, start : start + chunk]
+        at = last - start
+        ends_here = (at >= 0) & (at < piece.shape[1])
+        # A chunk in which no row ends needs no head: ask for logits at no position.
+        wanted = at.clamp(0, piece.shape[1] - 1).unsqueeze(1)[:, : int(ends_here.any())]
+        logits, cache = forward(run, piece, offsets + start, cache, wanted)
+        if wanted.shape[1]:
+            found = logits[:, 0] if found is None else torch.where(ends_here.unsqueeze(1), logits[:, 0], found)
+    assert found is not None
+    return found, cache
+
+
+def forward(run: Run, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None) -> tuple[Tensor, Cache]:
+    """Call the model; its logits have the shape of the contract."""
+    logits, cache = run(tokens, offsets, cache, logits_at)
+    wanted = tokens.shape if logits_at is None else logits_at.shape
+    if logits.dim() != 3 or logits.shape[:2] != wanted:
+        raise RequestError(f"forward must return logits {[*wanted, 'V']}; got {list(logits.shape)}")
+    return logits, cache
+
+
+def checked_ids(picked: Tensor, logits: Tensor, live: Sequence[bool]) -> list[int]:
+    """The ids picked from logits [B, V] on the host. One look at the picked logits finds NaN anywhere: NaN wins every
+    argmax.
 
     Rows that have ended may hold anything; nobody takes their ids.
     """
@@ -91,10 +184,13 @@ def _checked_ids(picked: Tensor, logits: Tensor, live: Tensor) -> list[int]:
             f"select must return integer ids of shape {list(logits.shape[:1])}; got {picked.dtype} {list(picked.shape)}"
         )
     ids: list[int] = picked.tolist()
-    if out := [token for token in ids if not 0 <= token < logits.shape[1]]:
-        raise RequestError(f"select returned id {out[0]}, but the logits are of ids from 0 to {logits.shape[1] - 1}")
-    at_picked = logits.gather(1, picked.unsqueeze(1).to(torch.int64))
-    if not bool((at_picked.squeeze(1).isfinite() | ~live).all()):
+    vocab = logits.shape[1]
+    if out := [token for token in ids if not 0 <= token < vocab]:
+        raise RequestError(f"select returned id {out[0]}, but the logits are of ids from 0 to {vocab - 1}")
+    at_picked = (
+        [logits[0, ids[0]].item()] if len(ids) == 1 else logits.gather(1, picked.long().unsqueeze(1))[:, 0].tolist()
+    )
+    if not all(math.isfinite(value) for value, goes_on in zip(at_picked, live, strict=True) if goes_on):
         raise OnwardError(
             "the model returned logits that are NaN or infinite where a token was picked: look for "
             "overflow (float16?), damaged weights or an uninitialised cache"

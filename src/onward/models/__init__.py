@@ -1,10 +1,11 @@
 """Families as forwards: a function, its weights and its cache."""
 
 from onward.models.config import DecoderConfig
-from onward.models.decoder import DecoderParams, decoder_model
-from onward.models.families import FAMILIES, read_config, read_params
+from onward.models.decoder import DecoderParams, LayerParams, decoder_model
+from onward.models.families import FAMILIES, parameter_shapes, read_config, read_params
 from onward.models.model import Cache, Forward, Model, Params
-from onward.models.packing import pack_params
+from onward.models.packing import pack_layer, pack_params
+from onward.models.run import ModelRun, padded_length
 
 __all__ = [
     "FAMILIES",
@@ -12,10 +13,15 @@ __all__ = [
     "DecoderConfig",
     "DecoderParams",
     "Forward",
+    "LayerParams",
     "Model",
+    "ModelRun",
     "Params",
     "decoder_model",
+    "pack_layer",
     "pack_params",
+    "padded_length",
+    "parameter_shapes",
     "read_config",
     "read_params",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
@@ -33,14 +34,36 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     return FAMILIES[names[0]](config)
 
 
-def read_params(config: DecoderConfig, tensors: Tensors) -> DecoderParams:
-    """Take every weight of the decoder from `tensors`, under the names Hugging Face checkpoints use."""
+def read_params(
+    config: DecoderConfig, tensors: Tensors, each_layer: Callable[[LayerParams], LayerParams] | None = None
+) -> DecoderParams:
+    """Take every weight of the decoder from `tensors`, under the names Hugging Face checkpoints use.
+
+    each_layer: what is made of a layer (a packed one, say) before the next is taken.
+    """
     embed_tokens = tensors.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-    layers = tuple(_read_layer(config, tensors, f"model.layers.{i}") for i in range(config.num_layers))
+    read = (_read_layer(config, tensors, f"model.layers.{i}") for i in range(config.num_layers))
+    layers = tuple(read if each_layer is None else map(each_layer, read))
     norm = tensors.take("model.norm.weight", (config.hidden_size,))
     tied = config.tie_word_embeddings
     lm_head = embed_tokens if tied else tensors.take("lm_head.weight", (config.vocab_size, config.hidden_size))
     return DecoderParams(embed_tokens, layers, norm, lm_head)
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight that `read_params` takes, under its name; no memory is used."""
+    shapes = _Shapes()
+    read_params(config, shapes)
+    return shapes.asked
+
+
+class _Shapes:
+    def __init__(self) -> None:
+        self.asked: dict[str, tuple[int, ...]] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.asked[name] = shape
+        return torch.empty(shape, device="meta")
 
 
 def _read_layer(config: DecoderConfig, tensors: Tensors, prefix: str) -> LayerParams:

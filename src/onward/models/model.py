@@ -20,8 +20,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from onward.errors import RequestError
+from onward.models.module import ModuleCall, ModuleForward
+from onward.sampling.params import check_whole
 
 CPU = torch.device("cpu")
 
@@ -44,6 +48,8 @@ class Model:
     selects_logits: whether forward takes the keyword `logits_at`.
     device: where its tokens and offsets go.
     num_parameters: weights, a tied one counted once; None where nobody counted.
+    compiles: whether its forward may become a program (`onward.compile`), which reads params where they lay when it
+        was traced: changes in place are seen, other tensors in their place are not.
     """
 
     forward: Forward
@@ -54,6 +60,7 @@ class Model:
     selects_logits: bool = False
     device: torch.device = CPU
     num_parameters: int | None = None
+    compiles: bool = True
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
@@ -63,11 +70,72 @@ class Model:
             return self.forward(tokens, offsets, cache, self.params, logits_at=logits_at)
         return run_plain(self.forward, self.params, tokens, offsets, cache, logits_at)
 
+    @staticmethod
+    def from_module(
+        module: nn.Module,
+        *,
+        new_cache: NewCache | None = None,
+        vocab_size: int | None = None,
+        max_seq_len: int | None = None,
+        call: ModuleCall | None = None,
+        selects_logits: bool = False,
+    ) -> "Model":
+        """A `torch.nn.Module` with a cache argument as a Model, through `torch.func.functional_call`.
+
+        The module is called as `module(tokens, offsets, cache) -> (logits, cache)`, shapes and rules as above. Its
+        weights are not copied: what a training step changes, the next decode sees. Each forward runs without
+        gradients and with every submodule in eval mode; afterwards each has its former mode again, also when an
+        error is raised. (The flags `training` are set; a `train` or `eval` of the module's own is not called.)
+
+        Args:
+            module: on the device that it is to run on.
+            new_cache: (batch, max_len) -> an empty cache; the module's own `new_cache` by default.
+            vocab_size: V of the logits; the module's own `vocab_size` by default.
+            max_seq_len: the most positions it serves; the module's own `max_seq_len`, if any, by default.
+            call: (module, tokens, offsets, cache) -> (logits, cache), for a module of another signature.
+            selects_logits: whether the module, or `call`, takes the keyword `logits_at`.
+
+        Raises:
+            RequestError: no module, or neither given nor found in it what is needed. Each forward raises it for
+                what is no (logits, cache), or logits of another shape.
+        """
+        if not isinstance(module, nn.Module):
+            raise RequestError(f"from_module takes a torch.nn.Module; got {type(module).__name__}")
+        new_cache = _asked(module, "new_cache", new_cache)
+        vocab_size = _asked(module, "vocab_size", vocab_size)
+        max_seq_len = getattr(module, "max_seq_len", None) if max_seq_len is None else max_seq_len
+        if not callable(new_cache):
+            raise RequestError(f"new_cache must be a function (batch, max_len) -> cache; got {new_cache!r}")
+        check_whole("vocab_size", vocab_size, low=1)
+        if max_seq_len is not None:
+            check_whole("max_seq_len", max_seq_len, low=1)
+        forward = ModuleForward(module, call, vocab_size)
+        return Model(
+            forward=forward,
+            params=forward.params,
+            new_cache=new_cache,
+            vocab_size=vocab_size,
+            max_seq_len=max_seq_len,
+            selects_logits=selects_logits,
+            device=next((tensor.device for tensor in forward.params.values()), CPU),
+            num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+            # Whoever trains may give the module other tensors at any time.
+            compiles=False,
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of weights held in memory or mapped, each tensor once."""
         leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(self.params) if isinstance(leaf, Tensor)}
         return sum(leaf.numel() * leaf.element_size() for leaf in leaves.values())
+
+
+def _asked(module: nn.Module, name: str, given: Any) -> Any:
+    """What was given, or else the module's own attribute of that name."""
+    found = getattr(module, name, None) if given is None else given
+    if found is None:
+        raise RequestError(f"from_module needs {name}, and this {type(module).__name__} has no such attribute: give it")
+    return found
 
 
 def run_plain(

@@ -15,14 +15,15 @@ def pack_params(params: DecoderParams, release: Callable[[], None] = lambda: Non
     """
     layers = []
     for layer in params.layers:
-        layers.append(_pack_layer(layer))
+        layers.append(pack_layer(layer))
         release()
     lm_head = ops.pack(params.lm_head)
     release()
     return params._replace(layers=tuple(layers), lm_head=lm_head)
 
 
-def _pack_layer(layer: LayerParams) -> LayerParams:
+def pack_layer(layer: LayerParams) -> LayerParams:
+    """The same layer with every matrix packed; those that are packed already stay as they are."""
     packed: dict[str, Any] = {
         name: Linear(ops.pack(part.weight), part.bias)
         for name, part in layer._asdict().items()

@@ -21,6 +21,88 @@ class DType(IntEnum):
     F16 = 2
 
 
+class Element(IntEnum):
+    """Codes of element types in the generic kernels, DType and more; as native/src/generic/elements.h has them."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    I32 = 3
+    I64 = 4
+    BOOL = 5
+    F64 = 6
+
+
+class Unary(IntEnum):
+    """Operations of onward_unary; native/src/generic/unary.cpp has the same list. SOFTPLUS: beta 1, threshold 20."""
+
+    COPY = 0
+    NEG = 1
+    ABS = 2
+    EXP = 3
+    LOG = 4
+    SQRT = 5
+    RSQRT = 6
+    RECIPROCAL = 7
+    SIN = 8
+    COS = 9
+    TANH = 10
+    SIGMOID = 11
+    SILU = 12
+    RELU = 13
+    GELU = 14
+    GELU_TANH = 15
+    SQUARE = 16
+    ERF = 17
+    LOGICAL_NOT = 18
+    BITWISE_NOT = 19
+    FLOOR = 20
+    CEIL = 21
+    SIGN = 22
+    SOFTPLUS = 23
+    LOG1P = 24
+    EXPM1 = 25
+    EXP2 = 26
+    ISNAN = 27
+    ISINF = 28
+
+
+class Binary(IntEnum):
+    """Operations of onward_binary; native/src/generic/binary.cpp has the same list."""
+
+    ADD = 0
+    SUB = 1
+    MUL = 2
+    DIV = 3
+    FLOOR_DIV = 4
+    REMAINDER = 5
+    POW = 6
+    MIN = 7
+    MAX = 8
+    EQ = 9
+    NE = 10
+    LT = 11
+    LE = 12
+    GT = 13
+    GE = 14
+    AND = 15
+    OR = 16
+    XOR = 17
+
+
+class Reduce(IntEnum):
+    """Operations of onward_reduce; native/src/generic/reduce.cpp has the same list."""
+
+    SUM = 0
+    MEAN = 1
+    MAX = 2
+    MIN = 3
+    ARGMAX = 4
+    ANY = 5
+    ALL = 6
+    PROD = 7
+
+
 class Format(IntEnum):
     """Codes of packed weight formats; native/src/linear/layout.h holds the same list."""
 
@@ -63,6 +145,42 @@ class AttentionArguments(Structure):
     )
 
 
+class LinearArguments(Structure):
+    """OnwardLinear of native/src/linear/linear.cpp: one packed matrix [n, k] and where its product goes."""
+
+    _fields_ = (
+        ("n", Int),
+        ("packed", Pointer),
+        ("bias", Pointer),
+        ("out", Pointer),
+        ("out_stride", Int),
+        ("bias_dtype", Code),
+        ("out_dtype", Code),
+    )
+
+
+class HeadsArguments(Structure):
+    """OnwardHeads of native/src/heads.cpp, where the fields are explained."""
+
+    _fields_ = (
+        ("heads", Int),
+        ("x", Pointer),
+        ("x_strides", Int * 3),
+        ("norm_weight", Pointer),
+        ("eps", Float),
+        ("weight_offset", Float),
+        ("after_cast", Code),
+        ("rotate", Code),
+        ("out", Pointer),
+        ("out_strides", Int * 3),
+        ("to_cache", Code),
+        ("positions", Int),
+    )
+
+
+# How the generic kernels take a tensor: address, code of Element, address of int64 strides.
+_TENSOR = (Pointer, Code, Pointer)
+
 # name -> (result, arguments). The comments name the arguments; the sources say what they mean.
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # cpu.cpp
@@ -82,6 +200,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_linear": (
         Code,
         [Code, Int, Int, Int, Pointer, Code, Int, Pointer, Pointer, Code, Pointer, Code, Int],
+    ),
+    # products, count, format, t, k, x, x_dtype, x_stride
+    "onward_linear_many": (
+        Code,
+        [POINTER(LinearArguments), Int, Code, Int, Int, Pointer, Code, Int],
     ),
     # linear/pack.cpp: format, rows, inputs
     "onward_linear_packed_bytes": (Int, [Code, Int, Int]),
@@ -122,6 +245,14 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         Code,
         [*[Int] * 4, Code, Pointer, Pointer, Pointer, Pointer, Int, Pointer, Code, Pointer, Pointer],
     ),
+    # heads.cpp: parts, count, batch, queries, dim, dtype, cos, sin (or None), angle_strides (int64 [2], or
+    # None), pairs, offsets (int32, or None)
+    "onward_heads": (
+        Code,
+        [POINTER(HeadsArguments), *[Int] * 4, Code, Pointer, Pointer, Pointer, Int, Pointer],
+    ),
+    # rows, pairs, radians, cos, sin (all float)
+    "onward_rotary_angles": (Code, [Int, Int, Pointer, Pointer, Pointer]),
     # elementwise.cpp: rows, columns, dtype, gate, gate_stride, up, up_stride, out, out_stride
     "onward_swiglu": (Code, [Int, Int, Code, Pointer, Int, Pointer, Int, Pointer, Int]),
     # rows, columns, dtype, approximate, gate, gate_stride, up, up_stride, out, out_stride
@@ -133,6 +264,67 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         Code,
         [Int, Int, Code, Pointer, Int, Int, Pointer, Code, Pointer, Int],
     ),
+    # rope.cpp: batch, queries, offsets (int32), inverse frequencies (float), pairs, scale, cos, sin (float)
+    "onward_angles": (Code, [Int, Int, Pointer, Pointer, Int, Double, Pointer, Pointer]),
+    # generic/unary.cpp: op, ndim, shape, x, x_dtype, x_strides, out, out_dtype, out_strides, parameter. Here and
+    # below dtypes are codes of Element, shapes and strides addresses of int64.
+    "onward_unary": (Code, [Code, Int, Pointer, *_TENSOR, *_TENSOR, Double]),
+    # generic/binary.cpp: op, compute, ndim, shape, a, a_dtype, a_strides, b, b_dtype, b_strides, out, out_dtype,
+    # out_strides
+    "onward_binary": (Code, [Code, Code, Int, Pointer, *_TENSOR, *_TENSOR, *_TENSOR]),
+    # generic/where.cpp: ndim, shape, condition, condition_strides, a, a_dtype, a_strides, b, b_dtype, b_strides,
+    # out, out_dtype, out_strides
+    "onward_where": (Code, [Int, Pointer, Pointer, Pointer, *_TENSOR, *_TENSOR, *_TENSOR]),
+    # generic/reduce.cpp: op, outer_ndim, outer_shape, inner_ndim, inner_shape, x, x_dtype, x_outer_strides,
+    # x_inner_strides, out, out_dtype, out_strides
+    "onward_reduce": (Code, [Code, Int, Pointer, Int, Pointer, *_TENSOR, Pointer, *_TENSOR]),
+    # generic/softmax.cpp: log, outer_ndim, outer_shape, count, x, x_dtype, x_outer_strides, x_stride, out, out_dtype,
+    # out_outer_strides, out_stride
+    "onward_softmax": (Code, [Code, Int, Pointer, Int, *_TENSOR, Int, *_TENSOR, Int]),
+    # outer_ndim, outer_shape, count, x, x_dtype, x_outer_strides, x_stride, out, out_dtype, out_outer_strides,
+    # out_stride
+    "onward_cumsum": (Code, [Int, Pointer, Int, *_TENSOR, Int, *_TENSOR, Int]),
+    # generic/matmul/matmul.cpp: batch_ndim, batch_shape, m, n, k, a, a_batch_strides, a_m_stride, a_k_stride, b,
+    # b_batch_strides, b_k_stride, b_n_stride, bias (or None), bias_m_stride, bias_n_stride, out, out_batch_strides,
+    # out_m_stride, out_n_stride, dtype, alpha, beta
+    "onward_matmul": (
+        Code,
+        [
+            Int,
+            Pointer,
+            Int,
+            Int,
+            Int,
+            Pointer,
+            Pointer,
+            Int,
+            Int,
+            Pointer,
+            Pointer,
+            Int,
+            Int,
+            Pointer,
+            Int,
+            Int,
+            Pointer,
+            Pointer,
+            Int,
+            Int,
+            Code,
+            Double,
+            Double,
+        ],
+    ),
+    # generic/index.cpp: ndim, shape, out, out_strides, x, element_bytes, x_strides, num_indices, index_words (int64:
+    # for each index its address, code, stride and size of x's dimension, ndim strides), put
+    "onward_index": (Code, [Int, Pointer, Pointer, Pointer, Pointer, Int, Pointer, Int, Pointer, Code]),
+    # program.cpp: the first word of an instruction, by its kernel's name
+    "onward_program_instruction": (Int, [c_char_p]),
+    # code, words, failed (int64 [1]), nanoseconds of each instruction (int64, or None)
+    "onward_program_run": (Code, [Pointer, Int, Pointer, Pointer]),
     # argmax.cpp: rows, columns, x, dtype, stride, out (int64)
     "onward_argmax": (Code, [Int, Int, Pointer, Code, Int, Pointer]),
+    # sampling/sample.cpp: rows, columns, x, dtype, stride; a value of each row: temperature, top_k (int64), top_p,
+    # min_score, seeds (int64), positions (int64); out (int64)
+    "onward_sample": (Code, [Int, Int, Pointer, Code, Int, *[Pointer] * 7]),
 }

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from onward.errors import RequestError
 from onward.native.cores import allowed_cores
 from onward.native.errors import NativeError, NativeUnavailableError
 from onward.native.interface import SIGNATURES, Status
@@ -101,8 +102,8 @@ def select_isa(name: str) -> None:
 
     Meant for tests and measurements: bits may differ between instruction sets.
 
-    Raises NativeUnavailableError if the processor cannot run it or it was not built, and ValueError for
-    any other name.
+    Raises NativeUnavailableError if the processor cannot run it or it was not built, and RequestError
+    for any other name.
     """
     with _lock:
         _choose(name)
@@ -121,7 +122,7 @@ def set_num_threads(count: int) -> None:
     """
     global _threads
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 256:
-        raise ValueError(f"the number of threads must be an integer in 1 … 256, got {count!r}")
+        raise RequestError(f"the number of threads must be an integer in 1 … 256, got {count!r}")
     current = library()
     if current:
         current.check(current.onward_set_num_threads(count), "onward_set_num_threads")
@@ -142,7 +143,7 @@ def _choose(name: str) -> None:
     """Makes `name` the library in use. The caller holds the lock."""
     global _current, _chosen
     if name not in (*ISAS, "auto", "none"):
-        raise ValueError(f"unknown instruction set {name!r}: choose one of {', '.join(ISAS)}, auto, none")
+        raise RequestError(f"unknown instruction set {name!r}: choose one of {', '.join(ISAS)}, auto, none")
     chosen = None
     if name != "none":
         available = available_isas()
@@ -169,5 +170,5 @@ def _wanted_threads() -> int:
     if text is None:
         return min(allowed_cores(), 256)
     if not text.isdigit() or not 1 <= int(text) <= 256:
-        raise ValueError(f"ONWARD_NUM_THREADS must be an integer in 1 … 256, got {text!r}")
+        raise RequestError(f"ONWARD_NUM_THREADS must be an integer in 1 … 256, got {text!r}")
     return int(text)

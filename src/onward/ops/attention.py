@@ -282,13 +282,15 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         and k.shape == v.shape
         and q.shape[0] == k.shape[0]
         and q.shape[3] == k.shape[3]
+        and k.shape[1] > 0
         and q.shape[1] % k.shape[1] == 0
     )
     if not fits:
         got = ", ".join(f"{name} {list(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
         raise RequestError(f"attention: q [B, H, T, D] wants k and v [B, G, S, D] with H a multiple of G; got {got}")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise RequestError(f"attention: q, k and v must be of one float dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise RequestError(f"attention: q, k and v must be of one dtype of {wanted}; got {shapes(q=q, k=k, v=v)}")
 
 
 def _check_extras(q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:

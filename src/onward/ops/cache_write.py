@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.ops.operators import DTYPES, shapes, usable_library
+from onward.ops.operators import DTYPES, define_in_place, shapes, usable_library
 
 
 def write_cache(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
@@ -18,16 +18,25 @@ def write_cache(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
     Raises:
         RequestError: shapes or dtypes that do not fit; eagerly on the CPU also a row that reaches past the cache.
     """
-    batch, heads, queries, dim = new.shape
+    batch, heads, _, dim = new.shape
     fits = cache.dim() == 4 and (cache.shape[0], cache.shape[1], cache.shape[3]) == (batch, heads, dim)
     if not fits or cache.dtype != new.dtype or offsets.shape != (batch,):
         raise RequestError(f"a cache [B, G, S, D] wants new [B, G, T, D]; got {shapes(cache=cache, new=new)}")
     if torch.compiler.is_compiling() or type(new) is not Tensor or new.device.type != "cpu":
-        positions = offsets.unsqueeze(1) + torch.arange(queries, device=new.device)
-        rows = torch.arange(batch, device=new.device).unsqueeze(1)
-        # Indexing dimensions 0 and 2 around a slice puts the indexed ones first: [B, T, G, D].
-        cache[rows, :, positions] = new.transpose(1, 2)
-        return
+        torch.ops.onward.write_cache(cache, new, offsets)
+    else:
+        _write(cache, new, offsets)
+
+
+def _definition(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
+    positions = offsets.unsqueeze(1) + torch.arange(new.shape[2], device=new.device)
+    rows = torch.arange(new.shape[0], device=new.device).unsqueeze(1)
+    # Indexing dimensions 0 and 2 around a slice puts the indexed ones first: [B, T, G, D].
+    cache[rows, :, positions] = new.transpose(1, 2)
+
+
+def _write(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
+    queries = new.shape[2]
     for b, offset in enumerate(offsets.tolist()):
         if not 0 <= offset <= cache.shape[2] - queries:
             raise RequestError(f"a cache of {cache.shape[2]} positions has no room for {queries} at {offset}")
@@ -48,3 +57,6 @@ def _copy(to: Tensor, new: Tensor) -> None:
             to.data_ptr() + head * to.stride(0) * size, code, to.stride(1),
         )  # fmt: skip
         library.check(status, "onward_convert")
+
+
+define_in_place("write_cache(Tensor(a!) cache, Tensor new, Tensor offsets) -> ()", _definition, on_cpu=_write)

@@ -43,10 +43,11 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(x, weight, bias)
     rows, inputs, dtype = _described(weight)
-    if x.shape[-1:] != (inputs,) or x.dtype != dtype or (bias is not None and bias.shape != (rows,)):
+    biased = bias is None or (bias.shape == (rows,) and bias.dtype == dtype)
+    if x.shape[-1:] != (inputs,) or x.dtype != dtype or not biased:
         raise RequestError(
-            f"linear: a weight {dtype} {[rows, inputs]} wants x [..., {inputs}] of its dtype and a bias [{rows}] or "
-            f"none; got {shapes(x=x, bias=bias)}"
+            f"linear: a weight {dtype} {[rows, inputs]} wants x [..., {inputs}] and a bias [{rows}] or none, of its "
+            f"dtype; got {shapes(x=x, bias=bias)}"
         )
     if isinstance(weight, NativeWeight):
         return native_linear(x, weight, bias)

@@ -100,6 +100,15 @@ class Operator:
         return self._definition(*arguments) if library is None else self._kernel(library, *arguments)
 
 
+def define_in_place(schema: str, definition: Callable[..., None], on_cpu: Callable[..., None]) -> None:
+    """Register an op that changes its arguments and returns nothing, with its form for the CPU."""
+    name = schema[: schema.index("(")]
+    _library.define(schema)  # type: ignore[no-untyped-call]
+    _library.impl(name, definition, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(name, on_cpu, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"onward::{name}", lambda *arguments: None, lib=_library)
+
+
 _library = torch.library.Library("onward", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 

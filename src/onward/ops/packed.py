@@ -14,7 +14,7 @@ from onward.native.interface import Format
 from onward.ops.operators import DTYPES, Operator, usable_library
 
 BLOCK = 16
-_FORMATS = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
+FORMATS = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
 # Neighbouring inputs of a row that lie side by side.
 _NEIGHBOURS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 
@@ -38,7 +38,7 @@ class NativeWeight(NamedTuple):
 def pack_native(weight: Tensor) -> NativeWeight | None:
     """A float CPU weight [N, K] packed by the native library; None where none is in use or it has no such format."""
     library = usable_library()
-    if library is None or weight.device.type != "cpu" or weight.dtype not in _FORMATS:
+    if library is None or weight.device.type != "cpu" or weight.dtype not in FORMATS:
         return None
     rows, inputs = weight.shape
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
@@ -46,10 +46,10 @@ def pack_native(weight: Tensor) -> NativeWeight | None:
     neighbours = _NEIGHBOURS[weight.dtype]
     units = -(-inputs // pair) * pair // neighbours
     data = torch.empty((-(-rows // BLOCK), units, BLOCK, neighbours), dtype=weight.dtype)
-    assert data.nbytes == library.onward_linear_packed_bytes(_FORMATS[weight.dtype], rows, inputs)
+    assert data.nbytes == library.onward_linear_packed_bytes(FORMATS[weight.dtype], rows, inputs)
     advise_huge_pages(data.data_ptr(), data.nbytes)
     status = library.onward_linear_pack(
-        _FORMATS[weight.dtype], rows, inputs, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
+        FORMATS[weight.dtype], rows, inputs, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
     )
     library.check(status, "onward_linear_pack")
     return NativeWeight(data, rows, inputs)
@@ -74,7 +74,7 @@ def _native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, rows
     if bias is not None:
         bias = bias.contiguous()
     status = library.onward_linear(
-        _FORMATS[data.dtype], x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(),
+        FORMATS[data.dtype], x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(),
         None if bias is None else bias.data_ptr(), code, out.data_ptr(), code, rows,
     )  # fmt: skip
     library.check(status, "onward_linear")

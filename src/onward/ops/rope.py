@@ -59,8 +59,10 @@ def angles(radians: Tensor) -> tuple[Tensor, Tensor]:
 
     Both halves of a pair need them, the first with its sin negated: laid out once here, for all layers and heads.
     """
-    cos, sin = radians.cos(), radians.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    if radians.dim() != 3 or radians.dtype != torch.float32:
+        raise RequestError(f"angles wants float32 radians [B, T, R]; got {shapes(radians=radians)}")
+    both = _angles(radians)
+    return both[0], both[1]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -77,9 +79,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         [B, H, T, D] in x's dtype.
     """
     fits = x.dim() == 4 and cos.shape == sin.shape and cos.dim() == 3 and cos.shape[:2] == (x.shape[0], x.shape[2])
-    if not fits or cos.shape[-1] > x.shape[-1]:
-        raise RequestError(f"rotate wants x [B, H, T, D] and cos, sin [B, T, 2R]; got {shapes(x=x, cos=cos, sin=sin)}")
+    fits = fits and x.dtype in DTYPES and cos.dtype == sin.dtype == torch.float32
+    if not fits or cos.shape[-1] > x.shape[-1] or cos.shape[-1] % 2:
+        wanted = "float x [B, H, T, D] and float32 cos, sin [B, T, 2R]"
+        raise RequestError(f"rotate wants {wanted}; got {shapes(x=x, cos=cos, sin=sin)}")
     return _rotate(x, cos, sin)
+
+
+def _angles_composed(radians: Tensor) -> Tensor:
+    """float32 [2, B, T, 2R]: cos, then sin."""
+    # In float64, so that every machine and form rounds to the same float32, or to its neighbour.
+    exact = radians.to(torch.float64)
+    cos, sin = exact.cos().to(torch.float32), exact.sin().to(torch.float32)
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+
+
+def _angles_native(library: Library, radians: Tensor) -> Tensor:
+    radians = radians.contiguous()
+    pairs = radians.shape[-1]
+    both = radians.new_empty((2, *radians.shape[:-1], 2 * pairs))
+    status = library.onward_rotary_angles(
+        radians.numel() // max(pairs, 1), pairs, radians.data_ptr(), both[0].data_ptr(), both[1].data_ptr()
+    )
+    library.check(status, "onward_rotary_angles")
+    return both
 
 
 def _rotate_composed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -151,4 +174,10 @@ _rope = Operator(
     _rope_composed,
     _rope_native,
     _fake,
+)
+_angles = Operator(
+    "rotary_angles(Tensor radians) -> Tensor",
+    _angles_composed,
+    _angles_native,
+    lambda radians: radians.new_empty((2, *radians.shape[:-1], 2 * radians.shape[-1])),
 )

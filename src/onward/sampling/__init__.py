@@ -1,7 +1,10 @@
 """From logits to a token: pure functions over [B, V]."""
 
+from onward.sampling.draw import greedy
+from onward.sampling.history import History
+from onward.sampling.logprobs import Logprobs, logprobs
 from onward.sampling.noise import gumbel_noise
 from onward.sampling.params import SamplingParams
-from onward.sampling.sampler import Sampler, greedy, sample
+from onward.sampling.sampler import Sampler, sample
 
-__all__ = ["Sampler", "SamplingParams", "greedy", "gumbel_noise", "sample"]
+__all__ = ["History", "Logprobs", "Sampler", "SamplingParams", "greedy", "gumbel_noise", "logprobs", "sample"]

@@ -7,6 +7,8 @@ the seed. One counter serves four neighbouring ids: counter = (id // 4, position
 import torch
 from torch import Tensor
 
+from onward.sampling.arithmetic import logarithm
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -22,14 +24,25 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
         vocab_size: V.
 
     Returns:
-        float64 [B, V]: -log(-log(u)), with u uniform on the open interval (0, 1) in steps of 2^-32.
+        float64 [B, V]: -log(-log(u)), with u uniform on the open interval (0, 1) in steps of 2^-32; the same bits
+        on every machine (`onward.sampling.arithmetic`).
     """
     quads = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=seeds.device)
     zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
     words = philox((quads, positions.to(torch.int64).unsqueeze(1), zero, zero), seeds.unsqueeze(1))
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
     uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
-    return -torch.log(-torch.log(uniform))
+    return -logarithm(-logarithm(uniform))
+
+
+def coins(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One uniform number a row, for decisions about a whole position (XTC): float64 [B] on (0, 1).
+
+    int64 [B] and int [B] as of `gumbel_noise`. Counter (0, position, 1, 0): no id's noise uses it.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
+    word = philox((zero, positions.to(torch.int64), zero + 1, zero), seeds)[0]
+    return (word.to(torch.float64) + 0.5) * 2.0**-32
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seeds: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,24 +2,22 @@
 
 token = argmax over the admitted ids of logits / temperature + g, with g Gumbel noise keyed by (seed, position,
 token id): a draw from the softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030) that no other row, chunk or
-draft can disturb.
+draft can disturb. docs/sampling.md has the order of the transforms before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from onward import ops
 from onward.errors import RequestError
-from onward.sampling.noise import gumbel_noise
-from onward.sampling.params import SamplingParams, check_filters, check_seed
-from onward.sampling.transforms import apply_min_p, apply_temperature, apply_top_k, apply_top_p
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """The most likely id of each row: float [..., V] -> int64 [...]; the lowest id among equals."""
-    return ops.argmax(logits)
+from onward.sampling.adjustments import Adjustments
+from onward.sampling.draw import Draw, greedy
+from onward.sampling.history import History
+from onward.sampling.noise import coins
+from onward.sampling.params import SamplingParams
+from onward.sampling.transforms import apply_typical_p, apply_xtc
 
 
 def fresh_seed() -> int:
@@ -30,45 +28,122 @@ def fresh_seed() -> int:
 class Sampler:
     """Picks a token for each row under that row's own parameters.
 
-    Called with logits [B, V] and positions [B] it is a pure function of them: the same arguments give the same
-    tokens. `seeds` holds the seed of each row, drawn here where a row's parameters name none.
+    A pure function of its arguments: the same logits, positions and histories give the same tokens, alone or in any
+    batch. `seeds` holds the seed of each row, drawn here where a row's parameters name none. `needs_history` says
+    whether the rows' options look at what came before.
+
+    Raises:
+        RequestError: bad words given as text; a Sampler takes ids.
     """
 
     def __init__(self, rows: Sequence[SamplingParams], device: torch.device | None = None) -> None:
         self.seeds = tuple(fresh_seed() if row.seed is None else row.seed for row in rows)
+        self._rows = tuple(rows)
+        self._device = device
+        self._adjust = Adjustments(self._rows, device)
+        self.needs_history = self._adjust.needs_history
         signed = [seed - 2**64 if seed >= 2**63 else seed for seed in self.seeds]
-        self._noise_keys = torch.tensor(signed, dtype=torch.int64, device=device)
-        self._temperature = torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=device)
-        self._top_k = torch.tensor([row.top_k for row in rows], dtype=torch.int64, device=device)
-        self._top_p = torch.tensor([row.top_p for row in rows], dtype=torch.float32, device=device)
-        self._min_p = torch.tensor([row.min_p for row in rows], dtype=torch.float32, device=device)
-        self._greedy = self._temperature == 0
-        # Filters that no row asks for cost nothing; asked once, for reading a tensor's value waits for a GPU.
+        self._draw = Draw(
+            keys=torch.tensor(signed, dtype=torch.int64, device=device),
+            temperature=self._column("temperature"),
+            top_k=torch.tensor([min(row.top_k, 2**62) for row in rows], dtype=torch.int64, device=device),
+            top_p=self._column("top_p"),
+            min_p=self._column("min_p"),
+        )
         self._all_greedy = all(row.temperature == 0 for row in rows)
-        self._any_top_k = any(row.top_k for row in rows)
-        self._any_top_p = any(row.top_p < 1 for row in rows)
-        self._any_min_p = any(row.min_p for row in rows)
+        # A greedy row's filters change nothing, not even where they would leave its likeliest id out.
+        self._typical_p = self._column("typical_p")
+        self._any_typical_p = any(row.typical_p < 1 for row in rows)
+        self._xtc_probability = self._column("xtc_probability")
+        self._xtc_threshold = self._column("xtc_threshold")
+        self._any_xtc = any(row.xtc_probability for row in rows)
 
-    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """float [B, V] logits and int [B] absolute positions of the tokens to draw -> int64 [B] ids."""
+    def __call__(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        histories: Sequence[History] | None = None,
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """The next token of each row; or, for a draft, the token after each of several positions of each row.
+
+        Args:
+            logits: float [B, V] or [B, K, V].
+            positions: int [B] or [B, K], the absolute positions of the tokens to draw.
+            histories: what each of the B rows has seen up to its first position; None where `needs_history` is false.
+            drafts: for K positions a row's drafted ids, K - 1 or fewer: position k is drawn as if the first k of them
+                had been.
+
+        Returns:
+            int64 ids in the shape of `positions`. A row of logits whose largest is NaN or infinite gives the id of it.
+
+        Raises:
+            RequestError: an option names an id outside the vocabulary, histories are wanted and missing, or bans leave
+                nothing to draw.
+        """
+        logits, draw, rows = self._prepared(logits, histories, drafts)
         if self._all_greedy:
-            return greedy(logits)
-        scores = self.scores(logits)
-        noise = gumbel_noise(self._noise_keys, positions, logits.shape[-1])
-        return torch.where(self._greedy, greedy(logits), greedy(scores.to(torch.float64) + noise))
+            return greedy(logits).view(positions.shape)
+        flat = positions.reshape(-1)
+        if self._any_typical_p or self._any_xtc:
+            scores = self._filtered_further(draw.scores(logits), flat, draw, rows)
+            # Greedy rows see no filter.
+            logits = torch.where((draw.temperature == 0).unsqueeze(1), logits.to(torch.float32), scores)
+            draw = draw.without_filters()
+        return draw(logits, flat).view(positions.shape)
 
-    def scores(self, logits: Tensor) -> Tensor:
-        """Tempered and filtered logits, float32 [B, V]; softmax of them is what a sampled row draws from."""
-        # In the model's own dtype probabilities would be lost to rounding.
-        scores = logits.to(torch.float32)
-        scores = apply_temperature(scores, torch.where(self._greedy, 1.0, self._temperature))
-        if self._any_top_k:
-            scores = apply_top_k(scores, self._top_k)
-        if self._any_top_p:
-            scores = apply_top_p(scores, self._top_p)
-        if self._any_min_p:
-            scores = apply_min_p(scores, self._min_p)
+    def scores(
+        self,
+        logits: Tensor,
+        positions: Tensor | None = None,
+        histories: Sequence[History] | None = None,
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Tempered and filtered logits, float32 in the shape of `logits`; softmax of them is what a sampled row draws
+        from. The arguments are those of a call; positions may be left out where no row uses XTC.
+        """
+        shape = logits.shape
+        flat, draw, rows = self._prepared(logits, histories, drafts)
+        return self._filtered_further(draw.scores(flat), positions, draw, rows).view(shape)
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """A sampler of these rows, with the seeds they have here."""
+        seeded = [self._rows[row].replace(seed=self.seeds[row]) for row in rows]
+        return type(self)(seeded, self._device)
+
+    def _prepared(
+        self, logits: Tensor, histories: Sequence[History] | None, drafts: Sequence[Sequence[int]] | None
+    ) -> tuple[Tensor, Draw, Tensor | None]:
+        """Adjusted logits [N, V], the options of each of the N = B K rows, and which of the B it is (None: N = B)."""
+        batch = len(self._rows)
+        if logits.dim() not in (2, 3) or logits.shape[0] != batch:
+            raise RequestError(
+                f"a sampler of {batch} rows takes logits [{batch}, V] or [{batch}, K, V]; got {list(logits.shape)}"
+            )
+        several = logits.unsqueeze(1) if logits.dim() == 2 else logits
+        if self._adjust.any:
+            several = self._adjust(several.to(torch.float32), histories, drafts)
+        flat = several.reshape(-1, logits.shape[-1])
+        if several.shape[1] == 1:
+            return flat, self._draw, None
+        rows = torch.arange(batch, device=logits.device).repeat_interleave(several.shape[1])
+        return flat, self._draw.take(rows), rows
+
+    def _filtered_further(self, scores: Tensor, positions: Tensor | None, draw: Draw, rows: Tensor | None) -> Tensor:
+        """The filters after min_p, which few ask for."""
+        if self._any_typical_p:
+            scores = apply_typical_p(scores, self._typical_p if rows is None else self._typical_p[rows])
+        if self._any_xtc:
+            if positions is None:
+                raise RequestError("XTC tosses its coin at a position: give positions")
+            probability, threshold = (
+                column if rows is None else column[rows] for column in (self._xtc_probability, self._xtc_threshold)
+            )
+            scores = apply_xtc(scores, threshold, coins(draw.keys, positions.reshape(-1)) < probability)
         return scores
+
+    def _column(self, name: str) -> Tensor:
+        return torch.tensor([getattr(row, name) for row in self._rows], dtype=torch.float32, device=self._device)
 
 
 def sample(
@@ -79,17 +154,22 @@ def sample(
     min_p: float = 0.0,
     seed: int | None = None,
     *,
+    typical_p: float = 1.0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    logit_bias: Mapping[int, float] | None = None,
     positions: Tensor | int = 0,
 ) -> Tensor:
     """One step of your own loop: float [B, V] logits -> int64 [B] ids.
 
     With a seed the draw depends on (seed, position, logits) alone, so a loop that passes a seed must pass each
     step's position too, or every step uses the same noise. Without one the seed is drawn from torch's default
-    generator, for each row anew.
+    generator, for each row anew. Options that look at what came before need a `Sampler`.
 
     Args:
         logits: float [B, V], any float dtype; computed with in float32.
-        temperature, top_k, top_p, min_p, seed: as in `SamplingParams`.
+        temperature, top_k, top_p, min_p, seed, typical_p, xtc_probability, xtc_threshold, logit_bias: as in
+            `SamplingParams`.
         positions: absolute position of the token to draw, an int or int [B].
 
     Raises:
@@ -97,8 +177,16 @@ def sample(
     """
     if logits.dim() != 2 or not logits.is_floating_point():
         raise RequestError(f"sample: logits must be float [B, V]; got {logits.dtype} {list(logits.shape)}")
-    check_filters(temperature, top_k, top_p, min_p)
-    check_seed(seed)
-    row = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    row = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+        logit_bias=() if logit_bias is None else logit_bias,
+        seed=seed,
+    )
     at = torch.as_tensor(positions, device=logits.device).expand(logits.shape[0])
     return Sampler([row] * logits.shape[0], logits.device)(logits, at)

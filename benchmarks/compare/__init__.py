@@ -1,0 +1,6 @@
+"""Onward beside its peers: the same random weights, one machine, one run, turn about.
+
+python -m benchmarks.compare --help
+
+workers/ and models/ run in the peers' own environments, so nothing here imports more than the standard library.
+"""

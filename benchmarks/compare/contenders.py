@@ -1,0 +1,97 @@
+"""Who is compared, in which environment, on which files."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.checkpoints import checkpoint_with_tokenizer, random_checkpoint
+
+HOME = Path(".benchmarks")
+PRECISIONS = ("bf16", "int8", "int4")
+OURS = "onward"
+
+
+class NotAvailableError(RuntimeError):
+    """A contender cannot take part: its environment or its model is missing."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One program at one precision.
+
+    worker: the module in workers/, and the one in models/ that makes its files.
+    environment: the folder under .benchmarks/peers; None for this environment.
+    weights: the precision in its own words; None where it reads the checkpoint itself.
+    variant: another way of running it, which the worker knows.
+    """
+
+    name: str
+    precision: str
+    worker: str
+    environment: str | None = None
+    weights: str | None = None
+    variant: str = ""
+
+    @property
+    def label(self) -> str:
+        words = (self.name, self.weights or self.precision, self.variant.partition(" ")[0])
+        return " ".join(word for word in words if word)
+
+    @property
+    def python(self) -> Path:
+        if self.environment is None:
+            return Path(sys.executable)
+        return HOME / "peers" / self.environment / "bin" / "python"
+
+    @property
+    def installed(self) -> bool:
+        return self.environment is None or (HOME / "peers" / self.environment / ".installed").is_file()
+
+    def model(self) -> Path:
+        """Its model's files, converted on first use. Raises NotAvailableError."""
+        if not self.installed:
+            raise NotAvailableError("not installed (make peers)")
+        if self.weights is None:
+            return random_checkpoint()
+        suffix = ".gguf" if self.worker == "llama_cpp" else ""
+        path = HOME / "models" / f"qwen3-0.6b-{self.worker}-{self.weights}{suffix}"
+        if not path.exists():
+            self._convert(path)
+        return path
+
+    def _convert(self, path: Path) -> None:
+        print(f"converting the checkpoint for {self.label} …", file=sys.stderr, flush=True)
+        source = checkpoint_with_tokenizer()
+        # Under another name until it is whole.
+        unfinished = path.with_name(f"unfinished-{path.name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        module = f"benchmarks.compare.models.{_CONVERTERS[self.worker]}"
+        log = path.with_name(f"{path.name}.log")
+        with log.open("w") as output:
+            command = [str(self.python), "-m", module, str(source), str(unfinished), str(self.weights)]
+            status = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
+        if status:
+            raise NotAvailableError(f"the conversion failed: see {log}")
+        unfinished.rename(path)
+
+
+_CONVERTERS = {"llama_cpp": "gguf", "openvino": "openvino", "onnxruntime": "onnxruntime"}
+
+CONTENDERS = [
+    Contender(OURS, "bf16", "onward"),
+    Contender("transformers", "bf16", "transformers", "transformers"),
+    Contender("llama.cpp", "bf16", "llama_cpp", "llama.cpp", "BF16"),
+    Contender("llama.cpp", "bf16", "llama_cpp", "llama.cpp", "BF16", "plain attention"),
+    Contender("openvino", "bf16", "openvino", "openvino", "fp16"),
+    Contender(OURS, "int8", "onward"),
+    Contender("llama.cpp", "int8", "llama_cpp", "llama.cpp", "Q8_0"),
+    Contender("llama.cpp", "int8", "llama_cpp", "llama.cpp", "Q8_0", "plain attention"),
+    Contender("openvino", "int8", "openvino", "openvino", "int8"),
+    Contender("onnxruntime", "int8", "onnxruntime", "onnxruntime", "int8"),
+    Contender(OURS, "int4", "onward"),
+    Contender("llama.cpp", "int4", "llama_cpp", "llama.cpp", "Q4_0"),
+    Contender("llama.cpp", "int4", "llama_cpp", "llama.cpp", "Q4_0", "plain attention"),
+    Contender("openvino", "int4", "openvino", "openvino", "int4"),
+    Contender("onnxruntime", "int4", "onnxruntime", "onnxruntime", "int4"),
+]

@@ -1,0 +1,259 @@
+"""The measuring itself: everyone takes the same prompt in turn, and the bandwidth is read between the turns."""
+
+import random
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint
+from benchmarks.compare.contenders import OURS, Contender
+from benchmarks.compare.process import Worker, WorkerError, worker_command
+
+LENGTHS = (32, 512)
+LONG = 4000
+BETWEEN = (1000, 2000)  # Onward alone, to see how the cost of a token grows
+CAPACITY = 4608  # positions: the longest prompt and all that is decoded after it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything: `tokens` are decoded after each prompt, `rounds` times, after one that warms up."""
+
+    rounds: int = 5
+    tokens: int = 24
+    threads: int = 2
+    long: bool = True
+
+
+@dataclass
+class Samples:
+    """What one contender took, in seconds; by length of the prompt.
+
+    first_tokens: what it answered to each prompt, which the others of its precision should answer too.
+    """
+
+    load: float = 0.0
+    prefill: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    token: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    first_tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    peak: dict[int, int] = field(default_factory=dict)
+    batch: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def decode_rate(self, length: int) -> float | None:
+        """Tokens a second; None where it was not measured."""
+        return 1 / statistics.median(self.token[length]) if self.token.get(length) else None
+
+    def prefill_rate(self, length: int) -> float | None:
+        return length / statistics.median(self.prefill[length]) if self.prefill.get(length) else None
+
+
+@dataclass
+class Session:
+    """All contenders of one precision: what they took, the bandwidth meanwhile, and who failed, with the reason."""
+
+    samples: dict[str, Samples] = field(default_factory=dict)
+    bandwidth: list[float] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Course:
+    """The workers of one session and what is asked of them."""
+
+    def __init__(self, plan: Plan, vocab_size: int = QWEN3_0_6B["vocab_size"], seed: int = 1) -> None:
+        self.plan, self.vocab_size = plan, vocab_size
+        self.result = Session()
+        self._workers: dict[str, Worker] = {}
+        self._random = random.Random(seed)
+        self._meter = start_meter(plan.threads)
+
+    def enter(self, name: str, command: list[str]) -> None:
+        """Start a contender and let it load."""
+        progress(f"loading {name}")
+        self._workers[name] = Worker(name, command)
+        self.result.samples[name] = Samples()
+        try:
+            self.result.samples[name].load = self._workers[name].ask(do="load")["seconds"]
+        except WorkerError as error:
+            self._drop(name, error)
+
+    def prompt(self, length: int) -> list[int]:
+        """A fresh one: the peers keep caches of prompts that they have seen."""
+        return [self._random.randrange(self.vocab_size) for _ in range(length)]
+
+    def everyone(self, turn: int = 0) -> list[str]:
+        """Names in an order that rotates with the turn, so that no one always comes after the same neighbour."""
+        names = list(self._workers)
+        shift = turn % max(1, len(names))
+        return names[shift:] + names[:shift]
+
+    def begin(self, name: str, ids: Sequence[int], keep: bool = True) -> None:
+        """Prefill; timed unless it only warms up."""
+
+        def run(worker: Worker, samples: Samples) -> None:
+            answer = worker.ask(do="begin", ids=ids)
+            if keep:
+                samples.prefill[len(ids)].append(answer["seconds"])
+                samples.first_tokens[len(ids)].append(answer["token"])
+
+        self._with(name, run)
+
+    def more(self, name: str, length: int, keep: bool = True) -> None:
+        """Decode after a prompt of `length` that was begun."""
+
+        def run(worker: Worker, samples: Samples) -> None:
+            seconds = worker.ask(do="more", count=self.plan.tokens)["seconds"]
+            if keep:
+                samples.token[length].extend(seconds)
+
+        self._with(name, run)
+
+    def batch(self, name: str, rows: int, length: int, keep: bool = True) -> None:
+        def run(worker: Worker, samples: Samples) -> None:
+            prompts = [self.prompt(length) for _ in range(rows)]
+            seconds = worker.ask(do="batch", prompts=prompts, count=self.plan.tokens)["seconds"]
+            if keep:
+                samples.batch[rows].extend(seconds)
+
+        self._with(name, run)
+
+    def note_peak(self, length: int) -> None:
+        """The most that each has held so far, the longest prompt so far being `length`."""
+        for name in self.everyone():
+
+            def run(worker: Worker, samples: Samples) -> None:
+                samples.peak[length] = worker.ask(do="memory")["peak"]
+
+            self._with(name, run)
+
+    def read_bandwidth(self) -> None:
+        (seconds,) = self._meter.ask(do="more", count=1)["seconds"]
+        self.result.bandwidth.append(1e9 / seconds)
+
+    def end(self) -> Session:
+        for worker in [*self._workers.values(), self._meter]:
+            worker.quit()
+        return self.result
+
+    def _with(self, name: str, run) -> None:
+        if name in self._workers:
+            try:
+                run(self._workers[name], self.result.samples[name])
+            except WorkerError as error:
+                self._drop(name, error)
+
+    def _drop(self, name: str, error: WorkerError) -> None:
+        progress(str(error))
+        self.result.failed[name] = str(error)
+        self._workers.pop(name).quit()
+
+
+def start_meter(threads: int) -> Worker:
+    meter = Worker("bandwidth", worker_command(Path(sys.executable), "bandwidth", Path(), "-", threads, 0))
+    meter.ask(do="load")
+    return meter
+
+
+def measure_precision(contenders: Sequence[Contender], plan: Plan) -> Session:
+    """Decode after 32, 512 and 4,000 tokens and prefill, everyone in turns."""
+    course = Course(plan)
+    try:
+        for contender in contenders:
+            course.enter(contender.label, contender_command(contender, plan))
+        _short(course)
+        course.note_peak(max(LENGTHS))
+        if plan.long:
+            _long(course)
+            course.note_peak(LONG)
+    finally:
+        result = course.end()
+    return result
+
+
+def contender_command(contender: Contender, plan: Plan) -> list[str]:
+    return worker_command(
+        contender.python,
+        contender.worker,
+        contender.model(),
+        contender.precision,
+        plan.threads,
+        CAPACITY,
+        contender.variant,
+    )
+
+
+def _short(course: Course) -> None:
+    for turn in range(course.plan.rounds + 1):
+        progress(f"round {turn} of {course.plan.rounds}" if turn else "warming up")
+        for length in LENGTHS:
+            prompt = course.prompt(length)
+            for name in course.everyone(turn):
+                course.begin(name, prompt, keep=turn > 0)
+                course.more(name, length, keep=turn > 0)
+            course.read_bandwidth()
+
+
+def _long(course: Course) -> None:
+    """One prefill for each, then all decode further in turns: the context grows by under a tenth."""
+    progress(f"a prompt of {LONG}")
+    prompt = course.prompt(LONG)
+    for turn, length in enumerate(BETWEEN):
+        for name in course.everyone(turn):
+            if name.startswith(OURS):
+                course.begin(name, prompt[:length])
+                for _ in range(2):
+                    course.more(name, length)
+                    course.read_bandwidth()
+    for name in course.everyone():
+        course.begin(name, prompt)
+        course.more(name, LONG, keep=False)
+    for turn in range(course.plan.rounds):
+        for name in course.everyone(turn):
+            course.more(name, LONG)
+        course.read_bandwidth()
+
+
+def measure_batch(plan: Plan, rows: int = 8, length: int = 32) -> Session:
+    """Onward in int8: batch `rows` and batch 1 in turns."""
+    course = Course(plan)
+    name = f"{OURS} int8"
+    try:
+        course.enter(
+            name, worker_command(Path(sys.executable), "onward", random_checkpoint(), "int8", plan.threads, CAPACITY)
+        )
+        for turn in range(plan.rounds + 1):
+            course.begin(name, course.prompt(length), keep=turn > 0)
+            course.more(name, length, keep=turn > 0)
+            course.batch(name, rows, length, keep=turn > 0)
+            course.read_bandwidth()
+    finally:
+        result = course.end()
+    return result
+
+
+def measure_demo(contenders: Sequence[Contender], plan: Plan, length: int = 32) -> Session:
+    """The model that comes with Onward, in bf16: there all is overhead."""
+    from onward.checkpoint import find_folder
+
+    course = Course(plan, vocab_size=2048)
+    try:
+        for contender in contenders:
+            model = find_folder("demo")
+            course.enter(
+                contender.label, worker_command(contender.python, contender.worker, model, "bf16", plan.threads, 1024)
+            )
+        for turn in range(plan.rounds + 1):
+            prompt = course.prompt(length)
+            for name in course.everyone(turn):
+                course.begin(name, prompt, keep=turn > 0)
+                for _ in range(4):
+                    course.more(name, length, keep=turn > 0)
+    finally:
+        result = course.end()
+    return result
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

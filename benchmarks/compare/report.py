@@ -1,0 +1,214 @@
+"""What the samples say: figures, ratios to the best peer, shares of the limit, and the targets they meet or miss."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.checkpoints import cache_bytes_per_position, weight_bytes_per_token
+from benchmarks.compare.contenders import OURS
+from benchmarks.compare.measure import BETWEEN, LENGTHS, LONG, Samples, Session
+from benchmarks.compare.workers.serve import TOKENS_OF_ONE_TEXT
+
+DECODES = {"decode_after_32": 32, "decode_after_512": 512, "decode_after_4000": LONG}
+PREFILL = "prefill_of_512"
+FIGURES = (*DECODES, PREFILL)
+
+# Least ratio to the best peer, by precision and figure; and least share of the bandwidth for decode after 32.
+RATIO_TARGETS = {
+    "bf16": {"decode_after_32": 1.08, "decode_after_512": 1.2, "decode_after_4000": 1.5, PREFILL: 1.05},
+    "int8": {"decode_after_32": 1.35, "decode_after_512": 1.4, "decode_after_4000": 1.5, PREFILL: 1.4},
+    "int4": {"decode_after_32": 1.25, "decode_after_512": 1.6, "decode_after_4000": 1.5, PREFILL: 1.4},
+}
+BANDWIDTH_TARGETS = {"bf16": 0.90, "int8": 0.88, "int4": 0.80}
+BATCH_TARGET = 4.5
+START_TARGET_SECONDS = 3.0
+DEMO_TARGET = 15.0
+MEMORY_ALLOWANCE = 500e6
+
+
+@dataclass(frozen=True)
+class Check:
+    """One target of the comparison and what was measured for it."""
+
+    what: str
+    measured: float
+    wanted: float
+    at_least: bool = True
+    unit: str = "x"
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "met": self.met}
+
+
+@dataclass(frozen=True)
+class PrecisionReport:
+    """One precision: figures in tokens/s by contender and figure, and the limit for each decode figure."""
+
+    precision: str
+    session: Session
+    figures: Mapping[str, Mapping[str, float | None]]
+    limits: Mapping[str, float]
+
+    @property
+    def ours(self) -> str:
+        return f"{OURS} {self.precision}"
+
+    @property
+    def bandwidth(self) -> float:
+        return statistics.median(self.session.bandwidth)
+
+    def best_peer(self, figure: str) -> tuple[str, float] | None:
+        peers = {name: rates[figure] for name, rates in self.figures.items() if name != self.ours and rates[figure]}
+        return max(peers.items(), key=lambda item: item[1], default=None)
+
+    def ratio(self, figure: str) -> float | None:
+        """Onward over the best peer; None where either is missing."""
+        mine, best = self.figures.get(self.ours, {}).get(figure), self.best_peer(figure)
+        return mine / best[1] if mine and best else None
+
+    def share_of_limit(self, figure: str) -> float | None:
+        """Onward's share of the bandwidth, weights and cache counted."""
+        mine = self.figures.get(self.ours, {}).get(figure)
+        return mine / self.limits[figure] if mine and figure in self.limits else None
+
+    def share_by_weights(self) -> float | None:
+        """Onward's share of the bandwidth after 32 tokens, weights alone counted: what the target is about."""
+        mine = self.figures.get(self.ours, {}).get("decode_after_32")
+        return mine * weight_bytes_per_token(precision=self.precision) / self.bandwidth if mine else None
+
+    def checks(self) -> list[Check]:
+        found = []
+        for figure in FIGURES:
+            ratio = self.ratio(figure)
+            if ratio is not None:
+                what = f"{self.precision}, {words(figure)}, against the best peer"
+                found.append(Check(what, ratio, RATIO_TARGETS[self.precision][figure]))
+        share = self.share_by_weights()
+        if share is not None:
+            what = f"{self.precision}, decode after 32, share of bandwidth"
+            found.append(Check(what, share, BANDWIDTH_TARGETS[self.precision], unit=""))
+        for length, peak in self.session.samples.get(self.ours, Samples()).peak.items():
+            found.append(self._memory(length, peak))
+        return found
+
+    def _memory(self, length: int, peak: int) -> Check:
+        cache = (length + TOKENS_OF_ONE_TEXT) * cache_bytes_per_position()
+        allowed = weight_bytes_per_token(precision=self.precision) + cache + MEMORY_ALLOWANCE
+        what = f"{self.precision}, peak memory with a prompt of {length}"
+        return Check(what, peak / 1e9, allowed / 1e9, at_least=False, unit="GB")
+
+    def context_cost(self) -> dict[str, Any] | None:
+        """How much a token costs for each position before it, beside the time that reading their cache takes."""
+        samples = self.session.samples.get(self.ours, Samples())
+        seconds = {
+            # The middle of what was decoded after a prompt of this length.
+            length + len(samples.token[length]) / 2: statistics.median(samples.token[length])
+            for length in (*LENGTHS, *BETWEEN, LONG)
+            if samples.token.get(length)
+        }
+        if len(seconds) < 3:
+            return None
+        line = statistics.linear_regression(list(seconds), list(seconds.values()))
+        floor = cache_bytes_per_position() / self.bandwidth
+        return {
+            "ms_per_token": {f"{position:.0f}": value * 1e3 for position, value in seconds.items()},
+            "ns_per_position": line.slope * 1e9,
+            "ns_to_read_a_position": floor * 1e9,
+            "ratio": line.slope / floor,
+            "largest_deviation_from_a_line": max(
+                abs(value / (line.intercept + line.slope * position) - 1) for position, value in seconds.items()
+            ),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        samples = self.session.samples
+        return {
+            "weight_bytes_per_token": weight_bytes_per_token(precision=self.precision),
+            "read_bandwidth_gb_s": rounded([value / 1e9 for value in self.session.bandwidth]),
+            "limits": rounded(dict(self.limits)),
+            "contenders": {
+                name: rounded({**rates, "load_seconds": samples[name].load, "peak_bytes": samples[name].peak})
+                for name, rates in self.figures.items()
+            },
+            "ratio_to_best_peer": rounded({figure: self.ratio(figure) for figure in FIGURES}),
+            "share_of_limit": rounded({figure: self.share_of_limit(figure) for figure in DECODES}),
+            "best_peer": {figure: (self.best_peer(figure) or (None,))[0] for figure in FIGURES},
+            "same_first_tokens": agreement(self),
+            "cost_of_context": rounded(self.context_cost()),
+            "failed": self.session.failed,
+        }
+
+
+def precision_report(precision: str, session: Session) -> PrecisionReport:
+    figures = {
+        name: {figure: samples.decode_rate(length) for figure, length in DECODES.items()}
+        | {PREFILL: samples.prefill_rate(512)}
+        for name, samples in session.samples.items()
+        if name not in session.failed
+    }
+    bandwidth, weights = statistics.median(session.bandwidth), weight_bytes_per_token(precision=precision)
+    limits = {figure: bandwidth / (weights + length * cache_bytes_per_position()) for figure, length in DECODES.items()}
+    return PrecisionReport(precision, session, figures, limits)
+
+
+def agreement(report: PrecisionReport) -> dict[str, str]:
+    """How many first tokens each contender shares with Onward: a sign that all run the same model.
+
+    In 8 and 4 bits they round differently, and random weights lie close together: there fewer agree.
+    """
+    samples = report.session.samples
+    ours = samples[report.ours].first_tokens if report.ours in samples else {}
+    shared: dict[str, str] = {}
+    for name in report.figures:
+        theirs = samples[name].first_tokens
+        pairs = [pair for length in ours for pair in zip(ours[length], theirs.get(length, []), strict=False)]
+        shared[name] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+    return shared
+
+
+def batch_checks(session: Session, rows: int = 8, length: int = 32) -> list[Check]:
+    """Throughput of a batch over that of one text."""
+    (samples,) = session.samples.values()
+    if session.failed:
+        return []
+    one, all_rows = statistics.median(samples.token[length]), statistics.median(samples.batch[rows])
+    return [Check(f"int8, decode of {rows} texts together against one", rows * one / all_rows, BATCH_TARGET)]
+
+
+def demo_checks(session: Session, length: int = 32) -> list[Check]:
+    rates = {name.split()[0]: samples.decode_rate(length) for name, samples in session.samples.items()}
+    mine, theirs = rates.get(OURS), rates.get("transformers")
+    return [Check("the demo model, decode against transformers", mine / theirs, DEMO_TARGET)] if mine and theirs else []
+
+
+def start_checks(seconds: Mapping[str, float]) -> list[Check]:
+    """Seconds from process start to the first token, by contender."""
+    mine = seconds.get(f"{OURS} bf16")
+    if mine is None:
+        return []
+    checks = [Check("process start to first token, bf16", mine, START_TARGET_SECONDS, at_least=False, unit="s")]
+    return checks + [
+        Check(f"process start to first token, {name} over Onward", theirs / mine, 1.0)
+        for name, theirs in seconds.items()
+        if name.startswith(("transformers", "openvino"))
+    ]
+
+
+def words(figure: str) -> str:
+    return figure.replace("_", " ").replace("4000", "4,000")
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to four digits, all through a structure."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {str(key): rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return value

@@ -1,0 +1,62 @@
+"""llama.cpp through llama-cpp-python's low-level calls: its own C API, with no Python between two tokens but ours.
+
+With flash attention, or in the variant "plain attention" without: on a CPU that one decodes faster in long contexts,
+and slower in short ones and in prefill.
+"""
+
+import ctypes
+
+import llama_cpp
+
+from benchmarks.compare.workers.serve import Session, serve, timed_steps
+
+CHUNK = 512
+
+
+class LlamaCpp(Session):
+    def load(self) -> None:
+        # Held for good: llama.cpp keeps the pointer.
+        self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        self.model = llama_cpp.llama_model_load_from_file(
+            self.model_path.encode(), llama_cpp.llama_model_default_params()
+        )
+        assert self.model, f"llama.cpp cannot load {self.model_path}"
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = self.capacity, CHUNK, CHUNK
+        options.n_threads = options.n_threads_batch = self.threads
+        plain = self.variant == "plain attention"
+        options.flash_attn_type = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED if plain else llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        )
+        options.no_perf = True
+        self.context = llama_cpp.llama_init_from_model(self.model, options)
+        assert self.context, "llama.cpp cannot make a context"
+        self.sampler = llama_cpp.llama_sampler_init_greedy()
+
+    def begin(self, ids: list[int]) -> int:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        for start in range(0, len(ids), CHUNK):
+            self._decode(ids[start : start + CHUNK])
+        return self._pick()
+
+    def more(self, count: int) -> list[float]:
+        return timed_steps(self._step, count)
+
+    def _step(self) -> None:
+        self._decode([self.last])
+        self._pick()
+
+    def _decode(self, ids: list[int]) -> None:
+        tokens = (llama_cpp.llama_token * len(ids))(*ids)
+        status = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(tokens, len(ids)))
+        assert status == 0, f"llama_decode answered {status}"
+
+    def _pick(self) -> int:
+        self.last = llama_cpp.llama_sampler_sample(self.sampler, self.context, -1)
+        return self.last
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp)

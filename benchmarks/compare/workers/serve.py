@@ -1,0 +1,121 @@
+"""The worker's side: a `Session` is loaded once and then told what to do, one JSON object a line.
+
+    {"do": "load"}                               -> {"seconds": 1.2}
+    {"do": "begin", "ids": [...]}                -> {"seconds": 0.4, "token": 17}     a fresh prompt, to its first token
+    {"do": "more", "count": 3}                   -> {"seconds": [.02, .02, .02]}      each further token of that text
+    {"do": "batch", "prompts": [...], "count": n} -> {"seconds": [...]}               each step of all rows
+    {"do": "memory"}                             -> {"peak": bytes}                   the most this process ever held
+    {"do": "quit"}
+
+An answer {"error": "..."} stands for any of them. With --once the worker loads, decodes one token after a prompt of
+32, writes it and ends: that is how the time from process start is taken.
+"""
+
+import ctypes
+import itertools
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ONCE_PROMPT = range(100, 132)
+TOKENS_OF_ONE_TEXT = 512  # room for all further tokens that are asked for after one prompt
+
+
+class Session(ABC):
+    """One contender with its model. Greedy, batch 1, no end of text; `capacity` positions suffice for a request.
+
+    variant: a choice that only this contender knows; "" for its usual way.
+    """
+
+    def __init__(self, model: str, precision: str, threads: int, capacity: int, variant: str) -> None:
+        self.model_path, self.precision, self.threads = model, precision, threads
+        self.capacity, self.variant = capacity, variant
+
+    @abstractmethod
+    def load(self) -> None:
+        """Get ready: what a program does before its first prompt."""
+
+    @abstractmethod
+    def begin(self, ids: list[int]) -> int:
+        """Process a prompt, forgetting what came before; returns the first token."""
+
+    @abstractmethod
+    def more(self, count: int) -> list[float]:
+        """Decode `count` further tokens; returns the seconds of each."""
+
+    def batch(self, prompts: list[list[int]], count: int) -> list[float]:
+        """Decode `count` tokens of several texts together; returns the seconds of each step after the first."""
+        raise NotImplementedError(f"{type(self).__name__} is compared at batch 1 only")
+
+
+def timed_steps(step: Callable[[], Any], count: int) -> list[float]:
+    """The seconds of each of `count` calls."""
+    times = [time.perf_counter()]
+    for _ in range(count):
+        step()
+        times.append(time.perf_counter())
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def serve(kind: type[Session]) -> None:
+    """Run a worker: MODEL PRECISION THREADS CAPACITY VARIANT [--once]."""
+    model, precision, threads, capacity, variant, *rest = sys.argv[1:]
+    _end_with_parent()
+    # Libraries write to standard output as they please: their lines go to standard error, ours to the pipe.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    session = kind(model, precision, int(threads), int(capacity), variant)
+    if rest == ["--once"]:
+        session.load()
+        answers.write(f"{session.begin(list(ONCE_PROMPT))}\n")
+        return
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "quit":
+            break
+        try:
+            answer = _answer(session, request)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+    os._exit(0)  # some peers take seconds to free a model
+
+
+def _end_with_parent() -> None:
+    """Ask to be killed when the parent ends: a stopped process would not notice, and holds gigabytes."""
+    set_parent_death_signal = 1  # <linux/prctl.h>
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _answer(session: Session, request: dict[str, Any]) -> dict[str, Any]:
+    what = request["do"]
+    began = time.perf_counter()
+    if what == "load":
+        session.load()
+        return {"seconds": time.perf_counter() - began}
+    if what == "begin":
+        token = session.begin(request["ids"])
+        return {"seconds": time.perf_counter() - began, "token": token}
+    if what == "more":
+        return {"seconds": session.more(request["count"])}
+    if what == "batch":
+        return {"seconds": session.batch(request["prompts"], request["count"])}
+    if what == "memory":
+        return {"peak": _peak_memory()}
+    raise ValueError(f"unknown request {what!r}")
+
+
+def _peak_memory() -> int:
+    """Bytes resident at the most. getrusage would count what this process was forked from."""
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(kilobytes)

@@ -1,0 +1,110 @@
+// What idle threads do for the next kernel: they bring what it will read into their caches.
+//
+// A decoded token passes once over the weights at the pace of memory, and between two matrices there is
+// work for one thread only (norms, heads, activations) in which the bus would rest. A program knows what
+// comes next, and says so; a thread that waits for work then asks for the beginning of its share of it.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+namespace onward {
+
+// What a kernel is going to read: runs of units, which it shares out between the threads as
+// parallel_for does chunks. The runs lie one after the other, or `abreast`: thread i has the same
+// units of each.
+struct Reads {
+  static constexpr int kRuns = 3;
+  struct Run {
+    int64_t data, stride, bytes, units;  // address of the first unit; stride from unit to unit
+  };
+  int64_t abreast = 0;
+  Run runs[kRuns] = {};
+};
+
+// The latest Reads, for all threads to see. One may see parts of two: then it prefetches what it
+// should not, which harms nothing.
+class Board {
+ public:
+  void post(const Reads& reads) {
+    const auto* words = reinterpret_cast<const int64_t*>(&reads);
+    for (int i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_relaxed);
+    edition_.store(edition_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  }
+  uint32_t edition() const { return edition_.load(std::memory_order_acquire); }
+  void read(Reads& reads) const {
+    auto* words = reinterpret_cast<int64_t*>(&reads);
+    for (int i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int kWords = sizeof(Reads) / sizeof(int64_t);
+  alignas(128) std::atomic<uint32_t> edition_{0};
+  std::atomic<int64_t> words_[kWords] = {};
+};
+
+// One thread's way through its share.
+class Ahead {
+ public:
+  // Asks for the next lines of the share of thread `me` of `threads`. False when none are left. (GCC 12
+  // drops calls that only prefetch unless they must be inlined.)
+  __attribute__((always_inline)) inline bool step(const Board& board, int me, int threads) {
+    if (board.edition() != edition_) begin(board, me, threads);
+    if (left_ <= 0) return false;
+    const char* line = reinterpret_cast<const char*>(address());
+    const int64_t bytes = run().bytes - offset_ < kStep ? run().bytes - offset_ : kStep;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(line + i, 0, 2);
+    left_ -= kStep;
+    offset_ += kStep;
+    if (offset_ >= run().bytes) next_unit();
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kStep = 1024;       // bytes between two looks for work
+  static constexpr int64_t kMost = 256 << 10;  // a part of the second level cache
+
+  const Reads::Run& run() const { return reads_.runs[at_]; }
+  int64_t address() const { return run().data + unit_ * run().stride + offset_; }
+
+  void begin(const Board& board, int me, int threads) {
+    edition_ = board.edition();
+    board.read(reads_);
+    int64_t units = 0;
+    for (const auto& r : reads_.runs) units += r.units;
+    if (reads_.abreast) units = reads_.runs[0].units;
+    unit_ = units * me / threads;
+    end_ = units * (me + 1) / threads;
+    at_ = 0, offset_ = 0;
+    left_ = unit_ < end_ ? kMost : 0;
+    if (!reads_.abreast) skip_runs();
+  }
+
+  // Where the runs follow each other, unit_ and end_ count from the beginning of the current one.
+  void skip_runs() {
+    while (left_ > 0 && unit_ >= run().units) {
+      unit_ -= run().units;
+      end_ -= run().units;
+      if (++at_ == Reads::kRuns) return stop();
+    }
+  }
+
+  void next_unit() {
+    offset_ = 0;
+    if (reads_.abreast) {
+      if (++at_ < Reads::kRuns && run().units > 0) return;
+      at_ = 0;
+    }
+    if (++unit_ >= end_) return stop();
+    if (!reads_.abreast) skip_runs();
+  }
+
+  void stop() { left_ = 0, at_ = 0; }
+
+  uint32_t edition_ = 0;
+  int64_t left_ = 0;  // bytes that may still be asked for
+  Reads reads_;
+  int at_ = 0;  // run
+  int64_t unit_ = 0, end_ = 0, offset_ = 0;
+};
+
+}  // namespace onward

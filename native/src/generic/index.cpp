@@ -1,0 +1,149 @@
+// Advanced indexing: x[rows, positions], gather, index_select, and writing back.
+#include "../program.h"
+#include "walk.h"
+
+namespace onward::generic {
+namespace {
+
+constexpr int64_t kBytesPerChunk = 1 << 16;
+constexpr int64_t kMaxIndices = 8;
+
+struct Index {
+  const void* data;
+  int32_t code;
+  int64_t stride, size;    // of the dimension of x that it indexes
+  const int64_t* strides;  // of the index, over the dimensions of the result
+
+  int64_t at(int64_t offset) const {
+    return code == kI32 ? static_cast<const int32_t*>(data)[offset]
+                        : static_cast<const int64_t*>(data)[offset];
+  }
+};
+
+struct Problem {
+  int64_t ndim;
+  const int64_t* shape;
+  unsigned char *out, *x;
+  const int64_t *out_strides, *x_strides;
+  int64_t element_bytes, num_indices;
+  Index indices[kMaxIndices];
+  int64_t run = 1;  // the elements in a row that lie side by side in both, with one value of each index
+  int64_t outer = 0;  // dimensions before them
+  int64_t runs = 1;
+};
+
+// Every value of an index within its dimension. Each place is looked at once, however often it is used.
+bool inside(const Index& index, int64_t ndim, const int64_t* shape) {
+  int64_t at[kMaxDims] = {}, offset = 0;
+  for (;;) {
+    const int64_t value = index.at(offset);
+    if (value < -index.size || value >= index.size) return false;
+    int64_t d = ndim - 1;
+    for (; d >= 0; --d) {
+      if (index.strides[d] == 0) continue;
+      offset += index.strides[d];
+      if (++at[d] < shape[d]) break;
+      offset -= index.strides[d] * shape[d];
+      at[d] = 0;
+    }
+    if (d < 0) return true;
+  }
+}
+
+// Joins the last dimensions, where no index moves, into runs.
+void find_runs(Problem* p) {
+  p->outer = p->ndim;
+  while (p->outer > 0) {
+    const int64_t d = p->outer - 1;
+    bool joins = p->shape[d] == 1 || (p->out_strides[d] == p->run && p->x_strides[d] == p->run);
+    for (int64_t i = 0; joins && i < p->num_indices; ++i) {
+      joins = p->shape[d] == 1 || p->indices[i].strides[d] == 0;
+    }
+    if (!joins) break;
+    p->run *= p->shape[d];
+    --p->outer;
+  }
+  for (int64_t d = 0; d < p->outer; ++d) p->runs *= p->shape[d];
+}
+
+struct Place {
+  int64_t out, x;
+};
+
+Place place_of(const Problem& p, int64_t run) {
+  Place place{0, 0};
+  int64_t offsets[kMaxIndices] = {};
+  for (int64_t d = p.outer - 1; d >= 0; --d) {
+    const int64_t at = run % p.shape[d];
+    run /= p.shape[d];
+    place.out += at * p.out_strides[d];
+    place.x += at * p.x_strides[d];
+    for (int64_t i = 0; i < p.num_indices; ++i) offsets[i] += at * p.indices[i].strides[d];
+  }
+  for (int64_t i = 0; i < p.num_indices; ++i) {
+    const Index& index = p.indices[i];
+    const int64_t value = index.at(offsets[i]);
+    place.x += (value < 0 ? value + index.size : value) * index.stride;
+  }
+  return place;
+}
+
+// One element or more. A constant size lets the compiler make a move of the copy.
+inline void copy(const unsigned char* from, int64_t bytes, unsigned char* to) {
+  if (bytes == 4) std::memcpy(to, from, 4);
+  else if (bytes == 2) std::memcpy(to, from, 2);
+  else if (bytes == 8) std::memcpy(to, from, 8);
+  else std::memcpy(to, from, size_t(bytes));
+}
+
+void move_runs(const Problem& p, int64_t begin, int64_t end, bool put) {
+  const int64_t bytes = p.run * p.element_bytes;
+  for (int64_t run = begin; run < end; ++run) {
+    const Place place = place_of(p, run);
+    unsigned char *out = p.out + place.out * p.element_bytes, *x = p.x + place.x * p.element_bytes;
+    if (put) copy(out, bytes, x);
+    else copy(x, bytes, out);
+  }
+}
+
+}  // namespace
+}  // namespace onward::generic
+
+// Over the places of a result of `shape`: out = x at (the place's coordinates times x_strides, 0 for what is
+// indexed, plus the sum over the indices of value times stride); with `put` the other way, x = out, in
+// order of the places, so that the last of several values for one element stays.
+// index_words: for each index its address, code (I32 or I64), the stride and the size of the dimension of x
+// that it indexes, and its own ndim strides. Values from -size to size - 1; if one is outside, nothing
+// is written.
+ONWARD_API int32_t onward_index(int64_t ndim, const int64_t* shape, void* out, const int64_t* out_strides,
+                                void* x, int64_t element_bytes, const int64_t* x_strides,
+                                int64_t num_indices, const int64_t* index_words, int32_t put) {
+  using namespace onward;
+  using namespace onward::generic;
+  if (ndim < 0 || ndim > kMaxDims || num_indices < 0 || num_indices > kMaxIndices || element_bytes < 1) {
+    return kBadArgument;
+  }
+  Problem p{ndim, shape, static_cast<unsigned char*>(out), static_cast<unsigned char*>(x),
+            out_strides, x_strides, element_bytes, num_indices, {}};
+  bool empty = false;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (shape[d] < 0) return kBadArgument;
+    empty = empty || shape[d] == 0;
+  }
+  if (empty) return kOk;
+  for (int64_t i = 0; i < num_indices; ++i) {
+    const int64_t* words = index_words + i * (4 + ndim);
+    Index& index = p.indices[i];
+    index = {from_word<const void*>(words[0]), int32_t(words[1]), words[2], words[3], words + 4};
+    if ((index.code != kI32 && index.code != kI64) || !inside(index, ndim, shape)) return kBadArgument;
+  }
+  find_runs(&p);
+  if (put) {
+    move_runs(p, 0, p.runs, true);
+  } else {
+    parallel_for(p.runs, ceil_div(kBytesPerChunk, p.run * element_bytes + 32),
+                 [&](int64_t begin, int64_t end) { move_runs(p, begin, end, false); });
+  }
+  return kOk;
+}
+ONWARD_INSTRUCTION(onward_index);

@@ -1,0 +1,127 @@
+// What stands between the projections and attention, in one pass over the heads of each token: their
+// norm, their rotation, and their place in the cache.
+#include <cstring>
+
+#include "norm.h"
+#include "program.h"
+#include "rope.h"
+#include "team.h"
+
+// One projection; Python's copy: HeadsArguments in onward/native/interface.py.
+struct OnwardHeads {
+  int64_t heads;
+  const void* x;           // [B, heads, T, D]
+  int64_t x_strides[3];    // of rows, heads, queries; in elements. Features are contiguous.
+  const void* norm_weight; // [D] of dtype, or null: no norm
+  float eps, weight_offset;
+  int32_t after_cast;      // see onward_rms_norm
+  int32_t rotate;
+  void* out;               // [B, heads, T, D], or a cache [B, heads, positions, D]
+  int64_t out_strides[3];  // of rows, heads, queries or positions
+  int32_t to_cache;        // token t of row b goes to position offsets[b] + t
+  int64_t positions;
+};
+
+namespace onward {
+namespace {
+
+constexpr int64_t kElementsPerChunk = 1 << 13;
+
+// The angles of one token; null: none.
+struct Angles {
+  const float *cos, *sin;
+  int64_t pairs;
+};
+
+// Every step is rounded to T, as the kernels of the separate steps do. out may be x.
+template <class T>
+void run_head(const OnwardHeads& part, const T* x, int64_t dim, const Angles& angles, T* out) {
+  if (part.norm_weight != nullptr) {
+    rms_norm_row(x, dim, part.eps, {part.norm_weight, part.weight_offset, part.after_cast != 0}, out);
+    x = out;
+  }
+  if (part.rotate) {
+    rotate_row(x, dim, angles.cos, angles.sin, angles.pairs, false, out);
+  } else if (out != x) {
+    std::memcpy(out, x, size_t(dim) * sizeof(T));
+  }
+}
+
+// A token's places in a cache lie apart, and in no cache of the processor: all are asked for before the
+// first is written. (GCC 12 drops calls that only prefetch unless they must be inlined.)
+template <class T>
+__attribute__((always_inline)) inline void claim_places(const OnwardHeads& part, const T* first,
+                                                        int64_t dim) {
+  for (int64_t h = 0; h < part.heads; ++h) {
+    const char* line = reinterpret_cast<const char*>(first + h * part.out_strides[1]);
+    for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) prefetch(line + i);
+  }
+}
+
+// Where a token's first head goes.
+template <class T>
+T* place_of(const OnwardHeads& part, int64_t b, int64_t t, const int32_t* offsets) {
+  const int64_t place = part.to_cache ? offsets[b] + t : t;
+  return static_cast<T*>(part.out) + b * part.out_strides[0] + place * part.out_strides[2];
+}
+
+bool valid(const OnwardHeads& part, int64_t batch, int64_t queries, bool angles,
+           const int32_t* offsets) {
+  if (part.heads < 0 || (part.rotate && !angles)) return false;
+  if (!part.to_cache) return true;
+  for (int64_t b = 0; b < batch; ++b) {
+    if (offsets == nullptr || offsets[b] < 0) return false;
+    if (offsets[b] + queries > part.positions) return false;
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace onward
+
+// For each part and token: out = rotate(rms_norm(x)), each step rounded to dtype, and each only where
+// the part asks for it. cos and sin: float [batch, queries, pairs] as for onward_rotate, with its
+// angle_strides (rows, queries), pairs (i, pairs + i); read only where a part rotates. offsets: [batch],
+// read only where a part goes to a cache; nothing is written if a row does not fit there.
+ONWARD_API int32_t onward_heads(const OnwardHeads* parts, int64_t count, int64_t batch,
+                                int64_t queries, int64_t dim, int32_t dtype, const float* cos,
+                                const float* sin, const int64_t* angle_strides, int64_t pairs,
+                                const int32_t* offsets) {
+  using namespace onward;
+  if (count < 0 || batch < 0 || queries < 0 || dim < 0 || pairs < 0 || 2 * pairs > dim) {
+    return kBadArgument;
+  }
+  const bool given = cos != nullptr && sin != nullptr && angle_strides != nullptr;
+  int64_t heads = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (!valid(parts[i], batch, queries, given || pairs == 0, offsets)) return kBadArgument;
+    heads += parts[i].heads;
+  }
+  const int64_t grain = ceil_div(kElementsPerChunk, heads * dim + 1);
+  const bool known = with_dtype(dtype, [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    parallel_for(batch * queries, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
+        const int64_t b = token / queries, t = token % queries;
+        Angles angles{cos, sin, pairs};
+        if (given) {
+          const int64_t at = b * angle_strides[0] + t * angle_strides[1];
+          angles.cos += at, angles.sin += at;
+        }
+        for (int64_t i = 0; i < count; ++i) {
+          if (parts[i].to_cache) claim_places(parts[i], place_of<T>(parts[i], b, t, offsets), dim);
+        }
+        for (int64_t i = 0; i < count; ++i) {
+          const OnwardHeads& part = parts[i];
+          const T* x = static_cast<const T*>(part.x) + b * part.x_strides[0] + t * part.x_strides[2];
+          T* out = place_of<T>(part, b, t, offsets);
+          for (int64_t h = 0; h < part.heads; ++h) {
+            run_head(part, x + h * part.x_strides[1], dim, angles, out + h * part.out_strides[1]);
+          }
+        }
+      }
+    });
+  });
+  return known ? kOk : kBadArgument;
+}
+ONWARD_INSTRUCTION(onward_heads);

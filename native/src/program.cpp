@@ -1,0 +1,84 @@
+// Runs a program: a flat list of kernel calls, from start to end in one call.
+//
+// Its code is a run of 64-bit words; an instruction is the address of its Instruction, the number of its
+// arguments, and the arguments in the kernel's own order.
+#include "program.h"
+
+#include "team.h"
+
+#include <time.h>
+
+namespace onward {
+
+Instruction* instructions = nullptr;
+
+namespace {
+
+int64_t nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+// Tells the team what the first kernel from `at` on that reads much will read.
+class LookAhead {
+ public:
+  LookAhead(const int64_t* code, int64_t words) : code_(code), words_(words) {}
+
+  void stage(int64_t at) {
+    if (at <= reader_) return;
+    for (; at < words_; at += 2 + code_[at + 1]) {
+      const auto* instruction = from_word<const Instruction*>(code_[at]);
+      if (instruction->reads == nullptr) continue;
+      reader_ = at;
+      return stage_reads(instruction->reads(code_ + at + 2));
+    }
+    reader_ = words_;
+  }
+
+ private:
+  const int64_t* code_;
+  int64_t words_;
+  int64_t reader_ = -1;  // the last that was told of
+};
+
+}  // namespace
+}  // namespace onward
+
+// The first word of a call of the kernel `name`; 0 if programs cannot call it.
+ONWARD_API int64_t onward_program_instruction(const char* name) {
+  for (const onward::Instruction* i = onward::instructions; i != nullptr; i = i->next) {
+    if (std::strcmp(i->name, name) == 0) return int64_t(reinterpret_cast<intptr_t>(i));
+  }
+  return 0;
+}
+
+// Runs code[0 … words - 1]. Stops at the first instruction that fails: `failed` then holds its place in
+// code, else -1. With `nanos` (else null) adds the time that instruction i took to nanos[i].
+ONWARD_API int32_t onward_program_run(const int64_t* code, int64_t words, int64_t* failed,
+                                      int64_t* nanos) {
+  using namespace onward;
+  *failed = -1;
+  const AwakeTeam awake;
+  LookAhead ahead(code, words);
+  ahead.stage(0);
+  post_reads();
+  int64_t before = nanos != nullptr ? nanoseconds() : 0;
+  for (int64_t at = 0, i = 0; at < words; at += 2 + code[at + 1], ++i) {
+    const Instruction* instruction = from_word<const Instruction*>(code[at]);
+    const bool fits = code[at + 1] == instruction->arguments && at + 2 + code[at + 1] <= words;
+    ahead.stage(at + 2 + code[at + 1]);
+    const int32_t status = fits ? instruction->run(code + at + 2) : int32_t(kBadArgument);
+    if (instruction->reads != nullptr) post_reads();
+    if (status != kOk) {
+      *failed = at;
+      return status;
+    }
+    if (nanos != nullptr) {
+      const int64_t now = nanoseconds();
+      nanos[i] += now - before;
+      before = now;
+    }
+  }
+  return kOk;
+}

@@ -1,0 +1,254 @@
+"""torch.distributed.checkpoint folders: the weights of a training run as its ranks saved them, read by one process."""
+
+import io
+import math
+import pickle
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from onward.checkpoint.dcp_metadata import METADATA, StoredChunk, StoredTensor, read_metadata
+from onward.checkpoint.name_map import NameMap, is_rotated
+from onward.checkpoint.placing import check_float, placed
+from onward.checkpoint.shards import weight_files
+from onward.errors import CheckpointError, one_line
+from onward.models import DecoderConfig, parameter_shapes
+
+NameMapSource = str | PathLike[str] | Mapping[str, Any] | None
+
+# Parts of names under which trainers keep what is not the model; a family's weight has none of them in its name.
+_TRAINING_STATE = {
+    "dataloader",
+    "grad_scaler",
+    "lr_scheduler",
+    "lr_schedulers",
+    "optim",
+    "optimizer",
+    "optimizers",
+    "rng_state",
+    "scheduler",
+    "train_state",
+    "trainer",
+}
+
+
+def is_distributed(folder: Path) -> bool:
+    """Whether the weights are a torch.distributed.checkpoint; safetensors beside it are taken instead."""
+    return (folder / METADATA).is_file() and not weight_files(folder)
+
+
+class _Place(NamedTuple):
+    """Where a weight is: `rows` of a stored tensor from `start` on (None: all of it)."""
+
+    stored: str
+    interleaved: bool
+    start: int = 0
+    rows: int | None = None
+
+
+class DistributedFolder:
+    """The tensors of a torch.distributed.checkpoint folder under Hugging Face's names; remembers which were taken.
+
+    Tensors are read one at a time, from all the files that hold a part of them. The optimizer's state and the like
+    are left where they are. Everything that the metadata can tell is checked before the first is read.
+
+    folder: holds .metadata and the files it names.
+    config: what the weights must fit.
+    dtype: None for each tensor's own.
+    name_map: a JSON file or a mapping (`onward.checkpoint.name_map`); None for the folder's name_map.json, if any.
+
+    Raises:
+        CheckpointError: a pickle that wants what no checkpoint needs, a missing weight or file, two tensors for one
+            weight, or one that does not have the rows it is to be divided into. ConfigError: the name map.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: DecoderConfig,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        name_map: NameMapSource = None,
+    ) -> None:
+        self.dtype = dtype
+        self._folder = folder
+        self._device = device
+        self._head_dim = config.head_dim
+        self._shapes = parameter_shapes(config)
+        self._stored = read_metadata(folder)
+        self._places = self._locate(NameMap.of(name_map, folder))
+        self._check_files()
+        self._taken: set[str] = set()
+        self._last: tuple[str, Tensor] | None = None  # one that is divided is asked for several times in a row
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`, of `shape`, in the wanted dtype on the wanted device.
+
+        Raises:
+            CheckpointError: it is of another shape, or no float, or damaged, or too large for float16.
+        """
+        place = self._places[name]
+        stored = self._stored[place.stored]
+        found = stored.shape if place.rows is None else (place.rows, *stored.shape[1:])
+        called = name if place.stored == name else f"{place.stored!r}, which is {name!r},"
+        if found != shape:
+            raise CheckpointError(
+                f"{self._folder}: tensor {called!s} has shape {list(found)}, but config.json makes it {list(shape)}"
+            )
+        check_float(self._folder, place.stored, stored.dtype)
+        tensor = self._whole(place.stored)
+        if place.rows is not None:
+            tensor = tensor[place.start : place.start + place.rows]
+        if place.interleaved and is_rotated(name):
+            tensor = _as_halves(tensor, self._head_dim)
+        self._taken.add(name)
+        return placed(self._folder, name, tensor, self.dtype, self._device)
+
+    def left(self) -> list[str]:
+        """Names nobody took, but for what belongs to the training."""
+        return sorted(
+            name
+            for name, place in self._places.items()
+            if name not in self._taken and _TRAINING_STATE.isdisjoint(place.stored.split("."))
+        )
+
+    # ── which tensor is which weight ──────────────────────────────────────────────────────────────────────
+
+    def _locate(self, name_map: NameMap) -> dict[str, _Place]:
+        places: dict[str, _Place] = {}
+        for stored in self._stored:
+            target = name_map(stored)
+            if target is None:
+                continue
+            for name, place in zip(target.names, self._divided(stored, *target), strict=True):
+                if name in places:
+                    raise CheckpointError(
+                        f"{self._folder}: both {places[name].stored!r} and {stored!r} are to be {name!r}: map one of "
+                        "them to null"
+                    )
+                places[name] = place
+        if missing := [name for name in self._shapes if name not in places]:
+            raise CheckpointError(
+                f"{self._folder}: {len(missing)} weights are missing, {missing[0]!r} of shape "
+                f"{list(self._shapes[missing[0]])} for one{self._unplaced(places)}"
+            )
+        return places
+
+    def _divided(self, stored: str, names: tuple[str, ...], interleaved: bool) -> list[_Place]:
+        if len(names) == 1:
+            return [_Place(stored, interleaved)]
+        if unknown := [name for name in names if name not in self._shapes]:
+            raise CheckpointError(
+                f"{self._folder}: {stored!r} is to hold {unknown[0]!r}, which config.json has no place for"
+            )
+        rows = [self._shapes[name][0] for name in names]
+        if self._stored[stored].shape[:1] != (sum(rows),):
+            raise CheckpointError(
+                f"{self._folder}: tensor {stored!r} has shape {list(self._stored[stored].shape)}, but is to hold "
+                f"{' + '.join(map(str, rows))} rows of {', '.join(names)}"
+            )
+        starts = [sum(rows[:at]) for at in range(len(rows))]
+        return [_Place(stored, interleaved, start, count) for start, count in zip(starts, rows, strict=True)]
+
+    def _unplaced(self, places: dict[str, _Place]) -> str:
+        """What a reader who lacks a name map, or a line of it, needs to see."""
+        unknown = [place.stored for name, place in places.items() if name not in self._shapes]
+        unknown = [name for name in unknown if _TRAINING_STATE.isdisjoint(name.split("."))]
+        if not unknown:
+            return ""
+        return f"; it holds {', '.join(map(repr, unknown[:3]))}: give a name map (docs/training.md)"
+
+    def _check_files(self) -> None:
+        """Those that the weights need are there, and as long as the metadata says."""
+        needed: dict[str, int] = {}
+        for name in self._shapes:
+            for chunk in self._stored[self._places[name].stored].chunks:
+                needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
+        for file, size in needed.items():
+            path = self._folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing, though the metadata names it: copy all files of the folder")
+            if path.stat().st_size < size:
+                raise CheckpointError(
+                    f"{path} is cut short: it has {path.stat().st_size} bytes, and the metadata wants {size}: copy or "
+                    "save it again"
+                )
+
+    # ── bytes to tensors ──────────────────────────────────────────────────────────────────────────────────
+
+    def _whole(self, name: str) -> Tensor:
+        if self._last is not None and self._last[0] == name:
+            return self._last[1]
+        self._last = None  # not two at a time
+        tensor = self._assembled(name, self._stored[name])
+        self._last = (name, tensor)
+        return tensor
+
+    def _assembled(self, name: str, stored: StoredTensor) -> Tensor:
+        if len(stored.chunks) == 1:
+            return self._chunk(name, stored, stored.chunks[0])
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        for chunk in stored.chunks:
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box] = self._chunk(name, stored, chunk)
+        return whole
+
+    def _chunk(self, name: str, stored: StoredTensor, chunk: StoredChunk) -> Tensor:
+        path = self._folder / chunk.file
+        try:
+            with path.open("rb") as file:
+                part = torch.load(
+                    cast(IO[bytes], _Slice(file, chunk.start, chunk.length)), map_location="cpu", weights_only=True
+                )
+        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} cannot be read: {one_line(error)[:200]}: copy or save it again"
+            ) from error
+        if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != stored.dtype:
+            got = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise CheckpointError(
+                f"{path}: tensor {name!r} should be {stored.dtype} {list(chunk.sizes)} there by the metadata; got {got}"
+            )
+        return part
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        wanted = max(0, min(len(buffer), self._length - self._at))
+        count = self._file.readinto(memoryview(buffer)[:wanted])
+        self._at += count
+        return count
+
+
+def _as_halves(tensor: Tensor, head_dim: int) -> Tensor:
+    """Rows [heads * head_dim, …] whose rotated pairs are neighbours, with the pairs' first halves first."""
+    assert math.prod(tensor.shape) % head_dim == 0
+    pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

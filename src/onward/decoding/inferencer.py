@@ -1,0 +1,185 @@
+"""Prefill and decode as two calls over a cache that knows how much it holds: what speculation is written on.
+
+The protocol is that of naive_speculate: one inferencer drafts, another verifies. A draft is taken back by lowering
+the cache's lengths (`FilledCache.truncate`): what lies past them is never read.
+
+Shapes: B rows, T query tokens, N new tokens, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from onward.cache import SizedCache
+from onward.decoding.driver import positional
+from onward.decoding.loop import decode_loop
+from onward.decoding.row import Row
+from onward.decoding.state import DecodeState
+from onward.decoding.step import DecodeStep
+from onward.errors import ContextOverflowError, RequestError
+from onward.models import Cache, Model
+from onward.models.model import take_positions
+from onward.sampling import Sampler
+from onward.sampling.params import check_whole
+
+# float [B, V] -> int [B], such as `onward.greedy`; or a `Sampler`, which is also given the positions.
+SampleStrategy = Callable[[Tensor], Tensor] | Sampler
+
+
+class PrefillOutput(NamedTuple):
+    """token_ids: int64 [B, 1], the next token. token_logits: float [B, T, V], after each query token."""
+
+    token_ids: Tensor
+    token_logits: Tensor
+
+
+class DecodeOutput(NamedTuple):
+    """token_ids: int64 [B, N], the new tokens. token_logits: float [B, N, V], those that each was picked from.
+
+    N is that of the longest row. A row that ended before repeats its last id and has logits of 0 there.
+    """
+
+    token_ids: Tensor
+    token_logits: Tensor
+
+
+@dataclass
+class FilledCache:
+    """A model's cache and what is in it; an inferencer updates both.
+
+    cache: as `Model.new_cache` made it. lengths: int32 [B], the positions that each row holds.
+    """
+
+    cache: Cache
+    lengths: Tensor
+
+    def truncate(self, lengths: Tensor) -> None:
+        """Take back what each row holds past `lengths` int [B]; nothing is moved or cleared.
+
+        Raises:
+            RequestError: another shape, or a length below 0 or above what the row holds.
+        """
+        if lengths.shape != self.lengths.shape or bool(((lengths < 0) | (lengths > self.lengths)).any()):
+            raise RequestError(
+                f"truncate takes a length from 0 to what it holds for each row, {self.lengths.tolist()}; got "
+                f"{lengths.tolist()}"
+            )
+        self.lengths = lengths.to(self.lengths)
+
+
+class Inferencer(Protocol):
+    """Whatever can process tokens and generate more. The cache holds all tokens that precede the query's."""
+
+    def new_cache(self, batch: int, max_len: int) -> FilledCache:
+        """An empty cache of `max_len` positions a row."""
+        ...
+
+    def prefill(self, query_token_ids: Tensor, kv_cache: FilledCache, sample_strategy: SampleStrategy) -> PrefillOutput:
+        """Process int [B, T] at once and pick the token that follows; the cache then holds T positions more."""
+        ...
+
+    def decode(
+        self, query_token_ids: Tensor, kv_cache: FilledCache, max_new_tokens: int, sample_strategy: SampleStrategy
+    ) -> DecodeOutput:
+        """Process int [B, 1] and go on, token by token, to `max_new_tokens` (1 or more) or an end of the text.
+
+        The cache then holds, of the query and the new tokens, all but each row's last: it is the next query. After
+        a draft that was accepted whole, a drafter has thus to be given the draft's last token too.
+        """
+        ...
+
+
+class ModelInferencer:
+    """An `Inferencer` over any `Model`.
+
+    eos: an id or ids that end a row in `decode`; the ending id is part of the output.
+    prefill_chunk: the most query tokens processed at once. It bounds memory and changes no token.
+    """
+
+    def __init__(self, model: Model, eos: int | Sequence[int] = (), prefill_chunk: int = 512) -> None:
+        self.model = model
+        self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
+        self.prefill_chunk = prefill_chunk
+
+    def new_cache(self, batch: int, max_len: int) -> FilledCache:
+        lengths = torch.zeros(batch, dtype=torch.int32, device=self.model.device)
+        return FilledCache(self.model.new_cache(batch, max_len), lengths)
+
+    def prefill(self, query_token_ids: Tensor, kv_cache: FilledCache, sample_strategy: SampleStrategy) -> PrefillOutput:
+        """See `Inferencer`.
+
+        Raises:
+            RequestError: a query that is not whole numbers [B, T], or of other rows than the cache's.
+            ContextOverflowError: the query does not fit the cache or the model's context.
+        """
+        query_length = self._check_query(query_token_ids, kv_cache)
+        self._check_room(kv_cache, query_length)
+        rows = [Row(1) for _ in query_token_ids]
+        logits = self._run(query_token_ids, kv_cache, rows, sample_strategy)
+        kv_cache.lengths = kv_cache.lengths + query_length
+        return PrefillOutput(self._ids(rows), logits)
+
+    def decode(
+        self, query_token_ids: Tensor, kv_cache: FilledCache, max_new_tokens: int, sample_strategy: SampleStrategy
+    ) -> DecodeOutput:
+        """See `Inferencer`; errors as of `prefill`."""
+        check_whole("max_new_tokens", max_new_tokens, low=1)
+        if self._check_query(query_token_ids, kv_cache) != 1:
+            raise RequestError(
+                f"decode takes one query token a row, [B, 1]; got {list(query_token_ids.shape)}: prefill takes more"
+            )
+        self._check_room(kv_cache, max_new_tokens)
+        rows = [Row(max_new_tokens, self.eos) for _ in query_token_ids]
+        logits = self._run(query_token_ids, kv_cache, rows, sample_strategy)
+        ids = self._ids(rows)
+        new = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int32, device=ids.device)
+        ended = torch.arange(ids.shape[1], device=ids.device) >= new.unsqueeze(1)
+        kv_cache.lengths = kv_cache.lengths + new
+        return DecodeOutput(ids, logits.masked_fill(ended.unsqueeze(2), 0.0))
+
+    def _run(self, query: Tensor, kv_cache: FilledCache, rows: Sequence[Row], strategy: SampleStrategy) -> Tensor:
+        """The one loop from the query on; the rows hold the new ids. Returns the logits at every token processed."""
+        seen: list[Tensor] = []
+
+        def run(tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None) -> tuple[Tensor, Cache]:
+            logits, cache = self.model(tokens, offsets, cache)
+            seen.append(logits)
+            return (logits if logits_at is None else take_positions(logits, logits_at)), cache
+
+        # Not compacted: the cache's rows are the caller's, those that ended too.
+        held = kv_cache.lengths.tolist()
+        state = DecodeState.start(query.tolist(), kv_cache.cache, self.model.device, held)
+        for emission in decode_loop(DecodeStep(run, positional(strategy), self.prefill_chunk), state, rows):
+            kv_cache.cache = emission.state.cache
+        return torch.cat(seen, 1)
+
+    def _ids(self, rows: Sequence[Row]) -> Tensor:
+        longest = max(len(row.token_ids) for row in rows)
+        ids = [row.token_ids + row.token_ids[-1:] * (longest - len(row.token_ids)) for row in rows]
+        return torch.tensor(ids, dtype=torch.int64, device=self.model.device)
+
+    def _check_query(self, query: Tensor, kv_cache: FilledCache) -> int:
+        """T of the query."""
+        whole = not (query.is_floating_point() or query.dtype == torch.bool)
+        batch = len(kv_cache.lengths)
+        if query.dim() != 2 or query.shape[0] != batch or not query.numel() or not whole:
+            raise RequestError(
+                f"a query must be whole numbers [{batch}, T], a row for each of the cache's; got {query.dtype} "
+                f"{list(query.shape)}"
+            )
+        if bool(((query < 0) | (query >= self.model.vocab_size)).any()):
+            raise RequestError(f"a query wants ids from 0 to {self.model.vocab_size - 1}; got {query.tolist()}")
+        return query.shape[1]
+
+    def _check_room(self, kv_cache: FilledCache, more: int) -> None:
+        sizes = [self.model.max_seq_len, kv_cache.cache.max_len if isinstance(kv_cache.cache, SizedCache) else None]
+        limits = [size for size in sizes if size is not None]
+        held = int(kv_cache.lengths.max())
+        if limits and held + more > min(limits):
+            raise ContextOverflowError(
+                f"the cache holds {held} positions of a row and {more} more are wanted, but there is room for "
+                f"{min(limits)}: ask for fewer tokens or make a longer cache"
+            )

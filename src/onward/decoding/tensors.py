@@ -1,0 +1,120 @@
+"""Tensors in, tensors out: a rectangle of prompts and what follows them, through the one loop."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onward.decoding.loop import decode_loop
+from onward.decoding.row import Row
+from onward.decoding.state import DecodeState
+from onward.decoding.step import DecodeStep
+from onward.errors import ContextOverflowError, RequestError
+from onward.models import Model
+from onward.sampling import Sampler, SamplingParams
+from onward.sampling.params import check_whole
+
+
+def generate(
+    model: Model,
+    prompt_tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    eos: int | Sequence[int] = (),
+    seed: int | Sequence[int] | None = None,
+    pad: int | None = None,
+) -> Tensor:
+    """Continue prompts of one length: int [B, P] -> int64 [B, P + max_new_tokens], on the prompts' device.
+
+    The result always has this shape. A row that ends early is filled up with the id that ended it, or with `pad`.
+    For prompts of different lengths, or text, there is `LanguageModel.generate`.
+
+    Args:
+        model: such as `Model.from_module` makes of a torch module.
+        prompt_tokens: ids, the same number in every row and at least one.
+        max_new_tokens: how many to add; 0 adds none.
+        temperature, top_k, top_p, min_p: as in `SamplingParams`; 0 is greedy.
+        eos: an id or ids that end a row.
+        seed: the seed of every row, or one for each. A row is what its prompt and its seed make of it, alone or in a
+            batch: equal prompts with an equal seed continue equally. None draws one for each row.
+        pad: what fills a row after its end.
+
+    Raises:
+        RequestError: an argument outside its range. ContextOverflowError: P + max_new_tokens is more than the model
+        serves.
+    """
+    if not isinstance(model, Model):
+        raise RequestError(f"generate takes an onward.Model; got {type(model).__name__}: see onward.Model.from_module")
+    prompts = _checked_prompts(prompt_tokens, model.vocab_size)
+    requests = [
+        SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=row_seed,
+            eos=eos,  # type: ignore[arg-type]  # one id is made a tuple
+        )
+        for row_seed in _row_seeds(seed, len(prompts))
+    ]
+    stop_ids = frozenset(requests[0].eos or ())
+    for name, token in [("pad", pad), *(("eos", token) for token in stop_ids)]:
+        if token is not None:
+            _check_id(name, token, model.vocab_size)
+    _check_room(model.max_seq_len, prompt_tokens.shape[1], max_new_tokens)
+    rows = [Row(max_new_tokens, stop_ids) for _ in prompts]
+    cache = model.new_cache(len(prompts), prompt_tokens.shape[1] + max_new_tokens)
+    state = DecodeState.start(prompts, cache, model.device, compact=True)
+    for _ in decode_loop(DecodeStep(model, Sampler(requests, model.device)), state, rows):
+        pass  # the rows collect their ids
+    filled = [_filled(row.token_ids, max_new_tokens, pad) for row in rows]
+    new = torch.tensor(filled, dtype=torch.int64, device=prompt_tokens.device).reshape(len(rows), max_new_tokens)
+    return torch.cat((prompt_tokens.to(torch.int64), new), 1)
+
+
+def _filled(tokens: list[int], length: int, pad: int | None) -> list[int]:
+    if len(tokens) == length:
+        return tokens
+    return tokens + [tokens[-1] if pad is None else pad] * (length - len(tokens))
+
+
+def _row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int | None]:
+    if not isinstance(seed, Sequence):
+        return [seed] * rows
+    if len(seed) != rows:
+        raise RequestError(f"seed must be one number or one for each of the {rows} rows; got {len(seed)}")
+    return list(seed)
+
+
+def _checked_prompts(prompt_tokens: Tensor, vocab_size: int) -> list[list[int]]:
+    if not isinstance(prompt_tokens, Tensor):
+        raise RequestError(f"prompt_tokens must be a tensor of ids [B, P]; got {type(prompt_tokens).__name__}")
+    whole = not (prompt_tokens.is_floating_point() or prompt_tokens.is_complex() or prompt_tokens.dtype == torch.bool)
+    if prompt_tokens.dim() != 2 or not whole or not prompt_tokens.numel():
+        raise RequestError(
+            f"prompt_tokens must be whole numbers [B, P] with a row and an id at least; got {prompt_tokens.dtype} "
+            f"{list(prompt_tokens.shape)}"
+        )
+    prompts: list[list[int]] = prompt_tokens.tolist()
+    for token in (min(map(min, prompts)), max(map(max, prompts))):
+        _check_id("prompt_tokens", token, vocab_size)
+    return prompts
+
+
+def _check_id(name: str, token: int, vocab_size: int) -> None:
+    check_whole(name, token, low=0)
+    if token >= vocab_size:
+        raise RequestError(f"{name} names id {token}, but the vocabulary ends at {vocab_size - 1}")
+
+
+def _check_room(context: int | None, prompt: int, new: int) -> None:
+    if context is not None and prompt + new > context:
+        raise ContextOverflowError(
+            f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new}, but the model's context holds "
+            f"{context}: ask for at most {max(0, context - prompt)} new tokens or shorten the prompt"
+        )

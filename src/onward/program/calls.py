@@ -1,0 +1,65 @@
+"""Kernel calls over storages that have no address yet."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from onward.program.arrays import Array, Storage
+from onward.program.trace import Node
+
+
+class Address(NamedTuple):
+    """A byte of a storage."""
+
+    storage: Storage
+    offset: int = 0
+
+
+def address(array: Array) -> Address:
+    """Where an array's first element lies."""
+    return Address(array.storage, array.byte_offset)
+
+
+# An argument of a kernel: a number; an address; integers in memory of the program's own, of which the kernel gets
+# the address; structures there, one mapping of field to argument for each.
+Argument = int | float | Address | None | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(eq=False)
+class KernelCall:
+    """A call of the native library. node: what it was made from, for messages and `explain`.
+
+    nbytes: of weights and caches that it reads, for reports.
+    """
+
+    kernel: str
+    args: tuple[Argument, ...]
+    node: Node
+
+    def storages(self) -> Iterator[Storage]:
+        yield from _storages(self.args)
+
+
+@dataclass(eq=False)
+class TorchCall:
+    """An operator that has no kernel: run by torch, on tensors over the program's memory. why: what is missing."""
+
+    node: Node
+    why: str
+
+    def storages(self) -> Iterator[Storage]:
+        for array in (*self.node.reads(), *self.node.outputs):
+            yield array.storage
+
+
+Call = KernelCall | TorchCall
+
+
+def _storages(args: Sequence[Any]) -> Iterator[Storage]:
+    for argument in args:
+        if isinstance(argument, Address):
+            yield argument.storage
+        elif isinstance(argument, Mapping):
+            yield from _storages(tuple(argument.values()))
+        elif isinstance(argument, list | tuple):
+            yield from _storages(argument)

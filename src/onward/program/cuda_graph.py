@@ -1,0 +1,112 @@
+"""CUDA graphs: the kernels of one step recorded once and replayed in one call."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.errors import ProgramError
+
+Forward = Callable[..., tuple[Tensor, Any]]
+_WARM_UP = 3
+
+
+@dataclass(eq=False)
+class _Captured:
+    """A graph with the memory it reads and writes."""
+
+    replay: Callable[[], None]
+    tokens: Tensor
+    offsets: Tensor
+    logits_at: Tensor | None
+    logits: Tensor
+
+
+class CudaGraphs:
+    """Callable as a program; a graph for every shape of tokens and every cache.
+
+    A graph holds addresses, so it belongs to the cache tensors it was captured with: another cache means another
+    graph. Prompts (T above `graphed_tokens`) run eagerly: their launches are hidden behind the work, and a graph for
+    every length would cost more than it saves.
+    capture: records the kernels that a function launches and returns what replays them; given by tests without a GPU.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        params: Any,
+        selects_logits: bool,
+        graphed_tokens: int = 16,
+        capture: Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]] | None = None,
+    ) -> None:
+        self._forward = forward
+        self._params = params
+        self._selects_logits = selects_logits
+        self._graphed_tokens = graphed_tokens
+        self._capture = capture or capture_graph
+        self._graphs: dict[Any, _Captured] = {}
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def __call__(
+        self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        if tokens.shape[1] > self._graphed_tokens:
+            return self._call(tokens, offsets, cache, logits_at)
+        leaves = [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor)]
+        wanted = None if logits_at is None else logits_at.shape
+        key = (tokens.shape, wanted, tuple(leaf.data_ptr() for leaf in leaves), tuple(leaf.shape for leaf in leaves))
+        with self._lock:
+            graph = self._graphs.get(key)
+            if graph is None:
+                # A new cache has taken the old one's place: its graphs point at memory that may be gone.
+                self._graphs = {k: g for k, g in self._graphs.items() if k[2] == key[2]}
+                graph = self._graphs[key] = self._captured(tokens, offsets, cache, logits_at)
+            graph.tokens.copy_(tokens)
+            graph.offsets.copy_(offsets)
+            if graph.logits_at is not None and logits_at is not None:
+                graph.logits_at.copy_(logits_at)
+            graph.replay()
+            return graph.logits.clone(), cache
+
+    def _captured(self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None) -> _Captured:
+        given = tokens.clone(), offsets.clone(), None if logits_at is None else logits_at.clone()
+
+        def step() -> Tensor:
+            logits, returned = self._call(given[0], given[1], cache, given[2])
+            before, after = pytree.tree_leaves(cache), pytree.tree_leaves(returned)
+            if len(before) != len(after) or any(
+                isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
+                for old, new in zip(before, after, strict=True)
+            ):
+                raise ProgramError("a forward in a CUDA graph must write its cache in place and return that cache")
+            return logits
+
+        # Running it changes nothing but the positions that this very call will write.
+        replay, logits = self._capture(step)
+        return _Captured(replay, *given, logits)
+
+    def _call(self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None) -> tuple[Tensor, Any]:
+        if self._selects_logits:
+            logits, cache = self._forward(tokens, offsets, cache, self._params, logits_at=logits_at)
+        else:
+            logits, cache = self._forward(tokens, offsets, cache, self._params)
+        return logits, cache
+
+
+def capture_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Record what `step` launches: (what replays it, the tensor its result will be in)."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UP):  # libraries choose their algorithms and allocate their workspaces now
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+    return graph.replay, logits

@@ -1,0 +1,223 @@
+"""Calls as the words that the native library runs (native/src/program.cpp), and memory shared among them.
+
+A program's memory image is its code followed by the arrays and structures that its kernels take by address. Words
+that hold addresses are listed apart, as a base and an offset, so that an image can be moved to other tensors.
+"""
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onward.native import Library
+from onward.native.interface import SIGNATURES
+from onward.program.arrays import Kind, Storage
+from onward.program.calls import Address, Call, KernelCall, TorchCall
+
+Words = npt.NDArray[np.int64]
+_ALIGNMENT = 64
+
+
+@dataclass(eq=False)
+class Segment:
+    """words[begin:end] of the image, which are `calls` kernel calls, then an operator for torch, if any."""
+
+    begin: int
+    end: int
+    calls: int
+    then: TorchCall | None = None
+
+
+@dataclass(eq=False)
+class Image:
+    """A program without its addresses.
+
+    words: code and data. places, bases, offsets: words[places[i]] is to hold the address of bases[i] plus offsets[i].
+    A base is 0 for the image itself, then a number for each slot, then one for each other storage.
+    slot_bytes: sizes of the memory that temporaries share. slots: the slot of each temporary, by storage index.
+    """
+
+    words: Words
+    places: Words
+    bases: Words
+    offsets: Words
+    slot_bytes: Words
+    slots: dict[int, int]
+    storages: list[Storage]
+    segments: list[Segment]
+    calls: list[Call]
+
+    def base_of(self, storage: Storage) -> int:
+        if storage.kind is Kind.TEMPORARY:
+            return 1 + self.slots[storage.index]
+        return 1 + len(self.slot_bytes) + storage.index
+
+    @property
+    def numbers(self) -> Words:
+        """All that may depend on the number of tokens."""
+        return np.concatenate((self.words, self.offsets, self.slot_bytes))
+
+    def with_numbers(self, numbers: Words) -> "Image":
+        """The same program for another number of tokens."""
+        words, offsets, slots = np.split(numbers, np.cumsum((len(self.words), len(self.offsets))))
+        return Image(
+            words, self.places, self.bases, offsets, slots, self.slots, self.storages, self.segments, self.calls
+        )
+
+
+def encode(calls: Sequence[Call], storages: list[Storage], library: Library) -> Image:
+    """Lay out the code of `calls` and plan the memory of their temporaries."""
+    slots, slot_bytes = plan_slots(calls)
+    image = _Encoder(library, slots, len(slot_bytes))
+    for call in calls:
+        if isinstance(call, KernelCall):
+            image.add(call)
+        else:
+            image.cut(call)
+    image.finish()
+    return Image(
+        words=np.array(image.words, dtype=np.int64),
+        places=np.array(image.places, dtype=np.int64),
+        bases=np.array(image.bases, dtype=np.int64),
+        offsets=np.array(image.offsets, dtype=np.int64),
+        slot_bytes=np.array(slot_bytes, dtype=np.int64),
+        slots=slots,
+        storages=storages,
+        segments=image.segments,
+        calls=list(calls),
+    )
+
+
+def plan_slots(calls: Sequence[Call]) -> tuple[dict[int, int], list[int]]:
+    """A slot for every temporary, from its first call to its last; (slot by storage index, bytes of each slot).
+
+    Only temporaries of one size share a slot: the plan is then the same for every number of tokens.
+    """
+    last: dict[int, int] = {}
+    for at, call in enumerate(calls):
+        for storage in call.storages():
+            last[storage.index] = at
+    slots: dict[int, int] = {}
+    sizes: list[int] = []
+    free: dict[int, list[int]] = {}
+    for at, call in enumerate(calls):
+        touched = {s.index: s for s in call.storages() if s.kind is Kind.TEMPORARY}
+        for index, storage in touched.items():
+            if index not in slots:
+                available = free.setdefault(storage.nbytes, [])
+                if not available:
+                    available.append(len(sizes))
+                    sizes.append(storage.nbytes)
+                slots[index] = available.pop()
+        for index, storage in touched.items():
+            if last[index] == at:
+                free[storage.nbytes].append(slots[index])
+    return slots, sizes
+
+
+class _Encoder:
+    def __init__(self, library: Library, slots: Mapping[int, int], num_slots: int) -> None:
+        self.words: list[int] = []
+        self.places: list[int] = []
+        self.bases: list[int] = []
+        self.offsets: list[int] = []
+        self.segments: list[Segment] = []
+        self._library = library
+        self._slots = slots
+        self._num_slots = num_slots
+        self._begin = self._calls = 0
+        self._data: list[tuple[int, list[Any]]] = []  # (place of the pointer, words of what it points to)
+        self._instructions: dict[str, int] = {}
+
+    def add(self, call: KernelCall) -> None:
+        _, kinds = SIGNATURES[call.kernel]
+        assert len(kinds) == len(call.args), (call.kernel, len(kinds), len(call.args))
+        self._calls += 1
+        self.words += (self._instruction(call.kernel), len(call.args))
+        for kind, argument in zip(kinds, call.args, strict=True):
+            self.words.append(self._word(kind, argument, len(self.words)))
+
+    def cut(self, call: TorchCall) -> None:
+        self.segments.append(Segment(self._begin, len(self.words), self._calls, call))
+        self._begin, self._calls = len(self.words), 0
+
+    def finish(self) -> None:
+        """End the code and put the data behind it."""
+        self.segments.append(Segment(self._begin, len(self.words), self._calls))
+        for place, data in self._data:
+            self._refer(place, 0, len(self.words) * 8)
+            at = len(self.words)
+            for index, (kind, value) in enumerate(data):
+                self.words.append(self._word(kind, value, at + index))
+
+    def _instruction(self, kernel: str) -> int:
+        if kernel not in self._instructions:
+            found = self._library.onward_program_instruction(kernel.encode())
+            assert found, f"{kernel} is no instruction"
+            self._instructions[kernel] = found
+        return self._instructions[kernel]
+
+    def _word(self, kind: Any, argument: Any, place: int) -> int:
+        if argument is None:
+            return 0
+        if kind is ctypes.c_float:
+            return int(struct.unpack("<I", struct.pack("<f", argument))[0])
+        if kind is ctypes.c_double:
+            return int(struct.unpack("<q", struct.pack("<d", argument))[0])
+        if isinstance(argument, Address):
+            temporary = argument.storage.kind is Kind.TEMPORARY
+            base = self._slots[argument.storage.index] if temporary else self._num_slots + argument.storage.index
+            self._refer(place, 1 + base, argument.offset)
+            return 0
+        if isinstance(argument, list | tuple):
+            self._data.append((place, _data(kind, argument)))
+            return 0
+        return int(argument)
+
+    def _refer(self, place: int, base: int, offset: int) -> None:
+        self.places.append(place)
+        self.bases.append(base)
+        self.offsets.append(offset)
+
+
+def _data(kind: Any, values: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """(C type, value) for each word of an array of integers or structures."""
+    words: list[tuple[Any, Any]] = []
+    for value in values:
+        if isinstance(value, Mapping):
+            words += _structure(kind._type_, value)
+        else:
+            words.append((ctypes.c_int64, value))
+    return words
+
+
+def _structure(structure: type[ctypes.Structure], fields: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """A structure cut into words of 64 bits: addresses as such, numbers as C lays them out."""
+    numbers = structure()
+    known = {name: kind for name, kind, *_ in structure._fields_}
+    assert not set(fields) - set(known), (structure, set(fields) - set(known))
+    addresses = {}
+    for name, value in fields.items():
+        if isinstance(value, Address) or (value is None and known[name] is ctypes.c_void_p):
+            addresses[getattr(structure, name).offset] = value
+        elif isinstance(value, list | tuple):
+            setattr(numbers, name, known[name](*value))
+        else:
+            setattr(numbers, name, value)
+    raw = bytes(numbers)
+    raw += bytes(-len(raw) % 8)
+    return [
+        (ctypes.c_int64, addresses[at] if at in addresses else struct.unpack_from("<q", raw, at)[0])
+        for at in range(0, len(raw), 8)
+    ]
+
+
+def arena_offsets(slot_bytes: Words) -> tuple[Words, int]:
+    """(offset of each slot in one block of memory, bytes of it); slots are aligned to cache lines."""
+    padded = (slot_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    ends = np.cumsum(padded)
+    return ends - padded, int(ends[-1]) if len(ends) else 0

@@ -1,0 +1,87 @@
+"""From a trace to the calls of a program."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch._ops import OpOverload
+
+from onward.program.arrays import Array, Kind
+from onward.program.calls import Call, TorchCall
+from onward.program.lowering import RULES, Builder, Unsupported
+from onward.program.rewrite import Item, Joined, rewrite
+from onward.program.trace import Node, Trace
+
+aten = torch.ops.aten
+
+
+def is_whole(op: OpOverload) -> bool:
+    """Whether the recorder is to keep a composite operator as it is: there is a rule for it."""
+    return op in RULES
+
+
+def lower(trace: Trace) -> list[Call]:
+    """The calls of a traced forward, in order; the logits end up contiguous in a storage of kind LOGITS."""
+    builder = Builder(trace)
+    items = rewrite(trace)
+    for item in items:
+        _lower(builder, item)
+    _return_cache(builder)
+    _return_logits(builder)
+    return builder.calls
+
+
+def _lower(builder: Builder, item: Item) -> None:
+    if isinstance(item, Joined):
+        builder.node = item.nodes[0]
+        item.lower(builder)
+        return
+    builder.node = item
+    before = len(builder.calls)
+    rule = RULES.get(item.op)
+    try:
+        if rule is None:
+            raise Unsupported("no kernel for this operator")
+        rule(builder, item)
+    except Unsupported as reason:
+        del builder.calls[before:]
+        builder.calls.append(TorchCall(item, str(reason)))
+
+
+def _return_cache(builder: Builder) -> None:
+    """A forward that makes a new cache instead of writing into the one it got: the new values are copied back."""
+    trace = builder.trace
+    changed = [(old, new) for old, new in zip(trace.cache, trace.returned_cache, strict=True) if old != new]
+    # Copied away first: a forward may return its caches in another order.
+    kept = []
+    for old, new in changed:
+        builder.node = _return_node(old)
+        copy = builder.temporary(new.shape, new.dtype)
+        builder.copy(new, copy)
+        kept.append(copy)
+    for (old, _), copy in zip(changed, kept, strict=True):
+        builder.node = _return_node(old)
+        builder.copy(copy, old)
+
+
+def _return_logits(builder: Builder) -> None:
+    trace = builder.trace
+    logits = trace.logits
+    assert logits is not None
+    storage = logits.storage
+    if storage.kind is Kind.TEMPORARY and logits.contiguous and logits.nbytes == storage.nbytes:
+        storage.kind = Kind.LOGITS
+        return
+    builder.node = _return_node(logits)
+    out = builder.temporary(logits.shape, logits.dtype)
+    builder.copy(logits, out)
+    out.storage.kind = Kind.LOGITS
+    trace.logits = replace(out)
+
+
+def _return_node(array: Array) -> Node:
+    return Node(aten.copy_.default, (array, array), {}, (), (array,), "what the forward returns")
+
+
+def fallbacks(calls: Sequence[Call]) -> list[TorchCall]:
+    return [call for call in calls if isinstance(call, TorchCall)]

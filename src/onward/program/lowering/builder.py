@@ -1,0 +1,190 @@
+"""What rules use to turn an operator into kernel calls, and the table of rules."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from onward.native.interface import Element
+from onward.ops.operators import DTYPES
+from onward.program.arrays import Array, Kind, Storage
+from onward.program.calls import Address, Argument, Call, KernelCall, address
+from onward.program.trace import Node, Trace
+
+ELEMENTS = {
+    torch.float32: Element.F32,
+    torch.bfloat16: Element.BF16,
+    torch.float16: Element.F16,
+    torch.int32: Element.I32,
+    torch.int64: Element.I64,
+    torch.bool: Element.BOOL,
+    torch.float64: Element.F64,
+}
+
+
+class Unsupported(Exception):  # noqa: N818 - it is no error: torch runs the operator instead
+    """There is no kernel for this use of an operator; the message says what is missing."""
+
+
+class Builder:
+    """Collects the kernel calls of one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.calls: list[Call] = []
+        self.node: Node | None = None  # what is being lowered
+        self._scalars: dict[tuple[float, torch.dtype], Array] = {}
+
+    def call(self, kernel: str, *args: Argument) -> None:
+        assert self.node is not None
+        self.calls.append(KernelCall(kernel, args, self.node))
+
+    # ── memory ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
+        """Contiguous memory of the program's own."""
+        strides = contiguous_strides(shape)
+        array = Array(self._storage(Kind.TEMPORARY, 0), dtype, tuple(shape), strides, 0)
+        array.storage.nbytes = array.nbytes
+        return array
+
+    def constant(self, tensor: Tensor) -> Array:
+        tensor = tensor.contiguous()
+        storage = self._storage(Kind.CONSTANT, tensor.nbytes)
+        storage.tensor = tensor
+        return Array(storage, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
+
+    def scalar(self, value: float | int | bool, dtype: torch.dtype) -> Array:
+        """A constant of no dimensions."""
+        key = (value, dtype)
+        if key not in self._scalars:
+            self._scalars[key] = self.constant(torch.tensor(value, dtype=dtype))
+        return self._scalars[key]
+
+    def _storage(self, kind: Kind, nbytes: int) -> Storage:
+        storage = Storage(len(self.trace.storages), kind, nbytes)
+        self.trace.storages.append(storage)
+        return storage
+
+    # ── layouts ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def contiguous(self, array: Array) -> Array:
+        if array.contiguous:
+            return array
+        copy = self.temporary(array.shape, array.dtype)
+        self.copy(array, copy)
+        return copy
+
+    def rows(self, array: Array) -> tuple[Array, int, int, int]:
+        """An array [..., D] as rows: (itself or a copy, rows, D, elements from row to row)."""
+        found = uniform_rows(array)
+        if found is None:
+            array = self.contiguous(array)
+            found = uniform_rows(array)
+            assert found is not None
+        return (array, *found)
+
+    def copy(self, source: Array, to: Array) -> None:
+        """to[...] = source[...], broadcast and cast."""
+        from onward.native.interface import Unary
+
+        self.unary(Unary.COPY, source, to)
+
+    def unary(self, op: int, x: Array, out: Array, parameter: float = 0.0) -> None:
+        self.call(
+            "onward_unary", op, len(out.shape), list(out.shape), address(x), ELEMENTS[x.dtype], broadcast(x, out.shape),
+            address(out), ELEMENTS[out.dtype], list(out.strides), parameter,
+        )  # fmt: skip
+
+
+def float_code(array: Array) -> int:
+    """The code of a float dtype that the fused kernels take."""
+    if array.dtype not in DTYPES:
+        raise Unsupported(f"dtype {array.dtype}")
+    return DTYPES[array.dtype]
+
+
+def element_code(array: Array) -> int:
+    if array.dtype not in ELEMENTS:
+        raise Unsupported(f"dtype {array.dtype}")
+    return ELEMENTS[array.dtype]
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def broadcast(array: Array, shape: Sequence[int]) -> list[int]:
+    """Strides of an array over a shape that it broadcasts to: 0 where it repeats."""
+    missing = len(shape) - len(array.shape)
+    return [0] * missing + [
+        0 if size == 1 and wanted != 1 else stride
+        for size, stride, wanted in zip(array.shape, array.strides, shape[missing:], strict=True)
+    ]
+
+
+def uniform_rows(array: Array) -> tuple[int, int, int] | None:
+    """(rows, columns, elements from row to row) of [..., D]; None where the rows are not evenly spaced."""
+    *leading, columns = array.shape
+    *steps, last = array.strides
+    if columns > 1 and last != 1:
+        return None
+    rows, step = 1, None
+    expected: int | None = None
+    for size, stride in zip(reversed(leading), reversed(steps), strict=True):
+        if size == 1:
+            continue
+        if step is None:
+            step = stride
+        elif stride != expected:
+            return None
+        rows *= size
+        expected = stride * size
+    if any(size == 0 for size in leading):
+        return 0, columns, columns
+    return rows, columns, columns if step is None else step
+
+
+Rule = Callable[[Builder, Node], None]
+RULES: dict[OpOverload, Rule] = {}
+
+
+def lowers(*ops: OpOverload) -> Callable[[Rule], Rule]:
+    """Register a rule for operators. It emits calls, or raises `Unsupported` having emitted none."""
+
+    def register(rule: Rule) -> Rule:
+        for op in ops:
+            RULES[op] = rule
+        return rule
+
+    return register
+
+
+def named(node: Node) -> dict[str, Any]:
+    """The arguments of a node by name, defaults filled in."""
+    given = {argument.name: argument.default_value for argument in node.op._schema.arguments}
+    given |= dict(zip(given, node.args, strict=False))
+    return given | node.kwargs
+
+
+__all__ = [
+    "ELEMENTS",
+    "RULES",
+    "Address",
+    "Builder",
+    "Rule",
+    "Unsupported",
+    "broadcast",
+    "contiguous_strides",
+    "element_code",
+    "float_code",
+    "lowers",
+    "named",
+    "uniform_rows",
+]

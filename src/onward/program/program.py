@@ -1,0 +1,170 @@
+"""`onward.compile`: a forward becomes one call a step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.errors import ProgramError, RequestError
+from onward.native import NativeUnavailableError
+from onward.ops.operators import usable_library
+from onward.program.compiled import CompiledForward, MissingKernelsError
+from onward.program.cuda_graph import CudaGraphs
+from onward.program.explain import Report, explain_native
+
+Forward = Callable[..., tuple[Tensor, Any]]
+Backend = Literal["auto", "native", "cuda", "inductor", "eager"]
+Fallback = Literal["eager", "inductor", "raise"]
+BACKENDS = ("auto", "native", "cuda", "inductor", "eager")
+FALLBACKS = ("eager", "inductor", "raise")
+
+
+class _Run(Protocol):
+    def __call__(
+        self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, Any]: ...
+
+
+class Program:
+    """A forward bound to its params: (tokens, offsets, cache) -> (logits, cache), as one call.
+
+    It is made for one shape of tokens and serves others too: what it has no program for is traced when it comes.
+    backend: what runs it, "native", "cuda", "inductor" or "eager".
+    """
+
+    def __init__(self, backend: str, run: _Run, fell_back: str = "") -> None:
+        self.backend = backend
+        self.fell_back = fell_back
+        self._run = run
+
+    def __call__(
+        self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Run a step.
+
+        Args:
+            tokens: int32 [B, T]. offsets: int32 [B]. cache: of the structure compiled with; written in place.
+            logits_at: int64 [B, N], the places in T whose logits are wanted, for forwards that take it.
+
+        Returns:
+            logits [B, T, V], or [B, N, V], in memory of their own; and the cache.
+
+        Raises:
+            ProgramError: another cache than compiled for, tokens past the cache, ids outside the vocabulary.
+        """
+        if tokens.dim() != 2 or tokens.dtype != torch.int32 or offsets.shape != tokens.shape[:1]:
+            raise ProgramError(
+                f"a program wants tokens int32 [B, T] and offsets int32 [B]; got {tokens.dtype} {list(tokens.shape)} "
+                f"and {offsets.dtype} {list(offsets.shape)}"
+            )
+        if offsets.dtype != torch.int32:
+            raise ProgramError(f"a program wants offsets int32 [B]; got {offsets.dtype}")
+        return self._run(tokens, offsets, cache, logits_at)
+
+    def explain(self, cache: Any, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
+        """What runs for [batch, tokens] over a cache of this shape, where the time goes, and what has no kernel.
+
+        It is run a few times on memory of its own, at position `offset` of every row; print the report for a table.
+        """
+        if isinstance(self._run, CompiledForward):
+            return explain_native(self._run, cache, batch, tokens, offset)
+        return Report(self.backend, [], [], self.fell_back)
+
+
+def compile(
+    forward: Forward,
+    *,
+    params: Any,
+    cache: Any,
+    batch: int = 1,
+    tokens: int = 1,
+    backend: Backend = "auto",
+    fallback: Fallback = "eager",
+    selects_logits: bool = False,
+) -> Program:
+    """A forward as a program: on the CPU a flat list of native kernel calls, on CUDA a graph.
+
+    The forward is traced once, on tensors without memory, for `batch` rows of `tokens` tokens; nothing is compiled and
+    nothing written to disk. Programs give the same bits as eager calls of the same `onward.ops`.
+
+    Args:
+        forward: (tokens int32 [B, T], offsets int32 [B], cache, params) -> (logits [B, T, V], cache), shape-stable.
+        params: its weights; the program keeps them and sees later changes in place.
+        cache: one of the shapes that it will be called with; only looked at.
+        batch, tokens: the shape to trace now, B and T.
+        backend: "native" (CPU kernels), "cuda" (a CUDA graph), "inductor" (`torch.compile`), "eager"; "auto" takes the
+            first that the machine and the params' device allow.
+        fallback: what to do with operators that have no kernel: "eager" has torch run them in the middle of the
+            program, "inductor" compiles the whole forward with `torch.compile`, "raise" refuses.
+        selects_logits: whether forward takes the keyword `logits_at` (`onward.models.model`).
+
+    Raises:
+        ProgramError: a forward that reads the value of a tensor, closes over tensors or returns something else than
+            (logits, cache of the same structure); with fallback="raise", operators without a kernel.
+        RequestError: an unknown option. NativeUnavailableError: "native" where there are no kernels.
+    """
+    if backend not in BACKENDS or fallback not in FALLBACKS:
+        raise RequestError(
+            f"backend is one of {', '.join(BACKENDS)} and fallback one of {', '.join(FALLBACKS)}; got {backend!r} and "
+            f"{fallback!r}"
+        )
+    if backend == "auto":
+        backend = _best_backend(params)
+    eager = partial(_eager, forward, params, selects_logits)
+    if backend == "eager":
+        return Program("eager", eager)
+    if backend == "inductor":
+        return Program("inductor", partial(_eager, torch.compile(forward, fullgraph=True), params, selects_logits))
+    if backend == "cuda":
+        return Program("cuda", CudaGraphs(forward, params, selects_logits))
+    return _native(forward, params, cache, batch, tokens, fallback, selects_logits)
+
+
+def _native(
+    forward: Forward, params: Any, cache: Any, batch: int, tokens: int, fallback: Fallback, selects_logits: bool
+) -> Program:
+    library = usable_library()
+    if library is None:
+        raise NativeUnavailableError(
+            "no native kernels are in use here: install onward where there is a compiler, unset ONWARD_OPS, or take "
+            "another backend"
+        )
+    refuse = fallback != "eager"
+    run = CompiledForward(
+        forward, params, library, selects_logits=selects_logits, fallback="raise" if refuse else "eager"
+    )
+    try:
+        run.program(batch, tokens, cache)
+    except MissingKernelsError as missing:
+        if fallback == "raise":
+            raise
+        compiled = partial(_eager, torch.compile(forward, fullgraph=True), params, selects_logits)
+        return Program("inductor", compiled, str(missing))
+    return Program("native", run)
+
+
+def _best_backend(params: Any) -> Backend:
+    devices = {leaf.device.type for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor)}
+    if devices == {"cuda"}:
+        return "cuda"
+    return "native" if devices <= {"cpu"} and usable_library() is not None else "eager"
+
+
+@torch.no_grad()
+def _eager(
+    forward: Forward,
+    params: Any,
+    selects_logits: bool,
+    tokens: Tensor,
+    offsets: Tensor,
+    cache: Any,
+    logits_at: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    if selects_logits:
+        logits, cache = forward(tokens, offsets, cache, params, logits_at=logits_at)
+    else:
+        logits, cache = forward(tokens, offsets, cache, params)
+    return logits, cache

@@ -1,0 +1,234 @@
+"""Nodes joined where one kernel does what several would: the same arithmetic, fewer passes.
+
+Every operator of a trace writes memory of its own, unless it works in place, so an array that one node wrote and
+nobody changed since is as good as a value.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from onward.program.arrays import Array, Kind, Storage
+from onward.program.calls import address
+from onward.program.lowering import fused
+from onward.program.lowering.builder import Builder
+from onward.program.trace import Node, Trace
+
+ops = torch.ops.onward
+_LINEARS = (ops.packed_linear.default, ops.quantized_linear.default)
+
+
+@dataclass(eq=False)
+class Joined:
+    """Nodes that become one call, and how."""
+
+    nodes: list[Node]
+    lower: Callable[[Builder], None]
+
+    def storages(self) -> set[Storage]:
+        return {storage for node in self.nodes for storage in touched(node)}
+
+
+Item = Node | Joined
+
+
+def rewrite(trace: Trace) -> list[Item]:
+    """The nodes of a trace, unneeded ones left out, joined where a kernel serves several."""
+    nodes = needed(trace)
+    uses = Uses(nodes)
+    return join_heads(join_linears(nodes, uses), uses)
+
+
+def touched(node: Node) -> Iterator[Storage]:
+    for array in (*node.reads(), *node.outputs):
+        yield array.storage
+
+
+def needed(trace: Trace) -> list[Node]:
+    """Without the nodes whose results nobody reads. What is written into the cache is always read."""
+    assert trace.logits is not None
+    wanted = {array.storage for array in (trace.logits, *trace.returned_cache)}
+    kept = []
+    for node in reversed(trace.nodes):
+        changes = {array.storage for array in node.writes}
+        lasting = any(s.kind is not Kind.TEMPORARY or s in wanted for s in changes)
+        if lasting or any(array.storage in wanted and array.numel for array in node.outputs):
+            kept.append(node)
+            wanted.update(array.storage for array in node.reads())
+    return kept[::-1]
+
+
+class Uses:
+    """Who writes and who reads each storage."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._writers: dict[Storage, list[Node]] = defaultdict(list)
+        self._readers: dict[Storage, list[Node]] = defaultdict(list)
+        for node in nodes:
+            for array in (*node.outputs, *node.writes):
+                self._writers[array.storage].append(node)
+            for storage in {array.storage for array in node.reads()}:
+                self._readers[storage].append(node)
+
+    def constant(self, array: Array) -> bool:
+        """Whether nothing changes after it has been made."""
+        return len(self._writers[array.storage]) <= (array.storage.kind is Kind.TEMPORARY)
+
+    def only_for(self, array: Array, reader: Node) -> Node | None:
+        """The node that made a temporary, if nobody but `reader` looks at it."""
+        writers, readers = self._writers[array.storage], self._readers[array.storage]
+        return writers[0] if len(writers) == 1 and readers == [reader] and writers[0].outputs else None
+
+
+def join_linears(nodes: list[Node], uses: Uses) -> list[Item]:
+    """Products that share their input, at the place of the first: one look at x, one round of the threads."""
+    groups: dict[tuple[Any, ...], list[Node]] = {}
+    for node in nodes:
+        if node.op in _LINEARS:
+            x = node.args[0]
+            weights = [array for array in node.args[1:3] if array is not None]
+            ready = all(array.storage.kind is Kind.PARAM for array in weights) and uses.constant(x)
+            key = (x, fused.linear_format(node)) if ready else (id(node),)
+            groups.setdefault(key, []).append(node)
+    leaders = {id(group[0]): group for group in groups.values()}
+    followers = {id(node) for group in groups.values() for node in group[1:]}
+    items: list[Item] = []
+    for node in nodes:
+        group = leaders.get(id(node))
+        if group is not None and len(group) > 1:
+            items.append(_joined_linears(group))
+        elif id(node) not in followers:
+            items.append(node)
+    return items
+
+
+def _joined_linears(group: list[Node]) -> Joined:
+    return Joined(group, lambda b: fused.linears(b, group))
+
+
+# ── heads: norm, rotation and cache write ─────────────────────────────────────────────────────────────────────
+
+
+@dataclass(eq=False)
+class _Part:
+    """What becomes of the heads of one projection: nodes in order, and the part of `onward_heads`."""
+
+    nodes: list[Node]
+    fields: dict[str, Any]
+    angles: tuple[Array, Array] | None
+    offsets: Array | None
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        x: Array = self.fields["x"]
+        return x.shape[0], x.shape[2], x.shape[3], x.dtype
+
+
+def join_heads(items: list[Item], uses: Uses) -> list[Item]:
+    """norm -> rotate -> cache write of queries, keys and values: one pass over the heads."""
+    parts = {id(part.nodes[-1]): part for item in items if isinstance(item, Node) for part in _part(item, uses)}
+    # A rotation that ends in a cache write, or a norm that ends in a rotation, is no part of its own.
+    inside = {id(node) for part in parts.values() for node in part.nodes[:-1]}
+    joined: list[Item] = []
+    pending: list[_Part] = []
+
+    def flush() -> None:
+        if pending:
+            joined.append(_joined_heads(list(pending)))
+            pending.clear()
+
+    for item in items:
+        if id(item) in inside:
+            continue
+        part = parts.get(id(item))
+        if part is not None:
+            if pending and not _fit(pending, part):
+                flush()
+            pending.append(part)
+            continue
+        storages = item.storages() if isinstance(item, Joined) else set(touched(item))
+        if any(_disturbs(storages, item, waiting) for waiting in pending):
+            flush()
+        joined.append(item)
+    flush()
+    return joined
+
+
+def _part(node: Node, uses: Uses) -> Iterator[_Part]:
+    if node.op is ops.write_cache.default:
+        cache, new, offsets = node.args
+        before = uses.only_for(new, node)
+        if cache.dtype != new.dtype or cache.strides[-1] != 1:
+            return
+        fields = fused.cache_part(node)
+        if before is not None and before.op is ops.rotate.default and before.outputs[0] == new:
+            yield _rotated([before, node], fields, before, offsets, uses)
+        else:
+            yield _Part([node], fields, None, offsets)
+    elif node.op is ops.rotate.default:
+        out = node.outputs[0]
+        fields = {"heads": out.shape[1], "out": address(out), "out_strides": out.strides[:3]}
+        yield _rotated([node], fields, node, None, uses)
+
+
+def _rotated(nodes: list[Node], fields: dict[str, Any], rotate: Node, offsets: Array | None, uses: Uses) -> _Part:
+    x, cos, sin = rotate.args
+    fields |= {"x": x, "rotate": 1}
+    norm = uses.only_for(x, rotate)
+    if norm is not None and norm.op is ops.rms_norm.default and _swapped(norm.outputs[0], x):
+        plain, weight, eps, offset = norm.args
+        if weight.contiguous and uses.constant(plain):
+            fields |= {
+                "x": replace(
+                    plain, shape=x.shape, strides=tuple(plain.strides[i] for i in (0, 2, 1, 3)), offset=plain.offset
+                ),
+                "norm_weight": address(weight),
+                "eps": eps,
+                "weight_offset": offset,
+                "after_cast": int(not offset),
+            }
+            nodes = [norm, *nodes]
+    return _Part(nodes, fields, (cos, sin), offsets)
+
+
+def _swapped(whole: Array, view: Array) -> bool:
+    """Whether view [B, H, T, D] is whole [B, T, H, D] with two dims swapped."""
+    if len(whole.shape) != 4 or whole.offset != view.offset:
+        return False
+    order = (0, 2, 1, 3)
+    return view.shape == tuple(whole.shape[i] for i in order) and view.strides == tuple(whole.strides[i] for i in order)
+
+
+def _fit(pending: list[_Part], part: _Part) -> bool:
+    """Whether one call can do both: the same rows, angles and offsets."""
+    angles = next((p.angles for p in pending if p.angles is not None), None)
+    offsets = next((p.offsets for p in pending if p.offsets is not None), None)
+    return (
+        pending[0].shape == part.shape
+        and (angles is None or part.angles is None or angles == part.angles)
+        and (offsets is None or part.offsets is None or offsets == part.offsets)
+    )
+
+
+def _disturbs(storages: set[Storage], item: Item, part: _Part) -> bool:
+    """Whether `item` must come after a part that waits: it touches what the part writes, or changes what it reads."""
+    last = part.nodes[-1]
+    written = {array.storage for array in (*last.outputs, *last.writes)}
+    if storages & written:
+        return True
+    changes = {array.storage for node in _nodes(item) for array in node.writes}
+    return bool(changes & {array.storage for node in part.nodes for array in node.reads()})
+
+
+def _nodes(item: Item) -> list[Node]:
+    return item.nodes if isinstance(item, Joined) else [item]
+
+
+def _joined_heads(parts: list[_Part]) -> Joined:
+    nodes = [node for part in parts for node in part.nodes]
+    angles = next((part.angles for part in parts if part.angles is not None), None)
+    offsets = next((part.offsets for part in parts if part.offsets is not None), None)
+    return Joined(nodes, lambda b: fused.heads(b, [dict(part.fields) for part in parts], offsets, angles))

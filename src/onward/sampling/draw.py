@@ -1,0 +1,87 @@
+"""Temperature, top-k, top-p, min-p and the draw: the definition, and the kernel that gives the same ids."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from onward import ops
+from onward.native import Library
+from onward.ops.operators import DTYPES, usable_library
+from onward.sampling.noise import gumbel_noise
+from onward.sampling.transforms import apply_min_p, apply_temperature, apply_top_k, apply_top_p, lowest_score
+
+# The kernel sums the probabilities of at most this many ids in 64 bits.
+_MOST_IDS = 2**22
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The most likely id of each row: float [..., V] -> int64 [...]; the lowest id among equals."""
+    return ops.argmax(logits)
+
+
+class Draw:
+    """Rows' temperatures, filters and seeds, tensors [B]; logits float [B, V] of any float dtype -> ids int64 [B].
+
+    keys int64, the 64 bits of the seeds; temperature float32, 0 for greedy; top_k int64; top_p, min_p float32.
+    """
+
+    def __init__(self, keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
+        self.keys, self.temperature, self.top_k, self.top_p, self.min_p = keys, temperature, top_k, top_p, min_p
+        self.min_score = lowest_score(min_p)
+        # Filters that no row asks for cost nothing; asked once, for reading a tensor's value waits for a GPU.
+        self._any_top_k = bool((top_k > 0).any())
+        self._any_top_p = bool((top_p < 1).any())
+        self._any_min_p = bool((min_p > 0).any())
+
+    def take(self, rows: Tensor) -> Self:
+        """For these rows, int64 [N]; a row may stand there several times."""
+        return type(self)(*(t[rows] for t in (self.keys, self.temperature, self.top_k, self.top_p, self.min_p)))
+
+    def without_filters(self) -> Self:
+        """For scores that have been tempered and filtered already."""
+        ones = torch.ones_like(self.top_p)
+        return type(self)(
+            self.keys, (self.temperature > 0).to(torch.float32), torch.zeros_like(self.top_k), ones, 0 * ones
+        )
+
+    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
+        library = usable_library()
+        plain = logits.device.type == "cpu" and logits.dtype in DTYPES and 0 < logits.shape[-1] <= _MOST_IDS
+        return (
+            self.definition(logits, positions)
+            if library is None or not plain
+            else self._native(library, logits, positions)
+        )
+
+    def definition(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """argmax of scores + Gumbel noise; a greedy row, and one whose largest logit is no number, takes that."""
+        noise = gumbel_noise(self.keys, positions, logits.shape[-1])
+        drawn = greedy(self.scores(logits).to(torch.float64) + noise)
+        plain = (self.temperature == 0) | ~logits.amax(-1).isfinite()
+        return torch.where(plain, greedy(logits), drawn)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Tempered and filtered logits, float32 [B, V]; a greedy row's are filtered as if its temperature were 1."""
+        # In the model's own dtype probabilities would be lost to rounding.
+        scores = apply_temperature(logits.to(torch.float32), torch.where(self.temperature == 0, 1.0, self.temperature))
+        if self._any_top_k:
+            scores = apply_top_k(scores, self.top_k)
+        if self._any_top_p:
+            scores = apply_top_p(scores, self.top_p)
+        if self._any_min_p:
+            scores = apply_min_p(scores, self.min_p)
+        return scores
+
+    def _native(self, library: Library, logits: Tensor, positions: Tensor) -> Tensor:
+        if logits.stride(-1) != 1:
+            logits = logits.contiguous()
+        positions = positions.to(torch.int64).contiguous()
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        status = library.onward_sample(
+            *logits.shape, logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), self.temperature.data_ptr(),
+            self.top_k.data_ptr(), self.top_p.data_ptr(), self.min_score.data_ptr(), self.keys.data_ptr(),
+            positions.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        library.check(status, "onward_sample")
+        return out

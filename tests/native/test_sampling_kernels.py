@@ -1,0 +1,120 @@
+"""The drawing kernel gives the ids of the definition: none may differ, whatever the logits, options and threads."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_elementwise_kernels import per_isa, seeds, spread
+
+from onward import native, ops
+from onward.native.errors import NativeError
+from onward.sampling.draw import Draw
+
+INF = math.inf
+ROWS = 6
+temperatures = st.sampled_from((0.0, 1e-44, 1e-3, 0.3, 0.8, 1.0, 1.7, 50.0, 1e30))
+top_ks = st.sampled_from((0, 0, 1, 2, 7, 40, 700, 5000, 2**40))
+top_ps = st.sampled_from((1.0, 1.0, 0.999, 0.95, 0.5, 0.1, 1e-3, 1e-9, 1e-45, 1 - 2.0**-24))
+min_ps = st.sampled_from((0.0, 0.0, 1e-30, 1e-3, 0.05, 0.5, 0.999, 1.0))
+
+
+@pytest.fixture(autouse=True)
+def kernels(isa: str) -> None:
+    assert ops.choice() == ("native", isa), "the kernel is what is tested"
+
+
+def column(values: list, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+options = st.tuples(
+    *(st.lists(values, min_size=ROWS, max_size=ROWS) for values in (temperatures, top_ks, top_ps, min_ps))
+)
+
+
+def draw_of(chosen: tuple[list, list, list, list], seed: int) -> Draw:
+    temperature, top_k, top_p, min_p = chosen
+    keys = torch.randint(-(2**63), 2**63 - 1, (ROWS,), generator=torch.Generator().manual_seed(seed))
+    return Draw(
+        keys,
+        column(temperature, torch.float32),
+        column(top_k, torch.int64),
+        column(top_p, torch.float32),
+        column(min_p, torch.float32),
+    )
+
+
+def logits_of(kind: str, seed: int, columns: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, columns, generator=generator)
+    scale = torch.rand(ROWS, 1, generator=generator) * 12
+    match kind:
+        case "ties":
+            return (x * 2).round()
+        case "plateaus":  # many equal and large, some a little beside
+            return torch.where(x > 0, 3.0, 3.0 - 2e-7 * (x * 4).round())
+        case "peaks":
+            return x + 40 * (x == x.amax(-1, keepdim=True))
+        case "impossible":
+            return torch.where(x > 1, x * scale, -INF)
+        case "huge":
+            return x * 1e38
+        case "tiny":
+            return x * 1e-42
+        case _:
+            return x * scale
+
+
+@given(
+    seed=seeds,
+    kind=st.sampled_from(("normal", "normal", "ties", "plateaus", "peaks", "impossible", "huge", "tiny")),
+    columns=st.sampled_from((1, 2, 15, 63, 64, 65, 300, 4099)),
+    chosen=options,
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    threads=st.integers(1, 3),
+    position=st.integers(0, 2**31),
+)
+@settings(parent=per_isa, max_examples=150)
+def test_the_kernel_draws_what_the_definition_draws(isa, seed, kind, columns, chosen, dtype, threads, position):
+    native.set_num_threads(threads)
+    draw, positions = draw_of(chosen, seed), position + torch.arange(ROWS) * 3
+    logits = logits_of(kind, seed, columns).to(dtype)
+    assert torch.equal(draw(spread(logits), positions), draw.definition(logits, positions))
+
+
+@given(seed=seeds, chosen=options, mark=st.sampled_from((math.nan, INF, -INF)), places=st.lists(st.integers(0, 299)))
+@settings(parent=per_isa, max_examples=60)
+def test_a_broken_row_gives_the_place_of_its_mark(isa, seed, chosen, mark, places):
+    logits = torch.full((ROWS, 300), -INF) if mark == -INF else logits_of("normal", seed, 300)
+    logits[:, places] = mark
+    draw, positions = draw_of(chosen, seed), torch.arange(ROWS)
+    got = draw(logits, positions)
+    assert torch.equal(got, draw.definition(logits, positions))
+    if places and mark != -INF:
+        assert (got == min(places)).all()
+
+
+def test_a_large_vocabulary_over_several_threads(isa):
+    """Rows alone, in a batch, with one thread and with three; flat rows, whose nuclei hold most of the ids."""
+    vocab = 151_936
+    scale = torch.tensor([0.0, 0.3, 1.0, 3.0, 9.0, 2.0]).unsqueeze(1)
+    logits = torch.randn(ROWS, vocab, generator=torch.Generator().manual_seed(3)) * scale
+    chosen = ([0.9] * ROWS, [0, 0, 0, 50, 0, 3000], [0.95, 0.3, 1.0, 0.9, 1e-4, 0.8], [0, 0, 0.01, 0.0, 0, 0.001])
+    draw, positions = draw_of(chosen, 5), torch.arange(ROWS)
+    want = draw.definition(logits, positions)
+    for threads in (1, 3):
+        native.set_num_threads(threads)
+        assert torch.equal(draw(logits, positions), want)
+        alone = [draw.take(torch.tensor([i]))(logits[i : i + 1], positions[i : i + 1]) for i in range(ROWS)]
+        assert torch.equal(torch.cat(alone), want)
+
+
+def test_no_rows_and_no_columns(isa):
+    draw = draw_of(([1.0] * ROWS, [0] * ROWS, [1.0] * ROWS, [0.0] * ROWS), 1)
+    assert draw.take(torch.empty(0, dtype=torch.int64))(torch.empty(0, 5), torch.empty(0)).shape == (0,)
+    library = native.library()
+    assert library is not None
+    with pytest.raises(NativeError, match="bad argument"):
+        library.check(library.onward_sample(1, 0, *[0] * 10), "onward_sample")

@@ -1,0 +1,84 @@
+"""Log-probabilities against float64, in one order, the same alone and in a batch."""
+
+import math
+
+import pytest
+import torch
+
+from onward import Sampler, SamplingParams
+from onward.errors import RequestError
+from onward.sampling import logprobs
+
+NAN, INF = math.nan, math.inf
+
+
+def test_literal_probabilities():
+    got = logprobs(torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log() + 5, torch.tensor([2]), top_k=3)
+    assert got.chosen.tolist() == pytest.approx([math.log(0.2)], abs=1e-6)
+    assert got.top_ids.tolist() == [[1, 3, 2]]
+    assert got.top[0].tolist() == pytest.approx([math.log(0.4), math.log(0.3), math.log(0.2)], abs=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 5.0, 50.0])
+@pytest.mark.parametrize("vocab", [3, 1000, 151_936])
+def test_they_are_those_of_a_log_softmax_in_float64(scale, vocab):
+    logits = scale * torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(1))
+    chosen = torch.tensor([[0, 1, 2], [vocab - 1, 0, 1]])
+    got = logprobs(logits, chosen, top_k=3)
+    exact = logits.to(torch.float64).log_softmax(-1)
+    # The bound of its docstring.
+    bound = 5e-7 + 2.0**-24 * exact.abs()
+    assert ((got.chosen - exact.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)).abs() <= bound.amax(-1)).all()
+    assert ((got.top - exact.gather(-1, got.top_ids)).abs() <= bound.gather(-1, got.top_ids)).all()
+    if scale:
+        assert torch.equal(got.top_ids, logits.sort(-1, descending=True).indices[..., :3])
+
+
+def test_of_equals_the_lowest_ids_come_first():
+    logits = torch.zeros(2, 5000)
+    logits[0, [4000, 17]] = 1.0
+    assert logprobs(logits, torch.tensor([0, 0]), top_k=4).top_ids.tolist() == [[17, 4000, 0, 1], [0, 1, 2, 3]]
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch():
+    logits = 4 * torch.randn(5, 20_000, generator=torch.Generator().manual_seed(2))
+    chosen = torch.arange(5)
+    batch = logprobs(logits, chosen, top_k=7)
+    for row in range(5):
+        alone = logprobs(logits[row : row + 1], chosen[row : row + 1], top_k=7)
+        assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, batch, strict=True))
+
+
+def test_after_the_filters_they_are_those_of_what_was_drawn_from():
+    sampler = Sampler([SamplingParams(temperature=1.0, top_k=2, seed=1)])
+    scores = sampler.scores(torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log())
+    got = logprobs(scores, torch.tensor([1]), top_k=4)
+    assert got.chosen.item() == pytest.approx(math.log(4 / 7), abs=1e-6)
+    assert got.top[0, 2:].tolist() == [-INF, -INF]
+    assert got.top_ids.tolist() == [[1, 3, 0, 2]]
+
+
+@pytest.mark.parametrize("mark", [NAN, INF])
+def test_a_row_that_is_no_distribution_has_none(mark):
+    got = logprobs(torch.tensor([[0.0, mark, 1.0]]), torch.tensor([0]), top_k=2)
+    assert got.chosen.isnan().all()
+    assert got.top.isnan().all()
+    assert got.top_ids[0, 0] == 1
+    assert logprobs(torch.full((1, 3), -INF), torch.tensor([0])).chosen.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "top_k", "says"),
+    [
+        (torch.tensor([[0]]), 0, r"ids of shape \[1\]"),
+        (torch.tensor([0.0]), 0, "float32"),
+        (torch.tensor([3]), 0, "from 0 to 2"),
+        (torch.tensor([-1]), 0, "from 0 to 2"),
+        (torch.tensor([0]), 4, "from 0 to 3"),
+        (torch.tensor([0]), -1, "from 0 to 3"),
+        (torch.tensor([0]), True, "from 0 to 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused(chosen, top_k, says):
+    with pytest.raises(RequestError, match=says):
+        logprobs(torch.zeros(1, 3), chosen, top_k)

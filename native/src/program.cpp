@@ -4,9 +4,9 @@
 // arguments, and the arguments in the kernel's own order.
 #include "program.h"
 
-#include "team.h"
-
 #include <time.h>
+
+#include "team.h"
 
 namespace onward {
 
@@ -20,6 +20,11 @@ int64_t nanoseconds() {
   return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
+// Whether the instruction at `at` has its arguments.
+bool fits(const Instruction& instruction, const int64_t* code, int64_t at, int64_t words) {
+  return code[at + 1] == instruction.arguments && at + 2 + code[at + 1] <= words;
+}
+
 // Tells the team what the first kernel from `at` on that reads much will read.
 class LookAhead {
  public:
@@ -29,6 +34,7 @@ class LookAhead {
     if (at <= reader_) return;
     for (; at < words_; at += 2 + code_[at + 1]) {
       const auto* instruction = from_word<const Instruction*>(code_[at]);
+      if (!fits(*instruction, code_, at, words_)) break;
       if (instruction->reads == nullptr) continue;
       reader_ = at;
       return stage_reads(instruction->reads(code_ + at + 2));
@@ -66,9 +72,12 @@ ONWARD_API int32_t onward_program_run(const int64_t* code, int64_t words, int64_
   int64_t before = nanos != nullptr ? nanoseconds() : 0;
   for (int64_t at = 0, i = 0; at < words; at += 2 + code[at + 1], ++i) {
     const Instruction* instruction = from_word<const Instruction*>(code[at]);
-    const bool fits = code[at + 1] == instruction->arguments && at + 2 + code[at + 1] <= words;
+    if (!fits(*instruction, code, at, words)) {
+      *failed = at;
+      return kBadArgument;
+    }
     ahead.stage(at + 2 + code[at + 1]);
-    const int32_t status = fits ? instruction->run(code + at + 2) : int32_t(kBadArgument);
+    const int32_t status = instruction->run(code + at + 2);
     if (instruction->reads != nullptr) post_reads();
     if (status != kOk) {
       *failed = at;

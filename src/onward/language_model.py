@@ -54,7 +54,7 @@ class LanguageModel:
         self.chat_template = chat_template
         self.defaults = SamplingParams() if defaults is None else defaults
         self.prefill_chunk = prefill_chunk
-        self._model_run = ModelRun(model, compile)
+        self._run_of_model = ModelRun(model, compile)
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], *, cache: Cache | None = None, **options: Any
@@ -137,6 +137,13 @@ class LanguageModel:
             logits, cache = self.model(tokens[:, start : start + self.prefill_chunk], offsets, cache)
             parts.append(logits[0].to(device="cpu", dtype=torch.float32))
         return torch.cat(parts)
+
+    @property
+    def _model_run(self) -> ModelRun:
+        # `model` may have been replaced, as a copy that is to be quantized has it.
+        if self._run_of_model.model is not self.model:
+            self._run_of_model = ModelRun(self.model, self._run_of_model.compile)
+        return self._run_of_model
 
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """What runs for `tokens` tokens of `batch` rows at position `offset`: print it for a table of kernels, bytes

@@ -75,6 +75,7 @@ def add_attention(program: Program, q: Tensor, keys: Tensor, values: Tensor, off
 
 @given(
     fmt=st.sampled_from(Format), t=st.sampled_from((1, 2, 7)),
+
     sizes=st.lists(st.integers(1, 400), min_size=1, max_size=5),
     batch=st.integers(1, 2), offset=st.sampled_from((0, 31, 300)), window=st.sampled_from((0, 5)),
     threads=st.integers(1, 4), seed=st.integers(0, 2**31),
@@ -114,6 +115,18 @@ def test_a_program_ends_at_the_instruction_that_fails(isa: str) -> None:
         program.run()
     assert torch.equal(before, weight.linear(x))
     assert after.isnan().all()
+
+
+def test_a_program_with_an_instruction_cut_short_ends_there(isa: str) -> None:
+    weight = Packed.random(Format.BF16, 500, 64, torch.Generator().manual_seed(0))
+    x, program = torch.randn(1, 64), Program()
+    (before,) = add_linear(program, [weight], x)
+    at = len(program.words)
+    add_linear(program, [weight], x)
+    del program.words[-1]
+    with pytest.raises(native.NativeError, match=f"instruction at {at} failed: bad argument"):
+        program.run()
+    assert torch.equal(before, weight.linear(x))
 
 
 def test_workers_sleep_after_a_program(isa: str) -> None:

@@ -40,9 +40,9 @@ int32_t make_contiguous(Matmul* p, Matrix* matrix, int64_t rows, int64_t columns
 }  // namespace
 }  // namespace onward::generic
 
-// out[…, m, n] = alpha * (sum over k of a[…, m, k] * b[…, k, n]) + beta * bias[…, m, n], all of one dtype,
-// the sum in float32 and the result rounded once. bias: null, or with out's batch strides … of its own: it
-// has none, so it is the same for the whole batch. Strides in elements, 0 broadcasts.
+// out[…, m, n] = alpha * (sum over k of a[…, m, k] * b[…, k, n]) + beta * bias[m, n], all of one dtype (F32, BF16,
+// F16), the sum in float32 and the result rounded once. bias may be null; it is the same for the whole batch.
+// Strides in elements, 0 broadcasts. out may not overlap a or b.
 // The order of the sum depends on b_k_stride alone: 1 means dot products (dots.cpp), else rows of b (rows.cpp).
 ONWARD_API int32_t onward_matmul(int64_t batch_ndim, const int64_t* batch_shape, int64_t m, int64_t n,
                                  int64_t k, const void* a, const int64_t* a_batch_strides,

@@ -59,6 +59,8 @@ def logits_of(kind: str, seed: int, columns: int) -> torch.Tensor:
             return x + 40 * (x == x.amax(-1, keepdim=True))
         case "impossible":
             return torch.where(x > 1, x * scale, -INF)
+        case "merged":  # different logits, equal scores: beside the best their differences are rounded away
+            return torch.where(x == x.amax(-1, keepdim=True), 100.0, x * 1e-6)
         case "huge":
             return x * 1e38
         case "tiny":
@@ -82,6 +84,25 @@ def test_the_kernel_draws_what_the_definition_draws(isa, seed, kind, columns, ch
     draw, positions = draw_of(chosen, seed), position + torch.arange(ROWS) * 3
     logits = logits_of(kind, seed, columns).to(dtype)
     assert torch.equal(draw(spread(logits), positions), draw.definition(logits, positions))
+
+
+@given(
+    seed=seeds,
+    kind=st.sampled_from(("normal", "normal", "ties", "merged")),
+    chosen=st.tuples(
+        *(
+            st.lists(st.sampled_from(values), min_size=ROWS, max_size=ROWS)
+            for values in ((0.7, 1.0, 50.0), (0, 0, 7, 100), (1.0, 0.97, 0.8, 0.4, 0.02), (0.0, 0.02, 0.1, 0.4))
+        )
+    ),
+)
+@settings(parent=per_isa, max_examples=30)
+def test_filters_together_admit_the_same_ids(isa, seed, kind, chosen):
+    """At 64 positions a row, so that ids near every threshold are drawn."""
+    draw = draw_of(chosen, seed).take(torch.arange(ROWS).repeat_interleave(64))
+    logits = logits_of(kind, seed, 300).repeat_interleave(64, 0)
+    positions = torch.arange(len(logits))
+    assert torch.equal(draw(logits, positions), draw.definition(logits, positions))
 
 
 @given(seed=seeds, chosen=options, mark=st.sampled_from((math.nan, INF, -INF)), places=st.lists(st.integers(0, 299)))

@@ -1,5 +1,9 @@
 """The dense cache writes where it is told to, and nowhere else."""
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from rounding import random
@@ -72,3 +76,28 @@ def test_a_cache_says_how_large_it_is():
     assert (cache.batch, cache.max_len) == (3, 9)
     assert cache.nbytes == 2 * 2 * (3 * 2 * 9 * 4) * 4
     assert isinstance(cache, SizedCache)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_long_cache_takes_memory_as_it_is_written():
+    before = _resident_bytes()
+    cache = KVCache.new(
+        num_layers=2,
+        batch=1,
+        num_kv_heads=2,
+        max_len=1 << 19,
+        head_dim=64,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    assert cache.nbytes == 1 << 29
+    cache.keys[1][0, 1, :1000] = 1.0
+    # A tenth of it would be far more than the page tables and what else a process does meanwhile.
+    assert _resident_bytes() - before < cache.nbytes // 10
+    assert cache.keys[1][0, 1, :1001].sum() == 1000 * 64
+    assert not cache.values[1][0, 1, :1000].any()
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

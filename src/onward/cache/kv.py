@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onward import ops
+from onward.cache.buffers import lazy_zeros
 
 
 class KVCache(NamedTuple):
@@ -33,13 +34,10 @@ class KVCache(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
     ) -> "KVCache":
-        """An empty cache. Memory is taken as it is written, where the system hands out pages lazily."""
-        shape = (batch, num_kv_heads, max_len, head_dim)
-
-        def buffers() -> tuple[Tensor, ...]:
-            return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
-
-        return cls(buffers(), buffers())
+        """An empty cache, all layers in one buffer. A large one takes its memory as it is written."""
+        shape = (2 * num_layers, batch, num_kv_heads, max_len, head_dim)
+        layers = lazy_zeros(shape, dtype, device).unbind()
+        return cls(layers[:num_layers], layers[num_layers:])
 
     @property
     def batch(self) -> int:

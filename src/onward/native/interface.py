@@ -206,6 +206,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         Code,
         [POINTER(LinearArguments), Int, Code, Int, Int, Pointer, Code, Int],
     ),
+    # linear/quantize.cpp: format, rows, inputs, x, x_dtype, x_stride, packed, sums
+    "onward_linear_quantize": (Code, [Code, Int, Int, Pointer, Code, Int, Pointer, Pointer]),
     # linear/pack.cpp: format, rows, inputs
     "onward_linear_packed_bytes": (Int, [Code, Int, Int]),
     # format, rows, inputs, w, w_dtype, w_stride, packed

@@ -16,7 +16,7 @@ from onward.models import DecoderParams, Model
 from onward.ops import QuantizedWeight, Weight
 from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
-from onward.quantization.rounding import check_format, quantize_weight, relative_rms_error
+from onward.quantization.rounding import check_format, quantize_and_measure
 
 _ModelT = TypeVar("_ModelT", Model, LanguageModel)
 _WEIGHTS = (Tensor, QuantizedWeight, NativeWeight, OneDnnWeight)
@@ -108,10 +108,10 @@ def quantize_params(
 
 def _quantize(name: str, weight: Tensor, format: str) -> tuple[QuantizedWeight, TensorReport]:
     try:
-        quantized = quantize_weight(weight, format)
-    except RequestError as error:
-        raise RequestError(f"{name}: {error}") from error
-    return quantized, TensorReport(name, quantized.shape, relative_rms_error(weight, quantized), quantized.nbytes)
+        quantized, error = quantize_and_measure(weight, format)
+    except RequestError as refused:
+        raise RequestError(f"{name}: {refused}") from refused
+    return quantized, TensorReport(name, quantized.shape, error, quantized.nbytes)
 
 
 def _is_weight(leaf: Any) -> bool:

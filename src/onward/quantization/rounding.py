@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from onward.errors import RequestError
+from onward.native import Library
 from onward.ops import quantized_layout as layout
+from onward.ops.operators import DTYPES, usable_library
 from onward.ops.quantized import FORMATS, QuantizedWeight
 
 # Scales that `quantize_int4` tries for a group: where the element of largest magnitude comes to lie. Beyond the ends
@@ -24,8 +26,17 @@ _SMALLEST_INT4 = 1e-30
 
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
     """`quantize_int8` or `quantize_int4`, by name."""
+    return quantize_and_measure(weight, format)[0]
+
+
+def quantize_and_measure(weight: Tensor, format: str) -> tuple[QuantizedWeight, float]:
+    """`quantize_weight`, and the `relative_rms_error` of the result."""
     check_format(format)
-    return quantize_int8(weight) if format == "int8" else quantize_int4(weight)
+    library = usable_library()
+    if library is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
+        quantized = _int8(weight) if format == "int8" else _int4(weight)
+        return quantized, relative_rms_error(weight, quantized)
+    return _native(library, weight, format)
 
 
 def check_format(format: str) -> None:
@@ -46,13 +57,7 @@ def quantize_int8(weight: Tensor) -> QuantizedWeight:
     Raises:
         RequestError: no float matrix, not finite, or more than 65,536 inputs.
     """
-    _check(weight)
-    data = _empty(weight, "int8")
-    for blocks, part in _row_chunks(weight):
-        scales = part.abs().amax(1, keepdim=True) / 127
-        q = (part / scales).nan_to_num_(0.0).round_().clamp_(-127, 127)  # a row of zeros is 0 / 0
-        data[blocks] = layout.pack("int8", q.to(torch.int8), scales)
-    return QuantizedWeight(data, "int8", (weight.shape[0], weight.shape[1]), weight.dtype)
+    return quantize_weight(weight, "int8")
 
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:
@@ -69,12 +74,40 @@ def quantize_int4(weight: Tensor) -> QuantizedWeight:
     Raises:
         RequestError: no float matrix, not finite, too large for a float16 scale, or more than 65,536 inputs.
     """
-    _check(weight)
-    if (largest := float(weight.abs().max())) > _LARGEST_INT4:
-        raise RequestError(
-            f"the scales of int4 are float16, which serves weights up to {_LARGEST_INT4:.0f}; got one of "
-            f"{largest:.6g}: use int8"
-        )
+    return quantize_weight(weight, "int4")
+
+
+def _native(library: Library, weight: Tensor, format: str) -> tuple[QuantizedWeight, float]:
+    _check_form(weight)
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    rows, inputs = weight.shape
+    data = _empty(weight, format)
+    sums = torch.empty((len(data), 3), dtype=torch.float64)
+    status = library.onward_linear_quantize(
+        FORMATS[format], rows, inputs, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0),
+        data.data_ptr(), sums.data_ptr(),
+    )  # fmt: skip
+    library.check(status, "onward_linear_quantize")
+    largest = float(sums[:, 2].max())  # of NaN, where there is one
+    _check_values(weight, format, largest)
+    error, size, _ = sums.sum(0).tolist()
+    return QuantizedWeight(data, format, (rows, inputs), weight.dtype), math.sqrt(error / size) if size else 0.0
+
+
+def _int8(weight: Tensor) -> QuantizedWeight:
+    _check_form(weight)
+    _check_values(weight, "int8", _largest(weight))
+    data = _empty(weight, "int8")
+    for blocks, part in _row_chunks(weight):
+        scales = part.abs().amax(1, keepdim=True) / 127
+        q = (part / scales).nan_to_num_(0.0).round_().clamp_(-127, 127)  # a row of zeros is 0 / 0
+        data[blocks] = layout.pack("int8", q.to(torch.int8), scales)
+    return QuantizedWeight(data, "int8", (weight.shape[0], weight.shape[1]), weight.dtype)
+
+
+def _int4(weight: Tensor) -> QuantizedWeight:
+    _check_form(weight)
+    _check_values(weight, "int4", _largest(weight))
     inputs = weight.shape[1]
     data = _empty(weight, "int4")
     for blocks, part in _row_chunks(weight):
@@ -122,7 +155,7 @@ def _best_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(_REFINEMENTS):
         product, size = _moments(q, groups)
         q = keep_if_better(product / size)
-    return best_q.to(torch.int8), best_scale
+    return best_q.to(torch.int8), best_scale + 0  # no -0
 
 
 def _search(groups: Tensor, extreme: Tensor) -> Tensor:
@@ -146,14 +179,22 @@ def _search(groups: Tensor, extreme: Tensor) -> Tensor:
 
 def _moments(q: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """sum(q x) and sum(q²) of each group, the latter 1 where all integers are 0."""
-    return (q * groups).sum(0), q.square().sum(0).clamp_min_(1.0)
+    return _sum(q * groups), _sum(q.square()).clamp_min_(1.0)
 
 
 def _with_scale(groups: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """The integers (as floats) that a float16 scale [G] gives, and the squared errors [G]."""
     scale = stored.to(torch.float32)
     q = (groups * torch.where(scale == 0, 0.0, 1 / scale)).round_().clamp_(-8, 7)
-    return q, torch.addcmul(groups, q, scale, value=-1).square_().sum(0)
+    return q, _sum((groups - q * scale).square_())
+
+
+def _sum(terms: Tensor) -> Tensor:
+    """[32, G] -> [G], from the first row to the last: the kernel's order, and so its bits."""
+    total = terms[0].clone()
+    for row in terms[1:]:
+        total += row
+    return total
 
 
 def _row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -168,7 +209,14 @@ def _empty(weight: Tensor, format: str) -> Tensor:
     return weight.new_empty(layout.data_shape(format, (weight.shape[0], weight.shape[1])), dtype=torch.uint8)
 
 
-def _check(weight: Tensor) -> None:
+def _largest(weight: Tensor) -> float:
+    """The largest magnitude; NaN where a weight is infinite or NaN."""
+    found = [part.abs().amax() for _, part in _row_chunks(weight)]
+    largest = float(torch.stack(found).amax())  # NaN wins
+    return largest if math.isfinite(largest) else math.nan
+
+
+def _check_form(weight: Tensor) -> None:
     described = f"{weight.dtype} {list(weight.shape)}"
     if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
         raise RequestError(f"a weight to quantize is a float matrix [N, K]; got {described}")
@@ -176,6 +224,15 @@ def _check(weight: Tensor) -> None:
         raise RequestError(f"a weight to quantize has at most {layout.MAX_INPUTS} inputs; got {described}")
     if weight.layout != torch.strided or weight.is_meta:
         raise RequestError(f"a weight to quantize is a plain tensor; got {weight.layout} on {weight.device}")
-    for _, part in _row_chunks(weight):
-        if not bool(part.isfinite().all()):
-            raise RequestError(f"a weight to quantize is finite; {described} holds an infinity or a NaN")
+
+
+def _check_values(weight: Tensor, format: str, largest: float) -> None:
+    if not math.isfinite(largest):
+        raise RequestError(
+            f"a weight to quantize is finite; {weight.dtype} {list(weight.shape)} holds an infinity or a NaN"
+        )
+    if format == "int4" and largest > _LARGEST_INT4:
+        raise RequestError(
+            f"the scales of int4 are float16, which serves weights up to {_LARGEST_INT4:.0f}; got one of "
+            f"{largest:.6g}: use int8"
+        )

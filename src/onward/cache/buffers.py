@@ -6,8 +6,13 @@ import mmap
 import torch
 from torch import Tensor
 
+from onward.native import advise_huge_pages
+
 # Below this a fill is cheaper than a map and its page faults.
-_WORTH_A_MAP = 32 << 20
+_WORTH_A_MAP = 4 << 20
+# Up to this a buffer may take its memory 2 MB at a time, which fills half a cache of this size in half the time; above
+# it, 4 KB at a time, so that a long context costs what is written of it.
+_IN_HUGE_PAGES = 128 << 20
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -20,4 +25,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         return torch.zeros(shape, dtype=dtype, device=device)
     # Private: after a fork, each process has its own. The tensor keeps the map, and gives it back at its end.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    found = torch.frombuffer(memory, dtype=dtype)
+    if nbytes <= _IN_HUGE_PAGES:
+        advise_huge_pages(found.data_ptr(), nbytes)
+    return found.view(shape)

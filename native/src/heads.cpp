@@ -25,7 +25,7 @@ struct OnwardHeads {
 namespace onward {
 namespace {
 
-constexpr int64_t kElementsPerChunk = 1 << 13;
+constexpr int64_t kElementsPerChunk = 1 << 14;
 
 // The angles of one token; null: none.
 struct Angles {
@@ -47,14 +47,15 @@ void run_head(const OnwardHeads& part, const T* x, int64_t dim, const Angles& an
   }
 }
 
-// A token's places in a cache lie apart, and in no cache of the processor: all are asked for before the
-// first is written. (GCC 12 drops calls that only prefetch unless they must be inlined.)
+// A token's places lie apart, those of a cache in no cache of the processor: all are asked for, to be
+// written, while the token before is at work. (GCC 12 drops calls that only prefetch unless they must be
+// inlined.)
 template <class T>
 __attribute__((always_inline)) inline void claim_places(const OnwardHeads& part, const T* first,
                                                         int64_t dim) {
   for (int64_t h = 0; h < part.heads; ++h) {
     const char* line = reinterpret_cast<const char*>(first + h * part.out_strides[1]);
-    for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) prefetch(line + i);
+    for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(line + i, 1, 3);
   }
 }
 
@@ -100,16 +101,20 @@ ONWARD_API int32_t onward_heads(const OnwardHeads* parts, int64_t count, int64_t
   const int64_t grain = ceil_div(kElementsPerChunk, heads * dim + 1);
   const bool known = with_dtype(dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
+    const auto claim = [&](int64_t token) __attribute__((always_inline)) {
+      for (int64_t i = 0; i < count; ++i) {
+        claim_places(parts[i], place_of<T>(parts[i], token / queries, token % queries, offsets), dim);
+      }
+    };
     parallel_for(batch * queries, grain, [&](int64_t begin, int64_t end) {
+      claim(begin);
       for (int64_t token = begin; token < end; ++token) {
+        if (token + 1 < end) claim(token + 1);
         const int64_t b = token / queries, t = token % queries;
         Angles angles{cos, sin, pairs};
         if (given) {
           const int64_t at = b * angle_strides[0] + t * angle_strides[1];
           angles.cos += at, angles.sin += at;
-        }
-        for (int64_t i = 0; i < count; ++i) {
-          if (parts[i].to_cache) claim_places(parts[i], place_of<T>(parts[i], b, t, offsets), dim);
         }
         for (int64_t i = 0; i < count; ++i) {
           const OnwardHeads& part = parts[i];

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from onward.native import num_threads, set_num_threads
     from onward.program import Program, compile
     from onward.quantization import quantize
+    from onward.requests import GenerateOptions, Score
     from onward.sampling import Sampler, SamplingParams, greedy, sample
+    from onward.sessions import Session
+    from onward.speculation import Speculation, Speculator
 
 __version__ = "0.1.0"
 
@@ -36,6 +39,7 @@ __all__ = [
     "Completion",
     "DecodeOutput",
     "FilledCache",
+    "GenerateOptions",
     "Inferencer",
     "KVCache",
     "LanguageModel",
@@ -47,6 +51,10 @@ __all__ = [
     "Program",
     "Sampler",
     "SamplingParams",
+    "Score",
+    "Session",
+    "Speculation",
+    "Speculator",
     "Timing",
     "__version__",
     "compile",
@@ -67,6 +75,7 @@ _HOMES = {
     "Completion": "onward.completion",
     "DecodeOutput": "onward.decoding",
     "FilledCache": "onward.decoding",
+    "GenerateOptions": "onward.requests",
     "Inferencer": "onward.decoding",
     "KVCache": "onward.cache",
     "LanguageModel": "onward.language_model",
@@ -78,6 +87,10 @@ _HOMES = {
     "Program": "onward.program",
     "Sampler": "onward.sampling",
     "SamplingParams": "onward.sampling",
+    "Score": "onward.requests",
+    "Session": "onward.sessions",
+    "Speculation": "onward.speculation",
+    "Speculator": "onward.speculation",
     "Timing": "onward.completion",
     "compile": "onward.program",
     "decode": "onward.decoding",
@@ -103,7 +116,10 @@ _SUBMODULES = {
     "ops",
     "program",
     "quantization",
+    "requests",
     "sampling",
+    "sessions",
+    "speculation",
     "testing",
 }
 

@@ -5,11 +5,14 @@ exits with 2; anything that is not an `OnwardError` is a defect of ours and keep
 
     OnwardError
     ├── RequestError (ValueError)        an option, a prompt or an argument that cannot be served
-    │   └── ContextOverflowError              more positions asked for than the context or the cache holds
+    │   ├── ContextOverflowError              more positions asked for than the context or the cache holds
+    │   └── NothingToDrawError                bans that leave no id
     ├── ConfigError (ValueError)         config.json: missing, unreadable or contradicting fields
     │   └── UnsupportedArchitectureError      a family that Onward does not have
     ├── CheckpointError                  weights: missing, truncated, mis-shaped, of a wrong dtype
+    ├── SessionError                     a saved session: unreadable, damaged, something else or of another model
     ├── TokenizerError                   no tokenizer, an unreadable one, or one without what was asked of it
+    ├── DraftError                       a drafter that failed, or proposed what no draft can be
     ├── ProgramError                     a forward that cannot become a program, or one used otherwise
     └── SourceError                      a folder or hub id that cannot be reached
 
@@ -34,6 +37,10 @@ class ContextOverflowError(RequestError):
     """More positions are asked for than the context or the cache holds."""
 
 
+class NothingToDrawError(RequestError):
+    """Bans, of ids, words and repetitions, leave no id at some position."""
+
+
 class ConfigError(OnwardError, ValueError):
     """A model configuration that is missing, unreadable or contradicts itself."""
 
@@ -50,8 +57,16 @@ class TokenizerError(OnwardError):
     """No tokenizer, an unreadable one, or one that lacks what was asked of it."""
 
 
+class SessionError(OnwardError):
+    """A saved session that cannot be written or read, is damaged, something else, or of another model."""
+
+
 class SourceError(OnwardError):
     """A folder or hub id that does not exist or cannot be reached."""
+
+
+class DraftError(OnwardError):
+    """A drafter that failed, or proposed what no draft can be."""
 
 
 class ProgramError(OnwardError):

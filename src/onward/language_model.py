@@ -1,31 +1,20 @@
 """What users hold: a model, its tokenizer, its chat template and its defaults, behind a few verbs."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onward.cache import KVCache, SizedCache
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
-from onward.completion import Completion, Piece, Stopwatch
-from onward.decoding import DecodeState, DecodeStep, NoText, Picker, Row, StopStrings, StreamingDetokenizer, decode_loop
-from onward.errors import ContextOverflowError, RequestError, TokenizerError
-from onward.models import Cache, Model, ModelRun, padded_length
+from onward.completion import Completion, Piece
+from onward.errors import RequestError, TokenizerError
+from onward.models import Cache, Model, ModelRun
 from onward.program import Report
-from onward.sampling import History, Sampler, SamplingParams
-
-Ids = Sequence[int]
-Prompt = str | Ids
-
-
-@dataclass(frozen=True)
-class _Request:
-    """One prompt and what was asked for it."""
-
-    prompt: list[int]
-    params: SamplingParams
+from onward.requests import Ids, Prompt, RequestReader, Runner, Score, Speculators, drained, only, score_texts
+from onward.requests.request import as_list, check_ids, check_room, check_top, needed_tokenizer
+from onward.sampling import SamplingParams
+from onward.speculation import Drafter, ModelDrafter, Speculator, check_same_tokens
 
 
 class LanguageModel:
@@ -38,6 +27,9 @@ class LanguageModel:
     prefill_chunk: the most prompt tokens processed at once. It bounds memory and changes no token.
     compile: what runs the model, a backend of `onward.compile`; "eager" calls its forward op by op, with the same
         result for models written in `onward.ops`.
+    draft: who guesses the next tokens of requests that do not say, so that several are processed at once: "lookup",
+        "suffix", a smaller LanguageModel or Model of the same vocabulary, a `Drafter` or a `Speculator`
+        (docs/speculation.md). The tokens are the same without.
     """
 
     def __init__(
@@ -48,6 +40,7 @@ class LanguageModel:
         defaults: SamplingParams | None = None,
         prefill_chunk: int = 512,
         compile: str = "auto",
+        draft: "str | LanguageModel | Model | Drafter | Speculator | None" = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -55,36 +48,43 @@ class LanguageModel:
         self.defaults = SamplingParams() if defaults is None else defaults
         self.prefill_chunk = prefill_chunk
         self._run_of_model = ModelRun(model, compile)
+        self._speculators = Speculators()
+        self.draft = draft
 
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], *, cache: Cache | None = None, **options: Any
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        cache: Cache | None = None,
+        per_prompt: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
     ) -> Completion | list[Completion]:
         """Complete a prompt, or several at once.
 
         Args:
             prompt: a text, a list of ids, or a list of either. A text is encoded with the tokenizer's own special
                 tokens (a BOS, for some); ids are taken as they are.
-            cache: one made by `new_cache` for as many rows; what it held before is overwritten.
-            options: the fields of `SamplingParams`; those not given are the checkpoint's (`defaults`).
+            cache: one made by `new_cache` for as many rows, a prompt's `n` or `beams` times; what it held before is
+                overwritten. A cache that the next call goes on with is an `onward.Session`'s.
+            per_prompt: for each prompt the fields of `SamplingParams` in which it differs from `options`, such as
+                [{"temperature": 0}, {"seed": 7}].
+            options: the fields of `SamplingParams` (those not given are the checkpoint's, `defaults`) and of
+                `onward.GenerateOptions`; its `draft` may be whatever the attribute `draft` takes, None for none.
 
         Returns:
-            A `Completion`, or a list of them for a list of prompts, in order.
+            A `Completion`, or a list of them for a list of prompts, in order. With n > 1 a completion's `choices` are
+            all the texts of its prompt.
 
         Raises:
-            RequestError: an unknown option or a value outside its range, an empty prompt, a cache of another size.
+            RequestError: an unknown option or a value outside its range, options that contradict each other, an empty
+                prompt, a cache of another size.
             ContextOverflowError: prompt and new tokens do not fit the context or the cache.
             TokenizerError: a text prompt or a stop string, and no tokenizer.
         """
-        prompts, is_batch = _as_list(prompt)
-        requests = self._requests(prompts, options)
-        watch = Stopwatch()
-        run = self._run(requests, cache, watch)
-        while True:
-            try:
-                next(run)
-            except StopIteration as end:
-                completions: list[Completion] = end.value
-                return completions if is_batch else completions[0]
+        prompts, is_batch = as_list(prompt)
+        requests, call = self._reader.read(prompts, self._with_draft(options), per_prompt)
+        completions = drained(self._runner.pieces(requests, call, cache))
+        return completions if is_batch else completions[0]
 
     def stream(
         self, prompt: Prompt, *, cache: Cache | None = None, **options: Any
@@ -95,11 +95,13 @@ class LanguageModel:
         here, before the first piece is asked for. What the generator returns in the end is the `Completion`, for
         `completion = yield from lm.stream(…)`.
         """
-        prompts, is_batch = _as_list(prompt)
+        prompts, is_batch = as_list(prompt)
         if is_batch:
             raise RequestError(f"stream takes one prompt; got a list of {len(prompts)}: use generate for several")
-        requests = self._requests(prompts, options)
-        return _only(self._run(requests, cache, Stopwatch()))
+        requests, call = self._reader.read(prompts, self._with_draft(options))
+        if call.rows > 1:
+            raise RequestError("stream gives out one text as it comes: use generate for n or beams above 1")
+        return only(self._runner.pieces(requests, call, cache))
 
     def chat(self, messages: Sequence[Message], **options: Any) -> Completion:
         """The assistant's answer to a conversation.
@@ -122,13 +124,34 @@ class LanguageModel:
             raise TokenizerError("this model has no chat template: use generate with a plain prompt")
         text = self.chat_template.render(messages, **(template or {}))
         # The template writes the special tokens itself.
-        return self._tokenizer("a chat").encode(text, add_special_tokens=False)
+        return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)
+
+    def score(self, text: Prompt | Sequence[Prompt], *, logprobs: int = 0) -> Score | list[Score]:
+        """How likely the model finds a text, or several: log-likelihood, perplexity, the logprob of each token.
+
+        Memory is bounded by the prefill chunk and the cache; logits of a whole text are never held.
+
+        Args:
+            text: as `generate` takes prompts, each of 2 ids at least.
+            logprobs: how many of the likeliest ids to report at each token's place.
+
+        Raises:
+            RequestError: a text of fewer ids, or logprobs outside its range.
+            ContextOverflowError: a text longer than the context.
+        """
+        texts, is_batch = as_list(text)
+        check_top("logprobs", logprobs, self.model.vocab_size)
+        ids = [self._reader.prompt_ids(one) for one in texts]
+        for one in ids:
+            check_room(len(one), 0, self.model.max_seq_len)
+        scores = score_texts(self._model_run, ids, logprobs, self.prefill_chunk)
+        return scores if is_batch else scores[0]
 
     @torch.no_grad()
     def logits(self, ids: Ids) -> Tensor:
         """What the model predicts after each of `ids`: float32 [T, V], on the CPU."""
-        self._check_ids(ids)
-        self._check_room(len(ids), 0, None)
+        check_ids(ids, self.model.vocab_size)
+        check_room(len(ids), 0, self.model.max_seq_len)
         tokens = torch.tensor([list(ids)], dtype=torch.int32, device=self.model.device)
         cache = self.model.new_cache(1, len(ids))
         parts = []
@@ -137,6 +160,44 @@ class LanguageModel:
             logits, cache = self.model(tokens[:, start : start + self.prefill_chunk], offsets, cache)
             parts.append(logits[0].to(device="cpu", dtype=torch.float32))
         return torch.cat(parts)
+
+    @property
+    def draft(self) -> Speculator | None:
+        """What requests are drafted with that do not say; set it to anything that `draft=` takes.
+
+        Raises:
+            RequestError: what is no draft. TokenizerError: a LanguageModel of another vocabulary.
+        """
+        return self._draft
+
+    @draft.setter
+    def draft(self, draft: "str | LanguageModel | Model | Drafter | Speculator | None") -> None:
+        self._draft = self._speculator(draft)
+
+    def _with_draft(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options with the speculator that they ask for, or else this model's; beams have no use for that."""
+        if "draft" in options:
+            return {**options, "draft": self._speculator(options["draft"])}
+        return {**options, "draft": self._draft if options.get("beams", 1) == 1 else None}
+
+    def _speculator(self, draft: Any) -> Speculator | None:
+        if not isinstance(draft, LanguageModel):
+            return self._speculators.of(draft)
+
+        def drafter() -> ModelDrafter:
+            if self.tokenizer is not None and draft.tokenizer is not None:
+                check_same_tokens(self.tokenizer, draft.tokenizer)
+            return ModelDrafter(draft.model, draft._run_of_model.compile, draft.prefill_chunk)
+
+        return self._speculators.kept(id(draft), draft, drafter)
+
+    @property
+    def _reader(self) -> RequestReader:
+        return RequestReader(self.model, self.tokenizer, self.defaults)
+
+    @property
+    def _runner(self) -> Runner:
+        return Runner(self._model_run, self.tokenizer, self.prefill_chunk)
 
     @property
     def _model_run(self) -> ModelRun:
@@ -161,152 +222,8 @@ class LanguageModel:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids that `generate` makes of a text prompt."""
-        return self._tokenizer("a text prompt").encode(text, add_special_tokens=add_special_tokens)
+        return needed_tokenizer(self.tokenizer, "a text prompt").encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Ids) -> str:
         """The text of ids, special tokens left out."""
-        return self._tokenizer("text").decode(ids)
-
-    # ── one request, checked ──────────────────────────────────────────────────────────────────────────────
-
-    def _requests(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[_Request]:
-        params = self.defaults.replace(**options)
-        if params.stop and self.tokenizer is None:
-            raise TokenizerError("stop strings need a tokenizer, and this model has none: use eos with ids")
-        if out := [token for token in params.eos or () if token >= self.model.vocab_size]:
-            raise RequestError(f"eos names id {out[0]}, but the vocabulary ends at {self.model.vocab_size - 1}")
-        if any(isinstance(word, str) for word in params.bad_words):
-            params = params.replace(bad_words=tuple(self._word_ids(params.bad_words)))
-        return [_Request(self._prompt_ids(prompt), params) for prompt in prompts]
-
-    def _word_ids(self, words: Sequence[str | tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-        """Ids of banned words; a text both as it begins a line and as it stands after a space."""
-        for word in words:
-            if not isinstance(word, str):
-                yield word
-                continue
-            tokenizer = self._tokenizer("a bad word given as text")
-            written = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in (word, f" {word}"))
-            yield from dict.fromkeys(ids for ids in written if ids)
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            ids = list(prompt)
-            self._check_ids(ids)
-            return ids
-        ids = self.encode(prompt)
-        if ids:
-            return ids
-        if self.tokenizer is None or self.tokenizer.bos_id is None:
-            raise RequestError("the prompt is empty and this model has no BOS token to start from: give some text")
-        return [self.tokenizer.bos_id]
-
-    def _check_ids(self, ids: Ids) -> None:
-        if not ids:
-            raise RequestError("the prompt is an empty list of ids: give at least one")
-        vocab = self.model.vocab_size
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-                raise RequestError(f"a prompt of ids wants whole numbers from 0 to {vocab - 1}; got {token!r}")
-
-    def _check_room(self, prompt: int, new: int, cache_len: int | None) -> None:
-        context = self.model.max_seq_len
-        limits = [limit for limit in (context, cache_len) if limit is not None]
-        if not limits or prompt + new <= min(limits):
-            return
-        limit = min(limits)
-        what = "context" if limit == context else "cache"
-        if prompt > limit or new == 0:
-            raise ContextOverflowError(
-                f"the prompt is {prompt} tokens long, but the {what} holds {limit}: shorten the prompt"
-            )
-        raise ContextOverflowError(
-            f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new}, but the {what} holds {limit}: "
-            f"ask for at most {limit - prompt} new tokens or shorten the prompt"
-        )
-
-    def _tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise TokenizerError(f"{what} needs a tokenizer, and this model has no tokenizer.json: give ids")
-        return self.tokenizer
-
-    # ── the loop, and what is made of it ──────────────────────────────────────────────────────────────────
-
-    def _run(
-        self, requests: Sequence[_Request], cache: Cache | None, watch: Stopwatch
-    ) -> Generator[Piece, None, list[Completion]]:
-        """Checks at once, then hands out a generator over the one loop."""
-        longest = 0
-        for request in requests:
-            self._check_room(
-                len(request.prompt),
-                request.params.max_new_tokens,
-                cache.max_len if isinstance(cache, SizedCache) else None,
-            )
-            longest = max(longest, len(request.prompt) + request.params.max_new_tokens)
-        self._check_cache(cache, len(requests))
-        sampler = Sampler([request.params for request in requests], self.model.device)
-        rows = [self._row(request) for request in requests]
-        return self._pieces(requests, rows, sampler, cache, longest, watch)
-
-    def _pieces(
-        self,
-        requests: Sequence[_Request],
-        rows: Sequence[Row],
-        sampler: Sampler,
-        cache: Cache | None,
-        longest: int,
-        watch: Stopwatch,
-    ) -> Generator[Piece, None, list[Completion]]:
-        prompts = [request.prompt for request in requests]
-        # A cache of ours may be narrowed to the rows that go on; one that was given is to stay whole.
-        own = cache is None
-        if cache is None:
-            cache = self.model.new_cache(len(requests), padded_length(longest, self.model))
-        state = DecodeState.start(prompts, cache, self.model.device, compact=own)
-        histories = [History(prompt) for prompt in prompts] if sampler.needs_history else None
-        step = DecodeStep(self._model_run, Picker(sampler, histories), self.prefill_chunk)
-        for emission in decode_loop(step, state, rows):
-            watch.lap(emission.seconds)
-            for _, token, text in emission.pieces:
-                yield Piece(text, token)
-        return [
-            Completion(
-                text=row.text,
-                token_ids=row.token_ids,
-                finish_reason=row.finish_reason or "length",
-                timing=watch.timing(len(row.token_ids)),
-                prompt_tokens=len(request.prompt),
-                seed=None if request.params.temperature == 0 else seed,
-            )
-            for request, row, seed in zip(requests, rows, sampler.seeds, strict=True)
-        ]
-
-    def _row(self, request: _Request) -> Row:
-        params, tokenizer = request.params, self.tokenizer
-        eos = frozenset() if params.ignore_eos or params.eos is None else frozenset(params.eos)
-        if tokenizer is None:
-            return Row(params.max_new_tokens, eos, NoText())
-        detokenizer = StreamingDetokenizer(tokenizer.decode, before=request.prompt)
-        return Row(params.max_new_tokens, eos, StopStrings(detokenizer, params.stop))
-
-    def _check_cache(self, cache: Cache | None, rows: int) -> None:
-        if isinstance(cache, KVCache) and cache.batch != rows:
-            raise RequestError(f"the cache was made for {cache.batch} rows, and there are {rows} prompts")
-
-
-def _only(run: Generator[Piece, None, list[Completion]]) -> Generator[Piece, None, Completion]:
-    (completion,) = yield from run
-    return completion
-
-
-def _as_list(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether they came as a list of them."""
-    if isinstance(prompt, str):
-        return [prompt], False
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise RequestError(f"a prompt is a str, a list of ids, or a list of either; got {type(prompt).__name__}")
-    items: list[Any] = list(prompt)
-    if items and all(isinstance(item, str | Sequence) for item in items):
-        return items, True
-    return [items], False
+        return needed_tokenizer(self.tokenizer, "text").decode(ids)

@@ -11,9 +11,20 @@ from onward.checkpoint.distributed import NameMapSource, is_distributed
 from onward.checkpoint.quantized import read_manifest, read_quantized
 from onward.errors import CheckpointError, ConfigError, RequestError, warn
 from onward.language_model import LanguageModel
-from onward.models import DecoderConfig, DecoderParams, decoder_model, pack_layer, pack_params, read_config
+from onward.models import (
+    DecoderConfig,
+    DecoderParams,
+    Model,
+    check_backend,
+    decoder_model,
+    pack_layer,
+    pack_params,
+    read_config,
+)
 from onward.quantization import check_format, quantize_params
+from onward.requests import LOOKUPS
 from onward.sampling.params import check_whole
+from onward.speculation import Drafter, Speculator
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -34,6 +45,8 @@ def load(
     progress: bool | None = None,
     quantize: str | None = None,
     name_map: NameMapSource = None,
+    compile: str = "auto",
+    draft: str | os.PathLike[str] | LanguageModel | Model | Drafter | Speculator | None = None,
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
 
@@ -52,6 +65,10 @@ def load(
             `quantize_folder` wrote is quantized already.
         name_map: for a torch.distributed.checkpoint folder, from the trainer's names of weights to Hugging Face's, a
             JSON file or a mapping (docs/training.md); the folder's name_map.json, if any, by default.
+        compile: what runs the model: "auto", "native", "cuda", "inductor" or "eager" (docs/programs.md).
+        draft: who guesses the next tokens (docs/speculation.md): "lookup", "suffix", or a smaller model of the same
+            vocabulary, as a source to load with the same dtype, device and quantization ("demo-draft" for "demo") or
+            loaded already.
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
@@ -62,6 +79,7 @@ def load(
         check_whole("max_seq_len", max_seq_len, low=1)
     if quantize is not None:
         check_format(quantize)
+    check_backend(compile)
     torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     path = find_folder(_as_source(source), progress=on_terminal if progress is None else progress)
@@ -73,7 +91,12 @@ def load(
     params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map)
     if torch_device.type == "cpu":
         _keep_freed_memory()
-    return LanguageModel(decoder_model(config, params, context), tokenizer, template, defaults)
+    lm = LanguageModel(decoder_model(config, params, context), tokenizer, template, defaults, compile=compile)
+    if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
+        lm.draft = load(draft, dtype=dtype, device=device, quantize=quantize, compile=compile, progress=progress)
+    else:
+        lm.draft = draft
+    return lm
 
 
 def _read_params(

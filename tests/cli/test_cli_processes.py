@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from command_line import ENVIRONMENT, PROGRAM
 
-ENDLESS = ["generate", "Once upon a time", "--ignore-eos", "-n", "6000", "--max-seq-len", "8000"]
+# More than a pipe holds: it waits to be read or interrupted, however fast the model is.
+ENDLESS = ["generate", "Once upon a time", "--ignore-eos", "-n", "60000", "--max-seq-len", "64000"]
 
 # The child makes the terminal its own, so that a ^C written to it becomes a signal.
 TERMINAL_PROGRAM = [
@@ -26,6 +27,14 @@ TERMINAL_PROGRAM = [
 
 # What the line editor says when it takes the terminal, and when it gives it back.
 EDITING, ACCEPTED = "\x1b[?2004h", "\x1b[?2004l"
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs in its background deaf to interrupts, and its children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

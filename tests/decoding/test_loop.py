@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.decoding import DecodeState, DecodeStep, Row, Token, decode_loop
-from onward.sampling import Sampler, SamplingParams
+from onward.decoding import DecodeState, DecodeStep, Picker, Row, Token, decode_loop
+from onward.sampling import History, Sampler, SamplingParams
 from onward.testing import scripted_model, tiny_model
 
 CPU = torch.device("cpu")
@@ -176,3 +176,14 @@ def test_a_row_that_ends_in_the_middle_of_a_step_drops_the_rest():
 def test_a_step_takes_time_and_its_consumer_takes_none_of_it():
     model = scripted_model([1])
     assert all(0 < emission.seconds < 1 for emission in run(model, [[0]], [Row(3)]))
+
+
+def test_what_bans_leave_an_ended_row_concerns_nobody():
+    """Its last id was the last that it might say; the row stays in the batch, for this cache cannot be narrowed."""
+    model = scripted_model(lambda tokens: (tokens[-1] + 1) % 4, vocab_size=4)
+    rows = [Row(2), Row(6)]
+    select = Sampler([SamplingParams(no_repeat_ngram_size=1), SamplingParams()])
+    prompts = [[0, 1], [2]]
+    picker = Picker(select, [History(prompt) for prompt in prompts])
+    run(model, prompts, rows, select=picker)
+    assert [row.token_ids for row in rows] == [[2, 3], [3, 0, 1, 2, 3, 0]]

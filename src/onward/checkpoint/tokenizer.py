@@ -84,6 +84,10 @@ class JsonTokenizer:
         except (OverflowError, TypeError) as error:
             raise RequestError(f"ids must be whole numbers of 0 or more: {one_line(error)}") from error
 
+    def tokens(self) -> list[str | None]:
+        """The token of every id as the vocabulary spells it; None for an id that has none."""
+        return [self._inner.id_to_token(token) for token in range(self.vocab_size)]
+
     def _wanted_bos(self, config: Mapping[str, Any]) -> bool:
         wanted = _flag(config, "add_bos_token")
         if wanted and self.bos_id is None:

@@ -1,14 +1,16 @@
 """`onward chat`: a conversation on a terminal, or line by line through a pipe."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onward.cli.chat_input import ChatInput, PipedInput, TerminalInput
 from onward.cli.conversation import Conversation
-from onward.cli.flags import ModelFlags, SamplingFlags
+from onward.cli.flags import DraftFlags, ModelFlags, SamplingFlags
 from onward.cli.loading import load_model
+from onward.cli.prompt import expanded
 from onward.cli.session import Answer, ChatSession
 from onward.cli.slash import COMMANDS, run_command
 from onward.cli.streaming import count
@@ -22,22 +24,40 @@ if TYPE_CHECKING:
 def chat(
     *,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--session", metavar="FILE", help="Go on with the chat in FILE, and keep it there.")
+    ] = None,
     sampling: SamplingFlags,
     model: ModelFlags,
+    drafting: DraftFlags,
 ) -> None:
     """Talk with a model.
 
     Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. Without
     --max-new-tokens an answer may take what is left of the context. From a
-    pipe, every line is a message or a command.
+    pipe, every line is a message or a command. With --session FILE the chat
+    and what the model has computed of it are there again next time.
     """
     options = sampling.options()
-    lm = load_model(model)
+    lm = load_model(model, drafting)
     if lm.chat_template is None:
         raise TokenizerError(f"{model.model} has no chat template: use `onward generate` with a plain prompt")
-    session = ChatSession(lm, model.model, options, Conversation(system))
+    session = ChatSession(lm, model.model, options, Conversation())
+    if file is not None:
+        session.keep_in(expanded(file))
+    if system is not None:
+        session.adopt(Conversation(system, session.conversation.turns))
+    try:
+        _converse_here(session, model.model)
+    finally:
+        session.keep()
+
+
+def _converse_here(session: ChatSession, model: str) -> None:
     if is_terminal(sys.stdin) and is_terminal(sys.stdout):
-        note(f"{model.model}, a context of {session.context:,} tokens. /help lists the commands, Ctrl-D leaves.")
+        note(f"{model}, a context of {session.context:,} tokens. /help lists the commands, Ctrl-D leaves.")
+        if turns := len(session.conversation.turns):
+            note(f"going on after {count(turns, 'question')} and the answers")
         converse(session, TerminalInput(COMMANDS), on_terminal=True)
     elif not converse(session, PipedInput(), on_terminal=False):
         raise typer.Exit(2)
@@ -58,6 +78,7 @@ def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bo
                 write(f"{reply}\n")
             elif line.strip():
                 _answer(session, line.removeprefix("/"), on_terminal)
+            session.keep()
         except OnwardError as error:
             report("error", str(error))
             all_served = False

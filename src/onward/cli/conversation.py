@@ -1,14 +1,13 @@
 """A conversation and its file: a JSON object with the messages as chat templates take them."""
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from onward.errors import RequestError
+from onward.files import write_whole
 
 
 @dataclass
@@ -26,6 +25,11 @@ class Conversation:
         return messages if question is None else [*messages, _message("user", question)]
 
 
+def to_json(conversation: Conversation, model: str) -> str:
+    """What a file of it holds. model: its name, for people."""
+    return json.dumps({"model": model, "messages": conversation.messages()}, ensure_ascii=False, indent=2) + "\n"
+
+
 def save(conversation: Conversation, file: Path, model: str) -> None:
     """Write the file whole or not at all.
 
@@ -39,9 +43,9 @@ def save(conversation: Conversation, file: Path, model: str) -> None:
             load(file)
         except RequestError as error:
             raise RequestError(f"{str(file)!r} exists and is no saved chat: choose another name") from error
-    content = json.dumps({"model": model, "messages": conversation.messages()}, ensure_ascii=False, indent=2) + "\n"
+    content = to_json(conversation, model)
     try:
-        _write_whole(file.resolve(), content)
+        write_whole(file, lambda neighbour: neighbour.write_text(content, encoding="utf-8"))
     except OSError as error:
         raise RequestError(f"{str(file)!r} cannot be written: {error.strerror or error}") from error
     except ValueError as error:
@@ -55,9 +59,22 @@ def load(file: Path) -> Conversation:
         RequestError: it cannot be read, or is not what `save` writes.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise RequestError(f"{str(file)!r} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RequestError(f"{str(file)!r} is no JSON text: {error}") from error
+    return from_json(text, file)
+
+
+def from_json(text: str, file: Path) -> Conversation:
+    """What `to_json` wrote, checked; `file` is where it was found.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{str(file)!r} is no JSON text: {error}") from error
     messages = content.get("messages") if isinstance(content, Mapping) else None
@@ -94,17 +111,3 @@ def _check_message(file: Path, number: int, message: Any) -> None:
 
 def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
-
-
-def _write_whole(file: Path, content: str) -> None:
-    """Through a neighbour that takes the file's place when it is complete and on the disk."""
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as neighbour:
-            neighbour.write(content)
-            neighbour.flush()
-            os.fsync(neighbour.fileno())
-        os.replace(name, file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -1,5 +1,6 @@
 """Facts in sections: aligned lines for people, one JSON object for machines."""
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ class Fact(NamedTuple):
 Sections = Mapping[str, Sequence[Fact]]
 
 _LABEL_WIDTH = 20
+_UNITS = "_(bytes|gb_s|tokens_s|s)$"
 
 
 def as_object(sections: Sections) -> dict[str, dict[str, Any]]:
@@ -29,7 +31,7 @@ def as_lines(sections: Sections, width: int | None) -> list[str]:
     for section, facts in sections.items():
         lines += [*([""] if lines else []), section]
         for fact in facts:
-            name = fact.name.removesuffix("_bytes").replace("_", " ")
+            name = re.sub(_UNITS, "", fact.name).replace("_", " ")
             label = f"  {name:<{_LABEL_WIDTH - 2}}"
             lines += _wrapped(label, _shown(fact), width)
     return lines

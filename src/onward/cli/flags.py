@@ -91,10 +91,48 @@ class SamplingFlags:
         """
         with waiting("starting …"):  # the first import of torch takes a second
             from onward import SamplingParams
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {name: value for name, value in given.items() if not (value is None or value is False or value == [])}
+        given = _given(self)
         SamplingParams(**given)
         return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateFlags:
+    """The fields of `GenerateOptions` that a command line can give; None means not given."""
+
+    n: Annotated[int | None, Option("--samples", metavar="N", help="N texts, with '---' lines between them.")] = None
+    beams: Annotated[
+        int | None, Option("--beams", metavar="N", help="Search with N beams; prints the best text, or --samples.")
+    ] = None
+    length_penalty: Annotated[
+        float | None, Option("--length-penalty", metavar="X", help="Above 0 long texts rank higher among beams.")
+    ] = None
+    logprobs: Annotated[
+        int | None, Option("--logprobs", metavar="K", help="With --json: each token's, and of the K likeliest ids.")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, Option("--prompt-logprobs", metavar="K", help="The same for the prompt's tokens.")
+    ] = None
+    time_limit: Annotated[
+        float | None, Option("--time-limit", metavar="SECONDS", help="End the text after so long.")
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Those given, as keyword arguments of `LanguageModel.generate`.
+
+        Raises:
+            RequestError: a value outside its range, or options that contradict each other.
+        """
+        with waiting("starting …"):
+            from onward import GenerateOptions
+        given = _given(self)
+        GenerateOptions(**given)
+        return given
+
+
+def _given(flags: Any) -> dict[str, Any]:
+    values = {field.name: getattr(flags, field.name) for field in fields(flags)}
+    return {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +159,27 @@ class ModelFlags:
     ] = None
     max_seq_len: Annotated[
         int | None, Option("--max-seq-len", metavar="N", help="Context to use; else what the model was made for.")
+    ] = None
+    compile: Annotated[
+        str,
+        Option(
+            "--compile", metavar="NAME", show_default=False,
+            help="What runs it: native, cuda, inductor or eager; else the best.",
+        ),
+    ] = "auto"  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftFlags:
+    """Who guesses tokens ahead."""
+
+    draft: Annotated[
+        str | None,
+        Option(
+            "--draft",
+            metavar="SOURCE",
+            help="Faster, and the same text: a small model of the same vocabulary guesses, or 'lookup' or 'suffix'.",
+        ),
     ] = None
 
 

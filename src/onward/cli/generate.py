@@ -1,15 +1,15 @@
 """`onward generate`: one prompt in, its continuation out."""
 
-import dataclasses
 import json
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.cli.flags import ModelFlags, SamplingFlags
+from onward.cli.flags import DraftFlags, GenerateFlags, ModelFlags, SamplingFlags
+from onward.cli.json_output import json_fields
 from onward.cli.loading import load_model
 from onward.cli.prompt import parse_ids, read_prompt
 from onward.cli.streaming import follow, summary
@@ -34,14 +34,17 @@ def generate(
     ] = None,
     ids: Annotated[bool, typer.Option("--ids", help="The prompt is token ids, and so is what is printed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: text, ids, seed, timing, …")] = False,
+    texts: GenerateFlags,
     sampling: SamplingFlags,
     model: ModelFlags,
+    drafting: DraftFlags,
 ) -> None:
     """Continue a prompt, and print the text as it comes.
 
     The prompt is the argument, a file or standard input; one newline at the
     end of the latter two is dropped. Into a pipe goes the text and nothing
-    else. Options not given are the model's own.
+    else. Options not given are the model's own. Several texts, and those of
+    beams, are printed when all are finished.
     """
     if system is not None and not chat:
         raise RequestError("--system is the system message of a chat: add --chat")
@@ -49,17 +52,25 @@ def generate(
         raise RequestError("--chat writes a text around the prompt, --ids takes it as ids: give one of them")
     text = read_prompt(prompt, file)
     given = parse_ids(text) if ids else text
-    options = sampling.options()
-    lm = load_model(model)
+    options = sampling.options() | texts.options()
+    if not as_json and (texts.logprobs is not None or texts.prompt_logprobs is not None):
+        raise RequestError("logprobs are part of what --json prints: add it")
+    if drafting.draft is not None and (texts.beams or 1) > 1:
+        raise RequestError("beams cannot use a draft: give --beams or --draft")
+    lm = load_model(model, drafting)
     start = lm.chat_prompt(_messages(text, system)) if chat else given
+    as_ids = ids or lm.tokenizer is None
+    if not (as_json or (texts.n or 1) > 1 or (texts.beams or 1) > 1):
+        _print_stream(lm.stream(start, **options), as_ids=as_ids)
+        return
+    with waiting("generating …"):
+        completion = lm.generate(start, **options)
+    assert not isinstance(completion, list)
     if as_json:
-        with waiting("generating …"):
-            completion = lm.generate(start, **options)
-        assert not isinstance(completion, list)
         # Bytes, for JSON is UTF-8 whatever the terminal's encoding.
-        typer.echo(json.dumps(dataclasses.asdict(completion), ensure_ascii=False).encode())
+        typer.echo(json.dumps(json_fields(completion), ensure_ascii=False).encode())
     else:
-        _print_text(lm.stream(start, **options), as_ids=ids or lm.tokenizer is None)
+        _print_texts(completion.choices, as_ids=as_ids)
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -67,7 +78,7 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*first, {"role": "user", "content": text}]
 
 
-def _print_text(stream: "Generator[Piece, None, Completion]", *, as_ids: bool) -> None:
+def _print_stream(stream: "Generator[Piece, None, Completion]", *, as_ids: bool) -> None:
     shown: list[str] = []
 
     def emit(piece: "Piece") -> None:
@@ -81,5 +92,19 @@ def _print_text(stream: "Generator[Piece, None, Completion]", *, as_ids: bool) -
         end_line("".join(shown))
         raise
     end_line("".join(shown))
+    _note_summary(completion)
+
+
+def _print_texts(completions: "Sequence[Completion]", *, as_ids: bool) -> None:
+    for number, completion in enumerate(completions):
+        if number:
+            write("---\n" if is_terminal(sys.stdout) else "\n---\n")
+        text = " ".join(map(str, completion.token_ids)) if as_ids else completion.text
+        write(text)
+        end_line(text)
+        _note_summary(completion)
+
+
+def _note_summary(completion: "Completion") -> None:
     if is_terminal(sys.stdout) and is_terminal(sys.stderr):
         note(summary(completion))

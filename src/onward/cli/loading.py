@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onward
-from onward.cli.flags import ModelFlags
+from onward.cli.flags import DraftFlags, ModelFlags
 from onward.cli.terminal import is_terminal, waiting
 
 if TYPE_CHECKING:
     from onward import LanguageModel
 
 
-def load_model(flags: ModelFlags) -> "LanguageModel":
+def load_model(flags: ModelFlags, drafting: DraftFlags | None = None) -> "LanguageModel":
     """`onward.load` of what the flags say."""
     folder = find(flags.model)
     with waiting(f"loading {flags.model} …"):
@@ -23,6 +23,8 @@ def load_model(flags: ModelFlags) -> "LanguageModel":
             max_seq_len=flags.max_seq_len,
             quantize=flags.quantize,
             name_map=flags.name_map,
+            draft=None if drafting is None else drafting.draft,
+            compile=flags.compile,
         )
 
 

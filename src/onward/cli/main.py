@@ -10,11 +10,13 @@ import typer
 from typer.main import get_command
 
 from onward import __version__
+from onward.cli.bench import bench
 from onward.cli.chat import chat
 from onward.cli.flags import with_flags
 from onward.cli.generate import generate
 from onward.cli.info import info
 from onward.cli.quantize import quantize
+from onward.cli.score import score
 from onward.cli.terminal import is_terminal, report
 from onward.errors import OnwardError, OnwardWarning
 
@@ -55,7 +57,9 @@ def onward(
 
 app.command(epilog='Example: onward generate "Once upon a time" -n 200 -t 0.8 --seed 7')(with_flags(generate))
 app.command(epilog='Example: onward chat --system "You answer in one sentence."')(with_flags(chat))
+app.command(epilog="Example: onward score --file story.txt")(with_flags(score))
 app.command(epilog="Example: onward quantize Qwen/Qwen3-0.6B qwen3-int4 --format int4")(quantize)
+app.command(epilog="Example: onward bench -m Qwen/Qwen3-0.6B --quantize int8 --profile")(with_flags(bench))
 app.command(epilog="Example: onward info demo --context 1024 --batch 8")(with_flags(info))
 
 

@@ -1,15 +1,24 @@
-"""A chat with a model: its conversation, its context, and one answer at a time."""
+"""A chat with a model: its conversation, its context, and one answer at a time.
+
+What of the conversation the model has processed stays in the cache of an `onward.Session`, so that a turn costs what
+it adds.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.cli.conversation import Conversation
+import onward
+from onward.cli.conversation import Conversation, from_json, to_json
 from onward.cli.streaming import follow
-from onward.errors import ContextOverflowError, OnwardError
+from onward.errors import ContextOverflowError, OnwardError, SessionError
 
 if TYPE_CHECKING:
     from onward import Completion, LanguageModel, Piece
+
+# Under which name a saved session holds its conversation.
+_NOTE = "conversation"
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,39 @@ class ChatSession:
         self.last: Completion | None = None
         self.generated = 0
         self._options = dict(options)
+        self._session = onward.Session(lm)
+        self._file: Path | None = None
+        self._kept: tuple[str, int] | None = None
+
+    def keep_in(self, file: Path) -> None:
+        """Go on with the chat that `file` holds, if there is such a file, and have `keep` write it there.
+
+        Raises:
+            SessionError: it cannot be read or written, or is no chat with this model.
+        """
+        if file.exists():
+            session = onward.Session.load(file, self.lm)
+            if _NOTE not in session.notes:
+                raise SessionError(f"{str(file)!r} is a session without a chat: `onward.Session.load` goes on with it")
+            self.adopt(from_json(session.notes[_NOTE], file))
+            self._session = session
+        self._file = file
+        self.keep()
+
+    def keep(self) -> None:
+        """Write the chat to its file, where it has one and was changed since.
+
+        Raises:
+            SessionError: it cannot be written; the file is as it was.
+        """
+        if self._file is None:
+            return
+        content = to_json(self.conversation, self.model)
+        state = (content, len(self._session.tokens))
+        if state != self._kept:
+            self._session.notes[_NOTE] = content
+            self._session.save(self._file)
+            self._kept = state
 
     @property
     def context(self) -> int:
@@ -46,6 +88,11 @@ class ChatSession:
         """How long the conversation is: the prompt of a next message, less its words."""
         messages = self.conversation.messages("")
         return len(self.lm.chat_prompt(messages)) if len(messages) > 1 else 0
+
+    def reset(self) -> None:
+        """Begin anew, with the same system message; what was said is in no file that `keep` writes from now on."""
+        self.conversation = Conversation(self.conversation.system)
+        self._session.truncate()
 
     def adopt(self, conversation: Conversation) -> None:
         """Go on with another conversation.
@@ -86,7 +133,7 @@ class ChatSession:
 
         completion: Completion | None
         try:
-            completion = follow(self.lm.stream(prompt, **self._options | {"max_new_tokens": limit}), show)
+            completion = follow(self._session.stream(prompt, **self._options | {"max_new_tokens": limit}), show)
         except KeyboardInterrupt:
             completion = None
         text = "".join(shown)

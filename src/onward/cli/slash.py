@@ -55,7 +55,7 @@ def _help(session: ChatSession, argument: str) -> str:
 
 def _reset(session: ChatSession, argument: str) -> str:
     turns = len(session.conversation.turns)
-    session.conversation = Conversation(session.conversation.system)
+    session.reset()
     kept = "; the system message stays" if session.conversation.system is not None else ""
     return f"forgot {count(turns, 'question')} and the answers{kept}"
 

@@ -28,7 +28,7 @@ def summary(completion: "Completion") -> str:
     parts = [
         count(len(completion.token_ids), "token") + (" (cut)" if completion.finish_reason == "length" else ""),
         f"{timing.tokens_per_second:.0f} tok/s" if timing.per_token_ms else "",
-        f"prefill {completion.prompt_tokens:,} in {timing.prefill_ms:.0f} ms",
+        f"prefill {completion.prompt_tokens - completion.cached_tokens:,} in {timing.prefill_ms:.0f} ms",
         "greedy" if completion.seed is None else f"seed {completion.seed}",
     ]
     return " · ".join(part for part in parts if part)

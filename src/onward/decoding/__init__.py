@@ -1,30 +1,41 @@
 """The one loop: state, step, stop, streaming text, and a driver for anyone's function."""
 
+from onward.decoding.beam import BeamOptions, BeamStep
 from onward.decoding.detokenizer import StreamingDetokenizer
 from onward.decoding.driver import decode, stream
 from onward.decoding.inferencer import DecodeOutput, FilledCache, Inferencer, ModelInferencer, PrefillOutput
 from onward.decoding.loop import Emission, decode_loop
-from onward.decoding.row import Row
+from onward.decoding.prefill import PromptLogprobs, prefilled, spread
+from onward.decoding.prefix import HeldCache, PrefixCache, PrefixTurn
+from onward.decoding.row import FinishReason, Row, StopWhen
 from onward.decoding.state import DecodeState
 from onward.decoding.step import DecodeStep, Picker, Select, Step, Token, TokenLogprobs
 from onward.decoding.tensors import generate
 from onward.decoding.text import NoText, StopStrings, TextStream
 
 __all__ = [
+    "BeamOptions",
+    "BeamStep",
     "DecodeOutput",
     "DecodeState",
     "DecodeStep",
     "Emission",
     "FilledCache",
+    "FinishReason",
+    "HeldCache",
     "Inferencer",
     "ModelInferencer",
     "NoText",
     "Picker",
     "PrefillOutput",
+    "PrefixCache",
+    "PrefixTurn",
+    "PromptLogprobs",
     "Row",
     "Select",
     "Step",
     "StopStrings",
+    "StopWhen",
     "StreamingDetokenizer",
     "TextStream",
     "Token",
@@ -32,5 +43,7 @@ __all__ = [
     "decode",
     "decode_loop",
     "generate",
+    "prefilled",
+    "spread",
     "stream",
 ]

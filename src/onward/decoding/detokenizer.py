@@ -1,7 +1,8 @@
 """Tokens to characters, one token at a time."""
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 REPLACEMENT = "\ufffd"
 # Ids of a prompt that may bear on how the next one is written; one would do, special tokens aside.
@@ -12,6 +13,10 @@ class Detokenizer(Protocol):
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
+
+    def fork(self) -> Self:
+        """One that goes on from here by itself."""
+        ...
 
 
 class StreamingDetokenizer:
@@ -47,6 +52,12 @@ class StreamingDetokenizer:
         text = self._new_text()
         self._context, self._pending = [], []
         return text
+
+    def fork(self) -> Self:
+        """Another one, for tokens that part here."""
+        other = copy.copy(self)
+        other._context, other._pending = self._context.copy(), self._pending.copy()
+        return other
 
     def _new_text(self) -> str:
         return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]

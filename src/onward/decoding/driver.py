@@ -1,7 +1,6 @@
 """Decode with any forward: the loop without a checkpoint, a tokenizer or a `Model`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from onward.decoding.row import Row
 from onward.decoding.state import DecodeState
 from onward.decoding.step import DecodeStep
 from onward.errors import ContextOverflowError, RequestError
-from onward.models import Cache, Forward, Params
-from onward.models.model import run_plain
+from onward.models import Cache, Forward, Model, Params, reused_run
 from onward.sampling import Sampler, greedy
 from onward.sampling.params import check_whole
 
@@ -32,6 +30,7 @@ def stream(
     select: Callable[[Tensor], Tensor] | Sampler = greedy,
     on_token: Callable[[int], Any] | None = None,
     max_len: int | None = None,
+    compile: str = "auto",
 ) -> Iterator[int]:
     """Decode one row with a forward of your own (the contract is in `onward.models.model`).
 
@@ -49,6 +48,9 @@ def stream(
         select: float [1, V] -> int [1]; or an `onward.Sampler`, which is also given the position.
         on_token: called with each id, the stopping one too, before it is given out.
         max_len: positions that the cache holds, where it has no `max_len` of its own.
+        compile: "auto" traces the forward and runs it as one native call a token where it can (`onward.compile`;
+            later calls with the same forward and params use the same trace), else as it is; a backend of
+            `onward.compile` insists on it; "eager" calls the forward each time.
 
     Raises:
         ContextOverflowError: offset + max_new_tokens is more than the cache holds.
@@ -61,7 +63,8 @@ def stream(
     stop_ids = frozenset((eos,) if isinstance(eos, int) else eos)
     _check_room(cache, max_len, offset, max_new_tokens)
     device = _device_of(cache, params)
-    step = DecodeStep(partial(run_plain, forward, params), positional(select))
+    model = Model(forward, params, _no_cache, vocab_size=0, device=device)
+    step = DecodeStep(reused_run(model, compile), positional(select))
     state = DecodeState.start([[first_token]], cache, device, offset)
     return _ids(step, state, Row(max_new_tokens, stop_ids), on_token)
 
@@ -79,9 +82,22 @@ def _ids(step: DecodeStep, state: DecodeState, row: Row, on_token: Callable[[int
             yield token
 
 
+def _no_cache(batch: int, max_len: int) -> Cache:
+    raise AssertionError("the cache was given")
+
+
 def positional(select: Callable[[Tensor], Tensor] | Sampler) -> Callable[[Tensor, Tensor], Tensor]:
-    """A choice by logits alone as one that is given the positions too, as a `Sampler` is."""
+    """A choice by logits alone as one that is given the positions too, as a `Sampler` is.
+
+    Raises:
+        RequestError: a `Sampler` whose options look at what came before, which is not known here.
+    """
     if isinstance(select, Sampler):
+        if select.needs_history:
+            raise RequestError(
+                "penalties, DRY, n-grams, bad words and min_new_tokens look at the whole text, and here only the next "
+                "tokens are known: use onward.generate or LanguageModel.generate, or leave them out"
+            )
         return select
     return lambda logits, positions: select(logits)
 

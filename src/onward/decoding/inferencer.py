@@ -20,7 +20,7 @@ from onward.decoding.row import Row
 from onward.decoding.state import DecodeState
 from onward.decoding.step import DecodeStep
 from onward.errors import ContextOverflowError, RequestError
-from onward.models import Cache, Model
+from onward.models import Cache, Model, ModelRun, reused_run
 from onward.models.model import take_positions
 from onward.sampling import Sampler
 from onward.sampling.params import check_whole
@@ -97,12 +97,17 @@ class ModelInferencer:
 
     eos: an id or ids that end a row in `decode`; the ending id is part of the output.
     prefill_chunk: the most query tokens processed at once. It bounds memory and changes no token.
+    compile: what runs the model, as of `onward.LanguageModel`.
     """
 
-    def __init__(self, model: Model, eos: int | Sequence[int] = (), prefill_chunk: int = 512) -> None:
+    def __init__(
+        self, model: Model, eos: int | Sequence[int] = (), prefill_chunk: int = 512, compile: str = "auto"
+    ) -> None:
         self.model = model
         self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
         self.prefill_chunk = prefill_chunk
+        self.compile = compile
+        self._model_run: ModelRun | None = None
 
     def new_cache(self, batch: int, max_len: int) -> FilledCache:
         lengths = torch.zeros(batch, dtype=torch.int32, device=self.model.device)
@@ -143,9 +148,12 @@ class ModelInferencer:
     def _run(self, query: Tensor, kv_cache: FilledCache, rows: Sequence[Row], strategy: SampleStrategy) -> Tensor:
         """The one loop from the query on; the rows hold the new ids. Returns the logits at every token processed."""
         seen: list[Tensor] = []
+        if self._model_run is None or self._model_run.model is not self.model:
+            self._model_run = reused_run(self.model, self.compile)
+        model = self._model_run
 
         def run(tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None) -> tuple[Tensor, Cache]:
-            logits, cache = self.model(tokens, offsets, cache)
+            logits, cache = model(tokens, offsets, cache)
             seen.append(logits)
             return (logits if logits_at is None else take_positions(logits, logits_at)), cache
 

@@ -38,10 +38,13 @@ def decode_loop(step: Step, state: DecodeState, rows: Sequence[Row]) -> Iterator
         state, emitted = step(state)
         seconds = time.perf_counter() - began
         pieces = []
-        for owner, tokens in zip(owners, emitted, strict=True):
+        for place, (owner, tokens) in enumerate(zip(owners, emitted, strict=True)):
             row = rows[owner]
-            for token in tokens:
+            for taken, token in enumerate(tokens):
                 if row.finish_reason is not None:
+                    if taken:
+                        # What the step went on with is no part of the text: the cache holds nothing of it either.
+                        state = state.taken_back(place, tokens[taken - 1].id, len(tokens) - taken)
                     break
                 pieces.append((owner, token.id, row.accept(*token)))
         going_on = [row.finish_reason is None for row in rows]

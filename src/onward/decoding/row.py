@@ -1,10 +1,11 @@
 """One request while it is decoded, and the one place that decides whether it has ended."""
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Literal
+from typing import Literal, Self
 
 from onward.decoding.step import TokenLogprobs
 from onward.decoding.text import NoText, TextStream
@@ -68,6 +69,19 @@ class Row:
                 self.finish_reason = "stop"
         self.text += piece
         return piece
+
+    def fork(self) -> Self:
+        """Another row that goes on from here, for texts that part, as those of beams do."""
+        other = copy.copy(self)
+        other.token_ids, other.logprobs = self.token_ids.copy(), self.logprobs.copy()
+        other._stream = self._stream.fork()
+        return other
+
+    def take_over(self, ended: "Row") -> None:
+        """Be the row that a fork of this one has become when it ended."""
+        assert self.finish_reason is None, "a row that has ended is final"
+        assert ended.finish_reason is not None, "only a row's own end ends it"
+        self.__dict__.update(ended.fork().__dict__)
 
     def _ended(self, piece: str) -> FinishReason | None:
         if self._stream.stopped or (self._stop_when and self._stop_when(self.token_ids, self.text + piece)):

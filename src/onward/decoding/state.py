@@ -56,6 +56,13 @@ class DecodeState:
             return self._compacted(live)
         return replace(self, live=live)
 
+    def taken_back(self, place: int, last: int, count: int) -> Self:
+        """The state in which the row at `place` ends with the id `last`, `count` ids before where it stands."""
+        pending, offsets = list(self.pending), list(self.offsets)
+        pending[place] = (last,)
+        offsets[place] -= count
+        return replace(self, pending=tuple(pending), offsets=tuple(offsets))
+
     def _compacted(self, live: Sequence[bool]) -> Self:
         """Rows from the end move into the places of rows that ended: one copy for each, not one of everything."""
         count = sum(live)

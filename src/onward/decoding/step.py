@@ -66,12 +66,30 @@ class Picker:
         self._select = select
         self._taken: tuple[tuple[int, ...], Select | Sampler] | None = None
 
-    def __call__(self, logits: Tensor, positions: Tensor, owners: tuple[int, ...]) -> Tensor:
-        """The next id of each row: float [B, V] and int [B] -> int64 [B]; `owners` says which of the loop's rows."""
+    def __call__(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        owners: tuple[int, ...],
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """The next id of each row: float [B, V] and int [B] -> int64 [B]; `owners` says which of the loop's rows.
+
+        A `Sampler` also takes [B, K, V], [B, K] and a draft a row.
+        """
         select = self.of(owners)
         if isinstance(select, Sampler):
-            return select(logits, positions, self._histories_of(owners))
+            return select(logits, positions, self.histories_of(owners), drafts)
         return select(logits, positions)
+
+    def of_live(self, logits: Tensor, positions: Tensor, state: DecodeState) -> Tensor:
+        """As a call; a `Sampler` is not asked for rows that have ended, whose bans may leave nothing to draw: 0 there."""
+        if all(state.live) or not any(state.live) or not isinstance(self._select, Sampler):
+            return self(logits, positions, state.owners)
+        places = [place for place, live in enumerate(state.live) if live]
+        ids = torch.zeros(len(state.live), dtype=torch.int64, device=logits.device)
+        ids[places] = self(logits[places], positions[places], tuple(state.owners[place] for place in places))
+        return ids
 
     def of(self, owners: tuple[int, ...]) -> Select | Sampler:
         """What picks for these rows."""
@@ -81,12 +99,12 @@ class Picker:
             self._taken = (owners, self._select.take(owners))
         return self._taken[1]
 
-    def _histories_of(self, owners: tuple[int, ...]) -> Sequence[History] | None:
+    def histories_of(self, owners: tuple[int, ...]) -> Sequence[History] | None:
         return None if self.histories is None else [self.histories[owner] for owner in owners]
 
     def tokens(self, ids: Sequence[int], logits: Tensor, state: DecodeState) -> Emitted:
         """The ids picked from logits [B, V] as tokens, one a row, remembered in the histories."""
-        told = self._told(ids, logits)
+        told = [None] * len(ids) if self.top_logprobs is None else token_logprobs(ids, logits, self.top_logprobs)
         emitted: Emitted = []
         for place, (token, live) in enumerate(zip(ids, state.live, strict=True)):
             if live and self.histories is not None:
@@ -94,16 +112,14 @@ class Picker:
             emitted.append([Token(token, told[place])] if live else [])
         return emitted
 
-    def _told(self, ids: Sequence[int], logits: Tensor) -> Sequence[TokenLogprobs | None]:
-        if self.top_logprobs is None:
-            return [None] * len(ids)
-        found = logprobs(logits, torch.tensor(ids, device=logits.device), self.top_logprobs)
-        return [
-            TokenLogprobs(chosen, tuple(zip(top_ids, top, strict=True)))
-            for chosen, top_ids, top in zip(
-                found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist(), strict=True
-            )
-        ]
+
+def token_logprobs(ids: Sequence[int], logits: Tensor, top: int) -> list[TokenLogprobs]:
+    """Of ids [N], each under its row of logits [N, V], with the `top` likeliest of that row."""
+    found = logprobs(logits, torch.tensor(ids, dtype=torch.int64, device=logits.device), top)
+    return [
+        TokenLogprobs(chosen, tuple(zip(top_ids, top, strict=True)))
+        for chosen, top_ids, top in zip(found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist(), strict=True)
+    ]
 
 
 class DecodeStep:
@@ -123,7 +139,7 @@ class DecodeStep:
         logits, cache = last_logits(self.run, state, self.chunk)
         next_at = [offset + len(ids) for offset, ids in zip(state.offsets, state.pending, strict=True)]
         positions = torch.tensor(next_at, dtype=torch.int32, device=state.device)
-        picked = self.picker(logits, positions, state.owners)
+        picked = self.picker.of_live(logits, positions, state)
         ids = checked_ids(picked, logits, state.live)
         emitted = self.picker.tokens(ids, logits, state)
         state = replace(
@@ -191,8 +207,12 @@ def checked_ids(picked: Tensor, logits: Tensor, live: Sequence[bool]) -> list[in
         [logits[0, ids[0]].item()] if len(ids) == 1 else logits.gather(1, picked.long().unsqueeze(1))[:, 0].tolist()
     )
     if not all(math.isfinite(value) for value, goes_on in zip(at_picked, live, strict=True) if goes_on):
-        raise OnwardError(
-            "the model returned logits that are NaN or infinite where a token was picked: look for "
-            "overflow (float16?), damaged weights or an uninitialised cache"
-        )
+        raise not_finite()
     return ids
+
+
+def not_finite() -> OnwardError:
+    return OnwardError(
+        "the model returned logits that are NaN or infinite where a token was picked: look for "
+        "overflow (float16?), damaged weights or an uninitialised cache"
+    )

@@ -1,6 +1,7 @@
 """Tensors in, tensors out: a rectangle of prompts and what follows them, through the one loop."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,10 +9,10 @@ from torch import Tensor
 from onward.decoding.loop import decode_loop
 from onward.decoding.row import Row
 from onward.decoding.state import DecodeState
-from onward.decoding.step import DecodeStep
+from onward.decoding.step import DecodeStep, Picker
 from onward.errors import ContextOverflowError, RequestError
-from onward.models import Model
-from onward.sampling import Sampler, SamplingParams
+from onward.models import Model, padded_length, reused_run
+from onward.sampling import History, Sampler, SamplingParams
 from onward.sampling.params import check_whole
 
 
@@ -27,6 +28,8 @@ def generate(
     eos: int | Sequence[int] = (),
     seed: int | Sequence[int] | None = None,
     pad: int | None = None,
+    compile: str = "auto",
+    **options: Any,
 ) -> Tensor:
     """Continue prompts of one length: int [B, P] -> int64 [B, P + max_new_tokens], on the prompts' device.
 
@@ -42,6 +45,9 @@ def generate(
         seed: the seed of every row, or one for each. A row is what its prompt and its seed make of it, alone or in a
             batch: equal prompts with an equal seed continue equally. None draws one for each row.
         pad: what fills a row after its end.
+        compile: as of `onward.LanguageModel`; later calls with the same model use the same programs.
+        options: further fields of `SamplingParams`, for every row: penalties, bans, bias. Texts are not known here, so
+            `stop` is refused, and bad words are ids.
 
     Raises:
         RequestError: an argument outside its range. ContextOverflowError: P + max_new_tokens is more than the model
@@ -50,27 +56,29 @@ def generate(
     if not isinstance(model, Model):
         raise RequestError(f"generate takes an onward.Model; got {type(model).__name__}: see onward.Model.from_module")
     prompts = _checked_prompts(prompt_tokens, model.vocab_size)
-    requests = [
-        SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=row_seed,
-            eos=eos,  # type: ignore[arg-type]  # one id is made a tuple
-        )
-        for row_seed in _row_seeds(seed, len(prompts))
-    ]
-    stop_ids = frozenset(requests[0].eos or ())
+    if options.get("stop"):
+        raise RequestError("stop strings need a text, and onward.generate knows ids alone: use eos, or LanguageModel")
+    common = SamplingParams().replace(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        eos=eos,  # one id is made a tuple
+        **options,
+    )
+    requests = [common.replace(seed=row_seed) for row_seed in _row_seeds(seed, len(prompts))]
+    stop_ids = frozenset() if common.ignore_eos else frozenset(common.eos or ())
     for name, token in [("pad", pad), *(("eos", token) for token in stop_ids)]:
         if token is not None:
             _check_id(name, token, model.vocab_size)
     _check_room(model.max_seq_len, prompt_tokens.shape[1], max_new_tokens)
     rows = [Row(max_new_tokens, stop_ids) for _ in prompts]
-    cache = model.new_cache(len(prompts), prompt_tokens.shape[1] + max_new_tokens)
+    cache = model.new_cache(len(prompts), padded_length(prompt_tokens.shape[1] + max_new_tokens, model))
     state = DecodeState.start(prompts, cache, model.device, compact=True)
-    for _ in decode_loop(DecodeStep(model, Sampler(requests, model.device)), state, rows):
+    sampler = Sampler(requests, model.device)
+    picker = Picker(sampler, [History(prompt) for prompt in prompts] if sampler.needs_history else None)
+    for _ in decode_loop(DecodeStep(reused_run(model, compile), picker), state, rows):
         pass  # the rows collect their ids
     filled = [_filled(row.token_ids, max_new_tokens, pad) for row in rows]
     new = torch.tensor(filled, dtype=torch.int64, device=prompt_tokens.device).reshape(len(rows), max_new_tokens)

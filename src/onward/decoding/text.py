@@ -1,7 +1,8 @@
 """Tokens to text as they come: stop strings never leak, half characters never show."""
 
+import copy
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from onward.decoding.detokenizer import Detokenizer
 
@@ -20,6 +21,10 @@ class TextStream(Protocol):
         """What was held back, when no token follows."""
         ...
 
+    def fork(self) -> Self:
+        """One that goes on from here by itself."""
+        ...
+
 
 class NoText:
     """For rows whose text nobody asks for."""
@@ -31,6 +36,9 @@ class NoText:
 
     def flush(self) -> str:
         return ""
+
+    def fork(self) -> Self:
+        return self
 
 
 class StopStrings:
@@ -52,6 +60,11 @@ class StopStrings:
         text = self._admit(self._detokenizer.flush())
         held, self._held = self._held, ""
         return text + held
+
+    def fork(self) -> Self:
+        other = copy.copy(self)
+        other._detokenizer = self._detokenizer.fork()
+        return other
 
     def _admit(self, text: str) -> str:
         if self.stopped:

@@ -5,7 +5,7 @@ from onward.models.decoder import DecoderParams, LayerParams, decoder_model
 from onward.models.families import FAMILIES, parameter_shapes, read_config, read_params
 from onward.models.model import Cache, Forward, Model, Params
 from onward.models.packing import pack_layer, pack_params
-from onward.models.run import ModelRun, padded_length
+from onward.models.run import ModelRun, check_backend, padded_length, reused_run
 
 __all__ = [
     "FAMILIES",
@@ -17,6 +17,7 @@ __all__ = [
     "Model",
     "ModelRun",
     "Params",
+    "check_backend",
     "decoder_model",
     "pack_layer",
     "pack_params",
@@ -24,4 +25,5 @@ __all__ = [
     "parameter_shapes",
     "read_config",
     "read_params",
+    "reused_run",
 ]

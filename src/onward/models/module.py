@@ -33,8 +33,7 @@ class ModuleForward:
     ) -> tuple[Tensor, Any]:
         """`logits_at` is handed to the module only where it is given: see `Model.selects_logits`."""
         if params is self.params:
-            self.params.clear()
-            self.params.update(_tensors_of(self._module))
+            self.look_up()
         else:
             self._check_names(params)
         _check_device(params, tokens)
@@ -43,6 +42,12 @@ class ModuleForward:
         with torch.no_grad(), eval_mode(self._module):
             returned = functional_call(self._called, named, (tokens, offsets, cache), wanted)
         return self._checked(returned, tokens if logits_at is None else logits_at)
+
+    def look_up(self) -> dict[str, Tensor]:
+        """`params`, brought up to the tensors that the module has now."""
+        self.params.clear()
+        self.params.update(_tensors_of(self._module))
+        return self.params
 
     def _check_names(self, params: dict[str, Tensor]) -> None:
         if differ := sorted(params.keys() ^ self.params.keys()):

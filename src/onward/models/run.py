@@ -6,7 +6,7 @@ from torch import Tensor
 
 from onward.errors import ProgramError, RequestError
 from onward.models.model import Cache, Model, run_plain
-from onward.program import BACKENDS, Program, Report, TraceError
+from onward.program import BACKENDS, Program, Programs, Report, TraceError, programs_of
 from onward.program import compile as compile_forward
 
 
@@ -15,33 +15,33 @@ class ModelRun:
 
     compile: "auto" takes the best backend of `onward.compile` and, for a forward that cannot be traced, runs it
         eagerly (`why_eager` says why); a backend by name insists on it; "eager" traces nothing.
+    programs: those of an earlier run of the same forward and params.
     """
 
-    def __init__(self, model: Model, compile: str = "auto") -> None:
-        if compile not in BACKENDS:
-            raise RequestError(f"compile is one of {', '.join(BACKENDS)}; got {compile!r}")
+    def __init__(self, model: Model, compile: str = "auto", programs: Programs | None = None) -> None:
+        check_backend(compile)
         self.model = model
         self.compile = compile
-        self.why_eager = "" if model.compiles else "the model says that it is not to be compiled"
-        self._eager = compile == "eager" or (compile == "auto" and not model.compiles)
+        self._programs = Programs() if programs is None else programs
+        self.why_eager = self._programs.refused if model.compiles else "the model says that it is not to be compiled"
+        self._eager = compile == "eager" or (compile == "auto" and bool(self.why_eager))
         self._program: Program | None = None
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Cache]:
         if not self._eager:
-            program = self._prepared(cache, tokens)
-            if program is not None:
-                return self._run(program, tokens, offsets, cache, logits_at)
+            return self._run(self._prepared(cache), tokens, offsets, cache, logits_at)
         return self.model(tokens, offsets, cache, logits_at)
 
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """What runs for [batch, tokens] at `offset`, and where the time goes."""
         cache = self.model.new_cache(batch, padded_length(offset + tokens, self.model))
         if not self._eager:
-            program = self._prepared(cache)
-            if program is not None:
-                return program.explain(cache, batch, tokens, offset)
+            try:
+                return self._prepared(cache).explain(cache, batch, tokens, offset)
+            except TraceError as error:
+                self._refuse(error)
         return Report("eager", [], [], self.why_eager)
 
     def _run(
@@ -56,27 +56,40 @@ class ModelRun:
             self._refuse(error)
             return self.model(tokens, offsets, cache, logits_at)
 
-    def _prepared(self, cache: Cache, tokens: Tensor | None = None) -> Program | None:
+    def _prepared(self, cache: Cache) -> Program:
         if self._program is None:
-            batch, length = (1, 1) if tokens is None else tokens.shape
-            try:
-                self._program = compile_forward(
-                    self.model.forward,
-                    params=self.model.params,
-                    cache=cache,
-                    batch=batch,
-                    tokens=length,
-                    backend=self.compile,  # type: ignore[arg-type]  # checked above
-                    selects_logits=self.model.selects_logits,
-                )
-            except TraceError as error:
-                self._refuse(error)
+            self._program = compile_forward(
+                self.model.forward,
+                params=self.model.params,
+                cache=cache,
+                tokens=0,  # the shapes that come are traced as they come
+                backend=self.compile,  # type: ignore[arg-type]  # checked above
+                selects_logits=self.model.selects_logits,
+                programs=self._programs,
+            )
         return self._program
 
     def _refuse(self, error: ProgramError) -> None:
         if self.compile != "auto":
             raise error
-        self.why_eager, self._eager, self._program = str(error), True, None
+        self.why_eager = self._programs.refused = str(error)
+        self._eager, self._program = True, None
+
+
+def check_backend(compile: str) -> None:
+    if compile not in BACKENDS:
+        raise RequestError(f"compile is one of {', '.join(BACKENDS)}; got {compile!r}")
+
+
+def reused_run(model: Model, compile: str = "auto") -> ModelRun:
+    """A `ModelRun` for one call: what calls before it with the same forward and params have made is used again.
+
+    On a GPU "auto" is eager: a CUDA graph belongs to a cache, and one call seldom repays capturing it.
+    """
+    if compile == "auto" and model.device.type != "cpu":
+        compile = "eager"
+    compiles = compile != "eager" and model.compiles
+    return ModelRun(model, compile, programs_of(model.forward, model.params) if compiles else None)
 
 
 def _without_params(

@@ -1,8 +1,21 @@
 """Programs: a forward as one call a step."""
 
+from onward.program.compiled import Programs
 from onward.program.cuda_graph import CudaGraphs
 from onward.program.explain import Missing, Report, Row
 from onward.program.program import BACKENDS, Program, compile
-from onward.program.trace import TraceError
+from onward.program.reuse import programs_of
+from onward.program.source_lines import TraceError
 
-__all__ = ["BACKENDS", "CudaGraphs", "Missing", "Program", "Report", "Row", "TraceError", "compile"]
+__all__ = [
+    "BACKENDS",
+    "CudaGraphs",
+    "Missing",
+    "Program",
+    "Programs",
+    "Report",
+    "Row",
+    "TraceError",
+    "compile",
+    "programs_of",
+]

@@ -1,5 +1,6 @@
 """Memory as a traced forward sees it: storages, and arrays that are views of them."""
 
+import weakref
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,15 +25,21 @@ class Kind(Enum):
 class Storage:
     """A run of memory.
 
-    index: its place among the trace's storages. nbytes: of the traced shapes. tensor: the memory itself where it
-    exists before the program runs (params, constants, the cache compiled with).
+    index: its place among the trace's storages. nbytes: of the traced shapes. constant: what the forward made.
+    param: the tensor among params; whoever calls the program holds it.
     """
 
     index: int
     kind: Kind
     nbytes: int
-    tensor: Tensor | None = None
     name: str = ""
+    constant: Tensor | None = None
+    param: "weakref.ref[Tensor] | None" = None
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The memory itself, where it is the same in every run: of params and constants."""
+        return self.constant if self.param is None else self.param()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onward.program.arrays import Array, Storage
-from onward.program.trace import Node
+from onward.program.nodes import Node
 
 
 class Address(NamedTuple):

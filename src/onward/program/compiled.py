@@ -2,29 +2,33 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from onward.errors import ProgramError
 from onward.native import Library
 from onward.program.arrays import Kind
 from onward.program.calls import KernelCall, TorchCall
 from onward.program.encode import Image, encode
+from onward.program.leaves import CacheLeaves, for_any_rows, imagined
 from onward.program.lower import fallbacks, is_whole, lower
 from onward.program.lowering import INFER
+from onward.program.lowering.builder import contiguous_strides
 from onward.program.memory import Arena
 from onward.program.native import NativeProgram, Signature
-from onward.program.shapes import FIRST, SECOND, Line, line_through
+from onward.program.shapes import MOST_ROWS, Grid, Shape, through
 from onward.program.trace import trace
 
 Forward = Callable[..., tuple[Tensor, Any]]
+T = TypeVar("T")
 
-# Programs kept: of a prompt's odd lengths only the last ones matter.
+# Programs kept, and families of them: of a prompt's odd lengths only the last ones matter.
 _KEPT = 32
+# Traced shapes that a family remembers, to confirm a grid with.
+_REMEMBERED = 4
 
 
 class MissingKernelsError(ProgramError):
@@ -33,11 +37,26 @@ class MissingKernelsError(ProgramError):
 
 @dataclass(eq=False)
 class _Family:
-    """Programs that differ in their number of tokens. line: one for all of them, once two were asked for."""
+    """Programs that differ in their numbers of rows and tokens. known: some that were traced. grids: for all shapes."""
 
-    seen: set[int] = field(default_factory=set)
-    line: Line | None = None
-    tried: bool = False
+    known: dict[Shape, tuple[Image, Signature]] = field(default_factory=dict)
+    grids: list[Grid] = field(default_factory=list)
+    tried: set[Hashable] = field(default_factory=set)
+
+
+class Programs:
+    """The programs of one forward and its params. They hold neither: `CompiledForward` does, or whoever calls.
+
+    One arena, so one run at a time: `lock`. refused: why the forward cannot be traced, once that was tried.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.refused = ""
+        self.arena = Arena()
+        self.families: OrderedDict[Hashable, _Family] = OrderedDict()
+        self.by_shape: OrderedDict[Hashable, NativeProgram] = OrderedDict()
+        self.leaves: CacheLeaves | None = None  # of the cache seen last
 
 
 class CompiledForward:
@@ -47,6 +66,7 @@ class CompiledForward:
     selects_logits: whether forward takes the keyword `logits_at`.
     fallback: "eager" lets torch run the operators that have no kernel, "raise" refuses them.
     most_tokens: the largest T that one program for every T is made for.
+    programs: those that were made before, of the same forward and the same tensors in params.
     """
 
     def __init__(
@@ -58,6 +78,7 @@ class CompiledForward:
         selects_logits: bool = False,
         fallback: str = "eager",
         most_tokens: int = 512,
+        programs: Programs | None = None,
     ) -> None:
         self._forward = forward
         self._params = params
@@ -65,77 +86,82 @@ class CompiledForward:
         self._selects_logits = selects_logits
         self._fallback = fallback
         self._most = most_tokens
-        self._arena = Arena()
-        self._programs: OrderedDict[Any, NativeProgram] = OrderedDict()
-        self._families: dict[Any, _Family] = {}
-        self._signatures: tuple[Any, Any] = (None, None)  # of the cache seen last
-        self._lock = threading.Lock()  # one arena: one run at a time
+        self._programs = Programs() if programs is None else programs
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        with self._lock:
-            program = self.program(tokens.shape[0], tokens.shape[1], cache, logits_at)
-            return program(tokens, offsets, cache, logits_at if self._selects_logits else None), cache
+        with self._programs.lock:
+            leaves = self._leaves(cache)
+            program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves, logits_at)
+            return program(tokens, offsets, leaves, logits_at if self._selects_logits else None), cache
 
     def timed(
         self, tokens: Tensor, offsets: Tensor, cache: Any, rounds: int
     ) -> list[tuple[KernelCall | TorchCall, float]]:
         """Run it `rounds` times; the mean seconds of each of its calls."""
-        with self._lock:
-            return self.program(tokens.shape[0], tokens.shape[1], cache).timed(tokens, offsets, cache, rounds)
+        with self._programs.lock:
+            leaves = self._leaves(cache)
+            # Of exactly this shape: the calls of a grid's program know the sizes of its largest only.
+            image, made = self._traced(Shape(*tokens.shape), None, cache)
+            program = NativeProgram(image, made, self._library, self._programs.arena)
+            return program.timed(tokens, offsets, leaves, rounds)
 
-    def program(self, batch: int, tokens: int, cache: Any, logits_at: Tensor | None = None) -> NativeProgram:
+    def prepare(self, batch: int, tokens: int, cache: Any) -> NativeProgram:
         """The program for these shapes, made where there is none."""
+        with self._programs.lock:
+            return self._program(batch, tokens, cache, self._leaves(cache))
+
+    def _leaves(self, cache: Any) -> CacheLeaves:
+        leaves = self._programs.leaves
+        if leaves is None or not leaves.are_of(cache):
+            leaves = self._programs.leaves = CacheLeaves(cache)
+        return leaves
+
+    def _program(
+        self, batch: int, tokens: int, cache: Any, leaves: CacheLeaves, logits_at: Tensor | None = None
+    ) -> NativeProgram:
         wanted = None if logits_at is None or not self._selects_logits else logits_at.shape[1]
-        key = (batch, tokens, wanted, self._cache_signature(cache))
-        program = self._programs.get(key)
-        if program is None:
-            program = self._make(key, cache)
-            self._programs[key] = program
-            if len(self._programs) > _KEPT:
-                self._programs.popitem(last=False)
+        key = (batch, tokens, wanted, leaves.signature)
+        return _kept(self._programs.by_shape, key, lambda: self._make(Shape(batch, tokens), wanted, cache, leaves))
+
+    def _make(self, shape: Shape, wanted: int | None, cache: Any, leaves: CacheLeaves) -> NativeProgram:
+        several = shape.batch > 1
+        signature = for_any_rows(leaves.signature, shape.batch) if several else leaves.signature
+        family = _kept(self._programs.families, (several, shape.tokens > 1, wanted, signature), _Family)
+
+        def traced(shape: Shape) -> tuple[Image, Signature]:
+            return self._traced(shape, wanted, imagined(cache, signature, shape.batch))
+
+        grid = self._grid(family, shape, traced)
+        if grid is not None:
+            image, made = grid.image(shape), _resized(grid.signature, shape, wanted)
         else:
-            self._programs.move_to_end(key)
-        return program
+            image, made = family.known.get(shape) or traced(shape)
+            if len(family.known) < _REMEMBERED:
+                family.known[shape] = image, made
+        return NativeProgram(image, made, self._library, self._programs.arena)
 
-    def _cache_signature(self, cache: Any) -> Any:
-        if self._signatures[0] is not cache or not isinstance(cache, tuple):
-            leaves = [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor)]
-            found = tuple((tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) for leaf in leaves)
-            self._signatures = (cache, found)
-        return self._signatures[1]
-
-    def _make(self, key: Any, cache: Any) -> NativeProgram:
-        batch, tokens, wanted, signature = key
-        family = self._families.setdefault((batch, wanted, signature), _Family())
-        if 1 < tokens <= self._most and tokens not in family.seen:
-            family.seen.add(tokens)
-            if len(family.seen) > 1 and not family.tried:
-                family.tried = True
-                family.line = self._line(batch, wanted, cache)
-            if family.line is not None:
-                return self._from_line(family.line, batch, tokens, wanted)
-        image, made = self._traced(batch, tokens, wanted, cache)
-        return NativeProgram(image, made, self._library, self._arena)
-
-    def _from_line(self, line: Line, batch: int, tokens: int, wanted: int | None) -> NativeProgram:
-        made = line.signature
-        inputs = dict(made.inputs)
-        inputs[Kind.TOKENS] = replace(inputs[Kind.TOKENS], shape=(batch, tokens), strides=(tokens, 1))
-        shape = (batch, tokens if wanted is None else wanted, made.logits_shape[2])
-        signature = replace(made, inputs=inputs, logits_shape=shape)
-        return NativeProgram(line.image(tokens), signature, self._library, self._arena)
-
-    def _line(self, batch: int, wanted: int | None, cache: Any) -> Line | None:
-        at = (FIRST, SECOND, self._most)
-        if self._most <= SECOND:
+    def _grid(self, family: _Family, shape: Shape, traced: Callable[[Shape], tuple[Image, Signature]]) -> Grid | None:
+        """The programs for all shapes of a family, this one among them, as soon as a second one is asked for."""
+        for grid in family.grids:
+            if grid.covers(shape):
+                return grid
+        if shape in family.known or shape.tokens > self._most or shape.batch > MOST_ROWS:
             return None
-        (first, _), (second, _), (last, signature) = (self._traced(batch, tokens, wanted, cache) for tokens in at)
-        return line_through((first, second, last), at, signature)
+        for free in _axes(family, shape):
+            fixed = Shape(0 if free[0] else shape.batch, 0 if free[1] else shape.tokens)
+            if (free, fixed) not in family.tried:
+                known = {each: image for each, (image, _) in family.known.items()}
+                made = through(traced, fixed, free, self._most, known)
+                family.tried.add((free, fixed))
+                if made is not None:
+                    family.grids.append(made)
+                    return made
+        return None
 
-    def _traced(self, batch: int, tokens: int, wanted: int | None, cache: Any) -> tuple[Image, Signature]:
-        traced = trace(self._forward, self._params, cache, batch, tokens, wanted, whole=is_whole, infer=INFER)
+    def _traced(self, shape: Shape, wanted: int | None, cache: Any) -> tuple[Image, Signature]:
+        traced = trace(self._forward, self._params, cache, *shape, wanted, whole=is_whole, infer=INFER)
         calls = lower(traced)
         missing = fallbacks(calls)
         if missing and self._fallback == "raise":
@@ -143,6 +169,36 @@ class CompiledForward:
         assert traced.logits is not None
         made = Signature(traced.inputs, traced.cache, traced.logits.shape, traced.logits.dtype)
         return encode(calls, traced.storages, self._library), made
+
+
+def _axes(family: _Family, shape: Shape) -> list[tuple[bool, bool]]:
+    """Along which axes, rows and tokens, shapes were asked for that differ from this one: both, or one alone."""
+    differing = {(known.batch != shape.batch, known.tokens != shape.tokens) for known in family.known}
+    both = {(True, True)} if any(rows for rows, _ in differing) and any(tokens for _, tokens in differing) else set()
+    return sorted((differing | both) - {(False, False)}, reverse=True)
+
+
+def _resized(made: Signature, shape: Shape, wanted: int | None) -> Signature:
+    """The signature of a grid's largest program for another shape."""
+    count = shape.tokens if wanted is None else wanted
+    sizes = {Kind.TOKENS: shape, Kind.OFFSETS: (shape.batch,), Kind.LOGITS_AT: (shape.batch, count)}
+    inputs = {
+        kind: replace(array, shape=tuple(sizes[kind]), strides=contiguous_strides(sizes[kind]))
+        for kind, array in made.inputs.items()
+    }
+    return replace(made, inputs=inputs, logits_shape=(shape.batch, count, made.logits_shape[2]))
+
+
+def _kept(among: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
+    """What was made for the key before, or is now; the one used longest ago makes room."""
+    found = among.get(key)
+    if found is None:
+        found = among[key] = make()
+        if len(among) > _KEPT:
+            among.popitem(last=False)
+    else:
+        among.move_to_end(key)
+    return found
 
 
 def _listed(calls: list[TorchCall]) -> str:

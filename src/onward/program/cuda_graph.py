@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.errors import ProgramError
+from onward.errors import one_line
+from onward.program.source_lines import TraceError
 
 Forward = Callable[..., tuple[Tensor, Any]]
 _WARM_UP = 3
@@ -83,11 +84,14 @@ class CudaGraphs:
                 isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
                 for old, new in zip(before, after, strict=True)
             ):
-                raise ProgramError("a forward in a CUDA graph must write its cache in place and return that cache")
+                raise TraceError("a forward in a CUDA graph must write its cache in place and return that cache")
             return logits
 
         # Running it changes nothing but the positions that this very call will write.
-        replay, logits = self._capture(step)
+        try:
+            replay, logits = self._capture(step)
+        except RuntimeError as error:  # it synchronises, or reads a value
+            raise TraceError(f"the forward cannot be captured as a CUDA graph: {one_line(error)}") from error
         return _Captured(replay, *given, logits)
 
     def _call(self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None) -> tuple[Tensor, Any]:

@@ -1,5 +1,6 @@
 """What a program does and where its time goes, as a table."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from onward.program.calls import KernelCall, TorchCall
 from onward.program.compiled import CompiledForward
 
 _ROUNDS = 5
+_WIDTH = 80
 # Kernels that read some rows of a table, not all of it.
 _LOOKUPS = ("onward_gather_rows", "onward_linear_rows")
 
@@ -63,7 +65,9 @@ class Report:
                 )
             lines.append(f"{'sum':<24} {'':<16} {sum(r.calls for r in self.rows):>5} "
                          f"{sum(r.nbytes for r in self.rows) / 1e6:>8.2f} {self.seconds * 1e6:>9.1f}")  # fmt: skip
-        lines += [f"run by torch: {m.op} at {m.where}: {m.why}" for m in self.missing]
+        for m in self.missing:
+            text = f"run by torch: {m.op} at {m.where}: {m.why}"
+            lines += textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 4, break_long_words=False)
         return "\n".join(lines)
 
 

@@ -9,8 +9,8 @@ from torch._ops import OpOverload
 from onward.program.arrays import Array, Kind
 from onward.program.calls import Call, TorchCall
 from onward.program.lowering import RULES, Builder, Unsupported
+from onward.program.nodes import Node, Trace
 from onward.program.rewrite import Item, Joined, rewrite
-from onward.program.trace import Node, Trace
 
 aten = torch.ops.aten
 

@@ -1,5 +1,6 @@
 """Where a program's memory is: one arena for temporaries, and tensors that others own."""
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,9 +26,9 @@ class Arena:
 
 
 class Addresses:
-    """The tensors behind the storages of one image, and its words with their addresses in.
+    """The memory behind the storages of one image, and its words with the addresses in.
 
-    Inputs, logits and temporaries are given with every `bind`; params and constants stay.
+    Inputs, cache and logits are given and held weakly; params and constants stay.
     """
 
     def __init__(self, image: Image, arena: Arena) -> None:
@@ -35,9 +36,8 @@ class Addresses:
         self._image = image
         self._arena = arena
         self._slot_offsets, self._arena_bytes = arena_offsets(image.slot_bytes)
-        self._tensors: dict[int, Tensor] = {
-            s.index: s.tensor for s in image.storages if s.kind in (Kind.PARAM, Kind.CONSTANT) and s.tensor is not None
-        }
+        self._fixed = [s for s in image.storages if s.kind in (Kind.PARAM, Kind.CONSTANT)]
+        self._given: dict[int, weakref.ref[Tensor]] = {}
         self._bound: Tensor | None = None
         logits = [s for s in image.storages if s.kind is Kind.LOGITS]
         self._logits = logits[0]
@@ -51,20 +51,22 @@ class Addresses:
     def bind(self, given: Sequence[tuple[Storage, Tensor]]) -> None:
         """Point every address at the memory it means."""
         self._arena.reserve(self._arena_bytes)
-        for storage, tensor in given:
-            self._tensors[storage.index] = tensor
+        tensors = {storage.index: storage.tensor for storage in self._fixed}
+        tensors |= {storage.index: tensor for storage, tensor in given}
+        self._given = {storage.index: weakref.ref(tensor) for storage, tensor in given}
         image = self._image
         addresses = np.zeros(1 + len(self._slot_offsets) + len(image.storages), dtype=np.int64)
         addresses[0] = self.words.ctypes.data
         addresses[1 : 1 + len(self._slot_offsets)] = self._arena.memory.data_ptr() + self._slot_offsets
-        for index, tensor in self._tensors.items():
+        for index, tensor in tensors.items():
+            assert tensor is not None, "params that a program was traced with are gone"
             addresses[1 + len(self._slot_offsets) + index] = tensor.data_ptr()
         self.words[image.places] = addresses[image.bases] + image.offsets
         self._bound = self._arena.memory
 
     def point_logits(self, logits: Tensor) -> None:
         """Have the logits written into this tensor."""
-        self._tensors[self._logits.index] = logits
+        self._given[self._logits.index] = weakref.ref(logits)
         self.words[self._logits_places] = logits.data_ptr() + self._logits_offsets
 
     def tensor(self, array: Array) -> Tensor:
@@ -76,7 +78,9 @@ class Addresses:
             raw = self._arena.memory[begin : begin + int(self._image.slot_bytes[slot]) // size * size]
             memory = raw.view(array.dtype)
         else:
-            owned = self._tensors[array.storage.index]
+            given = self._given.get(array.storage.index)
+            owned = array.storage.tensor if given is None else given()
+            assert owned is not None
             # A leaf's own shape says nothing of the array's: both count from the leaf's first element.
             memory = owned if owned.dtype == array.dtype else owned.view(array.dtype)
             return torch.as_strided(memory, array.shape, array.strides, owned.storage_offset() + array.offset)

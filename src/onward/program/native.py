@@ -2,7 +2,6 @@
 
 import ctypes
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch.utils import _pytree as pytree
 from onward.errors import ProgramError
 from onward.native import Library
 from onward.native.interface import Status
-from onward.program.arrays import Array, Kind, Storage
+from onward.program.arrays import Array, Kind
 from onward.program.calls import KernelCall, TorchCall
 from onward.program.encode import Image, Segment
+from onward.program.leaves import CacheLeaves
 from onward.program.memory import Addresses, Arena
 
 
@@ -43,57 +43,39 @@ class NativeProgram:
         self._inputs = {kind: torch.empty(array.shape, dtype=array.dtype) for kind, array in signature.inputs.items()}
         self._input_storages = {kind: array.storage for kind, array in signature.inputs.items()}
         self._failed = ctypes.c_int64(-1)
-        self._torch_calls: dict[int, _Prepared] = {}
-        self._cache: Any = None
-        self._cache_leaves: list[tuple[Storage, Tensor]] = []
+        self._leaves: CacheLeaves | None = None  # of the cache whose addresses are in the code
         self._seconds: list[float] | None = None  # of each call, while it is timed
 
-    def __call__(self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None) -> Tensor:
-        """Run it; logits of their own memory."""
+    def __call__(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:
+        """Run it over a cache of the signature it was made for; logits of their own memory."""
         logits = torch.empty(self.signature.logits_shape, dtype=self.signature.logits_dtype)
         self._inputs[Kind.TOKENS].copy_(tokens)
         self._inputs[Kind.OFFSETS].copy_(offsets)
         if logits_at is not None:
             self._inputs[Kind.LOGITS_AT].copy_(logits_at)
-        self._bind(cache)
+        if leaves is not self._leaves or self._addresses.stale():
+            self._bind(leaves)
         self._addresses.point_logits(logits)
         self._run(offsets)
         return logits
 
-    def _bind(self, cache: Any) -> None:
-        if cache is not self._cache or not isinstance(cache, tuple):
-            leaves = [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor)]
-            self._check_cache(leaves)
-            arrays = self.signature.cache
-            self._cache_leaves = [(array.storage, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
-            self._cache = cache
-            moved = True
-        else:
-            moved = False
-        if moved or self._addresses.stale():
-            inputs = [(self._input_storages[kind], tensor) for kind, tensor in self._inputs.items()]
-            self._addresses.bind([*inputs, *self._cache_leaves])
-            self._torch_calls.clear()
-
-    def _check_cache(self, leaves: Sequence[Tensor]) -> None:
-        wanted = self.signature.cache
-        fits = len(leaves) == len(wanted) and all(
-            tuple(leaf.shape) == array.shape and leaf.dtype == array.dtype and tuple(leaf.stride()) == array.strides
-            for leaf, array in zip(leaves, wanted, strict=True)
-        )
-        if not fits:
-            raise ProgramError("the cache is not of the shapes and dtypes that the program was compiled for")
+    def _bind(self, leaves: CacheLeaves) -> None:
+        self._leaves = None  # until all is done: an interrupt may come in between
+        inputs = [(self._input_storages[kind], tensor) for kind, tensor in self._inputs.items()]
+        storages = [array.storage for array in self.signature.cache]
+        self._addresses.bind([*inputs, *zip(storages, leaves.tensors(), strict=True)])
+        self._leaves = leaves
 
     def timed(
-        self, tokens: Tensor, offsets: Tensor, cache: Any, rounds: int
+        self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, rounds: int
     ) -> list[tuple[KernelCall | TorchCall, float]]:
         """Run it `rounds` times after a first; each call with its mean seconds."""
-        self(tokens, offsets, cache, None)
+        self(tokens, offsets, leaves, None)
         calls = self.image.calls
         self._seconds = [0.0] * len(calls)
         try:
             for _ in range(rounds):
-                self(tokens, offsets, cache, None)
+                self(tokens, offsets, leaves, None)
             return [(call, seconds / rounds) for call, seconds in zip(calls, self._seconds, strict=True)]
         finally:
             self._seconds = None
@@ -126,10 +108,17 @@ class NativeProgram:
                 self._seconds[first + index] += spent * 1e-9
 
     def _run_torch(self, call: TorchCall) -> None:
-        prepared = self._torch_calls.get(id(call))
-        if prepared is None:
-            prepared = self._torch_calls[id(call)] = _Prepared(call, self._addresses)
-        prepared.run()
+        """Run an operator on tensors over the program's memory; they are made anew, for they would hold the cache."""
+        node = call.node
+
+        def real(leaf: Any) -> Any:
+            return self._addresses.tensor(leaf) if isinstance(leaf, Array) else leaf
+
+        args, kwargs = pytree.tree_map(real, (node.args, node.kwargs))
+        made = pytree.tree_leaves(node.op(*args, **kwargs))
+        results = [leaf for leaf in made if isinstance(leaf, Tensor)]
+        for array, result in zip(node.outputs, results, strict=False):
+            self._addresses.tensor(array).copy_(result)
 
     def _fail(self, status: int, place: int, offsets: Tensor) -> None:
         call = self._call_at(place)
@@ -153,25 +142,8 @@ def _likely_cause(call: KernelCall, offsets: Tensor) -> str:
             "stop before it is full"
         )
     if call.kernel in ("onward_gather_rows", "onward_linear_rows"):
-        return "a token id outside the vocabulary"
+        rows = call.args[4 if call.kernel == "onward_gather_rows" else 1]
+        return (
+            f"an index outside a table of {rows} rows: a token id outside the vocabulary, or a position past the last"
+        )
     return "arguments it cannot take; this is a defect of onward, please report it"
-
-
-class _Prepared:
-    """An operator for torch with its tensors at hand."""
-
-    def __init__(self, call: TorchCall, addresses: Addresses) -> None:
-        node = call.node
-
-        def real(leaf: Any) -> Any:
-            return addresses.tensor(leaf) if isinstance(leaf, Array) else leaf
-
-        self._op = node.op
-        self._args, self._kwargs = pytree.tree_map(real, (node.args, node.kwargs))
-        self._outputs = [addresses.tensor(array) for array in node.outputs]
-
-    def run(self) -> None:
-        made = pytree.tree_leaves(self._op(*self._args, **self._kwargs))
-        results = [leaf for leaf in made if isinstance(leaf, Tensor)]
-        for to, result in zip(self._outputs, results, strict=False):
-            to.copy_(result)

@@ -6,14 +6,14 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from onward.errors import ProgramError, RequestError
 from onward.native import NativeUnavailableError
 from onward.ops.operators import usable_library
-from onward.program.compiled import CompiledForward, MissingKernelsError
+from onward.program.compiled import CompiledForward, MissingKernelsError, Programs
 from onward.program.cuda_graph import CudaGraphs
 from onward.program.explain import Report, explain_native
+from onward.program.leaves import leaves_of
 
 Forward = Callable[..., tuple[Tensor, Any]]
 Backend = Literal["auto", "native", "cuda", "inductor", "eager"]
@@ -60,6 +60,8 @@ class Program:
                 f"a program wants tokens int32 [B, T] and offsets int32 [B]; got {tokens.dtype} {list(tokens.shape)} "
                 f"and {offsets.dtype} {list(offsets.shape)}"
             )
+        if not tokens.numel():
+            raise ProgramError(f"a program wants at least one row and one token; got tokens {list(tokens.shape)}")
         if offsets.dtype != torch.int32:
             raise ProgramError(f"a program wants offsets int32 [B]; got {offsets.dtype}")
         return self._run(tokens, offsets, cache, logits_at)
@@ -84,6 +86,7 @@ def compile(
     backend: Backend = "auto",
     fallback: Fallback = "eager",
     selects_logits: bool = False,
+    programs: Programs | None = None,
 ) -> Program:
     """A forward as a program: on the CPU a flat list of native kernel calls, on CUDA a graph.
 
@@ -94,12 +97,13 @@ def compile(
         forward: (tokens int32 [B, T], offsets int32 [B], cache, params) -> (logits [B, T, V], cache), shape-stable.
         params: its weights; the program keeps them and sees later changes in place.
         cache: one of the shapes that it will be called with; only looked at.
-        batch, tokens: the shape to trace now, B and T.
+        batch, tokens: the shape to trace now, B and T; with tokens=0 none is traced before it is called.
         backend: "native" (CPU kernels), "cuda" (a CUDA graph), "inductor" (`torch.compile`), "eager"; "auto" takes the
             first that the machine and the params' device allow.
         fallback: what to do with operators that have no kernel: "eager" has torch run them in the middle of the
             program, "inductor" compiles the whole forward with `torch.compile`, "raise" refuses.
         selects_logits: whether forward takes the keyword `logits_at` (`onward.models.model`).
+        programs: those to begin with and to add to, of the same forward and the same tensors (`programs_of`).
 
     Raises:
         ProgramError: a forward that reads the value of a tensor, closes over tensors or returns something else than
@@ -120,11 +124,18 @@ def compile(
         return Program("inductor", partial(_eager, torch.compile(forward, fullgraph=True), params, selects_logits))
     if backend == "cuda":
         return Program("cuda", CudaGraphs(forward, params, selects_logits))
-    return _native(forward, params, cache, batch, tokens, fallback, selects_logits)
+    return _native(forward, params, cache, batch, tokens, fallback, selects_logits, programs)
 
 
 def _native(
-    forward: Forward, params: Any, cache: Any, batch: int, tokens: int, fallback: Fallback, selects_logits: bool
+    forward: Forward,
+    params: Any,
+    cache: Any,
+    batch: int,
+    tokens: int,
+    fallback: Fallback,
+    selects_logits: bool,
+    programs: Programs | None,
 ) -> Program:
     library = usable_library()
     if library is None:
@@ -134,10 +145,16 @@ def _native(
         )
     refuse = fallback != "eager"
     run = CompiledForward(
-        forward, params, library, selects_logits=selects_logits, fallback="raise" if refuse else "eager"
+        forward,
+        params,
+        library,
+        selects_logits=selects_logits,
+        fallback="raise" if refuse else "eager",
+        programs=programs,
     )
     try:
-        run.program(batch, tokens, cache)
+        if tokens:
+            run.prepare(batch, tokens, cache)
     except MissingKernelsError as missing:
         if fallback == "raise":
             raise
@@ -147,7 +164,7 @@ def _native(
 
 
 def _best_backend(params: Any) -> Backend:
-    devices = {leaf.device.type for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor)}
+    devices = {leaf.device.type for leaf in leaves_of(params) if isinstance(leaf, Tensor)}
     if devices == {"cuda"}:
         return "cuda"
     return "native" if devices <= {"cpu"} and usable_library() is not None else "eager"

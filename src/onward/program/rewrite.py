@@ -15,7 +15,7 @@ from onward.program.arrays import Array, Kind, Storage
 from onward.program.calls import address
 from onward.program.lowering import fused
 from onward.program.lowering.builder import Builder
-from onward.program.trace import Node, Trace
+from onward.program.nodes import Node, Trace
 
 ops = torch.ops.onward
 _LINEARS = (ops.packed_linear.default, ops.quantized_linear.default)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onward.errors import RequestError
+from onward.errors import NothingToDrawError, RequestError
 from onward.sampling.history import History, Ids
 from onward.sampling.params import SamplingParams
 from onward.sampling.penalties import (
@@ -72,7 +72,7 @@ class Adjustments:
         if self._bans:
             empty = (adjusted.amax(-1) == float("-inf")) & (before.amax(-1) > float("-inf"))
             if bool(empty.any()):
-                raise RequestError(
+                raise NothingToDrawError(
                     "logit_bias, bad_words, no_repeat_ngram_size and min_new_tokens together ban every id: nothing is "
                     "left to draw"
                 )

@@ -1,7 +1,9 @@
 """Counter-based noise: the same numbers for the same (seed, position, token id), whoever asks and in what order.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by the 64 bits of
-the seed. One counter serves four neighbouring ids: counter = (id // 4, position, 0, 0), word = id % 4.
+the seed. One counter serves four neighbouring ids: counter = (id // 4, position, stream, 0), word = id % 4. Streams
+keep apart what must not be correlated: 0 draws tokens, 1 tosses XTC's coins, 2 to 4 are the accept/resample rule's
+(`onward.speculation.verify`).
 """
 
 import torch
@@ -15,13 +17,14 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, stream: int = 0) -> Tensor:
     """Standard Gumbel noise for every id of every row.
 
     Args:
         seeds: int64 [B]; its 64 bits are the key (a seed of 2^63 or more stands there as a negative number).
         positions: int [B], the absolute position of the token to be drawn.
         vocab_size: V.
+        stream: which of the independent sequences of numbers.
 
     Returns:
         float64 [B, V]: -log(-log(u)), with u uniform on the open interval (0, 1) in steps of 2^-32; the same bits
@@ -29,20 +32,33 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """
     quads = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=seeds.device)
     zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
-    words = philox((quads, positions.to(torch.int64).unsqueeze(1), zero, zero), seeds.unsqueeze(1))
+    words = philox((quads, positions.to(torch.int64).unsqueeze(1), zero + stream, zero), seeds.unsqueeze(1))
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
     uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
     return -logarithm(-logarithm(uniform))
 
 
-def coins(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One uniform number a row, for decisions about a whole position (XTC): float64 [B] on (0, 1).
+def coins(seeds: Tensor, positions: Tensor, stream: int = 1) -> Tensor:
+    """One uniform number a row, for decisions about a whole position: float64 [B] on (0, 1).
 
-    int64 [B] and int [B] as of `gumbel_noise`. Counter (0, position, 1, 0): no id's noise uses it.
+    int64 [B] and int [B] as of `gumbel_noise`. Counter (0, position, stream, 0), in streams that draw no ids.
     """
     zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
-    word = philox((zero, positions.to(torch.int64), zero + 1, zero), seeds)[0]
+    word = philox((zero, positions.to(torch.int64), zero + stream, zero), seeds)[0]
     return (word.to(torch.float64) + 0.5) * 2.0**-32
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request: its own for sample 0, 64 bits of Philox keyed by it for the others.
+
+    Counter (index, 0, 0, 1), words 0 and 1, the low one first: no noise uses it.
+    """
+    if index == 0:
+        return seed
+    zero = torch.zeros((), dtype=torch.int64)
+    key = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
+    low, high, _, _ = philox((zero + index, zero, zero, zero + 1), key)
+    return int(low) | int(high) << 32
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seeds: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -106,6 +106,25 @@ class Sampler:
         flat, draw, rows = self._prepared(logits, histories, drafts)
         return self._filtered_further(draw.scores(flat), positions, draw, rows).view(shape)
 
+    def probabilities(self, logits: Tensor, positions: Tensor, histories: Sequence[History] | None = None) -> Tensor:
+        """What each row draws from: float64 [B, V], of logits [B, V] and positions int [B].
+
+        A greedy row's probability is that of its one id.
+
+        NaN for a row of logits that is no distribution.
+        """
+        probabilities = self.scores(logits, positions, histories).to(torch.float64).softmax(-1)
+        greedy_rows = self._draw.temperature == 0
+        if not bool(greedy_rows.any()):
+            return probabilities
+        picked = torch.nn.functional.one_hot(self(logits, positions, histories), logits.shape[-1])
+        return torch.where(greedy_rows.unsqueeze(1), picked.to(torch.float64), probabilities)
+
+    @property
+    def keys(self) -> Tensor:
+        """The 64 bits of the seeds as noise takes them: int64 [B]."""
+        return self._draw.keys
+
     def take(self, rows: Sequence[int]) -> Self:
         """A sampler of these rows, with the seeds they have here."""
         seeded = [self._rows[row].replace(seed=self.seeds[row]) for row in rows]

@@ -11,7 +11,7 @@ from onward.native.interface import Element
 from onward.ops.operators import DTYPES
 from onward.program.arrays import Array, Kind, Storage
 from onward.program.calls import Address, Argument, Call, KernelCall, address
-from onward.program.trace import Node, Trace
+from onward.program.nodes import Node, Trace
 
 ELEMENTS = {
     torch.float32: Element.F32,
@@ -53,7 +53,7 @@ class Builder:
     def constant(self, tensor: Tensor) -> Array:
         tensor = tensor.contiguous()
         storage = self._storage(Kind.CONSTANT, tensor.nbytes)
-        storage.tensor = tensor
+        storage.constant = tensor
         return Array(storage, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
 
     def scalar(self, value: float | int | bool, dtype: torch.dtype) -> Array:

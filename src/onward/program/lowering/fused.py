@@ -9,7 +9,7 @@ from onward.ops.quantized import FORMATS as QUANTIZED_FORMATS
 from onward.program.arrays import Array
 from onward.program.calls import Address, address
 from onward.program.lowering.builder import Builder, Unsupported, broadcast, float_code, lowers
-from onward.program.trace import Node
+from onward.program.nodes import Node
 
 ops = torch.ops.onward
 

@@ -22,7 +22,7 @@ from onward.program.lowering.builder import (
 )
 from onward.program.lowering.fused import as_float32, emit_attention, emit_layer_norm
 from onward.program.lowering.pointwise import INFER, broadcast_shapes, choose, empty_meta
-from onward.program.trace import Node
+from onward.program.nodes import Node
 
 aten = torch.ops.aten
 

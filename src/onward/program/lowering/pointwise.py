@@ -12,7 +12,7 @@ from onward.native.interface import Binary, Unary
 from onward.program.arrays import Array
 from onward.program.calls import address
 from onward.program.lowering.builder import ELEMENTS, Builder, Unsupported, broadcast, element_code, lowers, named
-from onward.program.trace import Node
+from onward.program.nodes import Node
 
 aten = torch.ops.aten
 

@@ -1,0 +1,46 @@
+"""`onward score`: how likely a model finds a text."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onward.cli.flags import ModelFlags
+from onward.cli.json_output import finite
+from onward.cli.loading import load_model
+from onward.cli.prompt import parse_ids, read_prompt
+from onward.cli.streaming import count
+from onward.cli.terminal import waiting
+
+
+def score(
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="The text; '-' or none reads standard input.")
+    ] = None,
+    *,
+    file: Annotated[Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the text from FILE.")] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="The text is token ids.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model: ModelFlags,
+) -> None:
+    """Print a text's perplexity under a model.
+
+    The first token is given: nothing predicts it, and it counts for nothing.
+    The log-likelihood is the sum of the others' logprobs, in nats; the
+    perplexity is exp of its mean, with the sign turned.
+    """
+    given = read_prompt(text, file)
+    prompt = parse_ids(given) if ids else given
+    lm = load_model(model)
+    with waiting("scoring …"):
+        found = lm.score(prompt)
+    assert not isinstance(found, list)
+    scored = len(found.token_ids) - 1
+    if as_json:
+        numbers = {"perplexity": finite(found.perplexity), "log_likelihood": finite(found.log_likelihood)}
+        typer.echo(json.dumps(numbers | {"tokens": scored}))
+    else:
+        typer.echo(
+            f"perplexity {found.perplexity:.6g} · log-likelihood {found.log_likelihood:.6g} · {count(scored, 'token')}"
+        )

@@ -1,0 +1,302 @@
+"""The dispatch mode that lists operators instead of running them.
+
+The tensors that a forward is given know their shapes, dtypes and strides and nothing else (`torch`'s meta device
+computes those), so a trace costs milliseconds, no arithmetic, and shows every place where a forward would depend on a
+value. What the forward makes of numbers alone (an `arange`, a mask) is computed for real, once, and kept.
+
+Operators come as the user wrote them (linear, softmax, scaled_dot_product_attention, …), not decomposed: that is
+what a dispatch mode sees in torch's inference mode. Views need no operator: an `Array` says where its elements lie.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onward.program.arrays import Array, Kind, Storage
+from onward.program.nodes import Node, Trace, found
+from onward.program.source_lines import TraceError, users_line
+
+aten = torch.ops.aten
+
+Infer = Callable[..., Tensor]
+
+# Operators whose result depends on values: their meta forms raise, or would lie.
+_READS_VALUES = {
+    aten.item.default,
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.allclose.default,
+    aten.nonzero.default,
+    aten.nonzero_numpy.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+}
+
+
+class Traced(Tensor):
+    """A tensor without memory that says it is on the CPU; `meta` is the same on the meta device."""
+
+    meta: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, meta: Tensor) -> "Traced":
+        traced: Traced = Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=torch.device("cpu"),
+        )
+        traced.meta = meta
+        return traced
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Traced({self.dtype}, {list(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TraceError(
+            f"{func} was called on a tensor of a forward that has been traced: a forward must not keep its tensors"
+        )
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, operators on `Traced` tensors are listed instead of run.
+
+    whole: says which composite operators to list as they are; others are taken apart by torch.
+    infer: what gives the result of an operator on meta tensors faster than torch does.
+    """
+
+    def __init__(self, whole: Callable[[OpOverload], bool], infer: Mapping[OpOverload, Infer]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self._whole = whole
+        self._infer = infer
+        self._storages: dict[int, Storage] = {}  # by the address of torch's own storage
+        self._kept: list[Tensor] = []  # while they live, no other storage takes their address
+        self._constants: dict[int, Tensor] = {}  # real tensors that the forward made, by id
+        self._stand_ins: dict[int, Tensor] = {}  # their meta tensors, by the address of their storage
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler (a second) to keep it away from this mode, and nothing here is compiled.
+        return False
+
+    # ── inputs ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stand_for(self, tensor: Tensor, kind: Kind, name: str) -> Traced:
+        """An input of the forward, with the shape and strides of `tensor`."""
+        return self.declare(tensor.shape, tensor.stride(), tensor.dtype, kind, name, tensor)
+
+    def declare(
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int] | None,
+        dtype: torch.dtype,
+        kind: Kind,
+        name: str,
+        tensor: Tensor | None = None,
+    ) -> Traced:
+        if strides is None:
+            meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        else:
+            meta = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")
+        storage = self._add_storage(meta, kind, None, name)
+        if kind is Kind.PARAM and tensor is not None:
+            storage.param = weakref.ref(tensor)
+        return Traced(meta)
+
+    def array(self, tensor: Tensor) -> Array:
+        """Where a traced tensor, or a constant, lies."""
+        meta = self._meta_of(tensor)
+        storage = self._storages[meta.untyped_storage()._cdata]
+        return Array(storage, meta.dtype, tuple(meta.shape), tuple(meta.stride()), int(meta.storage_offset()))
+
+    # ── operators ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(found(Tensor, (args, kwargs)))
+        if func is aten.lift_fresh.default:  # torch.tensor(…): a constant is born
+            return self._constant(args[0])
+        if not any(isinstance(t, Traced) or self._promoted(t) for t in tensors):
+            return self._compute(func, args, kwargs, tensors)
+        self._refuse_strangers(func, tensors)
+        if func in _READS_VALUES:
+            raise TraceError(
+                f"the forward reads the value of a tensor ({_plain_name(func)}) at {users_line()}: shapes and control "
+                "flow must not depend on values; keep the value in tensors, or do not compile this forward"
+            )
+        return self._record(func, args, kwargs, tensors)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        self._refuse_strangers(func, tensors)
+        made = func(*args, **kwargs)
+        for tensor in found(Tensor, made):
+            self._constant(tensor)
+        return made
+
+    def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            self._promote(tensor)
+        if not written and not self._whole(func) and func._can_decompose() and not _is_view(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        metas = {id(tensor): self._meta_of(tensor) for tensor in tensors}
+        meta_args, meta_kwargs = _replaced((args, kwargs), lambda tensor: metas[id(tensor)])
+        if kwargs.get("device") is not None:
+            meta_kwargs["device"] = torch.device("meta")
+        infer: Infer = self._infer.get(func, func)
+        made = infer(*meta_args, **meta_kwargs)
+        # An operator in place returns what it was given.
+        given = {id(metas[id(tensor)]): tensor for tensor in tensors}
+        known = {meta.untyped_storage()._cdata for meta in metas.values()}
+        results = _replaced(made, lambda meta: given.get(id(meta)) if id(meta) in given else Traced(meta))
+        new = [meta for meta in found(Tensor, made) if meta.untyped_storage()._cdata not in known]
+        for meta in new:
+            if meta.untyped_storage()._cdata not in self._storages:
+                self._add_storage(meta, Kind.TEMPORARY, None, "")
+        if new or written:
+            node_args, node_kwargs = _replaced((args, kwargs), self.array)
+            self.trace.nodes.append(
+                Node(
+                    func,
+                    node_args,
+                    node_kwargs,
+                    tuple(map(self.array, found(Tensor, results))) if new else (),
+                    tuple(map(self.array, written)),
+                    users_line(),
+                )
+            )
+        return results
+
+    # ── storages ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _add_storage(self, meta: Tensor, kind: Kind, constant: Tensor | None, name: str) -> Storage:
+        storage = Storage(len(self.trace.storages), kind, meta.untyped_storage().nbytes(), name, constant)
+        self.trace.storages.append(storage)
+        self._storages[meta.untyped_storage()._cdata] = storage
+        self._kept.append(meta)
+        return storage
+
+    def _constant(self, tensor: Tensor) -> Tensor:
+        self._constants[id(tensor)] = tensor
+        return tensor
+
+    def _meta_of(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Traced):
+            return tensor.meta
+        key = tensor.untyped_storage()._cdata
+        if key not in self._stand_ins:
+            elements = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+            whole = torch.empty(elements, dtype=tensor.dtype, device="meta")
+            memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), 0, (elements,), (1,))
+            self._stand_ins[key] = whole
+            self._add_storage(whole, Kind.CONSTANT, memory, "")
+        whole = self._stand_ins[key]
+        if whole.dtype != tensor.dtype:
+            whole = whole.view(tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _promoted(self, tensor: Tensor) -> bool:
+        """Whether it is a constant that traced values have been written into."""
+        if isinstance(tensor, Traced):
+            return True
+        meta = self._stand_ins.get(tensor.untyped_storage()._cdata)
+        return meta is not None and self._storages[meta.untyped_storage()._cdata].kind is Kind.TEMPORARY
+
+    def _promote(self, tensor: Tensor) -> None:
+        """Before a traced value is written into a constant it becomes memory of the program, with a copy's value."""
+        if self._promoted(tensor):
+            return
+        now = self.array(tensor).storage
+        assert now.tensor is not None
+        elements = (now.tensor.numel(),)
+        temporary = torch.empty(elements, dtype=now.tensor.dtype, device="meta")
+        self._add_storage(temporary, Kind.TEMPORARY, None, "")
+        self._stand_ins[tensor.untyped_storage()._cdata] = temporary
+        to = Array(self.trace.storages[-1], now.tensor.dtype, elements, (1,), 0)
+        source = replace(to, storage=now)
+        self.trace.nodes.append(Node(aten.copy_.default, (to, source), {}, (), (to,), users_line()))
+
+    def _refuse_strangers(self, func: Any, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if not isinstance(tensor, Traced) and id(tensor) not in self._constants:
+                raise TraceError(
+                    f"the forward closes over a tensor ({tensor.dtype} {list(tensor.shape)}), used by "
+                    f"{_plain_name(func)} at {users_line()}: weights are an argument; pass it in params"
+                )
+
+
+def _is_view(func: OpOverload) -> bool:
+    """reshape, flatten, … : they share memory where they can, which only trying shows."""
+    return func in _MAYBE_VIEWS or func.is_view
+
+
+_MAYBE_VIEWS = {
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten.expand_as.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.type_as.default,
+    aten.ravel.default,
+    aten.narrow.default,
+    aten.chunk.default,
+    aten.tensor_split.sections,
+    aten.unflatten.int,
+    aten.movedim.int,
+    aten.swapaxes.default,
+    aten.swapdims.default,
+    aten.squeeze_copy.default,
+    aten.numpy_T.default,
+    aten.mT.default,
+    aten.matrix_H.default,
+    aten.adjoint.default,
+    aten.atleast_2d.default,
+}
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an in-place operator changes."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [given[name] for name in names if isinstance(given.get(name), Tensor)]
+
+
+def _replaced(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
+    """The same with something else for each tensor. (pytree's own map takes three times as long.)"""
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if isinstance(value, list):
+        return [_replaced(item, tensor) for item in value]
+    if isinstance(value, tuple):
+        return tuple([_replaced(item, tensor) for item in value])
+    if isinstance(value, dict):
+        return {name: _replaced(item, tensor) for name, item in value.items()}
+    return value
+
+
+def _plain_name(func: Any) -> str:
+    return str(func).removesuffix(".default")

@@ -1,0 +1,99 @@
+"""Requests as rows of the loop, and rows as completions."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from onward.checkpoint import Tokenizer
+from onward.completion import Completion, Stopwatch
+from onward.decoding import (
+    BeamStep,
+    NoText,
+    Row,
+    Step,
+    StopStrings,
+    StreamingDetokenizer,
+    TextStream,
+    TokenLogprobs,
+)
+from onward.requests.options import GenerateOptions
+from onward.requests.request import Request
+from onward.sampling import fresh_seed, sample_seed
+from onward.speculation import SpeculativeStep
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests that run together, each in `options.rows` rows beside each other.
+
+    samples: the request of each row, with the seed of that row. rows: what the loop fills.
+    """
+
+    requests: Sequence[Request]
+    options: GenerateOptions
+    samples: Sequence[Request]
+    rows: Sequence[Row]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], options: GenerateOptions, tokenizer: Tokenizer | None) -> Self:
+        """The time limit counts from here."""
+        deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
+        samples = [sample for request in requests for sample in _samples(request, options)]
+        return cls(requests, options, samples, [_row(sample, options, deadline, tokenizer) for sample in samples])
+
+    def completions(
+        self,
+        step: Step,
+        watch: Stopwatch,
+        prompt_logprobs: Sequence[list[TokenLogprobs | None] | None],
+        cached_tokens: int,
+    ) -> list[Completion]:
+        """One a request, when all rows have ended. prompt_logprobs: of each request."""
+        each, options = self.options.rows, self.options
+        texts = [
+            Completion(
+                text=row.text,
+                token_ids=row.token_ids,
+                finish_reason=row.finish_reason or "length",
+                timing=watch.timing(place),
+                prompt_tokens=len(sample.prompt),
+                cached_tokens=cached_tokens,
+                seed=None if sample.params.temperature == 0 else sample.params.seed,
+                logprobs=None if options.logprobs is None else row.logprobs,
+                prompt_logprobs=prompt_logprobs[place // each],
+                score=_score(step, place),
+                speculation=step.speculation(place) if isinstance(step, SpeculativeStep) else None,
+            )
+            for place, (sample, row) in enumerate(zip(self.samples, self.rows, strict=True))
+        ]
+        return [_joined(texts[first : first + each], options) for first in range(0, len(texts), each)]
+
+
+def _samples(request: Request, options: GenerateOptions) -> list[Request]:
+    """The request once for each of its rows, with the seed of each."""
+    if options.beams > 1:
+        return [request] * options.rows
+    seed = fresh_seed() if request.params.seed is None else request.params.seed
+    seeds = [sample_seed(seed, index) for index in range(options.rows)]
+    return [replace(request, params=request.params.replace(seed=one)) for one in seeds]
+
+
+def _row(sample: Request, options: GenerateOptions, deadline: float | None, tokenizer: Tokenizer | None) -> Row:
+    params = sample.params
+    eos = frozenset() if params.ignore_eos or params.eos is None else frozenset(params.eos)
+    text: TextStream = NoText()
+    if tokenizer is not None:
+        text = StopStrings(StreamingDetokenizer(tokenizer.decode, before=sample.prompt), params.stop)
+    return Row(params.max_new_tokens, eos, text, stop_when=options.stop_when, deadline=deadline, cancel=options.cancel)
+
+
+def _score(step: Step, place: int) -> float | None:
+    """What beams make of the text in this row; None without beams, and where the row only repeats another's."""
+    return step.score(place) if isinstance(step, BeamStep) else None
+
+
+def _joined(texts: Sequence[Completion], options: GenerateOptions) -> Completion:
+    """One completion of a request's texts."""
+    first, *others = texts[: options.n]
+    return replace(first, others=[text for text in others if options.beams == 1 or text.score is not None])

@@ -1,0 +1,171 @@
+"""Requests through the one loop, and what comes out of it as pieces and completions."""
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from onward.cache import CompactableCache, KVCache, SizedCache
+from onward.checkpoint import Tokenizer
+from onward.completion import Completion, Piece, Stopwatch
+from onward.decoding import (
+    BeamOptions,
+    BeamStep,
+    DecodeState,
+    DecodeStep,
+    Picker,
+    PrefixCache,
+    PrefixTurn,
+    PromptLogprobs,
+    Step,
+    TokenLogprobs,
+    decode_loop,
+    prefilled,
+    spread,
+)
+from onward.errors import RequestError
+from onward.models import Cache, ModelRun, padded_length
+from onward.requests.batch import Batch
+from onward.requests.options import GenerateOptions
+from onward.requests.request import Request, check_room, check_top
+from onward.sampling import History, Sampler
+from onward.sampling.adjustments import Adjustments
+
+Pieces = Generator[Piece, None, list[Completion]]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs requests together, as the rows of one batch.
+
+    run: the model. tokenizer: None where texts stay empty. chunk: the most prompt tokens processed at once.
+    """
+
+    run: ModelRun
+    tokenizer: Tokenizer | None
+    chunk: int = 512
+
+    def pieces(
+        self,
+        requests: Sequence[Request],
+        options: GenerateOptions,
+        cache: Cache | PrefixCache | None = None,
+    ) -> Pieces:
+        """Checks that all of it can be served, then hands out a generator over the one loop.
+
+        cache: of `options.rows` rows a request, and overwritten; or of one text, to go on from what it holds; made
+        here if None.
+        """
+        self._check(requests, options, cache)
+        batch = Batch.of(requests, options, self.tokenizer)
+        return self._pieces(batch, self._step(batch), cache)
+
+    def _pieces(self, batch: Batch, step: Step, cache: Cache | PrefixCache | None) -> Pieces:
+        began = time.perf_counter()
+        turn = self._turn(batch, cache) if isinstance(cache, PrefixCache) else None
+        state, prompt_logprobs = self._start(batch, cache if turn is None else turn.cache, turn)
+        watch = Stopwatch(len(batch.rows), ahead=time.perf_counter() - began)
+        emitted = [0] * len(batch.rows)
+        emissions = decode_loop(step, state, batch.rows)
+        for emission in emissions if turn is None else turn.follow(emissions):
+            # Beams emit nothing; a step takes all of them further.
+            watch.lap(emission.seconds, [owner for owner, _, _ in emission.pieces] or emission.state.owners)
+            for owner, token, text in emission.pieces:
+                logprobs = batch.rows[owner].logprobs[emitted[owner]] if batch.options.logprobs is not None else None
+                emitted[owner] += 1
+                yield Piece(text, token, logprobs)
+        return batch.completions(step, watch, prompt_logprobs, 0 if turn is None else turn.kept)
+
+    def _turn(self, batch: Batch, prefix: PrefixCache) -> PrefixTurn:
+        (request,) = batch.requests
+        if batch.options.prompt_logprobs is not None:  # they want the whole prompt processed
+            prefix.truncate(0)
+        return prefix.begin(self.run.model, request.prompt, len(request.prompt) + request.params.max_new_tokens)
+
+    def _start(
+        self, batch: Batch, cache: Cache | None, turn: PrefixTurn | None
+    ) -> tuple[DecodeState, Sequence[list[TokenLogprobs | None] | None]]:
+        """What is pending, over the cache that holds the rest; and each prompt's logprobs, where they are wanted.
+
+        The texts of a prompt share its prefill, where rows of the cache can be copied.
+        """
+        model, requests, options = self.run.model, batch.requests, batch.options
+        # A cache of ours may be narrowed to the rows that go on; one that was given is to stay whole.
+        own = cache is None
+        if cache is None:
+            longest = max(len(request.prompt) + request.params.max_new_tokens for request in requests)
+            cache = model.new_cache(len(batch.rows), padded_length(longest, model))
+        shares = options.rows > 1 and isinstance(cache, CompactableCache)
+        copies = 1 if shares else options.rows
+        held = 0 if turn is None else turn.kept
+        pending = [request.prompt[held:] for request in requests for _ in range(copies)]
+        shared = cache.first_rows(len(requests)) if shares else cache
+        state = DecodeState.start(pending, shared, model.device, held, compact=own)
+        told = None
+        if options.prompt_logprobs is not None:
+            told = PromptLogprobs(pending, options.prompt_logprobs)
+            state = prefilled(self.run, state, told.chunk(self.chunk, model.vocab_size), told)
+        elif shares and any(request.params.max_new_tokens for request in requests):
+            state = prefilled(self.run, state, self.chunk)
+        if shares:
+            state = spread(state, cache, options.rows)
+        return state, [None] * len(requests) if told is None else told.found[::copies]
+
+    def _step(self, batch: Batch) -> Step:
+        """What the loop runs."""
+        params, options, device = [sample.params for sample in batch.samples], batch.options, self.run.model.device
+        if options.beams > 1:
+            histories = _histories(batch, Adjustments(params, device).needs_history)
+            beams = BeamOptions(options.beams, options.length_penalty, options.early_stopping)
+            return BeamStep(self.run, batch.rows, beams, params, histories, self.chunk, options.logprobs)
+        sampler = Sampler(params, device)
+        picker = Picker(sampler, _histories(batch, sampler.needs_history), options.logprobs)
+        if options.draft is None:
+            return DecodeStep(self.run, picker, self.chunk)
+        return options.draft.step(
+            self.run,
+            picker,
+            [sample.prompt for sample in batch.samples],
+            batch.rows,
+            max_len=max(len(sample.prompt) + sample.params.max_new_tokens for sample in batch.samples),
+            vocab_size=self.run.model.vocab_size,
+            device=device,
+            chunk=self.chunk,
+        )
+
+    def _check(self, requests: Sequence[Request], options: GenerateOptions, cache: Cache | PrefixCache | None) -> None:
+        model = self.run.model
+        cache_len = cache.max_len if isinstance(cache, SizedCache) else None
+        for request in requests:
+            check_room(len(request.prompt), request.params.max_new_tokens, model.max_seq_len, cache_len)
+        rows = len(requests) * options.rows
+        if isinstance(cache, PrefixCache) and rows != 1:
+            raise RequestError(f"a session goes on with one text at a time, and {rows} are asked for")
+        if isinstance(cache, KVCache) and cache.batch != rows:
+            each = "" if options.rows == 1 else f" of {options.rows} rows each"
+            raise RequestError(
+                f"the cache was made for {cache.batch} rows, and there are {len(requests)} prompts{each}"
+            )
+        for name, count in (("logprobs", options.logprobs), ("prompt_logprobs", options.prompt_logprobs)):
+            if count is not None:
+                check_top(name, count, model.vocab_size)
+
+
+def drained(pieces: Pieces) -> list[Completion]:
+    """Run to the end."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            completions: list[Completion] = end.value
+            return completions
+
+
+def only(pieces: Pieces) -> Generator[Piece, None, Completion]:
+    """The pieces of one request, and its completion in the end."""
+    (completion,) = yield from pieces
+    return completion
+
+
+def _histories(batch: Batch, needed: bool) -> list[History] | None:
+    """What each row has seen before it starts."""
+    return [History(sample.prompt) for sample in batch.samples] if needed else None

@@ -1,0 +1,60 @@
+"""How likely a model finds texts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onward.decoding import DecodeState, PromptLogprobs, TokenLogprobs, prefilled
+from onward.errors import RequestError
+from onward.models import ModelRun, padded_length
+
+# Texts of about one length run together, so many at once, and no more tokens than this in their cache.
+_MOST_ROWS = 8
+_MOST_TOKENS = 2**14
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a model finds a text. The first id is given: nothing predicts it, and it counts for nothing.
+
+    token_ids: T ids, T of 2 or more. logprobs: of each id given those before it, and of the likeliest at its place as
+    far as they were asked for; None for the first.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+    @property
+    def log_likelihood(self) -> float:
+        """The sum of the T - 1 logprobs, in nats."""
+        return math.fsum(one.chosen for one in self.logprobs if one is not None)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(-log_likelihood / (T - 1)); infinite where an id had no probability."""
+        mean = -self.log_likelihood / (len(self.token_ids) - 1)
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+def score_texts(run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int) -> list[Score]:
+    """The score of each text, in order; the same bits alone or among others."""
+    for ids in texts:
+        if len(ids) < 2:
+            raise RequestError(f"a text to score must have 2 ids at least, one to predict another from; got {ids}")
+    scores: dict[int, Score] = {}
+    by_length = sorted(range(len(texts)), key=lambda at: len(texts[at]), reverse=True)
+    while by_length:
+        rows = max(1, min(_MOST_ROWS, _MOST_TOKENS // len(texts[by_length[0]])))
+        together, by_length = by_length[:rows], by_length[rows:]
+        found = _logprobs(run, [texts[at] for at in together], top, chunk)
+        scores.update((at, Score(texts[at], logprobs)) for at, logprobs in zip(together, found, strict=True))
+    return [scores[at] for at in range(len(texts))]
+
+
+def _logprobs(run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int) -> list[list[TokenLogprobs | None]]:
+    model = run.model
+    collected = PromptLogprobs(texts, top)
+    cache = model.new_cache(len(texts), padded_length(max(map(len, texts)), model))
+    state = DecodeState.start(texts, cache, model.device)
+    prefilled(run, state, collected.chunk(chunk, model.vocab_size), collected)
+    return collected.found

@@ -1,0 +1,195 @@
+"""A saved session: a safetensors file with the ids, the keys and values of their positions, and whose they are.
+
+tokens               int32 [N]
+cache.<leaf>         a tensor of the cache, its first N positions: [1, G, N, D] of a `KVCache`
+__metadata__         onward_session (the format's version), model (a fingerprint), computed_by, capacity, notes,
+                     and sha256, of all else
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.cache.positions import first_positions, position_dims
+from onward.decoding import HeldCache
+from onward.errors import SessionError, one_line, warn
+from onward.files import write_whole
+from onward.models import Model, padded_length
+from onward.sessions.fingerprint import as_bytes, computed_by, difference, fingerprint
+
+MARK = "onward_session"
+VERSION = 1
+# Length of the cache that is compared with the one held, to see where its positions are; another where they agree.
+_PROBED = (16, 32)
+
+
+@dataclass(frozen=True)
+class SavedSession:
+    """tokens: the ids held. held: the cache that holds them, None for none. notes: strings that belong to it."""
+
+    tokens: list[int]
+    held: HeldCache | None
+    notes: dict[str, str]
+
+
+def save(file: Path, model: Model, session: SavedSession) -> None:
+    """Write the file whole or not at all. A file that stands there already is replaced if it is a saved session too.
+
+    Raises:
+        SessionError: it cannot be written, or is something else; notes that are no strings; a cache that is no pytree
+            of tensors.
+    """
+    if not all(isinstance(text, str) for note in session.notes.items() for text in note):
+        raise SessionError(f"the notes of a session are strings by name; got {session.notes!r}")
+    if file.exists():
+        _read_header(file, f"{str(file)!r} exists and is no saved session, choose another name")
+    tensors, capacity = _tensors(model, session)
+    metadata = {
+        MARK: str(VERSION),
+        "model": json.dumps(fingerprint(model)),
+        "computed_by": computed_by(model),
+        "capacity": str(capacity),
+        "notes": json.dumps(session.notes),
+    }
+    metadata["sha256"] = _digest(metadata, tensors)
+    try:
+        write_whole(file, lambda neighbour: save_file(tensors, neighbour, metadata))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:  # KeyError: a dtype that safetensors lacks
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        raise SessionError(f"{str(file)!r} cannot be written: {reason}") from error
+
+
+def load(file: Path, model: Model) -> SavedSession:
+    """Read a session that this model can go on with.
+
+    Raises:
+        SessionError: the file cannot be read, is damaged, something else, of a newer Onward or of another model.
+    """
+    metadata, tensors = _read(file)
+    try:
+        saved_model, capacity = json.loads(metadata["model"]), int(metadata["capacity"])
+        notes = {str(name): str(note) for name, note in json.loads(metadata["notes"]).items()}
+        tokens, there = tensors.pop("tokens").tolist(), metadata["computed_by"]
+        reason = difference(saved_model, model)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SessionError(f"{str(file)!r} is no session that Onward saved: {one_line(error)}") from error
+    if reason is not None:
+        raise SessionError(f"{str(file)!r} is the session of another model: {reason}")
+    if model.max_seq_len is not None and len(tokens) > model.max_seq_len:
+        raise SessionError(
+            f"{str(file)!r} holds {len(tokens)} tokens, but the context is {model.max_seq_len}: load the model with a "
+            "larger max_seq_len"
+        )
+    if (here := computed_by(model)) != there:
+        warn(
+            f"{str(file)!r} was computed by {there!r} and goes on by {here!r}, which may round "
+            "otherwise: its tokens can differ from those of a fresh call"
+        )
+    return SavedSession(tokens, _restored(file, model, tensors, len(tokens), capacity), notes)
+
+
+# ── the cache ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _tensors(model: Model, session: SavedSession) -> tuple[dict[str, Tensor], int]:
+    """What is stored of a session by name, and the capacity of its cache."""
+    tensors = {"tokens": torch.tensor(session.tokens, dtype=torch.int32)}
+    held, count = session.held, len(session.tokens)
+    if held is None or not count:
+        return tensors, 0
+    leaves = _leaves(held.cache)
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, Tensor):
+            raise SessionError(f"a cache is saved if it is a pytree of tensors; {name} is a {type(leaf).__name__}")
+    for (name, leaf), dim in zip(leaves.items(), _dims(model, held), strict=True):
+        # A copy: the cache goes on being written, and two leaves may share memory.
+        held_here = first_positions(leaf, dim, count).detach()
+        tensors[name] = held_here.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return tensors, held.capacity
+
+
+def _restored(file: Path, model: Model, tensors: Mapping[str, Tensor], count: int, capacity: int) -> HeldCache | None:
+    """A new cache that holds what was saved."""
+    if not tensors:
+        return None
+    held = HeldCache(model.new_cache(1, length := padded_length(count, model)), length)
+    if None in _dims(model, held) and length != capacity:
+        # A tensor that was saved whole is as long as its cache was.
+        held = HeldCache(model.new_cache(1, capacity), capacity)
+    leaves, dims = _leaves(held.cache), _dims(model, held)
+    if leaves.keys() != tensors.keys():
+        raise SessionError(f"{str(file)!r} holds a cache of other tensors than this model's")
+    for (name, leaf), dim in zip(leaves.items(), dims, strict=True):
+        to = first_positions(leaf, dim, count)
+        if (to.shape, to.dtype) != (tensors[name].shape, tensors[name].dtype):
+            raise SessionError(
+                f"{str(file)!r}: {name} is {tensors[name].dtype} {list(tensors[name].shape)}, but this model's cache "
+                f"wants {to.dtype} {list(to.shape)}"
+            )
+        to.copy_(tensors[name])
+    return held
+
+
+def _leaves(cache: Any) -> dict[str, Any]:
+    return {f"cache{pytree.keystr(path)}": leaf for path, leaf in pytree.tree_flatten_with_path(cache)[0]}
+
+
+def _dims(model: Model, held: HeldCache) -> list[int | None]:
+    """The positions' dimension of each of its tensors; None for one that is stored whole."""
+    length = next(length for length in _PROBED if length != held.capacity)
+    dims = position_dims(held.cache, held.capacity, model.new_cache(1, length), length)
+    return [None] * len(pytree.tree_leaves(held.cache)) if dims is None else dims
+
+
+# ── the file ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors, checked against their sum."""
+    metadata = _read_header(file, f"{str(file)!r} is no saved session or is damaged")
+    try:
+        with safe_open(file, framework="pt", device="cpu") as content:
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise SessionError(f"{str(file)!r} cannot be read: {one_line(error)}") from error
+    if _digest(metadata, tensors) != metadata.get("sha256"):
+        raise SessionError(f"{str(file)!r} is damaged: its contents are not what was saved")
+    return metadata, tensors
+
+
+def _read_header(file: Path, otherwise: str) -> dict[str, str]:
+    """The metadata of a session that this version can read; `otherwise` says what a file without is."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as content:
+            metadata: dict[str, str] = content.metadata() or {}
+    except OSError as error:
+        raise SessionError(f"{str(file)!r} cannot be read: {error.strerror or one_line(error)}") from error
+    except (SafetensorError, ValueError) as error:
+        raise SessionError(f"{otherwise}: {one_line(error)}") from error
+    version = metadata.get(MARK)
+    if version is None:
+        raise SessionError(f"{otherwise}: it is a safetensors file of something else")
+    if version != str(VERSION):
+        raise SessionError(
+            f"{str(file)!r} is a session of format {version}, and this Onward reads format {VERSION}: upgrade it"
+        )
+    return metadata
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """sha256 of all that a file holds, but for itself."""
+    described = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
+    rest = {key: value for key, value in metadata.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps([rest, described], sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(as_bytes(tensors[name]))
+    return digest.hexdigest()

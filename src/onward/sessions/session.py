@@ -1,0 +1,108 @@
+"""A text that goes on from call to call, and what of it need not be processed again."""
+
+import os
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from onward.checkpoint import Message
+from onward.completion import Completion, Piece
+from onward.decoding import PrefixCache
+from onward.errors import RequestError
+from onward.language_model import LanguageModel
+from onward.requests import Prompt
+from onward.requests.request import as_list
+from onward.sessions import file as session_file
+from onward.sessions.file import SavedSession
+
+
+class Session:
+    """A language model with the cache of one text: what a prompt shares with it is not processed again.
+
+    Each call takes the whole prompt, as `LanguageModel` does, and gives the very tokens that a fresh call would give.
+    The prompt's ids are compared with those held; as far as they agree the cache is kept, whatever was edited after.
+    So the next turn of a chat costs what it adds, another question about the same document costs the question, and
+    `Completion.cached_tokens` says how much was kept.
+
+        session = onward.Session(lm)
+        first = session.chat(messages)
+        messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And then?"}]
+        second = session.chat(messages)              # processes the new message only
+        session.save("talk.safetensors")             # … onward.Session.load("talk.safetensors", lm)
+
+    An interrupted or abandoned stream leaves a session that goes on from what was processed. A session decodes one
+    text at a time, and is not for two threads at once. Changing the model's weights makes it forget what it holds.
+
+    lm: the model. notes: strings of yours that are saved with it.
+    """
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self.lm = lm
+        self.notes: dict[str, str] = {}
+        self._prefix = PrefixCache()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids whose keys and values are held: the last prompt and what was generated, but for the last id, which
+        nothing was predicted from yet."""
+        return self._prefix.tokens
+
+    def generate(self, prompt: Prompt, **options: Any) -> Completion:
+        """`LanguageModel.generate` for one prompt; the same errors, before anything is lost."""
+        completion = self.lm.generate(_one(prompt), cache=self._prefix, **options)
+        assert isinstance(completion, Completion)
+        return completion
+
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[Piece, None, Completion]:
+        """`LanguageModel.stream`. It raises `RequestError` when it is gone on with after another call has begun."""
+        return self.lm.stream(_one(prompt), cache=self._prefix, **options)
+
+    def chat(self, messages: Sequence[Message], **options: Any) -> Completion:
+        """`LanguageModel.chat`: the conversation so far, all of it."""
+        return self.generate(self.lm.chat_prompt(messages, options.pop("template", None)), **options)
+
+    def stream_chat(self, messages: Sequence[Message], **options: Any) -> Generator[Piece, None, Completion]:
+        """`chat`, a `Piece` a token."""
+        return self.stream(self.lm.chat_prompt(messages, options.pop("template", None)), **options)
+
+    def truncate(self, length: int = 0) -> None:
+        """Forget the ids held from position `length` on; nothing is moved or cleared."""
+        self._prefix.truncate(length)
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the ids held, their keys and values, and the notes to a safetensors file, whole or not at all.
+
+        It is as large as the cache of so many positions, which `onward info` tells. Its owner alone can read it.
+
+        Raises:
+            SessionError: it cannot be written, something else stands there, or the model's cache is no pytree of
+                tensors.
+        """
+        if not self._prefix.is_of(self.lm.model):  # what is held belongs to weights that are gone
+            self.truncate(0)
+        saved = SavedSession(self._prefix.tokens, self._prefix.held, self.notes)
+        session_file.save(Path(file), self.lm.model, saved)
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str], lm: LanguageModel) -> Self:
+        """A session as it was saved, of the same model: the same weights in the same dtype or quantization.
+
+        Raises:
+            SessionError: the file cannot be read, is damaged, something else, of a newer Onward or of another model.
+        """
+        saved = session_file.load(Path(file), lm.model)
+        session = cls(lm)
+        session.notes = saved.notes
+        if saved.held is not None:
+            session._prefix.adopt(lm.model, saved.held, saved.tokens)
+        return session
+
+
+def _one(prompt: Prompt) -> Prompt:
+    prompts, is_batch = as_list(prompt)
+    if is_batch:
+        raise RequestError(
+            f"a session holds one text and takes one prompt; got a list of {len(prompts)}: use LanguageModel.generate "
+            "for several"
+        )
+    return prompt

@@ -1,0 +1,29 @@
+"""Speculation: several tokens a pass of the model, where a drafter guessed them. docs/speculation.md explains."""
+
+from onward.speculation.counts import Speculation
+from onward.speculation.drafter import Draft, Drafter, Drafting, DraftRequest, DraftRow
+from onward.speculation.inferencers import SpeculateOutput, speculate
+from onward.speculation.lookup import PromptLookup
+from onward.speculation.model_drafter import ModelDrafter
+from onward.speculation.speculator import Speculator
+from onward.speculation.step import SpeculativeStep
+from onward.speculation.suffix import SuffixLookup
+from onward.speculation.vocabulary import TokenTable, check_same_tokens
+
+__all__ = [
+    "Draft",
+    "DraftRequest",
+    "DraftRow",
+    "Drafter",
+    "Drafting",
+    "ModelDrafter",
+    "PromptLookup",
+    "SpeculateOutput",
+    "Speculation",
+    "SpeculativeStep",
+    "Speculator",
+    "SuffixLookup",
+    "TokenTable",
+    "check_same_tokens",
+    "speculate",
+]

@@ -1,0 +1,23 @@
+"""`--draft` on the command line: the same text, and what drafting brought."""
+
+import json
+
+import pytest
+from command_line import Cli
+
+
+@pytest.mark.parametrize("draft", ["demo-draft", "lookup", "suffix"])
+def test_a_drafted_text_is_the_text(cli: Cli, draft: str) -> None:
+    command = ("generate", "Once upon a time", "--seed", "3", "-n", "30", "--json")
+    plain, drafted = json.loads(cli(*command).out), json.loads(cli(*command, "--draft", draft).out)
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert plain["speculation"] is None
+    assert set(drafted["speculation"]) == {"drafted", "accepted", "rounds"}
+
+
+def test_what_cannot_be_a_draft_is_one_line(cli: Cli) -> None:
+    code, out, err = cli("generate", "a", "--draft", "no-such-model")
+    assert (code, out) == (2, "")
+    assert "no folder 'no-such-model'" in err
+    found = cli("generate", "a", "--draft", "lookup", "--beams", "2")
+    assert found == (2, "", "error: beams cannot use a draft: give --beams or --draft\n")

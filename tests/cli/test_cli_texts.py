@@ -1,0 +1,96 @@
+"""Several texts, beams, logprobs and scores on the command line say what Python says."""
+
+import dataclasses
+import json
+
+import pytest
+from command_line import Cli
+
+import onward
+from onward.cli.flags import GenerateFlags
+
+PROMPT = "Once upon a time"
+SAMPLED = ("-n", "10", "-t", "0.9", "--seed", "7")
+OPTIONS = {"max_new_tokens": 10, "temperature": 0.9, "seed": 7}
+
+
+def test_samples_are_printed_apart(cli: Cli, loaded: onward.LanguageModel) -> None:
+    texts = [one.text for one in loaded.generate(PROMPT, n=3, **OPTIONS).choices]
+    assert cli("generate", PROMPT, *SAMPLED, "--samples", "3") == (0, "\n---\n".join(texts), "")
+    assert cli("generate", PROMPT, *SAMPLED, "--samples", "1").out == texts[0]
+
+
+def test_beams_print_the_best_text_or_as_many_as_asked_for(cli: Cli, loaded: onward.LanguageModel) -> None:
+    found = loaded.generate(PROMPT, beams=3, n=2, length_penalty=0.5, max_new_tokens=8)
+    ask = ("generate", PROMPT, "-n", "8", "--beams", "3", "--length-penalty", "0.5")
+    assert cli(*ask).out == found.text
+    assert cli(*ask, "--samples", "2").out == "\n---\n".join(one.text for one in found.choices)
+    ids = " ".join(map(str, loaded.encode(PROMPT)))
+    assert cli("generate", ids, *ask[2:], "--ids").out == " ".join(map(str, found.token_ids))
+    said = json.loads(cli(*ask, "--samples", "2", "--json").out)
+    assert [said["score"], said["others"][0]["score"]] == [one.score for one in found.choices]
+
+
+def test_json_holds_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) -> None:
+    found = loaded.generate(PROMPT, n=2, logprobs=2, prompt_logprobs=0, **OPTIONS)
+    asked = ("--samples", "2", "--logprobs", "2", "--prompt-logprobs", "0")
+    said = json.loads(cli("generate", PROMPT, *SAMPLED, *asked, "--json").out)
+    for one, want in zip([said, *said["others"]], found.choices, strict=True):
+        assert [token["logprob"] for token in one["logprobs"]] == [token.chosen for token in want.logprobs or []]
+        tops = [[(top["id"], top["logprob"]) for top in token["top"]] for token in one["logprobs"]]
+        assert tops == [list(token.top) for token in want.logprobs or []]
+        assert one["prompt_logprobs"][0] is None
+        assert len(one["prompt_logprobs"]) == want.prompt_tokens
+
+
+def test_an_impossible_token_is_null_in_json() -> None:
+    from onward.cli.json_output import json_fields
+    from onward.decoding import TokenLogprobs
+
+    timing = onward.Timing(0.0, [], 0.0, 0.0)
+    one = onward.Completion("", [1], "length", timing, 1, logprobs=[TokenLogprobs(float("-inf"), ((2, 0.0),))])
+    assert json_fields(one)["logprobs"] == [{"logprob": None, "top": [{"id": 2, "logprob": 0.0}]}]
+
+
+def test_a_time_limit_ends_a_text(cli: Cli, lm: onward.LanguageModel) -> None:
+    said = json.loads(cli("generate", PROMPT, "-n", "50", "--time-limit", "1e-9", "--json").out)
+    assert (said["finish_reason"], len(said["token_ids"])) == ("time", 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--samples", "2", "-t", "0"), "the same text 2 times: give a temperature above 0, or beams"),
+        (("--beams", "2", "-t", "1"), "leave out temperature"),
+        (("--beams", "2", "--samples", "3"), "n is 3, but 2 beams find 2 texts"),
+        (("--length-penalty", "2"), "would change nothing without a beam search"),
+        (("--logprobs", "2"), "logprobs are part of what --json prints: add it"),
+        (("--time-limit", "0"), "time_limit must be a number of seconds above 0"),
+    ],
+    ids=str,
+)
+def test_contradictions_are_one_line(cli: Cli, lm: onward.LanguageModel, flags: tuple[str, ...], message: str) -> None:
+    result = cli("generate", PROMPT, *flags)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_every_option_of_a_call_is_a_flag_or_for_code() -> None:
+    flags = {field.name for field in dataclasses.fields(GenerateFlags)}
+    for_code = {"early_stopping", "stop_when", "cancel"}
+    spoken_for = {"draft"}  # a flag of its own, for it loads a model
+    assert flags | for_code == {field.name for field in dataclasses.fields(onward.GenerateOptions)} - spoken_for
+    assert GenerateFlags().options() == {}
+
+
+def test_a_score_is_printed_for_people_and_for_programs(cli: Cli, loaded: onward.LanguageModel) -> None:
+    found = loaded.score(PROMPT)
+    tokens = len(found.token_ids) - 1
+    want = f"perplexity {found.perplexity:.6g} · log-likelihood {found.log_likelihood:.6g} · {tokens} tokens\n"
+    assert cli("score", PROMPT) == (0, want, "")
+    assert cli("score", input=f"{PROMPT}\n").out == want
+    assert cli("score", "--ids", " ".join(map(str, found.token_ids))).out == want
+    said = json.loads(cli("score", PROMPT, "--json").out)
+    assert said == {"perplexity": found.perplexity, "log_likelihood": found.log_likelihood, "tokens": tokens}
+    assert "must have 2 ids at least" in cli("score", "--ids", "5").err

@@ -1,0 +1,71 @@
+"""Every sampling option through `onward.generate`; where the text so far is not known, options that need it raise."""
+
+import pytest
+import torch
+
+import onward
+from onward import LanguageModel, ModelInferencer, Sampler, SamplingParams
+from onward.errors import RequestError
+from onward.testing import scripted_model, tiny_model
+
+PROMPTS = torch.tensor([[5, 77, 130, 9], [200, 1, 9, 31]])
+OPTIONS = [
+    {"repetition_penalty": 2.0, "presence_penalty": 1.0},
+    {"no_repeat_ngram_size": 1, "bad_words": [(token,) for token in range(0, 258, 3)]},
+    {"logit_bias": {3: 3.0}, "typical_p": 0.5, "min_new_tokens": 5, "eos": list(range(0, 258, 9))},
+    {"xtc_probability": 0.9, "dry_multiplier": 3.0, "dry_allowed_length": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: min(options))
+def test_rows_of_tensors_are_those_of_a_language_model(options):
+    model = tiny_model(seed=2)
+    lm = LanguageModel(model)
+    found = onward.generate(model, PROMPTS, 20, temperature=0.3, seed=[4, 5], **options)
+    seeds = [{"seed": 4}, {"seed": 5}]
+    want = lm.generate(PROMPTS.tolist(), max_new_tokens=20, temperature=0.3, per_prompt=seeds, **options)
+    for row, completion in zip(found.tolist(), want, strict=True):
+        ids = completion.token_ids
+        assert row[4:] == ids + ids[-1:] * (20 - len(ids))
+    plain = onward.generate(model, PROMPTS, 20, temperature=0.3, seed=[4, 5], eos=options.get("eos", ()))
+    assert found.tolist() != plain.tolist(), "the options are meant to matter"
+
+
+def test_an_ignored_eos_ends_nothing():
+    model = scripted_model([1, 2, 3, 4])
+    ids = onward.generate(model, torch.tensor([[0]]), 5, temperature=0, eos=2, ignore_eos=True)
+    assert ids.tolist() == [[0, 1, 2, 3, 4, 1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop": "x"}, "stop strings need a text, and onward.generate knows ids alone: use eos"),
+        ({"bad_words": ["x"]}, "bad_words holds the text 'x'"),
+        ({"n": 2}, "unknown option 'n'"),
+        ({"typical_p": 0}, "typical_p must be in"),
+        ({"min_new_tokens": 9}, "min_new_tokens is 9, but max_new_tokens is 2"),
+    ],
+    ids=str,
+)
+def test_what_tensors_cannot_have_is_refused(options, message):
+    with pytest.raises(RequestError, match=message):
+        onward.generate(scripted_model([1]), torch.tensor([[0]]), 2, **options)
+
+
+def test_where_the_text_is_not_known_options_that_look_at_it_are_refused():
+    model = scripted_model([1])
+    looking = Sampler([SamplingParams(repetition_penalty=1.2)])
+    with pytest.raises(RequestError, match="look at the whole text, and here only the next tokens are known"):
+        onward.stream(
+            model.forward, cache=model.new_cache(1, 8), params=(), first_token=0, max_new_tokens=3, select=looking
+        )
+    inferencer = ModelInferencer(model)
+    cache = inferencer.new_cache(1, 8)
+    for call in (
+        lambda: inferencer.prefill(torch.tensor([[0, 1]]), cache, looking),
+        lambda: inferencer.decode(torch.tensor([[0]]), cache, 2, looking),
+    ):
+        with pytest.raises(RequestError, match=r"use onward\.generate or LanguageModel\.generate"):
+            call()
+    assert model.calls == []

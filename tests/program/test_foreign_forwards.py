@@ -1,0 +1,209 @@
+"""Forwards that are none of ours decode natively: the tokens of eager calls, without an operator left to torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from foreign_models import VOCAB, gpt2, gpt2_params, new_cache, plain, plain_cache, plain_params
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onward
+from onward import native, ops
+from onward.errors import ProgramError
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library was built")
+MAX_LEN = 48
+
+FOREIGN: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "gpt2": (gpt2, gpt2_params, new_cache),
+    "plain torch": (plain, plain_params, plain_cache),
+}
+
+
+@pytest.fixture(params=FOREIGN)
+def foreign(request: pytest.FixtureRequest) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    return FOREIGN[request.param]
+
+
+def ids(batch: int, tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (batch, tokens), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(run: Callable[..., Any], cache: Any, prompt: Tensor, count: int) -> tuple[list[list[int]], list[Tensor]]:
+    """Prefill, then `count` tokens a row: the ids, and the logits that each was picked from."""
+    offsets = torch.zeros(len(prompt), dtype=torch.int32)
+    picked, seen = [], []
+    for _ in range(count):
+        logits, cache = run(prompt, offsets, cache)
+        seen.append(logits[:, -1])
+        offsets = offsets + prompt.shape[1]
+        prompt = logits[:, -1:].argmax(-1).to(torch.int32)
+        picked.append(prompt[:, 0].tolist())
+    return picked, seen
+
+
+def test_every_operator_has_a_kernel(foreign: Any) -> None:
+    forward, params, cache = foreign
+    program = onward.compile(forward, params=params(), cache=cache(1, MAX_LEN), fallback="raise")
+    assert program.backend == "native"
+    for batch, tokens in ((1, 1), (1, 9), (3, 1), (3, 4)):
+        report = program.explain(cache(batch, MAX_LEN), batch, tokens)
+        assert not report.missing
+        assert all(row.kernel != "(torch)" for row in report.rows)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_are_those_of_eager_calls_in_float32(foreign: Any, batch: int) -> None:
+    forward, params, cache = foreign
+    weights = params()
+    program = onward.compile(forward, params=weights, cache=cache(1, MAX_LEN))
+    ours, _ = greedy(program, cache(batch, MAX_LEN), ids(batch, 7), 40)
+    theirs, _ = greedy(lambda *given: forward(*given, weights), cache(batch, MAX_LEN), ids(batch, 7), 40)
+    assert ours == theirs
+    assert len(set(map(tuple, ours))) > 3, "a text of one token would show nothing"
+
+
+class Rounding(TorchDispatchMode):
+    """Every floating-point result is off by up to `relative`, as roundings make it."""
+
+    def __init__(self, relative: float, seed: int) -> None:
+        super().__init__()
+        self._relative = relative
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not isinstance(made, Tensor) or not made.is_floating_point() or func.is_view or func._schema.is_mutable:
+            return made
+        off = torch.rand(made.shape, generator=self._generator, dtype=made.dtype) * 2 - 1
+        return made * (1 + self._relative * off)
+
+
+def rounding_error(forward: Callable[..., Any], params: Any, cache: Any, tokens: Tensor) -> Tensor:
+    """Standard deviation of each logit between two computations in bfloat16.
+
+    Each rounds every result to within 2^-9 of itself, so the two are up to 2^-8 apart there. What that does to the
+    logits is measured: in float32 with each result off by a random amount of up to 2^-8. The ops run by their
+    definitions, so that each step within them is off too: more than happens.
+    """
+    wide = pytree.tree_map(lambda t: t.float(), params)
+    before = ops.choice()
+    ops.choose("definition")
+    samples = []
+    try:
+        for seed in range(32):
+            empty = pytree.tree_map(lambda t: t.float(), cache)
+            with Rounding(2**-8, seed), torch.no_grad():
+                samples.append(forward(tokens, torch.zeros(len(tokens), dtype=torch.int32), empty, wide)[0])
+    finally:
+        ops.choose(before.isa)
+    return torch.stack(samples).std(0).double()
+
+
+def test_bfloat16_differs_by_rounding_alone(foreign: Any) -> None:
+    forward, params, cache = foreign
+    weights, tokens = params(dtype=torch.bfloat16), ids(2, 12)
+    zeros = torch.zeros(2, dtype=torch.int32)
+    program = onward.compile(forward, params=weights, cache=cache(1, MAX_LEN, torch.bfloat16))
+    ours, _ = program(tokens, zeros, cache(2, MAX_LEN, torch.bfloat16))
+    with torch.no_grad():
+        theirs, _ = forward(tokens, zeros, cache(2, MAX_LEN, torch.bfloat16), weights)
+    deviation = rounding_error(forward, weights, cache(2, MAX_LEN, torch.bfloat16), tokens)
+    # Sums of hundreds of roundings are close to normal: six deviations are exceeded once in 10^9 logits.
+    tolerance = 6 * deviation
+    assert ((ours.double() - theirs.double()).abs() <= tolerance).all()
+    top = theirs.double().topk(2)
+    clear = top.values[..., 0] - top.values[..., 1] > 2 * tolerance.amax(-1)
+    assert clear.any()
+    assert torch.equal(ours.argmax(-1)[clear], theirs.argmax(-1)[clear])
+
+
+# ── what has no kernel ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def with_a_gap(tokens: Tensor, offsets: Tensor, cache: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+    x = torch.nn.functional.embedding(tokens, params)
+    x = torch.special.i0(x)  # the line without a kernel
+    cache[:, 0] += 1
+    return x @ params.T, cache
+
+
+def gap_line() -> int:
+    import inspect
+
+    lines, first = inspect.getsourcelines(with_a_gap)
+    return first + next(i for i, line in enumerate(lines) if "i0" in line)
+
+
+def gap_params() -> Tensor:
+    return torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(3))
+
+
+def test_fallback_eager_runs_one_operator_by_torch_and_says_which() -> None:
+    params = gap_params()
+    program = onward.compile(with_a_gap, params=params, cache=torch.zeros(1, 2), fallback="eager")
+    cache, zero = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32)
+    for tokens in (1, 5, 6, 7):
+        ours, _ = program(ids(1, tokens), zero, cache)
+        theirs, _ = with_a_gap(ids(1, tokens), zero, torch.zeros(1, 2), params)
+        # Dot products of 8: the kernel may add in another order, 8 roundings of sums that |x| |y| bounds.
+        bound = torch.special.i0(params[ids(1, tokens).long()]).abs() @ params.abs().T * 8 * 2**-23
+        assert ((ours - theirs).abs() <= bound).all()
+    assert cache.tolist() == [[4, 0]]
+    (missing,) = program.explain(cache).missing
+    assert missing.op == "aten.i0"
+    assert missing.where == f"program/test_foreign_forwards.py:{gap_line()} in with_a_gap"
+    assert missing.why == "no kernel for this operator"
+
+
+def test_fallback_raise_names_operator_and_line() -> None:
+    with pytest.raises(ProgramError, match=rf"no kernels for: aten\.i0 at .*forwards\.py:{gap_line()} in with"):
+        onward.compile(with_a_gap, params=gap_params(), cache=torch.zeros(1, 2), fallback="raise")
+
+
+def test_fallback_inductor_gives_the_whole_forward_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def fake(forward: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
+        given.append((forward, fullgraph))
+        return forward
+
+    monkeypatch.setattr(torch, "compile", fake)
+    program = onward.compile(with_a_gap, params=gap_params(), cache=torch.zeros(1, 2), fallback="inductor")
+    assert (program.backend, given) == ("inductor", [(with_a_gap, True)])
+    assert "aten.i0" in program.explain(torch.zeros(1, 2)).note
+    whole = onward.compile(gpt2, params=gpt2_params(), cache=new_cache(1, MAX_LEN), fallback="inductor")
+    assert (whole.backend, len(given)) == ("native", 1), "nothing is missing: nothing is compiled"
+
+
+# ── the report ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_report_accounts_for_every_weight_and_all_the_time() -> None:
+    params = gpt2_params()
+    program = onward.compile(gpt2, params=params, cache=new_cache(1, MAX_LEN))
+    report = program.explain(new_cache(1, MAX_LEN), offset=MAX_LEN - 1)
+    leaves = pytree.tree_leaves(params)
+    looked_up = params.wpe.nbytes - params.wpe[0].nbytes - params.wte[0].nbytes  # wte is also the head
+    assert sum(row.nbytes for row in report.rows) == sum(leaf.nbytes for leaf in leaves) - looked_up
+    assert report.seconds == sum(row.seconds for row in report.rows) > 0
+    assert [row.seconds for row in report.rows] == sorted((row.seconds for row in report.rows), reverse=True)
+    assert {"cached_attention", "aten.embedding", "layer_norm"} <= {row.op for row in report.rows}
+
+
+@pytest.mark.parametrize("make", [lambda: (gpt2, gpt2_params(), new_cache(1, MAX_LEN)),
+                                  lambda: (with_a_gap, gap_params(), torch.zeros(1, 2))])  # fmt: skip
+def test_the_report_fits_a_terminal_of_80_columns(make: Callable[[], Any]) -> None:
+    forward, params, cache = make()
+    lines = str(onward.compile(forward, params=params, cache=cache).explain(cache)).splitlines()
+    assert lines[0] == "backend native"
+    assert lines[1].split() == ["op", "kernel", "calls", "MB", "us", "share", "GB/s"]
+    if forward is with_a_gap:
+        assert lines[-2:] == [
+            f"run by torch: aten.i0 at program/test_foreign_forwards.py:{gap_line()} in with_a_gap: no",
+            "    kernel for this operator",
+        ]
+    assert max(map(len, lines)) <= 80

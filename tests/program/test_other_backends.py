@@ -1,0 +1,240 @@
+"""CUDA graphs (captured by a double here, for real where there is a GPU), inductor and eager: the same program."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import onward
+from onward import native
+from onward.cache import KVCache
+from onward.errors import ProgramError
+from onward.models import Model
+from onward.models.run import ModelRun
+from onward.program import CudaGraphs, Program
+from onward.testing import tiny_model
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def model() -> Model:
+    return tiny_model("qwen3", dtype=torch.float32)
+
+
+class Capture:
+    """What `capture_graph` does, without a GPU: what replays runs the same step over the same memory."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        logits = step()
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            logits.copy_(step())
+
+        logits.fill_(float("nan"))  # a graph that is only captured has computed nothing
+        return replay, logits
+
+
+def graphs(model: Model, **options: Any) -> tuple[CudaGraphs, Capture]:
+    capture = Capture()
+    return CudaGraphs(model.forward, model.params, model.selects_logits, capture=capture, **options), capture
+
+
+def tokens(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def at(*offsets: int) -> Tensor:
+    return torch.tensor(offsets, dtype=torch.int32)
+
+
+def test_a_text_is_one_graph_replayed(model: Model) -> None:
+    run, capture = graphs(model)
+    cache, other = model.new_cache(2, 32), model.new_cache(2, 32)
+    ids = tokens([3], [5])
+    for position in range(12):
+        ours, returned = run(ids, at(position, position), cache)
+        theirs, _ = model(ids, at(position, position), other)
+        assert returned is cache
+        assert torch.equal(ours, theirs)
+        ids = ours.argmax(-1).to(torch.int32)
+    assert (capture.captured, capture.replayed) == (1, 12)
+
+
+def test_each_shape_and_each_cache_has_its_graph(model: Model) -> None:
+    run, capture = graphs(model)
+    caches = [model.new_cache(1, 32), model.new_cache(1, 32)]
+    for cache, expected in zip((caches[0], caches[0], caches[1], caches[0]), (1, 1, 2, 3), strict=True):
+        run(tokens([1]), at(0), cache)
+        assert capture.captured == expected, "another cache has taken the place of the first: its graphs are dropped"
+    run(tokens([1, 2, 3]), at(0), caches[0])
+    run(tokens([1, 2, 3]), at(0), caches[0], torch.tensor([[2]]))
+    assert capture.captured == 5
+    run(tokens([1]), at(3), caches[0])
+    assert capture.captured == 5
+
+
+def test_logits_wanted_at_some_places_are_given_anew(model: Model) -> None:
+    run, capture = graphs(model)
+    cache, other = model.new_cache(1, 32), model.new_cache(1, 32)
+    for place in (0, 2, 1):
+        wanted = torch.tensor([[place]])
+        ours, _ = run(tokens([4, 5, 6]), at(0), cache, wanted)
+        theirs, _ = model(tokens([4, 5, 6]), at(0), other, wanted)
+        assert torch.equal(ours, theirs)
+    assert capture.captured == 1
+
+
+def test_a_prompt_runs_without_a_graph(model: Model) -> None:
+    run, capture = graphs(model, graphed_tokens=4)
+    prompt = tokens([1, 2, 3, 4, 5])
+    ours, _ = run(prompt, at(0), model.new_cache(1, 32))
+    theirs, _ = model(prompt, at(0), model.new_cache(1, 32))
+    assert torch.equal(ours, theirs)
+    assert capture.captured == 0
+
+
+def test_results_are_memory_of_their_own(model: Model) -> None:
+    run, _ = graphs(model)
+    cache = model.new_cache(1, 32)
+    first, _ = run(tokens([1]), at(0), cache)
+    kept = first.clone()
+    run(tokens([2]), at(1), cache)
+    assert torch.equal(first, kept)
+
+
+def test_a_forward_that_makes_a_new_cache_is_refused(model: Model) -> None:
+    def forward(tokens: Tensor, offsets: Tensor, cache: KVCache, params: Any) -> tuple[Tensor, KVCache]:
+        logits, cache = model.forward(tokens, offsets, cache, params)
+        return logits, pytree.tree_map(torch.clone, cache)
+
+    with pytest.raises(ProgramError, match="must write its cache in place and return that cache"):
+        CudaGraphs(forward, model.params, False, capture=Capture())(tokens([1]), at(0), model.new_cache(1, 8))
+
+
+def test_what_cannot_be_captured_runs_eagerly_where_that_is_allowed(model: Model) -> None:
+    def refuse(step: Callable[[], Tensor]) -> Any:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    run = ModelRun(model, "auto")
+    run._program = Program("cuda", CudaGraphs(model.forward, model.params, True, capture=refuse))
+    ours, _ = run(tokens([1]), at(0), model.new_cache(1, 8))
+    assert torch.equal(ours, model(tokens([1]), at(0), model.new_cache(1, 8))[0])
+    assert run.why_eager == (
+        "the forward cannot be captured as a CUDA graph: operation not permitted when stream is capturing"
+    )
+    run = ModelRun(model, "cuda")
+    run._program = Program("cuda", CudaGraphs(model.forward, model.params, True, capture=refuse))
+    with pytest.raises(ProgramError, match="cannot be captured as a CUDA graph"):
+        run(tokens([1]), at(0), model.new_cache(1, 8))
+
+
+def test_an_interrupt_while_capturing_leaves_it_usable(model: Model) -> None:
+    run, capture = graphs(model)
+
+    def interrupted(step: Callable[[], Tensor]) -> Any:
+        raise KeyboardInterrupt
+
+    run._capture = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run(tokens([1]), at(0), model.new_cache(1, 8))
+    run._capture = capture
+    ours, _ = run(tokens([1]), at(0), model.new_cache(1, 8))
+    assert torch.equal(ours, model(tokens([1]), at(0), model.new_cache(1, 8))[0])
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_give_the_bits_of_eager_calls_on_a_gpu(dtype: torch.dtype) -> None:
+    lm = {
+        compile: onward.LanguageModel(_on_gpu(tiny_model("qwen3", dtype=dtype)), compile=compile)
+        for compile in ("cuda", "eager")
+    }
+    model = lm["cuda"].model
+    program = onward.compile(
+        model.forward, params=model.params, cache=model.new_cache(1, 8), selects_logits=model.selects_logits
+    )
+    assert program.backend == "cuda"
+    for rows in (1, 3):
+        cache, other = model.new_cache(rows, 64), model.new_cache(rows, 64)
+        ids = torch.arange(rows * 5, dtype=torch.int32, device="cuda").reshape(rows, 5)
+        offsets = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        for _ in range(20):
+            ours, _ = program(ids, offsets, cache)
+            with torch.no_grad():
+                theirs, _ = model(ids, offsets, other)
+            assert torch.equal(ours, theirs)
+            offsets += ids.shape[1]
+            ids = ours[:, -1:].argmax(-1).to(torch.int32)
+    texts = [each.generate([[1, 2, 3], [4, 5]], max_new_tokens=30, seed=1) for each in lm.values()]
+    assert [c.token_ids for c in texts[0]] == [c.token_ids for c in texts[1]]
+
+
+def _on_gpu(model: Model) -> Model:
+    import dataclasses
+
+    params = pytree.tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, Tensor) else leaf, model.params)
+
+    def new_cache(batch: int, max_len: int) -> Any:
+        return pytree.tree_map(torch.Tensor.cuda, model.new_cache(batch, max_len))
+
+    return dataclasses.replace(model, params=params, new_cache=new_cache, device=torch.device("cuda"))
+
+
+# ── eager and inductor ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_backend_eager_calls_the_forward(model: Model) -> None:
+    program = onward.compile(
+        model.forward, params=model.params, cache=model.new_cache(1, 8), backend="eager", selects_logits=True
+    )
+    ours, _ = program(tokens([1, 2]), at(0), model.new_cache(1, 8), torch.tensor([[1]]))
+    with torch.no_grad():
+        theirs, _ = model(tokens([1, 2]), at(0), model.new_cache(1, 8), torch.tensor([[1]]))
+    assert torch.equal(ours, theirs)
+    assert not ours.requires_grad
+    assert str(program.explain(model.new_cache(1, 8))) == "backend eager"
+
+
+INDUCTOR = """
+import torch, onward
+
+def forward(tokens, offsets, cache, params):
+    x = torch.nn.functional.embedding(tokens, params)
+    cache += 1
+    return torch.special.i0(x) @ params.T, cache
+
+params, cache = torch.randn(11, 8), torch.zeros(1, 2)
+program = onward.compile(forward, params=params, cache=cache, fallback="inductor")
+assert program.backend == "inductor" and "aten.i0" in program.explain(cache).note
+for token in (1, 4):
+    ids, zero = torch.tensor([[token]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    logits, returned = program(ids, zero, cache)
+    expected, _ = forward(ids, zero, torch.zeros(1, 2), params)
+    assert torch.allclose(logits, expected, rtol=1e-5), (logits, expected)
+assert returned is cache and cache.tolist() == [[2, 2]]
+print("ran")
+"""
+
+
+@pytest.mark.skipif("ONWARD_TEST_INDUCTOR" not in os.environ, reason="takes 10 s: set ONWARD_TEST_INDUCTOR=1")
+@pytest.mark.skipif(native.library() is None, reason="no native library was built")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_inductor_runs_what_has_no_kernel() -> None:
+    """In a process of its own: torch.compile leaves modules, threads and warnings behind."""
+    command = [sys.executable, "-W", "ignore", "-c", INDUCTOR]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stdout == "ran\n", ran.stderr[-2000:]

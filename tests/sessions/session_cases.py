@@ -1,0 +1,63 @@
+"""Models and texts for the tests of sessions."""
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from onward import Completion, LanguageModel, Model, SamplingParams, Session, ops
+from onward.models import pack_params
+from onward.testing import ByteTokenizer, tiny_model
+
+TOKENIZER = ByteTokenizer()
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
+PENALISED = {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "dry_multiplier": 0.5}
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+
+
+def tiny(seed: int = 7, **config: Any) -> LanguageModel:
+    """Random float32 weights, packed for the kernels in use, with a window in one layer; a context of 256."""
+    return _tiny(ops.choice(), seed, **config)
+
+
+@lru_cache
+def _tiny(form: ops.Choice, seed: int, **config: Any) -> LanguageModel:
+    return LanguageModel(
+        packed(tiny_model("qwen3", seed=seed, **WINDOWED, **config)),
+        TOKENIZER,
+        defaults=SamplingParams(max_new_tokens=10),
+        prefill_chunk=16,
+    )
+
+
+def packed(model: Model) -> Model:
+    """The model in the layout of the kernels, where they are in use."""
+    return model if ops.choice().form == "definition" else dataclasses.replace(model, params=pack_params(model.params))
+
+
+def contents(completion: Completion) -> tuple[Any, ...]:
+    """All of a completion but its time, and what was kept of its prompt."""
+    return completion.text, completion.token_ids, completion.finish_reason, completion.prompt_tokens, completion.seed
+
+
+def counting(model: Model) -> tuple[Model, list[int]]:
+    """The model, and the number of tokens of each of its calls (when it is not compiled)."""
+    processed: list[int] = []
+
+    def forward(tokens: Tensor, *arguments: Any, **options: Any) -> Any:
+        processed.append(tokens.numel())
+        return model.forward(tokens, *arguments, **options)
+
+    return dataclasses.replace(model, forward=forward), processed
+
+
+def spoil(session: Session) -> None:
+    """NaN wherever the session's cache holds nothing: what reads it shows in the tokens, or raises."""
+    held = session._prefix.held
+    assert held is not None
+    for layer in (*held.cache.keys, *held.cache.values):
+        layer[:, :, len(session.tokens) :] = float("nan")

@@ -1,0 +1,341 @@
+"""A saved session goes on as if it had not stopped; what is no such file, or another model's, is refused."""
+
+import dataclasses
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from session_cases import SAMPLED, TOKENIZER, WINDOWED, contents, packed, tiny
+
+import onward
+from onward import LanguageModel, Model, Session, ops
+from onward.errors import OnwardWarning, SessionError
+from onward.testing import scripted_model, tiny_model
+
+few = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Of the tiny model, after one call."""
+    session = Session(tiny())
+    session.generate("Hello", **SAMPLED)
+    session.notes["of"] = "mine ✓"
+    session.save(tmp_path / "a session.safetensors")
+    return tmp_path / "a session.safetensors"
+
+
+# ── what is saved ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_file_holds_the_ids_their_keys_and_values_and_no_more(file: Path) -> None:
+    lm = tiny()
+    tokens = [*b"Hello", *lm.generate("Hello", **SAMPLED).token_ids[:-1]]
+    saved = load_file(file)
+    assert saved.pop("tokens").tolist() == tokens
+    assert set(saved) == {f"cache.{kind}[{layer}]" for kind in ("keys", "values") for layer in (0, 1)}
+    assert {tuple(tensor.shape) for tensor in saved.values()} == {(1, 2, len(tokens), 16)}
+    session = Session.load(file, lm)
+    assert session.tokens == tokens
+    assert session.notes == {"of": "mine ✓"}
+    assert session.lm is lm
+
+
+def test_a_loaded_session_goes_on_where_the_saved_one_stopped(file: Path) -> None:
+    lm = tiny()
+    whole = Session(lm)
+    first = whole.generate("Hello", **SAMPLED)
+    prompt = [*b"Hello", *first.token_ids, *b" and then?"]
+    want = whole.generate(prompt, **SAMPLED)
+    got = Session.load(file, lm).generate(prompt, **SAMPLED)
+    assert (contents(got), got.cached_tokens) == (contents(want), want.cached_tokens)
+    assert want.cached_tokens == len(prompt) - len(b" and then?") - 1
+
+
+def test_saving_changes_nothing_and_a_session_goes_on_afterwards(tmp_path: Path) -> None:
+    lm, file = tiny(), tmp_path / "file"
+    session, text = Session(lm), [1]
+    for _ in range(4):
+        completion = session.generate([*text, 2, 3], **SAMPLED)
+        session.save(file)
+        assert Session.load(file, lm).tokens == session.tokens
+        text = [*text, 2, 3, *completion.token_ids]
+    assert completion.token_ids == lm.generate(text[: -len(completion.token_ids)], **SAMPLED).token_ids
+
+
+def test_an_empty_session_is_saved_too(tmp_path: Path) -> None:
+    session = Session(tiny())
+    session.save(tmp_path / "file")
+    assert Session.load(tmp_path / "file", tiny()).tokens == []
+
+
+def test_a_session_is_of_a_model_and_not_of_its_layout_or_context(file: Path) -> None:
+    """Saved from packed weights, it goes on with stock ones; and with another limit on the context."""
+    here = tiny()
+    stock = dataclasses.replace(tiny_model("qwen3", seed=7, **WINDOWED), max_seq_len=100)
+    session = Session.load(file, LanguageModel(stock, TOKENIZER))
+    assert session.tokens == Session.load(file, here).tokens
+    held = session.tokens
+    assert session.generate([*held, 5], max_new_tokens=4).cached_tokens == len(held)
+
+
+def test_only_its_owner_reads_a_session(file: Path) -> None:
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_weights_that_changed_since_are_not_saved_with_what_others_computed(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", seed=1)
+    session = Session(LanguageModel(model, TOKENIZER))
+    session.generate("Hello")
+    model.params.norm.mul_(0.5)
+    session.save(tmp_path / "file")
+    assert Session.load(tmp_path / "file", session.lm).tokens == []
+
+
+@pytest.mark.parametrize("rounded_to", [1, 64])
+def test_any_pytree_of_tensors_is_saved(tmp_path: Path, rounded_to: int) -> None:
+    """By its positions where it shows them, and else whole."""
+
+    def new_cache(batch: int, max_len: int) -> dict[str, torch.Tensor]:
+        return {"ids": torch.full((1, -(-max_len // rounded_to) * rounded_to + (rounded_to > 1)), -1)}
+
+    def forward(tokens: Any, offsets: Any, cache: dict[str, torch.Tensor], params: Any) -> Any:
+        begin, end = int(offsets[0]), int(offsets[0]) + tokens.shape[1]
+        assert bool((cache["ids"][0, :begin] >= 0).all())
+        cache["ids"][0, begin:end] = tokens[0]
+        sums = cache["ids"][0, :end].cumsum(0)[begin:] % 32
+        return torch.nn.functional.one_hot(sums, 32).float().unsqueeze(0), cache
+
+    lm = LanguageModel(Model(forward, (), new_cache, vocab_size=32))
+    session = Session(lm)
+    first = session.generate([1, 2, 3], max_new_tokens=300)
+    session.save(tmp_path / "file")
+    assert load_file(tmp_path / "file")["cache['ids']"].shape[1] == (302 if rounded_to == 1 else 513)
+    prompt = [1, 2, 3, *first.token_ids, 4]
+    got = Session.load(tmp_path / "file", lm).generate(prompt, max_new_tokens=30)
+    assert (got.token_ids, got.cached_tokens) == (lm.generate(prompt, max_new_tokens=30).token_ids, 302)
+    session.truncate(100)  # now a shorter cache would do
+    session.save(tmp_path / "file")
+    got = Session.load(tmp_path / "file", lm).generate(prompt, max_new_tokens=30)
+    assert (got.token_ids, got.cached_tokens) == (lm.generate(prompt, max_new_tokens=30).token_ids, 100)
+
+
+def test_a_cache_that_is_no_pytree_of_tensors_is_not_saved(tmp_path: Path) -> None:
+    def forward(tokens: Any, offsets: Any, cache: list[Any], params: Any) -> Any:
+        return torch.nn.functional.one_hot(tokens.long(), 32).float(), cache
+
+    session = Session(
+        LanguageModel(Model(forward, (), lambda batch, max_len: [torch.zeros(max_len), 5], vocab_size=32))
+    )
+    session.generate([1, 2], max_new_tokens=3)
+    with pytest.raises(SessionError, match=r"a pytree of tensors; cache\[1\] is a int"):
+        session.save(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ── whole or not at all ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_notes_are_strings(tmp_path: Path) -> None:
+    session = Session(tiny())
+    session.notes["turns"] = 3  # type: ignore[assignment]
+    with pytest.raises(SessionError, match=r"the notes of a session are strings by name; got \{'turns': 3\}"):
+        session.save(tmp_path / "file")
+
+
+def test_a_session_may_be_saved_in_the_midst_of_a_stream(tmp_path: Path) -> None:
+    lm = tiny()
+    session = Session(lm)
+    stream = session.stream("Hello", **SAMPLED)
+    pieces = [next(stream).token_id for _ in range(3)]
+    session.save(tmp_path / "file")
+    pieces += [piece.token_id for piece in stream]
+    want = lm.generate("Hello", **SAMPLED)
+    assert pieces == want.token_ids
+    saved = Session.load(tmp_path / "file", lm)
+    assert saved.tokens == [*b"Hello", *pieces[:2]]
+    assert contents(saved.generate("Hello", **SAMPLED)) == contents(want)
+
+
+@pytest.mark.parametrize("fails", ["onward.sessions.file.save_file", "os.fsync", "os.replace"])
+def test_a_save_that_fails_leaves_what_was_saved_before(
+    file: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    before = file.read_bytes()
+    session = Session.load(file, tiny())
+    session.generate("Another")
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fails, full)
+        with pytest.raises(SessionError, match=r"a session\.safetensors' cannot be written: No space left on device"):
+            session.save(file)
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+    session.save(file)
+    assert Session.load(file, tiny()).tokens == session.tokens
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/file", "", "nul\0"])
+def test_names_that_cannot_be_sessions(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SessionError):
+        Session(tiny()).save(tmp_path / name)
+    with pytest.raises(SessionError):
+        Session.load(tmp_path / name, tiny())
+
+
+@pytest.mark.parametrize("content", ["text", "weights", "empty"])
+def test_what_is_no_session_is_refused_and_not_overwritten(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "file"
+    if content == "weights":
+        save_file({"tokens": torch.zeros(3)}, file, {"format": "pt"})
+    else:
+        file.write_text("" if content == "empty" else "Once upon a time" * 9)
+    before = file.read_bytes()
+    with pytest.raises(SessionError, match="is no saved session"):
+        Session.load(file, tiny())
+    with pytest.raises(SessionError, match="exists and is no saved session, choose another name"):
+        Session(tiny()).save(file)
+    assert file.read_bytes() == before
+
+
+# ── damaged, newer, another's ─────────────────────────────────────────────────────────────────────────────
+
+
+@given(at=st.floats(0, 1, exclude_max=True))
+@few
+def test_a_file_cut_short_is_refused(file: Path, at: float) -> None:
+    content = file.read_bytes()
+    cut = file.with_name("cut")
+    cut.write_bytes(content[: int(at * len(content))])
+    with pytest.raises(SessionError, match="no saved session or is damaged"):
+        Session.load(cut, tiny())
+
+
+@given(at=st.floats(0, 1, exclude_max=True) | st.floats(0, 0.15), mask=st.integers(1, 255))
+@few
+def test_a_changed_byte_is_noticed(file: Path, at: float, mask: int) -> None:
+    """Wherever it is, unless the file means the same with it (another blank in the header's filling, say)."""
+    content = bytearray(file.read_bytes())
+    content[int(at * len(content))] ^= mask
+    changed = file.with_name("changed")
+    changed.write_bytes(content)
+    try:
+        session = Session.load(changed, tiny())
+    except SessionError:
+        return
+    whole = Session.load(file, tiny())
+    assert (session.tokens, session.notes) == (whole.tokens, whole.notes)
+    for one, two in zip(load_file(file).values(), load_file(changed).values(), strict=True):
+        assert torch.equal(one, two)
+
+
+def rewritten(file: Path, **metadata: str) -> Path:
+    """The file with other metadata, and a sum that agrees with them."""
+    from onward.sessions.file import _digest
+
+    with safe_open(file, "pt") as content:
+        changed = {**content.metadata(), **metadata}
+    tensors = load_file(file)
+    changed["sha256"] = _digest(changed, tensors)
+    save_file(tensors, file.with_name("rewritten"), changed)
+    return file.with_name("rewritten")
+
+
+def test_a_newer_format_is_named(file: Path) -> None:
+    with pytest.raises(SessionError, match="a session of format 2, and this Onward reads format 1: upgrade"):
+        Session.load(rewritten(file, onward_session="2"), tiny())
+    with pytest.raises(SessionError, match="of format 2"):
+        Session(tiny()).save(rewritten(file, onward_session="2"))
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"model": "{}"}, {"model": "[1]"}, {"model": "no JSON"}, {"capacity": "x"}, {"notes": "[]"}], ids=str
+)
+def test_a_made_up_file_is_an_error_and_no_crash(file: Path, metadata: dict[str, str]) -> None:
+    with pytest.raises(SessionError, match="no session that Onward saved"):
+        Session.load(rewritten(file, **metadata), tiny())
+
+
+def test_a_made_up_cache_is_an_error_and_no_crash(file: Path) -> None:
+    from onward.sessions.file import _digest
+
+    with safe_open(file, "pt") as content:
+        metadata = content.metadata()
+    tensors = load_file(file)
+    for name, changed in (
+        ("cache.keys[0]", tensors["cache.keys[0]"][:, :, 1:].contiguous()),
+        ("cache.keys[0]", tensors["cache.keys[0]"].to(torch.float16)),
+        ("cache.keys[7]", tensors["cache.keys[0]"].clone()),
+    ):
+        strange = tensors | {name: changed}
+        save_file(strange, file.with_name("strange"), metadata | {"sha256": _digest(metadata, strange)})
+        with pytest.raises(SessionError, match="cache"):
+            Session.load(file.with_name("strange"), tiny())
+
+
+def other_weight(name: str) -> LanguageModel:
+    """The tiny model with one matrix of a layer changed, as a merged adapter does."""
+    stock = tiny_model("qwen3", seed=7, **WINDOWED)
+    weight = getattr(stock.params.layers[1], name).weight
+    weight.add_(torch.outer(torch.ones(weight.shape[0]), torch.full((weight.shape[1],), 1e-3)))
+    return LanguageModel(packed(stock), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: tiny(seed=8), r"its embed_tokens has other numbers"),
+        (lambda: other_weight("v_proj"), r"its layers\[1\]\.v_proj\.weight has other numbers"),
+        (lambda: tiny(rope_theta=5000.0), r"its rope is .*10000\.0.*, this model's .*5000\.0"),
+        (lambda: tiny(num_hidden_layers=3), "its num_layers is 2, this model's 3"),
+        (lambda: tiny(vocab_size=300), "its vocabulary has 258 ids, this model's 300"),
+        (
+            lambda: LanguageModel(tiny_model("qwen3", seed=7, dtype=torch.bfloat16, **WINDOWED), TOKENIZER),
+            "its embed_tokens is float32 258x32, this model's bfloat16 258x32",
+        ),
+        (
+            lambda: onward.quantize(LanguageModel(tiny_model("qwen3", seed=7, **WINDOWED)), "int8"),
+            "its embed_tokens is .* int8 258x32",
+        ),
+        (lambda: LanguageModel(dataclasses.replace(scripted_model([1]), vocab_size=258)), "its .* this model's None"),
+    ],
+)
+def test_another_models_session_is_refused(file: Path, other: Any, message: str) -> None:
+    with pytest.raises(SessionError, match=f"is the session of another model: {message}"):
+        Session.load(file, other())
+
+
+def test_a_session_longer_than_the_context_is_refused(file: Path) -> None:
+    short = LanguageModel(dataclasses.replace(tiny().model, max_seq_len=5), TOKENIZER)
+    with pytest.raises(SessionError, match="holds 14 tokens, but the context is 5: load the model with a larger"):
+        Session.load(file, short)
+
+
+def test_other_kernels_are_warned_of(file: Path, form: str) -> None:
+    other = "native" if form == "definition" else "definition"
+    ops.choose(other)
+    if ops.choice().form != other:
+        pytest.skip("this machine has one form of the kernels")
+    with pytest.warns(OnwardWarning, match="goes on by .* which may round otherwise"):
+        session = Session.load(file, tiny())
+    assert len(session.tokens) == 14
+
+
+def test_the_format_is_readable_without_onward(file: Path) -> None:
+    with safe_open(file, "pt") as content:
+        metadata = content.metadata()
+    assert metadata["onward_session"] == "1"
+    assert json.loads(metadata["notes"]) == {"of": "mine ✓"}
+    assert json.loads(metadata["model"])["config"]["num_layers"] == 2
+    assert os.path.getsize(file) > 0

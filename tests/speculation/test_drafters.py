@@ -1,0 +1,354 @@
+"""What each drafter proposes; and one that fails is one clear error."""
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from drafted import CPU, Guess, decode, fixed, texts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onward.decoding import Row
+from onward.errors import DraftError, RequestError, TokenizerError
+from onward.sampling import Sampler, SamplingParams, greedy
+from onward.speculation import (
+    Draft,
+    DraftRequest,
+    DraftRow,
+    ModelDrafter,
+    PromptLookup,
+    SuffixLookup,
+    check_same_tokens,
+)
+from onward.speculation.automaton import SuffixAutomaton
+from onward.speculation.drafter import continued
+from onward.testing import ByteTokenizer, scripted_model
+
+REQUEST = DraftRequest(rows=4, max_len=100, longest=15, vocab_size=100, device=CPU, select=lambda x, at: greedy(x))
+
+
+def proposed(drafter, ids, wanted=4, prompt=0):
+    """What a drafter proposes after `ids`, of which the first `prompt` are the prompt."""
+    return list(drafter.start(REQUEST).propose([DraftRow(0, ids[:prompt], ids[prompt:], wanted)])[0])
+
+
+def earlier_ends(ids, length):
+    """The positions after which the last `length` ids of a text stood before, by looking everywhere."""
+    end = ids[len(ids) - length :]
+    return [after for after in range(length, len(ids)) if ids[after - length : after] == end]
+
+
+texts_of_few_ids = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+# ── lookups ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_prompt_lookup_proposes_what_followed_the_longest_match():
+    assert proposed(PromptLookup(2), [1, 2, 3, 4, 5, 1, 2]) == [3, 4, 5, 1]
+    # 9 1 2 stood here once, 1 2 more often and later.
+    assert proposed(PromptLookup(2), [9, 1, 2, 3, 8, 1, 2, 4, 8, 1, 2, 5, 9, 1, 2], 2) == [3, 8]
+    # Of equals the latest.
+    assert proposed(PromptLookup(2), [1, 2, 3, 1, 2, 4, 7, 1, 2], 1) == [4]
+    assert proposed(PromptLookup(3), [1, 2, 9, 1, 2]) == []
+    assert proposed(PromptLookup(3), [1, 2]) == []
+
+
+@given(texts_of_few_ids, st.integers(1, 3), st.integers(1, 6), st.integers(0, 40))
+def test_prompt_lookup_is_the_search_that_looks_everywhere(ids, shortest, longest, prompt):
+    longest = max(shortest, longest)
+    expected = []
+    for length in range(min(longest, len(ids) - 1), shortest - 1, -1):
+        if ends := earlier_ends(ids, length):
+            expected = continued(ids, ends[-1], 5)
+            break
+    assert proposed(PromptLookup(shortest, longest), ids, 5, prompt) == expected
+
+
+@given(texts_of_few_ids, st.lists(st.integers(1, 5), max_size=10))
+def test_a_text_that_grows_between_drafts_is_the_whole_text(ids, cuts):
+    """However many ids came since, and also where rows were left out."""
+    for drafter in (lambda: PromptLookup(1, 4), lambda: SuffixLookup(1)):
+        drafting, output, start = drafter().start(REQUEST), [], 0
+        for cut in cuts:
+            output += ids[start : start + cut]
+            start += cut
+            if output:
+                drafting.propose([DraftRow(0, [7], output, 3)])
+        output += ids[start:]
+        whole = drafter().start(REQUEST).propose([DraftRow(0, [7], list(output), 3)])
+        assert drafting.propose([DraftRow(0, [7], output, 3)]) == whole
+
+
+def test_a_repetition_predicts_any_number_of_ids():
+    assert continued([5, 1, 2, 3, 1, 2, 3], 4, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert proposed(PromptLookup(2), [1, 2, 1, 2], 6) == [1, 2, 1, 2, 1, 2]
+    assert proposed(SuffixLookup(2), [1, 2, 1, 2], 6) == [1, 2, 1, 2, 1, 2]
+
+
+# ── the automaton ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(texts_of_few_ids)
+def test_the_automaton_finds_the_longest_end_that_stood_here_before(ids):
+    automaton = SuffixAutomaton()
+    for count, token in enumerate(ids, 1):
+        automaton.push(token)
+        text = ids[:count]
+        longest = max((n for n in range(count) if earlier_ends(text, n)), default=0)
+        assert automaton.length == longest
+        if longest:
+            assert automaton.after(automaton.state) in earlier_ends(text, longest)
+
+
+@given(texts_of_few_ids, texts_of_few_ids)
+def test_a_foreign_text_is_followed_as_far_as_it_matches(ids, foreign):
+    automaton = SuffixAutomaton()
+    for token in ids:
+        automaton.push(token)
+    state = length = 0
+    for count, token in enumerate(foreign, 1):
+        state, length = automaton.step(state, length, token)
+        ends = [foreign[count - n : count] for n in range(count + 1)]
+        found = [n for n, end in enumerate(ends) if any(ids[i : i + n] == end for i in range(len(ids) - n + 1))]
+        assert length == max(found)
+        if length:
+            after = automaton.after(state)
+            assert ids[after - length : after] == foreign[count - length : count]
+
+
+def test_the_automaton_is_linear_in_its_text():
+    """At most two states and three transitions an id, also for texts made to be hard."""
+    for text in ([0] * 500, [0] + [1] * 499, [0, 1, 1] * 170, torch.randint(0, 4, (500,)).tolist()):
+        automaton = SuffixAutomaton()
+        for token in text:
+            automaton.push(token)
+        assert len(automaton._next) <= 2 * len(text)
+        assert sum(map(len, automaton._next)) <= 3 * len(text)
+
+
+# ── what is remembered ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def said(lookup, output, prompt=(50,)):
+    """A request that put out these ids."""
+    lookup.start(REQUEST).propose([DraftRow(0, list(prompt), list(output), 1)])
+
+
+def test_outputs_of_earlier_requests_are_remembered_and_prompts_are_not():
+    lookup = SuffixLookup(2)
+    said(lookup, [1, 2, 3, 4, 5], prompt=[20, 21, 22, 23])
+    assert proposed(lookup, [9, 1, 2]) == [3, 4, 5]
+    assert proposed(lookup, [9, 20, 21]) == []
+    # The text's own past is nearer, where it matches as far.
+    assert proposed(lookup, [1, 2, 8, 1, 2], 2) == [8, 1]
+    # A draft ends where the earlier text did: what follows is another one.
+    said(lookup, [6, 7, 8])
+    assert proposed(lookup, [9, 4, 5]) == []
+
+
+def test_what_a_request_said_after_its_last_draft_is_remembered_too():
+    lookup, output = SuffixLookup(2), [1, 2, 3]
+    lookup.start(REQUEST).propose([DraftRow(0, [9], output, 1)])
+    output += [4, 5, 6]
+    assert proposed(lookup, [9, 3, 4]) == [5, 6]
+
+
+def test_requests_that_run_at_the_same_time_do_not_disturb_each_other():
+    lookup = SuffixLookup(2)
+    one, other = lookup.start(REQUEST), lookup.start(REQUEST)
+    assert one.propose([DraftRow(0, [1, 2, 3, 1, 2], [], 2)]) == [[3, 1]]
+    assert other.propose([DraftRow(0, [1, 2, 5, 1, 2], [], 2)]) == [[5, 1]]
+    assert one.propose([DraftRow(0, [1, 2, 3, 1, 2], [3], 1)]) == [[1]]
+
+
+def test_memory_is_bounded_and_holds_the_latest():
+    lookup = SuffixLookup(2, max_tokens=2000)
+    generator = torch.Generator().manual_seed(0)
+    tracemalloc.start()
+    sizes = []
+    for _ in range(200):
+        output = torch.randint(0, 100, (97,), generator=generator).tolist()
+        said(lookup, output)
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert max(sizes[100:]) <= 1.2 * max(sizes[:100]), "no growth once it is full"
+    assert max(sizes) < 2000 * 800
+    assert proposed(lookup, [99, *output[10:16]]) == output[16:20]
+    assert proposed(SuffixLookup(2, max_tokens=0), [1, 2]) == []
+
+
+def test_lookups_refuse_what_they_cannot_do():
+    with pytest.raises(RequestError, match="1 <= shortest <= longest; got 3 and 2"):
+        PromptLookup(3, 2)
+    with pytest.raises(RequestError, match="shortest must be a whole number of 1 or more; got 0"):
+        SuffixLookup(0)
+
+
+# ── draft models ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_draft_model_is_not_asked_past_its_context():
+    draft = scripted_model(lambda tokens: (tokens[-1] + 1) % 32, max_seq_len=20)
+    model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
+    rows = [Row(40)]
+    step, _ = decode(model, [[1]], rows, [SamplingParams()], speculator=fixed(ModelDrafter(draft, "eager"), 4))
+    assert rows[0].token_ids == [token % 32 for token in range(2, 42)]
+    assert step.speculation(0).rounds == 4  # from texts of 1, 6, 11 and 16 ids; after 21 there is no room
+    assert all(call.offsets[0] + len(call.tokens[0]) <= 20 for call in draft.calls)
+
+
+def test_rows_of_a_draft_model_leave_its_batch_when_they_end():
+    draft = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
+    model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
+    plain = texts(model, [[1], [2], [3]], [3, 20, 9], [SamplingParams()] * 3)
+    found = texts(
+        model, [[1], [2], [3]], [3, 20, 9], [SamplingParams()] * 3, speculator=fixed(ModelDrafter(draft, "eager"), 4)
+    )
+    assert found == plain
+    # ScriptedCache cannot be narrowed, so rows stay; KVCache can: see the demo model's test.
+    assert len(draft.calls[-1].tokens) == 3
+
+
+def test_ids_that_only_the_draft_has_are_never_drafted():
+    """Its likeliest id is padding that the target lacks; the likeliest of the others is the one."""
+
+    def script(tokens):
+        logits = torch.zeros(40)
+        logits[36] = 9.0
+        logits[(tokens[-1] + 1) % 32] = 5.0
+        return logits
+
+    draft = ModelDrafter(scripted_model(script, vocab_size=40), "eager")
+    model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
+    rows = [Row(11)]
+    step, _ = decode(model, [[1]], rows, [SamplingParams()], speculator=fixed(draft, 4))
+    assert step.speculation(0).acceptance == 1
+
+
+def test_a_draft_model_of_fewer_ids_drafts_those():
+    """Also where the text holds ids that it does not have, and where options name them."""
+    draft = ModelDrafter(scripted_model(lambda tokens: (tokens[-1] + 1) % 8, vocab_size=8), "eager")
+    model = scripted_model(lambda tokens: (tokens[-1] + 1) % 12, vocab_size=12)
+    params = [SamplingParams(temperature=1.0, seed=1, logit_bias={11: 1.0}, bad_words=((9, 11),))]
+    plain = texts(model, [[1]], [30], params)
+    for verifier in ("coupled", "rejection"):
+        rows = [Row(30)]
+        step, _ = decode(model, [[1]], rows, params, speculator=fixed(draft, 3, verifier))
+        assert rows[0].token_ids == plain[0]
+        assert 0.2 < step.speculation(0).acceptance < 0.9
+
+
+def test_a_model_drafter_wants_a_model():
+    with pytest.raises(RequestError, match=r"takes an onward\.Model; got str"):
+        ModelDrafter("demo")
+
+
+class Table(ByteTokenizer):
+    def __init__(self, *tokens):
+        super().__init__()
+        self.table = tokens
+
+    def tokens(self):
+        return self.table
+
+
+def test_vocabularies_are_compared_token_by_token():
+    check_same_tokens(Table("a", "b"), Table("a", "b", "<pad>"))
+    check_same_tokens(Table("a", None, "c"), Table("a", "b", "c"))
+    with pytest.raises(TokenizerError, match="id 1 is 'x' there and 'b' here"):
+        check_same_tokens(Table("a", "b"), Table("a", "x", "y"))
+
+
+def test_vocabularies_that_cannot_be_written_out_are_compared_by_their_texts():
+    class Shifted(ByteTokenizer):
+        def decode(self, ids):
+            return super().decode([token + (token > 64) for token in ids])
+
+    check_same_tokens(ByteTokenizer(), ByteTokenizer(eos_id=None))
+    with pytest.raises(TokenizerError, match="id 65 is 'B' there and 'A' here"):
+        check_same_tokens(ByteTokenizer(), Shifted())
+
+
+# ── drafters that fail ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def broken(result):
+    class Broken:
+        def start(self, request):
+            return self
+
+        def propose(self, rows):
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+    return Broken()
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (RuntimeError("out of\nluck"), r"the drafter Broken failed \(RuntimeError: out of luck\)"),
+        ([], "was asked for 1 drafts and returned 0"),
+        ([[1], [2]], "was asked for 1 drafts and returned 2"),
+        ([[1, 32]], "proposed id 32, but the model's ids are from 0 to 31"),
+        ([[-1]], "proposed id -1"),
+        ([[1.5]], r"must propose ids, whole numbers; got \[1.5\]"),
+        (["ab"], "must propose ids, whole numbers; got 'ab'"),
+        ([None], "must propose ids, whole numbers; got None"),
+        ([Draft([1], torch.ones(1, 3))], r"must give probabilities \[N, 32\]; got \[1, 3\]"),
+        ([Draft([1, 2], torch.ones(1, 32))], "gave probabilities for 1 of 2 ids"),
+    ],
+)
+def test_a_broken_drafter_is_one_clear_error(result, message):
+    model = scripted_model([1, 2, 3])
+    with pytest.raises(DraftError, match=message):
+        decode(model, [[1, 2]], [Row(9)], [SamplingParams()], speculator=fixed(broken(result)))
+
+
+def test_a_drafter_that_is_interrupted_is_interrupted():
+    def interrupt(row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        decode(scripted_model([1]), [[1]], [Row(9)], [SamplingParams()], speculator=fixed(Guess(interrupt)))
+
+
+def test_numbers_of_numpy_and_torch_are_ids_too():
+    model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
+    rows = [Row(9)]
+    guess = Guess(lambda row: torch.arange(row.ids()[-1] + 1, row.ids()[-1] + 1 + row.wanted))
+    step, _ = decode(model, [[1]], rows, [SamplingParams()], speculator=fixed(guess))
+    assert rows[0].token_ids == list(range(2, 11))
+    assert step.speculation(0).acceptance == 1
+
+
+def test_the_drafter_of_the_documentation_drafts():
+    page = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text()
+    source = page.split("```python\nclass Table")[1].split("\nlm.generate")[0]
+    names = {}
+    exec("class Table" + source, names)
+    model = scripted_model(lambda tokens: (tokens[-1] + 1) % 8)
+    rows = [Row(30), Row(20)]
+    step, _ = decode(model, [[1], [5]], rows, [SamplingParams()] * 2, speculator=fixed(names["Table"](), 3))
+    assert rows[0].token_ids == [token % 8 for token in range(2, 32)]
+    assert step.speculation(0).acceptance == 1
+    assert step.speculation(0).rounds > 8
+
+
+def test_coupled_draws_agree_as_often_as_is_promised():
+    """(1 - d) / (1 + d) at least, d the total variation distance of the two distributions (arXiv 2408.07978)."""
+    generator = torch.Generator().manual_seed(5)
+    draws = 20_000
+    params = [SamplingParams(temperature=1.0, seed=3)] * draws
+    sampler, positions = Sampler(params), torch.arange(draws)
+    for spread in (0.1, 0.5, 2.0):
+        target = torch.randn(20, generator=generator)
+        draft = target + spread * torch.randn(20, generator=generator)
+        distance = float((target.softmax(-1) - draft.softmax(-1)).abs().sum() / 2)
+        one, other = (sampler(logits.expand(draws, -1), positions) for logits in (target, draft))
+        agreed = float((one == other).double().mean())
+        deviation = 5 * (0.25 / draws) ** 0.5  # five standard deviations of a share of so many
+        assert (1 - distance) / (1 + distance) - deviation < agreed < 1 - distance + deviation

@@ -83,7 +83,7 @@ class Picker:
         return select(logits, positions)
 
     def of_live(self, logits: Tensor, positions: Tensor, state: DecodeState) -> Tensor:
-        """As a call; a `Sampler` is not asked for rows that have ended, whose bans may leave nothing to draw: 0 there."""
+        """As a call; a `Sampler` is not asked for rows that have ended, for their bans may leave nothing: 0 there."""
         if all(state.live) or not any(state.live) or not isinstance(self._select, Sampler):
             return self(logits, positions, state.owners)
         places = [place for place, live in enumerate(state.live) if live]

@@ -112,7 +112,8 @@ class Course:
 
     def batch(self, name: str, rows: int, length: int, keep: bool = True) -> None:
         def run(worker: Worker, samples: Samples) -> None:
-            prompts = [self.prompt(length) for _ in range(rows)]
+            # Ragged: from half of `length` to half as much again, `length` in the mean.
+            prompts = [self.prompt(length // 2 + length * row // (rows - 1)) for row in range(rows)]
             seconds = worker.ask(do="batch", prompts=prompts, count=self.plan.tokens)["seconds"]
             if keep:
                 samples.batch[rows].extend(seconds)

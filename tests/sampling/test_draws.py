@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from chi_square import LEVEL, p_value
 
+from chi_square import LEVEL, p_value
 from onward import Sampler, SamplingParams, greedy, sample
 
 DRAWS = 200_000

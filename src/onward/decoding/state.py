@@ -47,6 +47,10 @@ class DecodeState:
         pending = tuple(tuple(prompt) for prompt in prompts)
         return cls(pending, offsets, tuple(range(count)), (True,) * count, cache, device, compact)
 
+    def advanced(self, pending: tuple[tuple[int, ...], ...], offsets: tuple[int, ...], cache: Cache) -> Self:
+        """The state after a step. (`dataclasses.replace` takes as long as a tenth of a small model's step.)"""
+        return type(self)(pending, offsets, self.owners, self.live, cache, self.device, self.compact)
+
     def only(self, going_on: Sequence[bool]) -> Self:
         """The state in which, of the loop's rows, only these go on; the others give up their rows of the cache."""
         live = tuple(self.live[i] and going_on[owner] for i, owner in enumerate(self.owners))

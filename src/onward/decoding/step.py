@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -142,16 +141,11 @@ class DecodeStep:
         picked = self.picker.of_live(logits, positions, state)
         ids = checked_ids(picked, logits, state.live)
         emitted = self.picker.tokens(ids, logits, state)
-        state = replace(
-            state,
-            pending=tuple((token if live else 0,) for token, live in zip(ids, state.live, strict=True)),
-            offsets=tuple(
-                after if live else before
-                for after, before, live in zip(next_at, state.offsets, state.live, strict=True)
-            ),
-            cache=cache,
+        pending = tuple((token if live else 0,) for token, live in zip(ids, state.live, strict=True))
+        offsets = tuple(
+            after if live else before for after, before, live in zip(next_at, state.offsets, state.live, strict=True)
         )
-        return state, emitted
+        return state.advanced(pending, offsets, cache), emitted
 
 
 def last_logits(run: Run, state: DecodeState, chunk: int) -> tuple[Tensor, Cache]:

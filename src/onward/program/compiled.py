@@ -57,6 +57,7 @@ class Programs:
         self.families: OrderedDict[Hashable, _Family] = OrderedDict()
         self.by_shape: OrderedDict[Hashable, NativeProgram] = OrderedDict()
         self.leaves: CacheLeaves | None = None  # of the cache seen last
+        self.last: tuple[CacheLeaves, Hashable, NativeProgram] | None = None  # what ran last, and for which shapes
 
 
 class CompiledForward:
@@ -122,8 +123,14 @@ class CompiledForward:
         self, batch: int, tokens: int, cache: Any, leaves: CacheLeaves, logits_at: Tensor | None = None
     ) -> NativeProgram:
         wanted = None if logits_at is None or not self._selects_logits else logits_at.shape[1]
-        key = (batch, tokens, wanted, leaves.signature)
-        return _kept(self._programs.by_shape, key, lambda: self._make(Shape(batch, tokens), wanted, cache, leaves))
+        shape, last = (batch, tokens, wanted), self._programs.last
+        # Mostly the same again. A signature is as long as the model is deep, and would be hashed at every step.
+        if last is not None and last[0] is leaves and last[1] == shape:
+            return last[2]
+        key = (*shape, leaves.signature)
+        program = _kept(self._programs.by_shape, key, lambda: self._make(Shape(batch, tokens), wanted, cache, leaves))
+        self._programs.last = (leaves, shape, program)
+        return program
 
     def _make(self, shape: Shape, wanted: int | None, cache: Any, leaves: CacheLeaves) -> NativeProgram:
         several = shape.batch > 1

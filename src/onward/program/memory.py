@@ -33,6 +33,7 @@ class Addresses:
 
     def __init__(self, image: Image, arena: Arena) -> None:
         self.words = image.words.copy()
+        self.start: int = self.words.ctypes.data
         self._image = image
         self._arena = arena
         self._slot_offsets, self._arena_bytes = arena_offsets(image.slot_bytes)
@@ -42,7 +43,8 @@ class Addresses:
         logits = [s for s in image.storages if s.kind is Kind.LOGITS]
         self._logits = logits[0]
         of_logits = image.bases == image.base_of(self._logits)
-        self._logits_places, self._logits_offsets = image.places[of_logits], image.offsets[of_logits]
+        # Numbers and no arrays: there are few, and this is done at every step.
+        self._logits_at = list(zip(image.places[of_logits].tolist(), image.offsets[of_logits].tolist(), strict=True))
 
     def stale(self) -> bool:
         """Whether the arena has moved since the last `bind`, or there was none."""
@@ -56,7 +58,7 @@ class Addresses:
         self._given = {storage.index: weakref.ref(tensor) for storage, tensor in given}
         image = self._image
         addresses = np.zeros(1 + len(self._slot_offsets) + len(image.storages), dtype=np.int64)
-        addresses[0] = self.words.ctypes.data
+        addresses[0] = self.start
         addresses[1 : 1 + len(self._slot_offsets)] = self._arena.memory.data_ptr() + self._slot_offsets
         for index, tensor in tensors.items():
             assert tensor is not None, "params that a program was traced with are gone"
@@ -67,7 +69,9 @@ class Addresses:
     def point_logits(self, logits: Tensor) -> None:
         """Have the logits written into this tensor."""
         self._given[self._logits.index] = weakref.ref(logits)
-        self.words[self._logits_places] = logits.data_ptr() + self._logits_offsets
+        address = logits.data_ptr()
+        for place, offset in self._logits_at:
+            self.words[place] = address + offset
 
     def tensor(self, array: Array) -> Tensor:
         """A torch tensor over an array's memory, as bound last."""

@@ -96,7 +96,7 @@ class NativeProgram:
     def _run_kernels(self, segment: Segment, first: int, offsets: Tensor) -> None:
         nanoseconds = None if self._seconds is None else (ctypes.c_int64 * segment.calls)()
         status = self._library.onward_program_run(
-            self._addresses.words.ctypes.data + 8 * segment.begin,
+            self._addresses.start + 8 * segment.begin,
             segment.end - segment.begin,
             ctypes.addressof(self._failed),
             None if nanoseconds is None else ctypes.addressof(nanoseconds),

@@ -5,7 +5,10 @@ import torch
 from rounding import DTYPES, ODD_SIZES, UNIT, assert_within, random
 
 from onward import ops
+from onward.errors import RequestError
+from onward.models.packing import pack_params
 from onward.ops.linear import reference
+from onward.testing.tiny import tiny_model
 
 FORMS = {
     "stock": ops.linear,
@@ -47,3 +50,32 @@ def test_embedding_looks_rows_up_unchanged():
     table = random(31, 17, dtype=torch.bfloat16)
     tokens = torch.tensor([[30, 0, 7], [7, 7, 1]], dtype=torch.int32)
     assert torch.equal(ops.embedding(tokens, table), table[tokens.long()])
+
+
+@pytest.mark.parametrize("looked_up_by", ["native", "definition"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs", ODD_SIZES)
+def test_rows_of_a_packed_table_are_those_of_the_stock_one(looked_up_by, dtype, inputs):
+    table = random(37, inputs, dtype=dtype)
+    packed = ops.pack(table)
+    if not isinstance(packed, ops.NativeWeight):
+        pytest.skip("nothing is packed without the native library")
+    before = ops.choice().form
+    ops.choose(looked_up_by)
+    try:
+        for ids in (torch.tensor([[0, 36, 15], [16, 5, 5]], dtype=torch.int32), torch.tensor(36)):
+            assert torch.equal(ops.embedding(ids, packed), table[ids.long()])
+        with pytest.raises(RequestError, match=r"0 … 36; got 5 … 37"):
+            ops.embedding(torch.tensor([37, 5]), packed)
+        with pytest.raises(RequestError, match="int32 or int64"):
+            ops.embedding(torch.tensor([1.0]), packed)
+    finally:
+        ops.choose(before)
+
+
+def test_a_tied_pair_is_one_packed_weight():
+    params = tiny_model(tie_word_embeddings=True).params
+    packed = pack_params(params)
+    assert isinstance(packed.lm_head, ops.NativeWeight) == (packed.embed_tokens is packed.lm_head)
+    untied = tiny_model(tie_word_embeddings=False).params
+    assert pack_params(untied).embed_tokens is untied.embed_tokens

@@ -139,6 +139,7 @@ def _check_left(folder: Path, tensors: SafetensorsFolder | DistributedFolder, pa
     # Old checkpoints carry the rotary frequencies, which config.json determines.
     left = [name for name in tensors.left() if not name.endswith("rotary_emb.inv_freq")]
     if left == ["lm_head.weight"]:
+        assert isinstance(params.embed_tokens, Tensor), "stock weights are read as they are"
         head = tensors.take("lm_head.weight", tuple(params.embed_tokens.shape))
         if not torch.equal(head, params.embed_tokens):
             raise CheckpointError(

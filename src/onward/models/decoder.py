@@ -39,9 +39,9 @@ class LayerParams(NamedTuple):
 
 
 class DecoderParams(NamedTuple):
-    """All weights. A tied head is the embedding itself, one tensor with two names, until it is packed."""
+    """All weights. A tied head is the embedding itself, one weight with two names."""
 
-    embed_tokens: Tensor
+    embed_tokens: ops.Table
     layers: tuple[LayerParams, ...]
     norm: Tensor
     lm_head: ops.Weight

@@ -10,16 +10,19 @@ from onward.models.decoder import DecoderParams, LayerParams, Linear
 def pack_params(params: DecoderParams, release: Callable[[], None] = lambda: None) -> DecoderParams:
     """The same weights with every matrix packed.
 
-    A tied embedding stays as it is, for its rows are looked up one by one; the head has a packed copy of it.
-    `release` is called after each layer, when its stock weights have been read for the last time.
+    A tied pair stays one weight. An embedding apart stays as it is: its rows are looked up one by one. `release` is
+    called after each layer, when its stock weights have been read for the last time.
     """
     layers = []
     for layer in params.layers:
         layers.append(pack_layer(layer))
         release()
     lm_head = ops.pack(params.lm_head)
+    embed_tokens = params.embed_tokens
+    if params.lm_head is embed_tokens and isinstance(lm_head, ops.NativeWeight):
+        embed_tokens = lm_head
     release()
-    return params._replace(layers=tuple(layers), lm_head=lm_head)
+    return params._replace(layers=tuple(layers), lm_head=lm_head, embed_tokens=embed_tokens)
 
 
 def pack_layer(layer: LayerParams) -> LayerParams:

@@ -10,19 +10,22 @@ from onward.ops.argmax import argmax
 from onward.ops.attention import cached_attention, scaled_dot_product_attention
 from onward.ops.cache_write import write_cache
 from onward.ops.einsum import einsum
-from onward.ops.embedding import embedding
+from onward.ops.embedding import Table, embedding
 from onward.ops.gated import geglu, swiglu
 from onward.ops.linear import PackedWeight, Weight, linear, pack
 from onward.ops.norm import layer_norm, rms_norm
 from onward.ops.operators import Choice, choice, choose
+from onward.ops.packed import NativeWeight
 from onward.ops.quantized import QuantizedWeight
 from onward.ops.rope import angles as rotary_angles
 from onward.ops.rope import rope, rotate
 
 __all__ = [
     "Choice",
+    "NativeWeight",
     "PackedWeight",
     "QuantizedWeight",
+    "Table",
     "Weight",
     "add",
     "argmax",

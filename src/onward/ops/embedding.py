@@ -3,9 +3,14 @@
 from torch import Tensor
 from torch.nn import functional as F
 
+from onward.ops.packed import NativeWeight
 from onward.ops.quantized import QuantizedWeight
 
+Table = Tensor | NativeWeight | QuantizedWeight
 
-def embedding(tokens: Tensor, table: Tensor | QuantizedWeight) -> Tensor:
-    """int [B, T] ids and a [V, D] table, stock or quantized -> [B, T, D] in the table's dtype."""
-    return table.rows(tokens) if isinstance(table, QuantizedWeight) else F.embedding(tokens, table)
+
+def embedding(tokens: Tensor, table: Table) -> Tensor:
+    """int [B, T] ids and a [V, D] table, stock, packed or quantized -> [B, T, D] in the table's dtype."""
+    if isinstance(table, QuantizedWeight):
+        return table.rows(tokens)
+    return table.take(tokens) if isinstance(table, NativeWeight) else F.embedding(tokens, table)

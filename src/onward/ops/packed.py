@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from onward.errors import RequestError
 from onward.native import Library, advise_huge_pages
 from onward.native.interface import Format
-from onward.ops.operators import DTYPES, Operator, usable_library
+from onward.ops.operators import DTYPES, Operator, shapes, usable_library
 
 BLOCK = 16
 FORMATS = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
@@ -33,6 +34,20 @@ class NativeWeight(NamedTuple):
     def unpack(self) -> Tensor:
         """The stock weight [N, K]."""
         return _unpacked(self.data, self.rows, self.inputs)
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Rows as of an embedding: int32 or int64 ids [...] -> [..., K] in the weight's dtype."""
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise RequestError(f"rows of a weight are taken by int32 or int64 ids; got {shapes(ids=ids)}")
+        return _packed_rows(self.data, ids, self.rows, self.inputs)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
 
 
 def pack_native(weight: Tensor) -> NativeWeight | None:
@@ -81,9 +96,42 @@ def _native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, rows
     return out
 
 
+def check_ids(ids: Tensor, rows: int) -> None:
+    """An id outside the table would read padding, or another row. Where asking makes us wait, the device checks."""
+    if ids.device.type != "cpu":
+        torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"an id lies outside 0 … {rows - 1}")
+    elif ids.numel():
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= rows:
+            raise RequestError(f"ids of {rows} rows lie in 0 … {rows - 1}; got {lowest} … {highest}")
+
+
+def _rows_definition(data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tensor:
+    check_ids(ids, rows)
+    return data[ids // BLOCK, :, ids % BLOCK].flatten(-2)[..., :inputs]
+
+
+def _rows_native(library: Library, data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tensor:
+    check_ids(ids, rows)
+    wide = ids.to(torch.int64).contiguous()
+    out = data.new_empty((*ids.shape, inputs))
+    status = library.onward_linear_rows(
+        FORMATS[data.dtype], rows, inputs, data.data_ptr(), wide.data_ptr(), wide.numel(), out.data_ptr(),
+        DTYPES[data.dtype], inputs,
+    )  # fmt: skip
+    library.check(status, "onward_linear_rows")
+    return out
+
+
 _packed_linear = Operator(
     "packed_linear(Tensor x, Tensor data, Tensor? bias, int rows, int inputs) -> Tensor",
     _definition,
     _native,
     lambda x, data, bias, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
+)
+_packed_rows = Operator(
+    "packed_rows(Tensor data, Tensor ids, int rows, int inputs) -> Tensor",
+    _rows_definition,
+    _rows_native,
+    lambda data, ids, rows, inputs: data.new_empty((*ids.shape, inputs)),
 )

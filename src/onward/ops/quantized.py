@@ -18,6 +18,7 @@ from onward.native import Library
 from onward.native.interface import Format
 from onward.ops import quantized_layout as layout
 from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.packed import check_ids
 
 FORMATS = {"int8": Format.INT8, "int4": Format.INT4}
 
@@ -167,7 +168,7 @@ def _linear_native(library: Library, x: Tensor, data: Tensor, bias: Tensor | Non
 
 
 def _rows_definition(data: Tensor, ids: Tensor, format: str, rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    _check_ids(ids, rows)
+    check_ids(ids, rows)
     values = layout.row_values(format, data, ids.flatten().to(torch.int64), inputs)
     return values.to(dtype).view(*ids.shape, inputs)
 
@@ -175,7 +176,7 @@ def _rows_definition(data: Tensor, ids: Tensor, format: str, rows: int, inputs: 
 def _rows_native(
     library: Library, data: Tensor, ids: Tensor, format: str, rows: int, inputs: int, dtype: torch.dtype
 ) -> Tensor:
-    _check_ids(ids, rows)
+    check_ids(ids, rows)
     wide = ids.to(torch.int64).contiguous()
     out = torch.empty((*ids.shape, inputs), dtype=dtype)
     status = library.onward_linear_rows(
@@ -184,16 +185,6 @@ def _rows_native(
     )  # fmt: skip
     library.check(status, "onward_linear_rows")
     return out
-
-
-def _check_ids(ids: Tensor, rows: int) -> None:
-    """An id outside the table would read padding, or another row. Where asking makes us wait, the device checks."""
-    if ids.device.type != "cpu":
-        torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"an id lies outside 0 … {rows - 1}")
-    elif ids.numel():
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < 0 or highest >= rows:
-            raise RequestError(f"ids of {rows} rows lie in 0 … {rows - 1}; got {lowest} … {highest}")
 
 
 _linear = Operator(

@@ -124,13 +124,22 @@ def linears(b: Builder, nodes: list[Node]) -> None:
 @lowers(ops.quantized_rows.default)
 def quantized_rows(b: Builder, node: Node) -> None:
     data, ids, format, rows, inputs, _ = node.args
-    out = node.outputs[0]
+    _lookup(b, QUANTIZED_FORMATS[format], rows, inputs, data, ids, node.outputs[0])
+
+
+def _lookup(b: Builder, format: Format, rows: int, inputs: int, data: Array, ids: Array, out: Array) -> None:
     wide = b.temporary(ids.shape, torch.int64)
     b.copy(ids, wide)
     b.call(
-        "onward_linear_rows", QUANTIZED_FORMATS[format], rows, inputs, address(data), address(wide), wide.numel,
+        "onward_linear_rows", format, rows, inputs, address(data), address(wide), wide.numel,
         address(out), float_code(out), inputs,
     )  # fmt: skip
+
+
+@lowers(ops.packed_rows.default)
+def packed_rows(b: Builder, node: Node) -> None:
+    data, ids, rows, inputs = node.args
+    _lookup(b, PACKED_FORMATS[data.dtype], rows, inputs, data, ids, node.outputs[0])
 
 
 @lowers(ops.swiglu.default)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
 from onward.completion import Completion, Piece
+from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Cache, Model, ModelRun
 from onward.program import Report
 from onward.requests import Ids, Prompt, RequestReader, Runner, Score, Speculators, drained, only, score_texts
-from onward.requests.request import as_list, check_ids, check_room, check_top, needed_tokenizer
+from onward.requests.request import as_list, check_ids, check_top, needed_tokenizer
 from onward.sampling import SamplingParams
 from onward.speculation import Drafter, ModelDrafter, Speculator, check_same_tokens
 

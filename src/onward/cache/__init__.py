@@ -1,6 +1,6 @@
 """Where keys and values of past positions live."""
 
 from onward.cache.kv import KVCache
-from onward.cache.sized import CompactableCache, SizedCache
+from onward.cache.sized import CompactableCache, SizedCache, length_of
 
-__all__ = ["CompactableCache", "KVCache", "SizedCache"]
+__all__ = ["CompactableCache", "KVCache", "SizedCache", "length_of"]

@@ -22,3 +22,8 @@ class CompactableCache(Protocol):
     def first_rows(self, batch: int) -> Any:
         """The cache of the first `batch` rows, over the same memory."""
         ...
+
+
+def length_of(cache: object) -> int | None:
+    """Positions that a cache holds a row; None where it does not say."""
+    return cache.max_len if isinstance(cache, SizedCache) else None

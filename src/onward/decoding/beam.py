@@ -8,7 +8,7 @@ are the same; the length penalty is that of Wu et al. (arXiv 1609.08144) in thei
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -176,7 +176,7 @@ class BeamStep:
                         self.histories[first + slot].append(beam.row.token_ids[-1])
             if search.is_over:
                 self._end(first, search)
-        return replace(state, pending=tuple(pending), offsets=after, cache=cache), [[] for _ in state.owners]
+        return state.advanced(tuple(pending), after, cache), [[] for _ in state.owners]
 
     def score(self, row: int) -> float | None:
         """Of the text that the loop's row has taken over; None where it only repeats another."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.cache import SizedCache
+from onward.cache import length_of
 from onward.decoding.loop import decode_loop
 from onward.decoding.row import Row
 from onward.decoding.state import DecodeState
@@ -103,9 +103,7 @@ def positional(select: Callable[[Tensor], Tensor] | Sampler) -> Callable[[Tensor
 
 
 def _check_room(cache: Cache, max_len: int | None, offset: int, max_new_tokens: int) -> None:
-    limits = [
-        limit for limit in (max_len, cache.max_len if isinstance(cache, SizedCache) else None) if limit is not None
-    ]
+    limits = [limit for limit in (max_len, length_of(cache)) if limit is not None]
     needed = offset + max(max_new_tokens, 0)
     if limits and needed > min(limits):
         raise ContextOverflowError(

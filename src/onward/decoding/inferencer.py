@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from onward.cache import SizedCache
+from onward.cache import length_of
 from onward.decoding.driver import positional
 from onward.decoding.loop import decode_loop
 from onward.decoding.row import Row
@@ -183,8 +183,7 @@ class ModelInferencer:
         return query.shape[1]
 
     def _check_room(self, kv_cache: FilledCache, more: int) -> None:
-        sizes = [self.model.max_seq_len, kv_cache.cache.max_len if isinstance(kv_cache.cache, SizedCache) else None]
-        limits = [size for size in sizes if size is not None]
+        limits = [limit for limit in (self.model.max_seq_len, length_of(kv_cache.cache)) if limit is not None]
         held = int(kv_cache.lengths.max())
         if limits and held + more > min(limits):
             raise ContextOverflowError(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onward.cache import CompactableCache
 from onward.decoding.state import DecodeState
-from onward.decoding.step import Run, TokenLogprobs, forward, not_finite, token_logprobs
+from onward.decoding.step import Run, TokenLogprobs, forward, not_finite, padded, token_logprobs
 
 # (index of the first of the columns, logits [B, T, V] after each pending token from there on)
 Look = Callable[[int, Tensor], None]
@@ -31,24 +31,18 @@ def prefilled(run: Run, state: DecodeState, chunk: int, look: Look | None = None
     chunk: the most tokens of a row given to the model at once. look: is shown all their logits, chunk by chunk;
     without it the head does not run. Columns at or past a row's last pending token hold nothing of meaning.
     """
-    longest = max(map(len, state.pending)) - 1
-    # Padding repeats a row's last id: any valid id will do, for what follows a row's length is never read.
-    padded = [[*ids, *([ids[-1]] * longest)][:longest] for ids in state.pending]
-    tokens = torch.tensor(padded, dtype=torch.int32, device=state.device).view(len(padded), longest)
+    tokens = padded(state)[:, :-1]
     offsets = torch.tensor(state.offsets, dtype=torch.int32, device=state.device)
     cache = state.cache
-    for start in range(0, longest, chunk):
+    for start in range(0, tokens.shape[1], chunk):
         piece = tokens[:, start : start + chunk]
-        wanted = torch.arange(piece.shape[1] if look else 0, device=state.device).expand(len(padded), -1)
+        wanted = torch.arange(piece.shape[1] if look else 0, device=state.device).expand(len(tokens), -1)
         logits, cache = forward(run, piece, offsets + start, cache, wanted)
         if look is not None:
             look(start, logits)
-    return replace(
-        state,
-        pending=tuple(ids[-1:] for ids in state.pending),
-        offsets=tuple(offset + len(ids) - 1 for offset, ids in zip(state.offsets, state.pending, strict=True)),
-        cache=cache,
-    )
+    pending = tuple(ids[-1:] for ids in state.pending)
+    after = tuple(offset + len(ids) - 1 for offset, ids in zip(state.offsets, state.pending, strict=True))
+    return state.advanced(pending, after, cache)
 
 
 def spread(state: DecodeState, cache: CompactableCache, copies: int) -> DecodeState:

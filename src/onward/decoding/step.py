@@ -156,9 +156,7 @@ def last_logits(run: Run, state: DecodeState, chunk: int) -> tuple[Tensor, Cache
         tokens = torch.tensor(state.pending, dtype=torch.int32, device=state.device)
         logits, cache = forward(run, tokens, offsets, state.cache, None)
         return logits[:, 0], cache
-    # Padding repeats a row's last id: any valid id will do, for what follows a row's length is never read.
-    padded = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in state.pending]
-    tokens = torch.tensor(padded, dtype=torch.int32, device=state.device)
+    tokens = padded(state)
     last = torch.tensor([len(ids) - 1 for ids in state.pending], dtype=torch.int64, device=state.device)
     cache, found = state.cache, None
     for start in range(0, longest, chunk):
@@ -172,6 +170,14 @@ def last_logits(run: Run, state: DecodeState, chunk: int) -> tuple[Tensor, Cache
             found = logits[:, 0] if found is None else torch.where(ends_here.unsqueeze(1), logits[:, 0], found)
     assert found is not None
     return found, cache
+
+
+def padded(state: DecodeState) -> Tensor:
+    """The pending tokens as int32 [B, T], T those of the longest row."""
+    longest = max(map(len, state.pending))
+    # A row's last id is repeated: any valid id will do, for what follows a row's length is never read.
+    rows = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in state.pending]
+    return torch.tensor(rows, dtype=torch.int32, device=state.device)
 
 
 def forward(run: Run, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None) -> tuple[Tensor, Cache]:

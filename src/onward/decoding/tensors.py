@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from onward.decoding.loop import decode_loop
+from onward.decoding.room import check_room
 from onward.decoding.row import Row
 from onward.decoding.state import DecodeState
 from onward.decoding.step import DecodeStep, Picker
-from onward.errors import ContextOverflowError, RequestError
+from onward.errors import RequestError
 from onward.models import Model, padded_length, reused_run
 from onward.sampling import History, Sampler, SamplingParams
 from onward.sampling.params import check_whole
@@ -72,7 +73,7 @@ def generate(
     for name, token in [("pad", pad), *(("eos", token) for token in stop_ids)]:
         if token is not None:
             _check_id(name, token, model.vocab_size)
-    _check_room(model.max_seq_len, prompt_tokens.shape[1], max_new_tokens)
+    check_room(prompt_tokens.shape[1], max_new_tokens, model.max_seq_len)
     rows = [Row(max_new_tokens, stop_ids) for _ in prompts]
     cache = model.new_cache(len(prompts), padded_length(prompt_tokens.shape[1] + max_new_tokens, model))
     state = DecodeState.start(prompts, cache, model.device, compact=True)
@@ -118,11 +119,3 @@ def _check_id(name: str, token: int, vocab_size: int) -> None:
     check_whole(name, token, low=0)
     if token >= vocab_size:
         raise RequestError(f"{name} names id {token}, but the vocabulary ends at {vocab_size - 1}")
-
-
-def _check_room(context: int | None, prompt: int, new: int) -> None:
-    if context is not None and prompt + new > context:
-        raise ContextOverflowError(
-            f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new}, but the model's context holds "
-            f"{context}: ask for at most {max(0, context - prompt)} new tokens or shorten the prompt"
-        )

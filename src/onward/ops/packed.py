@@ -37,8 +37,7 @@ class NativeWeight(NamedTuple):
 
     def take(self, ids: Tensor) -> Tensor:
         """Rows as of an embedding: int32 or int64 ids [...] -> [..., K] in the weight's dtype."""
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise RequestError(f"rows of a weight are taken by int32 or int64 ids; got {shapes(ids=ids)}")
+        check_id_dtype(ids)
         return _packed_rows(self.data, ids, self.rows, self.inputs)
 
     @property
@@ -96,6 +95,11 @@ def _native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, rows
     return out
 
 
+def check_id_dtype(ids: Tensor) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise RequestError(f"rows of a weight are taken by int32 or int64 ids; got {shapes(ids=ids)}")
+
+
 def check_ids(ids: Tensor, rows: int) -> None:
     """An id outside the table would read padding, or another row. Where asking makes us wait, the device checks."""
     if ids.device.type != "cpu":
@@ -111,16 +115,22 @@ def _rows_definition(data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tenso
     return data[ids // BLOCK, :, ids % BLOCK].flatten(-2)[..., :inputs]
 
 
-def _rows_native(library: Library, data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tensor:
+def native_rows(
+    library: Library, format: Format, data: Tensor, ids: Tensor, rows: int, inputs: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows, in `dtype`, of a weight [rows, inputs] packed in any format."""
     check_ids(ids, rows)
     wide = ids.to(torch.int64).contiguous()
-    out = data.new_empty((*ids.shape, inputs))
+    out = torch.empty((*ids.shape, inputs), dtype=dtype)
     status = library.onward_linear_rows(
-        FORMATS[data.dtype], rows, inputs, data.data_ptr(), wide.data_ptr(), wide.numel(), out.data_ptr(),
-        DTYPES[data.dtype], inputs,
-    )  # fmt: skip
+        format, rows, inputs, data.data_ptr(), wide.data_ptr(), wide.numel(), out.data_ptr(), DTYPES[dtype], inputs
+    )
     library.check(status, "onward_linear_rows")
     return out
+
+
+def _rows_native(library: Library, data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tensor:
+    return native_rows(library, FORMATS[data.dtype], data, ids, rows, inputs, data.dtype)
 
 
 _packed_linear = Operator(

@@ -18,7 +18,7 @@ from onward.native import Library
 from onward.native.interface import Format
 from onward.ops import quantized_layout as layout
 from onward.ops.operators import DTYPES, Operator, shapes
-from onward.ops.packed import check_ids
+from onward.ops.packed import check_id_dtype, check_ids, native_rows
 
 FORMATS = {"int8": Format.INT8, "int4": Format.INT4}
 
@@ -69,8 +69,7 @@ class QuantizedWeight:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows as of an embedding: int32 or int64 ids [...] -> [..., K] in `dtype`."""
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise RequestError(f"rows of a weight are taken by int32 or int64 ids; got {shapes(ids=ids)}")
+        check_id_dtype(ids)
         return _rows(self.data, ids, self.format, *self.shape, self.dtype)
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "QuantizedWeight":
@@ -176,15 +175,7 @@ def _rows_definition(data: Tensor, ids: Tensor, format: str, rows: int, inputs: 
 def _rows_native(
     library: Library, data: Tensor, ids: Tensor, format: str, rows: int, inputs: int, dtype: torch.dtype
 ) -> Tensor:
-    check_ids(ids, rows)
-    wide = ids.to(torch.int64).contiguous()
-    out = torch.empty((*ids.shape, inputs), dtype=dtype)
-    status = library.onward_linear_rows(
-        FORMATS[format], rows, inputs, data.data_ptr(), wide.data_ptr(), wide.numel(), out.data_ptr(),
-        DTYPES[dtype], inputs,
-    )  # fmt: skip
-    library.check(status, "onward_linear_rows")
-    return out
+    return native_rows(library, FORMATS[format], data, ids, rows, inputs, dtype)
 
 
 _linear = Operator(

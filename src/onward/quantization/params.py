@@ -124,7 +124,7 @@ def _is_matrix(leaf: Any) -> bool:
 
 
 def _is_tied(params: DecoderParams) -> bool:
-    """Whether head and embedding are one matrix; packing has made a copy of it for the head."""
+    """Whether head and embedding are one matrix, or the head a packed copy in which rows cannot be looked up."""
     if params.lm_head is params.embed_tokens:
         return True
     if isinstance(params.lm_head, Tensor | QuantizedWeight) or not isinstance(params.embed_tokens, Tensor):

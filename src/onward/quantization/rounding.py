@@ -32,11 +32,13 @@ def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
 def quantize_and_measure(weight: Tensor, format: str) -> tuple[QuantizedWeight, float]:
     """`quantize_weight`, and the `relative_rms_error` of the result."""
     check_format(format)
+    _check_form(weight)
     library = usable_library()
-    if library is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
-        quantized = _int8(weight) if format == "int8" else _int4(weight)
-        return quantized, relative_rms_error(weight, quantized)
-    return _native(library, weight, format)
+    if library is not None and weight.device.type == "cpu" and weight.dtype in DTYPES:
+        return _native(library, weight, format)
+    _check_values(weight, format, _largest(weight))
+    quantized = _int8(weight) if format == "int8" else _int4(weight)
+    return quantized, relative_rms_error(weight, quantized)
 
 
 def check_format(format: str) -> None:
@@ -78,7 +80,6 @@ def quantize_int4(weight: Tensor) -> QuantizedWeight:
 
 
 def _native(library: Library, weight: Tensor, format: str) -> tuple[QuantizedWeight, float]:
-    _check_form(weight)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     rows, inputs = weight.shape
     data = _empty(weight, format)
@@ -95,8 +96,6 @@ def _native(library: Library, weight: Tensor, format: str) -> tuple[QuantizedWei
 
 
 def _int8(weight: Tensor) -> QuantizedWeight:
-    _check_form(weight)
-    _check_values(weight, "int8", _largest(weight))
     data = _empty(weight, "int8")
     for blocks, part in _row_chunks(weight):
         scales = part.abs().amax(1, keepdim=True) / 127
@@ -106,8 +105,6 @@ def _int8(weight: Tensor) -> QuantizedWeight:
 
 
 def _int4(weight: Tensor) -> QuantizedWeight:
-    _check_form(weight)
-    _check_values(weight, "int4", _largest(weight))
     inputs = weight.shape[1]
     data = _empty(weight, "int4")
     for blocks, part in _row_chunks(weight):

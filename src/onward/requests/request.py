@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onward.checkpoint import Tokenizer
-from onward.errors import ContextOverflowError, RequestError, TokenizerError
+from onward.errors import RequestError, TokenizerError
 from onward.models import Model
 from onward.requests.options import GenerateOptions
 from onward.sampling import SamplingParams
@@ -127,23 +127,6 @@ def check_ids(ids: Ids, vocab_size: int) -> None:
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise RequestError(f"a prompt of ids wants whole numbers from 0 to {vocab_size - 1}; got {token!r}")
-
-
-def check_room(prompt: int, new: int, context: int | None, cache_len: int | None = None) -> None:
-    """Raise `ContextOverflowError` unless a prompt and `new` tokens fit the context and the cache."""
-    limits = [limit for limit in (context, cache_len) if limit is not None]
-    if not limits or prompt + new <= min(limits):
-        return
-    limit = min(limits)
-    what = "context" if limit == context else "cache"
-    if prompt > limit or new == 0:
-        raise ContextOverflowError(
-            f"the prompt is {prompt} tokens long, but the {what} holds {limit}: shorten the prompt"
-        )
-    raise ContextOverflowError(
-        f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new}, but the {what} holds {limit}: "
-        f"ask for at most {limit - prompt} new tokens or shorten the prompt"
-    )
 
 
 def check_top(name: str, count: int, vocab_size: int) -> None:

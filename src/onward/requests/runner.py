@@ -4,7 +4,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from onward.cache import CompactableCache, KVCache, SizedCache
+from onward.cache import CompactableCache, KVCache, length_of
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece, Stopwatch
 from onward.decoding import (
@@ -22,11 +22,12 @@ from onward.decoding import (
     prefilled,
     spread,
 )
+from onward.decoding.room import check_room
 from onward.errors import RequestError
 from onward.models import Cache, ModelRun, padded_length
 from onward.requests.batch import Batch
 from onward.requests.options import GenerateOptions
-from onward.requests.request import Request, check_room, check_top
+from onward.requests.request import Request, check_top
 from onward.sampling import History, Sampler
 from onward.sampling.adjustments import Adjustments
 
@@ -134,7 +135,7 @@ class Runner:
 
     def _check(self, requests: Sequence[Request], options: GenerateOptions, cache: Cache | PrefixCache | None) -> None:
         model = self.run.model
-        cache_len = cache.max_len if isinstance(cache, SizedCache) else None
+        cache_len = length_of(cache)
         for request in requests:
             check_room(len(request.prompt), request.params.max_new_tokens, model.max_seq_len, cache_len)
         rows = len(requests) * options.rows

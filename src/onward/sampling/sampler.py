@@ -81,9 +81,6 @@ class Sampler:
             RequestError: an option names an id outside the vocabulary, histories are wanted and missing, or bans leave
                 nothing to draw.
         """
-        if self._all_greedy and not self._adjust.any and logits.shape[:-1] == positions.shape:
-            self._check_rows(logits)
-            return greedy(logits)
         logits, draw, rows = self._prepared(logits, histories, drafts)
         if self._all_greedy:
             return greedy(logits).view(positions.shape)
@@ -138,7 +135,12 @@ class Sampler:
     ) -> tuple[Tensor, Draw, Tensor | None]:
         """Adjusted logits [N, V], the options of each of the N = B K rows, and which of the B it is (None: N = B)."""
         batch = len(self._rows)
-        self._check_rows(logits)
+        if logits.dim() not in (2, 3) or logits.shape[0] != batch:
+            raise RequestError(
+                f"a sampler of {batch} rows takes logits [{batch}, V] or [{batch}, K, V]; got {list(logits.shape)}"
+            )
+        if logits.dim() == 2 and not self._adjust.any:
+            return logits, self._draw, None
         several = logits.unsqueeze(1) if logits.dim() == 2 else logits
         if self._adjust.any:
             several = self._adjust(several.to(torch.float32), histories, drafts)
@@ -147,13 +149,6 @@ class Sampler:
             return flat, self._draw, None
         rows = torch.arange(batch, device=logits.device).repeat_interleave(several.shape[1])
         return flat, self._draw.take(rows), rows
-
-    def _check_rows(self, logits: Tensor) -> None:
-        batch = len(self._rows)
-        if logits.dim() not in (2, 3) or logits.shape[0] != batch:
-            raise RequestError(
-                f"a sampler of {batch} rows takes logits [{batch}, V] or [{batch}, K, V]; got {list(logits.shape)}"
-            )
 
     def _filtered_further(self, scores: Tensor, positions: Tensor | None, draw: Draw, rows: Tensor | None) -> Tensor:
         """The filters after min_p, which few ask for."""

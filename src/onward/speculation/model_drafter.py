@@ -1,7 +1,6 @@
 """A smaller model that guesses what the target will say."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ class _ModelDrafts:
             for owner, live, begin in zip(state.owners, state.live, held, strict=True)
         ]
         # A row that gets no more drafts keeps nothing, so it may be written over from its beginning.
-        return replace(state, offsets=tuple(held), pending=tuple(pending))
+        return state.advanced(tuple(pending), tuple(held), state.cache)
 
     def _first(self, owners: Sequence[int]) -> DecodeState | None:
         if not owners:

@@ -9,11 +9,11 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from onward.cache import SizedCache
+from onward.cache import length_of
 from onward.decoding import DecodeState, DecodeStep, Picker, Row, Token
 from onward.decoding.step import Emitted, Run, forward, not_finite, token_logprobs
 from onward.errors import DraftError, one_line
@@ -126,8 +126,8 @@ class SpeculativeStep:
         return [min(room, longest) for room in most]
 
     def _length(self, state: DecodeState) -> int:
-        cache = state.cache
-        return cache.max_len if isinstance(cache, SizedCache) else self._request.max_len
+        length = length_of(state.cache)
+        return self._request.max_len if length is None else length
 
     # ── the draft ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -190,13 +190,9 @@ class SpeculativeStep:
             if new and draft.ids:
                 self._count(owner, draft.ids, new)
         emitted = [self._tokens(new, logits[place]) for place, new in enumerate(ids)]
-        state = replace(
-            state,
-            pending=tuple((new[-1],) if new else (0,) for new in ids),
-            offsets=tuple(offset + len(new) for offset, new in zip(state.offsets, ids, strict=True)),
-            cache=cache,
-        )
-        return state, emitted
+        pending = tuple((new[-1],) if new else (0,) for new in ids)
+        after = tuple(offset + len(new) for offset, new in zip(state.offsets, ids, strict=True))
+        return state.advanced(pending, after, cache), emitted
 
     def _count(self, owner: int, draft: Sequence[int], new: Sequence[int]) -> None:
         drafted, accepted = len(draft), sum(map(operator.eq, draft, new))  # the first that differs is the last of `new`

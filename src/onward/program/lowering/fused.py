@@ -144,34 +144,26 @@ def packed_rows(b: Builder, node: Node) -> None:
 
 @lowers(ops.swiglu.default)
 def swiglu(b: Builder, node: Node) -> None:
-    gate, rows, columns, gate_stride = b.rows(node.args[0])
-    up, _, _, up_stride = b.rows(node.args[1])
-    out = node.outputs[0]
-    b.call(
-        "onward_swiglu", rows, columns, float_code(gate), address(gate), gate_stride, address(up), up_stride,
-        address(out), columns,
-    )  # fmt: skip
+    _elementwise(b, node, "onward_swiglu")
 
 
 @lowers(ops.geglu.default)
 def geglu(b: Builder, node: Node) -> None:
-    gate, rows, columns, gate_stride = b.rows(node.args[0])
-    up, _, _, up_stride = b.rows(node.args[1])
-    out = node.outputs[0]
-    b.call(
-        "onward_geglu", rows, columns, float_code(gate), node.args[2], address(gate), gate_stride, address(up),
-        up_stride, address(out), columns,
-    )  # fmt: skip
+    _elementwise(b, node, "onward_geglu", node.args[2])
 
 
 @lowers(ops.add.default)
 def add(b: Builder, node: Node) -> None:
+    _elementwise(b, node, "onward_add")
+
+
+def _elementwise(b: Builder, node: Node, kernel: str, *options: float) -> None:
+    """A kernel of two operands of one shape; its options stand after the dtype."""
     left, rows, columns, left_stride = b.rows(node.args[0])
     right, _, _, right_stride = b.rows(node.args[1])
-    out = node.outputs[0]
     b.call(
-        "onward_add", rows, columns, float_code(left), address(left), left_stride, address(right), right_stride,
-        address(out), columns,
+        kernel, rows, columns, float_code(left), *options, address(left), left_stride, address(right), right_stride,
+        address(node.outputs[0]), columns,
     )  # fmt: skip
 
 

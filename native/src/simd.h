@@ -10,6 +10,7 @@
 //   sum_lanes, max_lanes       of f32x16, in one fixed order: lane i with lane i + 8, then + 4, 2, 1
 //   prefetch(p)                into the nearest cache; p may lie outside of any object
 //   dot_bf16, dot_i8, low_nibbles, high_nibbles   steps of the low precision dot products, see there
+//   factors_of, times_power, broken_lanes, with_nan   products with powers of two, see simd_avx512.h
 // fma rounds once, except in the portable library, where it rounds twice; either way it does the same
 // in every kernel of one library.
 #pragma once

@@ -130,9 +130,9 @@ inline void store_low_bytes(int8_t* p, i32x16 a) {
 }
 inline i32x16 add(i32x16 a, i32x16 b) { return a + b; }
 inline int32_t sum_lanes(i32x16 a) {
-  int32_t sum = 0;
-  for (int i = 0; i < 16; ++i) sum += a[i];
-  return sum;
+  uint32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += uint32_t(a[i]);
+  return int32_t(sum);
 }
 
 // acc[i] += w[2i+1] * x[2i+1], then += w[2i] * x[2i], over bf16 pairs.
@@ -161,5 +161,13 @@ inline i32x16 high_nibbles(i32x16 a) { return (i32x16)((u32x16)a >> 4) & 0x0f0f0
 // 16 times the high 4 bits of every byte, and a lane divided by 16.
 inline i32x16 high_nibbles_16(i32x16 a) { return a & int32_t(0xf0f0f0f0); }
 inline i32x16 sixteenth(i32x16 a) { return a >> 4; }
+
+// See simd_avx512.h. Here a product with a power of two is a product, and nothing has to be kept in mind.
+using LaneMask = int;
+struct Factors { f32x16 v; };
+inline Factors factors_of(f32x16 a) { return {a}; }
+inline f32x16 times_power(const Factors& a, const float* power) { return mul(a.v, splat(*power)); }
+inline LaneMask broken_lanes(f32x16) { return 0; }
+inline f32x16 with_nan(f32x16 a, LaneMask) { return a; }
 
 }  // namespace onward

@@ -43,6 +43,13 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * reciprocal).round(), absmax / 127
 
 
+def in_steps_of_powers(groups: Tensor) -> Tensor:
+    """float32 groups [..., 32] as float64 multiples of the least power of two that makes the largest at most 127."""
+    steps = groups.abs().amax(-1, keepdim=True).double() / 127
+    steps = torch.where(steps > 0, 2.0 ** steps.log2().ceil(), 1.0)
+    return (groups.double() / steps).round() * steps
+
+
 @pytest.mark.parametrize("fmt", FLOAT_FORMATS)
 @given(
     shape=shapes, seed=seeds, x_dtype=st.sampled_from(DTYPES), out_dtype=st.sampled_from(DTYPES), biased=st.booleans()
@@ -94,22 +101,56 @@ def test_int4_agrees_with_the_definition_on_quantized_activations(
     x = torch.randn(t, k, generator=drawn(seed + 1)).to(x_dtype)
     groups = -(-k // GROUP)
     padded = torch.nn.functional.pad(x.float(), (0, groups * GROUP - k)).view(t, groups, GROUP)
-    integers, x_scale = quantized(padded)
-    taken = (integers.double() * x_scale.double()).view(t, -1)[:, :k]
-    # Each group: an exact integer, a rounding of the product of the scales, one of the step.
-    bound = (groups + 2) * U * (taken.abs() @ weight.values.abs().T)
+    taken = in_steps_of_powers(padded).view(t, -1)[:, :k]
+    # Each group: an exact integer, an exact product of the scales, one rounding of the step; then + 0.
+    bound = (groups + 1) * U * (taken.abs() @ weight.values.abs().T)
     assert_within(weight.linear(x), taken @ weight.values.T, bound)
+
+
+@pytest.mark.parametrize("size", [2.0**-95, 1e-20, 1.0, 127.0, 127.00001, 1e20, 1e35])
+@pytest.mark.parametrize("scale", [2.0**-24, 6.1e-5, 1.0, 65504.0])
+def test_int4_takes_scales_of_every_size(isa: str, size: float, scale: float) -> None:
+    """Where the product with a power of two is an addition to the exponent it may neither wrap nor vanish."""
+    q = torch.randint(-8, 8, (33, 64), generator=drawn(15)).to(torch.int8)
+    weight = Packed.of_int4(q, torch.full((33, 2), scale).half() * torch.tensor([1.0, -1.0]).half())
+    size = min(size, 3e38 / (64 * 8 * scale))  # so that no sum overflows
+    x = torch.rand(20, 64, generator=drawn(16)) * size
+    x[:, ::32] = size
+    taken = in_steps_of_powers(x.view(20, 2, 32)).view(20, 64)
+    got = weight.linear(x)
+    assert_within(got, taken @ weight.values.T, 3 * U * (taken.abs() @ weight.values.abs().T))
+    for t in (1, 4, 9):
+        assert torch.equal(weight.linear(x[:t]), got[:t])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, float("inf"), -float("inf"), float("nan")])
+def test_int4_scales_that_are_nothing_or_no_number(isa: str, scale: float) -> None:
+    """A group with the scale 0 counts for nothing whatever its integers; one that is not finite spoils its output."""
+    q = torch.randint(-8, 8, (33, 128), generator=drawn(17)).to(torch.int8)
+    scales = torch.full((33, 4), 0.5).half()
+    scales[5, 1] = scale
+    weight, x = Packed.of_int4(q, scales), torch.randn(20, 128, generator=drawn(18)) * 100
+    without = x.clone()
+    without[:, 32:64] = 0
+    for t in (1, 4, 9, 20):
+        got = weight.linear(x[:t])
+        if scale == 0:
+            assert torch.equal(got[:, 5], weight.linear(without[:t])[:, 5])
+        else:
+            assert not torch.isfinite(got[:, 5]).any()
+            assert torch.isfinite(got[:, :5]).all()
+            assert torch.isfinite(got[:, 6:]).all()
 
 
 @pytest.mark.parametrize("fmt", [Format.INT8, Format.INT4])
 def test_quantized_activations_are_within_half_a_step(isa: str, fmt: Format) -> None:
     weight = Packed.random(fmt, 33, 1000, drawn(1))
     x = torch.randn(9, 1000, generator=drawn(2)) * torch.logspace(-3, 3, 1000)
-    width = GROUP if fmt == Format.INT4 else 1000
-    steps = torch.stack([part.abs().amax(-1) / 127 for part in x.split(width, -1)], -1).double()
+    width, most = (GROUP, 2.0) if fmt == Format.INT4 else (1000, 1.0)
+    steps = torch.stack([part.abs().amax(-1) * (most / 127) for part in x.split(width, -1)], -1).double()
     step = steps.repeat_interleave(width, -1)[:, :1000]
     want = x.double() @ weight.values.T
-    # Half a step for each input, a little more for the roundings of quantization and of the sum.
+    # Half a step for each input (of int4 up to twice as wide), a little more for the roundings of it and of the sum.
     bound = (0.5 + 1e-4) * step @ weight.values.abs().T + 1000 * U * (x.double().abs() @ weight.values.abs().T)
     assert_within(weight.linear(x), want, bound)
 

@@ -70,7 +70,12 @@ def test_a_packed_model_gives_what_the_stock_model_gives(form, tied):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_forward_is_that_of_the_dequantized_weights_but_for_the_rounding_of_activations(form, format):
-    """With weights that are exact in the format, all that is left is 8-bit activations: a tenth of int4's own error."""
+    """With weights that are exact in the format, all that is left is 8-bit activations.
+
+    A product of K inputs gets noise of a step / sqrt(12), and a step is absmax / 127, for int4 up to twice that, with
+    absmax at most sqrt(K) of the inputs' RMS: 1.3 and 2.6 % for the 32 inputs that most matrices here have. The noises
+    of the 9 products in a row (4 a layer, the head) are independent: 3 times that.
+    """
     model = tiny_model()
     small = quantize(model, format)
     exact = dataclasses.replace(
@@ -80,7 +85,7 @@ def test_the_forward_is_that_of_the_dequantized_weights_but_for_the_rounding_of_
         ),
     )
     got, expected = logits(small), logits(exact)
-    assert (got - expected).norm() < 0.03 * expected.norm()
+    assert (got - expected).norm() < {"int8": 0.039, "int4": 0.078}[format] * expected.norm()
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -13,13 +13,17 @@ pytestmark = pytest.mark.usefixtures("form")
 ODD_SIZES = [1, 3, 17, 31, 33, 127, 1000]
 
 
-def rounded_x(x, group):
-    """float64 x as it is rounded to 8 bits for each group of inputs; the integers must come from float32 arithmetic."""
+def rounded_x(x, format):
+    """float64 x as it is rounded to 8 bits: in steps of absmax / 127 of a token, with the integers from float32
+    arithmetic, or of the least power of two that takes the absmax of 32 inputs to 127."""
+    if format == "int8":
+        absmax = x.to(torch.float32).abs().amax(-1, keepdim=True)
+        q = (x.to(torch.float32) * torch.div(torch.tensor(127.0), absmax)).nan_to_num(0.0).round()
+        return q.to(torch.float64) * (absmax / 127).to(torch.float64)
     parts = []
-    for part in x.to(torch.float32).split(group, -1):
-        absmax = part.abs().amax(-1, keepdim=True)
-        q = (part * torch.div(torch.tensor(127.0), absmax)).nan_to_num(0.0).round()
-        parts.append(q.to(torch.float64) * (absmax / 127).to(torch.float64))
+    for part in x.to(torch.float64).split(32, -1):
+        step = 2.0 ** (part.abs().amax(-1, keepdim=True) / 127).log2().ceil()
+        parts.append(torch.where(step > 0, (part / step).round() * step, 0.0))
     return torch.cat(parts, -1)
 
 
@@ -32,7 +36,7 @@ def exact_and_bound(x, weight, bias):
     inputs = weight.shape[1]
     q, scales = weight.unpack()
     w64 = q.to(torch.float64) * spread(scales, inputs)
-    x64 = rounded_x(x, inputs if weight.format == "int8" else 32)
+    x64 = rounded_x(x, weight.format)
     exact, size = x64 @ w64.T, x64.abs() @ w64.abs().T
     if bias is not None:
         exact, size = exact + bias.to(torch.float64), size + bias.to(torch.float64).abs()
@@ -58,12 +62,12 @@ def test_every_form_is_the_product_of_integers(format, dtype, tokens, rows, inpu
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rounding_x_explains_the_distance_to_the_float_product(format):
-    """Each element of x moves by at most half a step, absmax / 254 of its group."""
+    """Each element of x moves by half a step at most: absmax / 254 of its token, or absmax / 127 of its group of 32."""
     weight, x = packed(format, 33, 100), noise(7, 100)
     w64 = weight.dequantize().to(torch.float64)
     groups = x.split(100 if format == "int8" else 32, -1)
     steps = torch.cat([part.abs().amax(-1, keepdim=True).expand_as(part) for part in groups], -1)
-    bound = (steps.to(torch.float64) / 254) @ w64.abs().T * (1 + 1e-4)
+    bound = (steps.to(torch.float64) / (254 if format == "int8" else 127)) @ w64.abs().T * (1 + 1e-4)
     assert bool(((ops.linear(x, weight).to(torch.float64) - x.to(torch.float64) @ w64.T).abs() <= bound).all())
 
 

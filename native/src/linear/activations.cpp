@@ -1,6 +1,7 @@
 #include "activations.h"
 
 #include <cstring>
+#include <limits>
 
 #include "../simd.h"
 
@@ -9,6 +10,7 @@ namespace {
 
 // Below this absmax the reciprocal of the scale would overflow: such inputs count as zeros.
 constexpr float kSmallest = 1e-36f;
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 // The largest |x| of n values, and 0, or NaN if one of them is no finite number.
 struct Range {
@@ -67,24 +69,71 @@ void int8_row(const T* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* pa
   write_header(panel, row, rows, scale_of(range), -128 * sum_lanes(sum));
 }
 
+// Powers of two times any float16 but 0 shall be normal floats, and their sums have room: groups with a
+// smaller absmax count as zeros, a row with a larger one as infinite.
+constexpr float kSmallestGroup = 0x1p-95f, kLargestGroup = 0x1p117f;
+
+inline uint32_t bits_of(float a) {
+  uint32_t bits;
+  std::memcpy(&bits, &a, 4);
+  return bits;
+}
+inline float from_bits(uint32_t bits) {
+  float a;
+  std::memcpy(&a, &bits, 4);
+  return a;
+}
+
+// The least power of two that takes a positive absmax to 127 or less: with the exponent of absmax / 64,
+// or the next where the mantissa is above that of 127.
+inline float power_for(float absmax) {
+  return from_bits(((bits_of(absmax) + 0x01ffff) & 0x7f800000) - (6 << 23));
+}
+inline float reciprocal_of_power(float power) { return from_bits((254u << 23) - bits_of(power)); }
+
+// Quantizes one group of 32 inputs after the other, and keeps what was seen of the row.
+struct GroupRow {
+  f32x16 largest = zero_f32(), poison = zero_f32();
+
+  template <class T>
+  void quantize(const T* x, int64_t row, int64_t rows, uint8_t* group) {
+    const f32x16 a = load(x), b = load(x + 16);
+    const f32x16 magnitude = max(abs(a), abs(b));
+    largest = max(magnitude, largest);
+    poison = fma(a, zero_f32(), fma(b, zero_f32(), poison));
+    const float absmax = max_lanes(magnitude);
+    const bool zeros = !(absmax >= kSmallestGroup);
+    const float scale = zeros ? 1.0f : power_for(absmax);
+    const f32x16 reciprocal = splat(zeros ? 0.0f : reciprocal_of_power(scale));
+    const i32x16 first = to_i32(mul(a, reciprocal)), second = to_i32(mul(b, reciprocal));
+    auto* to = reinterpret_cast<int8_t*>(group + rows * 8 + row * kGroup);
+    store_low_bytes(to, first);
+    store_low_bytes(to + 16, second);
+    write_header(group, row, rows, scale, int32_t(-8u * uint32_t(sum_lanes(add(first, second)))));
+  }
+
+  // What is added to the row's outputs. (Of a row that is not finite, all else is undefined.)
+  float verdict() const {
+    return max_lanes(largest) < kLargestGroup && sum_lanes(poison) == 0.0f ? 0.0f : kNan;
+  }
+};
+
 template <class T>
 void int4_row(const T* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* panel) {
-  const int64_t padded = round_up(inputs, 2 * kGroup);
-  for (int64_t k = 0; k < padded; k += kGroup, panel += rows * (8 + kGroup)) {
-    uint8_t* to = panel + rows * 8 + row * kGroup;
-    const T* group = k < inputs ? x + k : x;
-    const int64_t n = k < inputs ? inputs - k : 0;
-    const Range range = range_of(group, n < kGroup ? n : kGroup);
-    const float reciprocal = reciprocal_of(range);
-    if (reciprocal == 0.0f) {
-      std::memset(to, 0, kGroup);
-      write_header(panel, row, rows, scale_of(range), 0);
-      continue;
-    }
-    i32x16 sum = quantize(group, n, splat(reciprocal), to);
-    sum = add(sum, quantize(n > 16 ? group + 16 : group, n - 16, splat(reciprocal), to + 16));
-    write_header(panel, row, rows, scale_of(range), -8 * sum_lanes(sum));
+  GroupRow groups;
+  uint8_t* group = panel + rows * 4;
+  const int64_t step = rows * (8 + kGroup);
+  int64_t k = 0;
+  for (; k + kGroup <= inputs; k += kGroup, group += step) {
+    groups.quantize(x + k, row, rows, group);
   }
+  for (; k < round_up(inputs, 2 * kGroup); k += kGroup, group += step) {
+    T tail[kGroup] = {};
+    if (k < inputs) std::memcpy(tail, x + k, size_t(inputs - k) * sizeof(T));
+    groups.quantize(tail, row, rows, group);
+  }
+  const float poison = groups.verdict();
+  std::memcpy(panel + row * 4, &poison, 4);
 }
 
 // To: float or Bf16.

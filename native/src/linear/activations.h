@@ -5,9 +5,12 @@
 // stream whatever its number of rows. Rows end padded with zeros. What the quantized formats need to
 // know of a row lies in front of the words:
 //   int8   each panel:       int32 start[rows], float scale[rows], then the stretches
-//   int4   each 32 inputs:   int32 start[rows], float scale[rows], then 32 bytes of each row
-// scale is absmax / 127 over the row (int8) or over the 32 inputs (int4); start is -offset times the
-// sum of the quantized inputs, which takes back the 128 or 8 that packed weights have added.
+//   int4   each panel:       float poison[rows], then
+//          each 32 inputs:   int32 start[rows], float scale[rows], then 32 bytes of each row
+// scale is absmax / 127 over the row (int8), or over the 32 inputs and rounded up to a power of two
+// (int4: multiplying by it is then an addition of exponents, see kernels.h); start is -offset times
+// the sum of the quantized inputs, which takes back the 128 or 8 that packed weights have added;
+// poison is 0, or NaN for a row with something that is no finite number.
 #pragma once
 #include "layout.h"
 
@@ -28,7 +31,7 @@ inline int64_t panel_row_bytes(Format format, int64_t inputs) {
     case kPackedF16: return round_up(inputs * 4, kStretch);
     case kPackedBf16: return round_up(inputs * 2, kStretch);
     case kPackedInt8: return 8 + round_up(inputs, kStretch);
-    default: return ceil_div(inputs, 2 * kGroup) * 2 * (8 + kGroup);
+    default: return 4 + ceil_div(inputs, 2 * kGroup) * 2 * (8 + kGroup);
   }
 }
 

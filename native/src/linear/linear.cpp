@@ -23,17 +23,20 @@ namespace {
 // Tile shapes. Up to kStreamRows rows go through the weights once, block after block, at the pace of
 // memory (through few weights some blocks at a time). More rows are cut into tiles of at most
 // kTileRows, for which the weights stay in the second level cache; such a tile of r rows takes
-// kBlocks[r] blocks at a time, or kInt4Blocks, so that the sums and the operands fit into the
-// registers: 32 of 16 floats (AVX-512), 16 of 8 (AVX2), 16 of 4 at worst (portable).
+// kBlocks[r] blocks at a time, so that the sums and the operands fit into the registers: 32 of 16
+// floats (AVX-512), 16 of 8 (AVX2), 16 of 4 at worst (portable). int4 has two sums for every output.
 #if defined(__AVX512F__)
-constexpr int kStreamRows = 16, kTileRows = 8, kInt4Blocks = 2;
+constexpr int kStreamRows = 16, kTileRows = 8;
 constexpr int kBlocks[kStreamRows + 1] = {0, 4, 4, 4, 4, 4, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1};
+constexpr int kInt4StreamRows = 16, kInt4TileRows = 6, kInt4Blocks = 2;
 #elif defined(__AVX2__)
-constexpr int kStreamRows = 4, kTileRows = 4, kInt4Blocks = 1;
+constexpr int kStreamRows = 4, kTileRows = 4;
 constexpr int kBlocks[kStreamRows + 1] = {0, 4, 2, 1, 1};
+constexpr int kInt4StreamRows = 4, kInt4TileRows = 4, kInt4Blocks = 1;
 #else
-constexpr int kStreamRows = 4, kTileRows = 4, kInt4Blocks = 1;
+constexpr int kStreamRows = 4, kTileRows = 4;
 constexpr int kBlocks[kStreamRows + 1] = {0, 1, 1, 1, 1};
+constexpr int kInt4StreamRows = 4, kInt4TileRows = 4, kInt4Blocks = 1;
 #endif
 constexpr int kMaxBlocks = 4;
 constexpr int64_t kRowsPerPart = 64;           // of a large T, so that there is enough to share out
@@ -84,11 +87,13 @@ struct Problem {
   int64_t row_bytes = panel_row_bytes(format, k);
   int64_t bytes = block_bytes(format, k);
   int64_t blocks = count_blocks();
-  bool streaming = t <= kStreamRows;
-  bool cached = blocks * bytes <= kCachedBytes && format != kPackedInt4;
-  int64_t tiles = streaming ? 1 : ceil_div(t, kTileRows);
+  bool int4 = format == kPackedInt4;
+  bool streaming = t <= (int4 ? kInt4StreamRows : kStreamRows);
+  bool cached = blocks * bytes <= kCachedBytes && !int4;
+  int64_t tile_rows = int4 ? kInt4TileRows : kTileRows;
+  int64_t tiles = streaming ? 1 : ceil_div(t, tile_rows);
   int64_t parts = ceil_div(t, kRowsPerPart);
-  int64_t unit = blocks_at_once(streaming ? t : kTileRows);  // groups are whole numbers of it
+  int64_t unit = blocks_at_once(streaming ? t : tile_rows);  // groups are whole numbers of it
   int64_t groups = count_groups();
   uint8_t* panels = nullptr;
 
@@ -103,7 +108,7 @@ struct Problem {
   }
   int64_t blocks_at_once(int64_t rows) const {
     if (streaming && !cached) return 1;
-    return format == kPackedInt4 && kBlocks[rows] > kInt4Blocks ? kInt4Blocks : kBlocks[rows];
+    return int4 ? kInt4Blocks : kBlocks[rows];
   }
   // As many groups as their size asks for, and the same number for every thread.
   int64_t count_groups() const {
@@ -182,7 +187,7 @@ void run_chunk(const Problem& p, int64_t group, int64_t part) {
 // The activations of all tiles, made by the team where there are many.
 void make_panels(const Problem& p, const Rows& x) {
   constexpr int64_t kInputsPerChunk = 16 << 10;
-  parallel_for(p.tiles, ceil_div(kInputsPerChunk, kTileRows * (p.k + 1)),
+  parallel_for(p.tiles, ceil_div(kInputsPerChunk, p.tile_rows * (p.k + 1)),
                [&](int64_t begin, int64_t end) {
                  for (int64_t tile = begin; tile < end; ++tile) {
                    const int64_t row = p.first_row(tile), rows = p.first_row(tile + 1) - row;

@@ -89,11 +89,13 @@ class QuantizedWeight:
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, x itself quantized on the way.
 
-    x is rounded to 8 bits with the scale absmax / 127, of each token for int8 and of each group of 32 inputs of a
-    token for int4, so that the products are of integers. Gradients pass to x as if it had not been rounded.
+    x is rounded to 8 bits, so that the products are of integers: for int8 each token with the scale absmax / 127, for
+    int4 each group of 32 inputs of a token with that scale rounded up to a power of two (as MXINT8 of the OCP
+    Microscaling Formats, arXiv 2310.10537, but never clipped). Gradients pass to x as if it had not been rounded.
 
     Args:
-        x: float32, bfloat16 or float16 [..., K]. A token with an infinity or a NaN comes out as NaN.
+        x: float32, bfloat16 or float16 [..., K]. A token with an infinity or a NaN comes out as NaN. (For int4 1e35
+            counts as infinite.)
         weight: of shape (N, K).
         bias: float [N], or None.
 
@@ -117,17 +119,26 @@ def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) ->
     return _linear_definition(x, weight.data, bias, weight.format, weight.shape[0])
 
 
-def round_activations(x: Tensor, group: int) -> Tensor:
-    """float32 x [T, K], each group of inputs rounded to multiples of its absmax / 127, as the kernels do it."""
+def round_activations(x: Tensor, format: str) -> Tensor:
+    """float32 x [T, K], rounded to 8 bits for a weight of `format`, as the kernels do it."""
     tokens, inputs = x.shape
+    group = inputs if format == "int8" else layout.GROUP
     grouped = pad(x, (0, -inputs % group)).view(tokens, math.ceil(inputs / group), group)
     absmax = grouped.abs().amax(-1, keepdim=True)
-    # Smaller ones have no reciprocal and count as zeros; what is not finite makes its whole group NaN.
-    usable = absmax >= 1e-36
-    # torch takes a number over a tensor as number times reciprocal, which rounds twice; the kernels divide.
-    q = (grouped * (torch.full_like(absmax, 127.0) / absmax)).round()
-    rounded = torch.where(usable, q * (absmax / 127.0), 0.0)
-    return torch.where(absmax.isfinite(), rounded, torch.nan).flatten(1)[:, :inputs]
+    if format == "int8":
+        scale, smallest, largest = absmax / 127.0, 1e-36, math.inf
+        # torch takes a number over a tensor as number times reciprocal, which rounds twice; the kernels divide.
+        q = (grouped * (torch.full_like(absmax, 127.0) / absmax)).round()
+    else:
+        # The least power of two that takes absmax to 127 or less. Within these bounds its products are exact.
+        mantissa, exponent = torch.frexp(absmax)
+        exponent = exponent - torch.where(mantissa > 127 / 128, 6, 7)
+        scale = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+        smallest, largest = 2.0**-95, 2.0**117
+        q = (grouped / scale).round()
+    # Smaller ones count as zeros; what is not finite makes its whole group, and so the token, NaN.
+    rounded = torch.where(absmax >= smallest, q * scale, 0.0)
+    return torch.where(absmax < largest, rounded, torch.nan).flatten(1)[:, :inputs]
 
 
 def _runs(data: Tensor, format: str, rows: int, inputs: int) -> Iterator[tuple[slice, Tensor]]:
@@ -144,8 +155,7 @@ def _runs(data: Tensor, format: str, rows: int, inputs: int) -> Iterator[tuple[s
 
 def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
     inputs = x.shape[-1]
-    group = inputs if format == "int8" else layout.GROUP
-    rounded = round_activations(x.reshape(x.numel() // inputs, inputs).to(torch.float32), group)
+    rounded = round_activations(x.reshape(x.numel() // inputs, inputs).to(torch.float32), format)
     out = x.new_empty((len(rounded), rows))
     for run, values in _runs(data, format, rows, inputs):
         sums = rounded @ values.T

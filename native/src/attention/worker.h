@@ -7,6 +7,9 @@
 
 namespace onward::attention {
 
+// How far ahead a stream of keys and values is asked for.
+constexpr int64_t kAheadBytes = 4096;
+
 struct Unit {
   int64_t row, kv_head, first_query, queries;
 };
@@ -24,8 +27,8 @@ class Worker {
         query_words_(ceil_div(p_.dim, F::kFeatures) * 16) {
     // Every array begins on a cache line.
     const int64_t sizes[] = {kBlock / F::kPositions * padded_,
-                             kTileRows * kBlock,
-                             kTileRows * kBlock,
+                             kTileRows * kSegment,
+                             kTileRows * kSegment,
                              rows * query_words_,
                              State::floats(rows, padded_),
                              State::floats(rows, padded_),
@@ -78,7 +81,8 @@ class Worker {
     clear(state, rows_of(unit));
     lay_out_queries(unit);
     cut_tiles(unit);
-    for (int64_t at = segment.first / kBlock * kBlock; at < segment.last; at += kBlock) {
+    if (tile_count_ == 1) return stream_segment(unit, segment, state);
+    for (int64_t at = first_block(segment); at < segment.last; at += kBlock) {
       run_block(unit, at, segment, state);
     }
   }
@@ -177,20 +181,66 @@ class Worker {
     }
   }
 
+  static int64_t first_block(Span segment) { return segment.first / kBlock * kBlock; }
+
   // The block of keys that begins at `start`, of which those in `seen` concern the unit.
   void run_block(const Unit& unit, int64_t start, Span seen, const State& state) {
     const Rows<T> keys = rows_at(unit, p_.keys, start, seen, partial_keys_);
     const ValueRows<F, T> values{rows_at(unit, p_.values, start, seen, partial_values_), p_.dim};
-    if (tile_count_ == 1) {
-      return run_tile(tiles_[0], start, state, keys, values,
-                      rows_at(unit, p_.keys, start + kBlock));
-    }
     const auto packed = pack_values(values, positions_in(start, seen), padded_, packed_);
     for (int64_t i = 0; i < tile_count_; ++i) {
       const Tile& tile = tiles_[i];
       if (overlap(tile.seen, {start, start + kBlock}).empty()) continue;
-      run_tile(tile, start, state.from_row(tile.first), keys, packed, Rows<T>{});
+      const State part = state.from_row(tile.first);
+      const Buffers buffers = buffers_of(0);
+      score_keys<F, Fetch::kNothing>(scoring(tile, start, {}, buffers), keys);
+      weigh(tile, start, part, buffers);
+      blend(tile, start, part, packed, buffers);
     }
+  }
+
+  // The same for all blocks of a segment and a unit of one tile, which runs at the pace of memory: first
+  // all keys, then all values, so that there is one long stream to ask for in advance. Every block goes
+  // through the same steps in the same order as in run_block.
+  void stream_segment(const Unit& unit, Span segment, const State& state) {
+    const Tile& tile = tiles_[0];
+    const int64_t begin = first_block(segment);
+    const Rows<T> first_values = rows_at(unit, p_.values, begin);
+    for (int64_t at = begin, i = 0; at < segment.last; at += kBlock, ++i) {
+      const Rows<T> keys = rows_at(unit, p_.keys, at, segment, partial_keys_);
+      const Ahead<T> ahead = ahead_of(rows_at(unit, p_.keys, at), segment.last - at, first_values);
+      const Scoring<T> task = scoring(tile, at, ahead, buffers_of(i));
+      if (ahead.dense(p_.dim)) {
+        score_keys<F, Fetch::kLines>(task, keys);
+      } else {
+        score_keys<F, Fetch::kRows>(task, keys);
+      }
+    }
+    for (int64_t at = begin, i = 0; at < segment.last; at += kBlock, ++i) {
+      weigh(tile, at, state, buffers_of(i));
+    }
+    const Rows<T> next_keys = keys_after(unit, segment);
+    for (int64_t at = begin, i = 0; at < segment.last; at += kBlock, ++i) {
+      const Ahead<T> ahead = ahead_of(rows_at(unit, p_.values, at), segment.last - at, next_keys);
+      const StreamedValues<F, T> values{
+          {rows_at(unit, p_.values, at, segment, partial_values_), p_.dim}, ahead, ahead.dense(p_.dim)};
+      blend(tile, at, state, values, buffers_of(i));
+    }
+  }
+
+  // While the rows from `rows` on are read, of which `left` are left: those some way ahead, and when they
+  // end the next.
+  Ahead<T> ahead_of(const Rows<T>& rows, int64_t left, const Rows<T>& next) const {
+    const int64_t distance = ceil_div(kAheadBytes, p_.dim * int64_t(sizeof(T)));
+    return {{rows[distance], rows.stride}, left - distance, next};
+  }
+
+  // What this thread will probably score next: the following segment, or another head's.
+  Rows<T> keys_after(const Unit& unit, Span segment) const {
+    if (segment.last < seen_by(unit).last) return rows_at(unit, p_.keys, segment.last);
+    Unit next = unit;
+    next.kv_head += 1;
+    return rows_at(next, p_.keys, first_block(seen_by(unit)));
   }
 
   // How much of the block at `start` is worked on.
@@ -221,29 +271,45 @@ class Worker {
     return {copy, padded_};
   }
 
-  // `next_keys` are asked for meanwhile.
-  template <class Values>
-  void run_tile(const Tile& tile, int64_t start, const State& state, const Rows<T>& keys,
-                const Values& values, const Rows<T>& next_keys) {
+  // Where one block of a tile keeps what it passes from step to step.
+  struct Buffers {
+    float *scores, *weights;  // [rows, 64], [rows, 64 / kPositions] words
+    float* decay;             // [16]
+  };
+  Buffers buffers_of(int64_t block) {
+    return {scores_ + block * kTileRows * kBlock, weights_ + block * kTileRows * kBlock,
+            decay_ + block * 16};
+  }
+
+  Scoring<T> scoring(const Tile& tile, int64_t start, const Ahead<T>& ahead,
+                     const Buffers& to) const {
+    return {panel_ + tile.first * query_words_, tile.rows, query_words_,
+            positions_in(start, tile.seen), p_.dim, ahead, to.scores};
+  }
+
+  void weigh(const Tile& tile, int64_t start, const State& state, const Buffers& b) {
     const int64_t positions = positions_in(start, tile.seen);
-    const Scoring scoring{panel_ + tile.first * query_words_, tile.rows, query_words_, positions,
-                          p_.dim, scores_};
-    score_keys<F>(scoring, keys);
     // Lanes past the tile's rows hold what lies behind, and are not used.
-    float after[16], decay[16];
+    float after[16];
     const f32x16 before = load(state.max);
     store(after, before);
     for (int64_t i = 0; i < tile.rows; ++i) {
-      const float highest = finish_scores(scores_ + i * kBlock, positions, p_.scale,
+      const float highest = finish_scores(b.scores + i * kBlock, positions, p_.scale,
                                           view(queries_[tile.first + i], start));
       if (after[i] < highest) state.max[i] = after[i] = highest;
     }
-    store(decay, decay_of(before, load(after)));
+    store(b.decay, decay_of(before, load(after)));
     for (int64_t i = 0; i < tile.rows; ++i) {
-      make_weights<F>(scores_ + i * kBlock, positions, after[i], decay[i],
-                      weights_ + i * (kBlock / F::kPositions), state.sum + i * 16);
+      make_weights<F>(b.scores + i * kBlock, positions, after[i], b.decay[i],
+                      b.weights + i * (kBlock / F::kPositions), state.sum + i * 16);
     }
-    const Blend<T> blend{weights_, decay, positions, state.out, p_.dim, padded_, next_keys};
+  }
+
+  template <class Values>
+  void blend(const Tile& tile, int64_t start, const State& state, const Values& values,
+             const Buffers& b) {
+    const int64_t positions = positions_in(start, tile.seen);
+    const Blend blend{b.weights, b.decay, positions, state.out, p_.dim, padded_};
     blend_values<F>(tile.rows, blend, values);
   }
 
@@ -293,6 +359,7 @@ class Worker {
   Tile* tiles_;
   int64_t tile_count_ = 0;
   T *partial_keys_, *partial_values_;
+  alignas(64) float decay_[kSegment / kBlock * 16];
 };
 
 }  // namespace onward::attention

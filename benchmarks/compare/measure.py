@@ -1,4 +1,4 @@
-"""The measuring itself: everyone takes the same prompt in turn, and the bandwidth is read between the turns."""
+"""The measuring itself: everyone takes the same prompt in turn, and the bandwidth is read after Onward's."""
 
 import random
 import statistics
@@ -14,6 +14,7 @@ from benchmarks.compare.process import Worker, WorkerError, worker_command
 
 LENGTHS = (32, 512)
 LONG = 4000
+LONG_TURNS = 3  # for one of the others
 BETWEEN = (1000, 2000)  # Onward alone, to see how the cost of a token grows
 CAPACITY = 4608  # positions: the longest prompt and all that is decoded after it
 
@@ -30,21 +31,26 @@ class Plan:
 
 @dataclass
 class Samples:
-    """What one contender took, in seconds; by length of the prompt.
+    """What one contender took, in seconds; by length of the prompt, turn by turn.
 
+    token: of each turn every token.
     first_tokens: what it answered to each prompt, which the others of its precision should answer too.
     """
 
     load: float = 0.0
     prefill: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    token: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    token: dict[int, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
     first_tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     peak: dict[int, int] = field(default_factory=dict)
     batch: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
+    def tokens(self, length: int) -> list[float]:
+        """Those of all turns."""
+        return [seconds for turn in self.token.get(length, []) for seconds in turn]
+
     def decode_rate(self, length: int) -> float | None:
         """Tokens a second; None where it was not measured."""
-        return 1 / statistics.median(self.token[length]) if self.token.get(length) else None
+        return 1 / statistics.median(self.tokens(length)) if self.tokens(length) else None
 
     def prefill_rate(self, length: int) -> float | None:
         return length / statistics.median(self.prefill[length]) if self.prefill.get(length) else None
@@ -52,11 +58,17 @@ class Samples:
 
 @dataclass
 class Session:
-    """All contenders of one precision: what they took, the bandwidth meanwhile, and who failed, with the reason."""
+    """All contenders of one precision: what they took, the bandwidth meanwhile, and who failed, with the reason.
+
+    bandwidth: by length of the prompt, for each turn right after Onward's.
+    """
 
     samples: dict[str, Samples] = field(default_factory=dict)
-    bandwidth: list[float] = field(default_factory=list)
+    bandwidth: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     failed: dict[str, str] = field(default_factory=dict)
+
+    def readings(self) -> list[float]:
+        return [reading for readings in self.bandwidth.values() for reading in readings]
 
 
 class Course:
@@ -100,15 +112,17 @@ class Course:
 
         self._with(name, run)
 
-    def more(self, name: str, length: int, keep: bool = True) -> None:
-        """Decode after a prompt of `length` that was begun."""
+    def more(self, name: str, length: int, keep: bool = True, count: int | None = None) -> None:
+        """Decode after a prompt of `length` that was begun; after Onward's turn the bandwidth is read."""
 
         def run(worker: Worker, samples: Samples) -> None:
-            seconds = worker.ask(do="more", count=self.plan.tokens)["seconds"]
+            seconds = worker.ask(do="more", count=count or self.plan.tokens)["seconds"]
             if keep:
-                samples.token[length].extend(seconds)
+                samples.token[length].append(seconds)
 
         self._with(name, run)
+        if keep and name.startswith(OURS):
+            self.read_bandwidth(length)
 
     def batch(self, name: str, rows: int, length: int, keep: bool = True) -> None:
         def run(worker: Worker, samples: Samples) -> None:
@@ -129,9 +143,9 @@ class Course:
 
             self._with(name, run)
 
-    def read_bandwidth(self) -> None:
+    def read_bandwidth(self, length: int) -> None:
         (seconds,) = self._meter.ask(do="more", count=1)["seconds"]
-        self.result.bandwidth.append(1e9 / seconds)
+        self.result.bandwidth[length].append(1e9 / seconds)
 
     def end(self) -> Session:
         for worker in [*self._workers.values(), self._meter]:
@@ -193,7 +207,6 @@ def _short(course: Course) -> None:
             for name in course.everyone(turn):
                 course.begin(name, prompt, keep=turn > 0)
                 course.more(name, length, keep=turn > 0)
-            course.read_bandwidth()
 
 
 def _long(course: Course) -> None:
@@ -206,14 +219,13 @@ def _long(course: Course) -> None:
                 course.begin(name, prompt[:length])
                 for _ in range(2):
                     course.more(name, length)
-                    course.read_bandwidth()
     for name in course.everyone():
         course.begin(name, prompt)
         course.more(name, LONG, keep=False)
-    for turn in range(course.plan.rounds):
+    # Shorter turns than after short prompts, more often: nothing has to be processed anew, and the bus changes.
+    for turn in range(course.plan.rounds * LONG_TURNS):
         for name in course.everyone(turn):
-            course.more(name, LONG)
-        course.read_bandwidth()
+            course.more(name, LONG, count=max(1, course.plan.tokens // LONG_TURNS))
 
 
 def measure_batch(plan: Plan, rows: int = 8, length: int = 32) -> Session:
@@ -228,7 +240,6 @@ def measure_batch(plan: Plan, rows: int = 8, length: int = 32) -> Session:
             course.begin(name, course.prompt(length), keep=turn > 0)
             course.more(name, length, keep=turn > 0)
             course.batch(name, rows, length, keep=turn > 0)
-            course.read_bandwidth()
     finally:
         result = course.end()
     return result

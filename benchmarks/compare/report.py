@@ -60,26 +60,53 @@ class PrecisionReport:
 
     @property
     def bandwidth(self) -> float:
-        return statistics.median(self.session.bandwidth)
+        return statistics.median(self.session.readings())
 
     def best_peer(self, figure: str) -> tuple[str, float] | None:
-        peers = {name: rates[figure] for name, rates in self.figures.items() if name != self.ours and rates[figure]}
-        return max(peers.items(), key=lambda item: item[1], default=None)
+        """The one that Onward leads by the least, and by how much; None where either is missing.
+
+        The ratio is the median over the turns of the ratio within a turn: what the bus or a neighbour does to one turn
+        it does to all who take it.
+        """
+        mine = self._turns(self.ours, figure)
+        peers = [name for name in self.figures if name != self.ours]
+        ratios = {
+            name: statistics.median(theirs / ours for ours, theirs in zip(mine, turns, strict=False))
+            for name in peers
+            if mine and (turns := self._turns(name, figure))
+        }
+        return min(ratios.items(), key=lambda item: item[1], default=None)
 
     def ratio(self, figure: str) -> float | None:
         """Onward over the best peer; None where either is missing."""
-        mine, best = self.figures.get(self.ours, {}).get(figure), self.best_peer(figure)
-        return mine / best[1] if mine and best else None
+        best = self.best_peer(figure)
+        return best[1] if best else None
+
+    def _turns(self, name: str, figure: str) -> list[float]:
+        """Seconds of every turn: of a token in the median, or of the prompt."""
+        samples = self.session.samples.get(name, Samples())
+        if figure == PREFILL:
+            return samples.prefill.get(512, [])
+        return [statistics.median(seconds) for seconds in samples.token.get(DECODES[figure], [])]
+
+    def _share(self, figure: str, read: float) -> float | None:
+        """Of the bandwidth, `read` bytes a token: the median over the turns, each with its own reading."""
+        turns = self._turns(self.ours, figure)
+        readings = self.session.bandwidth.get(DECODES[figure], [])
+        shares = [read / seconds / reading for seconds, reading in zip(turns, readings, strict=False)]
+        return statistics.median(shares) if shares else None
 
     def share_of_limit(self, figure: str) -> float | None:
         """Onward's share of the bandwidth, weights and cache counted."""
-        mine = self.figures.get(self.ours, {}).get(figure)
-        return mine / self.limits[figure] if mine and figure in self.limits else None
+        return self._share(figure, self._weights + DECODES[figure] * cache_bytes_per_position())
 
     def share_by_weights(self) -> float | None:
         """Onward's share of the bandwidth after 32 tokens, weights alone counted: what the target is about."""
-        mine = self.figures.get(self.ours, {}).get("decode_after_32")
-        return mine * weight_bytes_per_token(precision=self.precision) / self.bandwidth if mine else None
+        return self._share("decode_after_32", self._weights)
+
+    @property
+    def _weights(self) -> float:
+        return weight_bytes_per_token(precision=self.precision)
 
     def checks(self) -> list[Check]:
         found = []
@@ -107,7 +134,7 @@ class PrecisionReport:
         samples = self.session.samples.get(self.ours, Samples())
         seconds = {
             # The middle of what was decoded after a prompt of this length.
-            length + len(samples.token[length]) / 2: statistics.median(samples.token[length])
+            length + len(samples.tokens(length)) / 2: statistics.median(samples.tokens(length))
             for length in (*LENGTHS, *BETWEEN, LONG)
             if samples.token.get(length)
         }
@@ -129,7 +156,7 @@ class PrecisionReport:
         samples = self.session.samples
         return {
             "weight_bytes_per_token": weight_bytes_per_token(precision=self.precision),
-            "read_bandwidth_gb_s": rounded([value / 1e9 for value in self.session.bandwidth]),
+            "read_bandwidth_gb_s": rounded([value / 1e9 for value in self.session.readings()]),
             "limits": rounded(dict(self.limits)),
             "contenders": {
                 name: rounded({**rates, "load_seconds": samples[name].load, "peak_bytes": samples[name].peak})
@@ -151,7 +178,7 @@ def precision_report(precision: str, session: Session) -> PrecisionReport:
         for name, samples in session.samples.items()
         if name not in session.failed
     }
-    bandwidth, weights = statistics.median(session.bandwidth), weight_bytes_per_token(precision=precision)
+    bandwidth, weights = statistics.median(session.readings()), weight_bytes_per_token(precision=precision)
     limits = {figure: bandwidth / (weights + length * cache_bytes_per_position()) for figure, length in DECODES.items()}
     return PrecisionReport(precision, session, figures, limits)
 
@@ -176,7 +203,7 @@ def batch_checks(session: Session, rows: int = 8, length: int = 32) -> list[Chec
     (samples,) = session.samples.values()
     if session.failed:
         return []
-    one, all_rows = statistics.median(samples.token[length]), statistics.median(samples.batch[rows])
+    one, all_rows = statistics.median(samples.tokens(length)), statistics.median(samples.batch[rows])
     return [Check(f"int8, decode of {rows} texts together against one", rows * one / all_rows, BATCH_TARGET)]
 
 

@@ -15,7 +15,7 @@ NAME, CELL = 26, 12
 
 
 def precision_lines(report: PrecisionReport) -> Iterator[str]:
-    session, low_high = report.session, sorted(report.session.bandwidth)
+    session, low_high = report.session, sorted(report.session.readings())
     yield (
         f"{report.precision}: read bandwidth {report.bandwidth / 1e9:.1f} GB/s "
         f"({low_high[0] / 1e9:.1f} to {low_high[-1] / 1e9:.1f} over {len(low_high)} readings); tokens/s"

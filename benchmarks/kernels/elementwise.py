@@ -43,17 +43,18 @@ def norms(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pa
     weight, bias = torch.ones(HIDDEN, dtype=dtype), torch.zeros(HIDDEN, dtype=dtype)
     place = (rows, HIDDEN, CODES[dtype], x.data_ptr(), HIDDEN)
     end = (1e-6, out.data_ptr(), HIDDEN)
-    plain = (*place, None, 0, weight.data_ptr(), 0.0, 1, *end)
+    nothing_added = (None, 0, None, 0)
+    plain = (*place, *nothing_added, weight.data_ptr(), 0.0, 1, *end)
     # A residual of zeros: x must not grow from call to call.
     residual.zero_()
-    fused = (*place, residual.data_ptr(), HIDDEN, weight.data_ptr(), 0.0, 1, *end)
+    fused = (*place, residual.data_ptr(), HIDDEN, x.data_ptr(), HIDDEN, weight.data_ptr(), 0.0, 1, *end)
     yield "rms_norm", lambda: library.onward_rms_norm(*plain), lambda: rms_norm_definition(x, weight)
     yield (
         "add + rms_norm",
         lambda: library.onward_rms_norm(*fused),
         lambda: rms_norm_definition(x.add_(residual), weight),
     )
-    layer = (*place, weight.data_ptr(), bias.data_ptr(), *end)
+    layer = (*place, *nothing_added, weight.data_ptr(), bias.data_ptr(), *end)
 
     def run_layer_norm() -> int:
         status: int = library.onward_layer_norm(*layer)

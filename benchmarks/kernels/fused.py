@@ -157,8 +157,8 @@ class Token:
     def _rms_norm(self, residual: Tensor | None, out: Tensor) -> None:
         width = self.shape.hidden
         self.code.add(
-            "onward_rms_norm", self.tokens, width, BF16, self.x, width, residual, width, self.norm, 0.0, 1, EPS, out,
-            width,
+            "onward_rms_norm", self.tokens, width, BF16, self.x, width, residual, width, self.x, width,
+            self.norm, 0.0, 1, EPS, out, width,
         )  # fmt: skip
 
     def _linear(self, first: int, x: Tensor, *outputs: Tensor) -> None:

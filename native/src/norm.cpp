@@ -9,13 +9,26 @@ namespace {
 
 constexpr int64_t kElementsPerChunk = 1 << 13;
 
-// sum[i] += residual[i], rounded to the row's type: the norm sees what later layers will read.
+// What is added to a row before it is normalised, and where the sum goes: over the row itself, or not.
+struct Residual {
+  const void* data;  // null: nothing is added
+  int64_t stride;
+  void* sum;
+  int64_t sum_stride;
+};
+
+// The row to be normalised: x, or its sum with the residual, rounded to the row's type, for the norm sees
+// what later layers will read.
 template <class T>
-void add_row(T* sum, const T* residual, int64_t count) {
+const T* summed(const T* x, const Residual& residual, int64_t row, int64_t count) {
+  if (residual.data == nullptr) return x;
+  const T* more = static_cast<const T*>(residual.data) + row * residual.stride;
+  T* sum = static_cast<T*>(residual.sum) + row * residual.sum_stride;
   for (int64_t i = 0; i < count; i += 16) {
     const int64_t n = count - i;
-    store_first(sum + i, add(load_first(sum + i, n), load_first(residual + i, n)), n);
+    store_first(sum + i, add(load_first(x + i, n), load_first(more + i, n)), n);
   }
+  return sum;
 }
 
 // body(row) for every row, in the type that dtype names.
@@ -33,37 +46,39 @@ int32_t over_rows(int64_t rows, int64_t columns, int32_t dtype, Body&& body) {
 }  // namespace
 }  // namespace onward
 
-// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (weight + weight_offset). x, weight (or null), residual
-// and out are of one dtype; rows are `…_stride` elements apart; out may be x. With `after_cast` the
-// quotient is rounded to the dtype before the weight multiplies it. With a residual (else null), x is
-// first replaced by x + residual.
-ONWARD_API int32_t onward_rms_norm(int64_t rows, int64_t columns, int32_t dtype, void* x,
+// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (weight + weight_offset). With a residual (else null) x is
+// x + residual, which is stored to sum. x, weight (or null), residual, sum and out are of one dtype;
+// rows are `…_stride` elements apart; out and sum may each be x. With `after_cast` the quotient is rounded
+// to the dtype before the weight multiplies it.
+ONWARD_API int32_t onward_rms_norm(int64_t rows, int64_t columns, int32_t dtype, const void* x,
                                    int64_t x_stride, const void* residual, int64_t residual_stride,
-                                   const void* weight, float weight_offset, int32_t after_cast,
-                                   float eps, void* out, int64_t out_stride) {
+                                   void* sum, int64_t sum_stride, const void* weight,
+                                   float weight_offset, int32_t after_cast, float eps, void* out,
+                                   int64_t out_stride) {
   using namespace onward;
   const RmsWeight how{weight, weight_offset, after_cast != 0};
+  const Residual added{residual, residual_stride, sum, sum_stride};
   return over_rows(rows, columns, dtype, [&](auto* tag, int64_t row) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    T* from = static_cast<T*>(x) + row * x_stride;
-    if (residual != nullptr) {
-      add_row(from, static_cast<const T*>(residual) + row * residual_stride, columns);
-    }
+    const T* from = summed(static_cast<const T*>(x) + row * x_stride, added, row, columns);
     rms_norm_row(from, columns, eps, how, static_cast<T*>(out) + row * out_stride);
   });
 }
 ONWARD_INSTRUCTION(onward_rms_norm);
 
 // out[r] = (x[r] - mean) / sqrt(variance + eps) * weight + bias, the variance that of the whole row
-// (divided by its length). weight and bias may be null; out may be x.
+// (divided by its length). weight and bias may be null; residual and sum as above; out may be x.
 ONWARD_API int32_t onward_layer_norm(int64_t rows, int64_t columns, int32_t dtype, const void* x,
-                                     int64_t x_stride, const void* weight, const void* bias,
-                                     float eps, void* out, int64_t out_stride) {
+                                     int64_t x_stride, const void* residual,
+                                     int64_t residual_stride, void* sum, int64_t sum_stride,
+                                     const void* weight, const void* bias, float eps, void* out,
+                                     int64_t out_stride) {
   using namespace onward;
+  const Residual added{residual, residual_stride, sum, sum_stride};
   return over_rows(rows, columns, dtype, [&](auto* tag, int64_t row) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    layer_norm_row(static_cast<const T*>(x) + row * x_stride, columns, eps,
-                   static_cast<const T*>(weight), static_cast<const T*>(bias),
+    const T* from = summed(static_cast<const T*>(x) + row * x_stride, added, row, columns);
+    layer_norm_row(from, columns, eps, static_cast<const T*>(weight), static_cast<const T*>(bias),
                    static_cast<T*>(out) + row * out_stride);
   });
 }

@@ -82,16 +82,25 @@ def rms_norm(
     out = poisoned(x.shape, x.dtype)
     call(
         "onward_rms_norm", *x.shape, CODES[x.dtype], x.data_ptr(), x.stride(0),
-        None if residual is None else residual.data_ptr(), 0 if residual is None else residual.stride(0),
+        *residual_and_sum(x, residual),
         None if weight is None else weight.data_ptr(), offset, int(after_cast), eps, out.data_ptr(), out.stride(0),
     )  # fmt: skip
     return out
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float = 1e-5) -> Tensor:
+def residual_and_sum(x: Tensor, residual: Tensor | None) -> tuple[int | None, int, int | None, int]:
+    """The sum goes back to x."""
+    return (
+        (None, 0, None, 0) if residual is None else (residual.data_ptr(), residual.stride(0), x.data_ptr(), x.stride(0))
+    )
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float = 1e-5, residual: Tensor | None = None
+) -> Tensor:
     out = poisoned(x.shape, x.dtype)
     call(
-        "onward_layer_norm", *x.shape, CODES[x.dtype], x.data_ptr(), x.stride(0),
+        "onward_layer_norm", *x.shape, CODES[x.dtype], x.data_ptr(), x.stride(0), *residual_and_sum(x, residual),
         None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr(), eps,
         out.data_ptr(), out.stride(0),
     )  # fmt: skip

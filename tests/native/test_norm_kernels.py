@@ -82,6 +82,10 @@ def test_a_residual_is_added_first_and_written_back(isa: str, dtype: torch.dtype
     out = rms_norm(fused, weight, residual=strided(residual))
     assert torch.equal(fused, total)
     assert torch.equal(out, rms_norm(total, weight))
+    fused = x.clone()
+    out = layer_norm(fused, weight, residual[0], residual=strided(residual))
+    assert torch.equal(fused, total)
+    assert torch.equal(out, layer_norm(total, weight, residual[0]))
 
 
 @given(

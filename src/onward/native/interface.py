@@ -224,16 +224,17 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_linear_rows": (Code, [Code, Int, Int, Pointer, Pointer, Int, Pointer, Code, Int]),
     # attention/attention.cpp
     "onward_attention": (Code, [POINTER(AttentionArguments)]),
-    # norm.cpp: rows, columns, dtype, x, x_stride, residual (or None), residual_stride, weight (or None),
-    # weight_offset, after_cast, eps, out, out_stride
+    # norm.cpp: rows, columns, dtype, x, x_stride, residual (or None), residual_stride, sum (or None), sum_stride,
+    # weight (or None), weight_offset, after_cast, eps, out, out_stride
     "onward_rms_norm": (
         Code,
-        [Int, Int, Code, Pointer, Int, Pointer, Int, Pointer, Float, Code, Float, Pointer, Int],
+        [Int, Int, Code, *[Pointer, Int] * 3, Pointer, Float, Code, Float, Pointer, Int],
     ),
-    # rows, columns, dtype, x, x_stride, weight (or None), bias (or None), eps, out, out_stride
+    # rows, columns, dtype, x, x_stride, residual (or None), residual_stride, sum (or None), sum_stride,
+    # weight (or None), bias (or None), eps, out, out_stride
     "onward_layer_norm": (
         Code,
-        [Int, Int, Code, Pointer, Int, Pointer, Pointer, Float, Pointer, Int],
+        [Int, Int, Code, *[Pointer, Int] * 3, Pointer, Pointer, Float, Pointer, Int],
     ),
     # rope.cpp: batch, heads, queries, dim, dtype, x, x_strides (int64 [3]), offsets (int32), inverse
     # frequencies (float), pairs, scale, interleaved, out, out_strides

@@ -70,7 +70,7 @@ def _rms_norm_native(library: Library, x: Tensor, weight: Tensor, eps: float, of
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     status = library.onward_rms_norm(
-        x.numel() // max(width, 1), width, DTYPES[x.dtype], x.data_ptr(), width, None, 0,
+        x.numel() // max(width, 1), width, DTYPES[x.dtype], x.data_ptr(), width, None, 0, None, 0,
         weight.contiguous().data_ptr(), offset, not offset, eps, out.data_ptr(), width,
     )  # fmt: skip
     library.check(status, "onward_rms_norm")
@@ -82,7 +82,7 @@ def _layer_norm_native(library: Library, x: Tensor, weight: Tensor, bias: Tensor
     weight, bias = weight.contiguous(), bias.contiguous()
     out = torch.empty_like(x)
     status = library.onward_layer_norm(
-        x.numel() // max(width, 1), width, DTYPES[x.dtype], x.data_ptr(), width,
+        x.numel() // max(width, 1), width, DTYPES[x.dtype], x.data_ptr(), width, None, 0, None, 0,
         weight.data_ptr(), bias.data_ptr(), eps, out.data_ptr(), width,
     )  # fmt: skip
     library.check(status, "onward_layer_norm")

@@ -19,6 +19,8 @@ from onward.program.nodes import Node, Trace
 
 ops = torch.ops.onward
 _LINEARS = (ops.packed_linear.default, ops.quantized_linear.default)
+_NORMS = (ops.rms_norm.default, ops.layer_norm.default)
+_ADDS = (ops.add.default, torch.ops.aten.add.Tensor)
 
 
 @dataclass(eq=False)
@@ -39,7 +41,7 @@ def rewrite(trace: Trace) -> list[Item]:
     """The nodes of a trace, unneeded ones left out, joined where a kernel serves several."""
     nodes = needed(trace)
     uses = Uses(nodes)
-    return join_heads(join_linears(nodes, uses), uses)
+    return join_heads(join_residuals(join_linears(nodes, uses), uses), uses)
 
 
 def touched(node: Node) -> Iterator[Storage]:
@@ -107,6 +109,43 @@ def join_linears(nodes: list[Node], uses: Uses) -> list[Item]:
 
 def _joined_linears(group: list[Node]) -> Joined:
     return Joined(group, lambda b: fused.linears(b, group))
+
+
+def join_residuals(items: list[Item], uses: Uses) -> list[Item]:
+    """A residual sum and the norm of it, at the place of the sum: one pass over the row."""
+    adds = {item.outputs[0]: item for item in items if isinstance(item, Node) and _is_residual(item, uses)}
+    norms: dict[int, Node] = {}  # by the node of the sum
+    for item in items:
+        if isinstance(item, Node) and item.op in _NORMS and item.args[0] in adds:
+            weights = [array for array in item.args[1:] if isinstance(array, Array)]
+            if all(array.storage.kind is Kind.PARAM and uses.constant(array) for array in weights):
+                norms.setdefault(id(adds[item.args[0]]), item)
+    inside = {id(norm) for norm in norms.values()}
+    joined: list[Item] = []
+    for item in items:
+        norm = norms.get(id(item))
+        if norm is not None:
+            assert isinstance(item, Node)
+            joined.append(_joined_norm(item, norm))
+        elif id(item) not in inside:
+            joined.append(item)
+    return joined
+
+
+def _is_residual(node: Node, uses: Uses) -> bool:
+    """Whether it adds two arrays that lie alike, and nobody changes the sum later."""
+    if node.op not in _ADDS or node.kwargs:
+        return False
+    left, right = node.args[:2]
+    out = node.outputs[0]
+    return uses.constant(out) and all(
+        isinstance(array, Array) and array.shape == out.shape and array.dtype == out.dtype and array.contiguous
+        for array in (left, right, out)
+    )
+
+
+def _joined_norm(add: Node, norm: Node) -> Joined:
+    return Joined([norm, add], lambda b: fused.norm_of_sum(b, norm, add))
 
 
 # ── heads: norm, rotation and cache write ─────────────────────────────────────────────────────────────────────

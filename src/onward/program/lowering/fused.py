@@ -1,5 +1,7 @@
 """Onward's own operators: each has its kernel."""
 
+from typing import Any
+
 import torch
 
 from onward import ops as _registered  # noqa: F401 - for the names under torch.ops.onward
@@ -16,12 +18,16 @@ ops = torch.ops.onward
 
 @lowers(ops.rms_norm.default)
 def rms_norm(b: Builder, node: Node) -> None:
+    emit_rms_norm(b, node)
+
+
+def emit_rms_norm(b: Builder, node: Node, residual: Node | None = None) -> None:
+    """residual: the node that adds one, if the sum is to be made here too."""
     x, weight, eps, offset = node.args
-    out = node.outputs[0]
-    x, rows, columns, stride = b.rows(x)
+    _, rows, columns, _ = b.rows(x)
     b.call(
-        "onward_rms_norm", rows, columns, float_code(x), address(x), stride, None, 0,
-        address(b.contiguous(weight)), offset, not offset, eps, address(out), columns,
+        "onward_rms_norm", rows, columns, float_code(x), *_normalised(b, x, residual),
+        address(b.contiguous(weight)), offset, not offset, eps, address(node.outputs[0]), columns,
     )  # fmt: skip
 
 
@@ -31,10 +37,37 @@ def layer_norm(b: Builder, node: Node) -> None:
     emit_layer_norm(b, x, weight, bias, eps, node.outputs[0])
 
 
-def emit_layer_norm(b: Builder, x: Array, weight: Array | None, bias: Array | None, eps: float, out: Array) -> None:
-    x, rows, columns, stride = b.rows(x)
+def norm_of_sum(b: Builder, norm: Node, residual: Node) -> None:
+    """What `residual` adds and `norm` normalises, in one call."""
+    if norm.op is ops.rms_norm.default:
+        emit_rms_norm(b, norm, residual)
+    else:
+        x, weight, bias, eps = norm.args
+        emit_layer_norm(b, x, weight, bias, eps, norm.outputs[0], residual)
+
+
+def _normalised(b: Builder, x: Array, residual: Node | None) -> tuple[Any, ...]:
+    """The rows that a norm is given, the residual, and where their sum goes: addresses and strides."""
+    if residual is None:
+        x, _, _, stride = b.rows(x)
+        return address(x), stride, None, 0, None, 0
+    left, right = residual.args[:2]
+    width = x.shape[-1]  # all are contiguous
+    return address(left), width, address(right), width, address(x), width
+
+
+def emit_layer_norm(
+    b: Builder,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    out: Array,
+    residual: Node | None = None,
+) -> None:
+    _, rows, columns, _ = b.rows(x)
     b.call(
-        "onward_layer_norm", rows, columns, float_code(x), address(x), stride,
+        "onward_layer_norm", rows, columns, float_code(x), *_normalised(b, x, residual),
         None if weight is None else address(b.contiguous(weight)),
         None if bias is None else address(b.contiguous(bias)), eps, address(out), columns,
     )  # fmt: skip

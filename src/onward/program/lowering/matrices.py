@@ -130,7 +130,7 @@ def rms_norm(b: Builder, node: Node) -> None:
         raise Unsupported("more than the last axis, or a weight of another dtype")
     x, rows, columns, stride = b.rows(x)
     b.call(
-        "onward_rms_norm", rows, columns, float_code(x), address(x), stride, None, 0,
+        "onward_rms_norm", rows, columns, float_code(x), address(x), stride, None, 0, None, 0,
         None if weight is None else address(b.contiguous(weight)), 0.0, True,
         torch.finfo(x.dtype).eps if eps is None else eps, address(node.outputs[0]), columns,
     )  # fmt: skip

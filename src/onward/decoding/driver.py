@@ -15,6 +15,7 @@ from onward.decoding.step import DecodeStep
 from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Forward, Model, Params, reused_run
 from onward.sampling import Sampler, greedy
+from onward.sampling.draw import GREEDY
 from onward.sampling.params import check_whole
 
 
@@ -99,7 +100,7 @@ def positional(select: Callable[[Tensor], Tensor] | Sampler) -> Callable[[Tensor
                 "tokens are known: use onward.generate or LanguageModel.generate, or leave them out"
             )
         return select
-    return lambda logits, positions: select(logits)
+    return GREEDY if select is greedy else lambda logits, positions: select(logits)
 
 
 def _check_room(cache: Cache, max_len: int | None, offset: int, max_new_tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from onward.decoding.state import DecodeState
 from onward.errors import OnwardError, RequestError
 from onward.models import Cache
+from onward.program import Pick
 from onward.sampling import History, Sampler
 from onward.sampling.logprobs import logprobs
 
@@ -45,6 +46,18 @@ class Run(Protocol):
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Cache]: ...
+
+
+@runtime_checkable
+class PickingRun(Run, Protocol):
+    """A `Run` that can do a step of one token a row and pick from its logits [B, 1, V] in one call.
+
+    Its ids are None where it cannot, after all.
+    """
+
+    def picked(
+        self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: Pick, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None, Cache]: ...
 
 
 class Picker:
@@ -98,6 +111,11 @@ class Picker:
             self._taken = (owners, self._select.take(owners))
         return self._taken[1]
 
+    def pick_of(self, owners: tuple[int, ...]) -> Pick | None:
+        """The kernel that picks for these rows, where one does."""
+        pick: Pick | None = getattr(self.of(owners), "pick", None)
+        return pick
+
     def histories_of(self, owners: tuple[int, ...]) -> Sequence[History] | None:
         return None if self.histories is None else [self.histories[owner] for owner in owners]
 
@@ -130,15 +148,20 @@ class DecodeStep:
 
     def __init__(self, run: Run, select: Select | Sampler | Picker, chunk: int = 512) -> None:
         self.run = run
+        self._picking = run if isinstance(run, PickingRun) else None
         self.picker = select if isinstance(select, Picker) else Picker(select)
         self.chunk = chunk
 
     @torch.no_grad()
     def __call__(self, state: DecodeState) -> tuple[DecodeState, Emitted]:
-        logits, cache = last_logits(self.run, state, self.chunk)
         next_at = [offset + len(ids) for offset, ids in zip(state.offsets, state.pending, strict=True)]
         positions = torch.tensor(next_at, dtype=torch.int32, device=state.device)
-        picked = self.picker.of_live(logits, positions, state)
+        pick = self.picker.pick_of(state.owners)
+        if pick is not None and self._picking is not None and max(map(len, state.pending)) == 1:
+            logits, picked, cache = self._picked(self._picking, state, pick, positions)
+        else:
+            logits, cache = last_logits(self.run, state, self.chunk)
+            picked = self.picker.of_live(logits, positions, state)
         ids = checked_ids(picked, logits, state.live)
         emitted = self.picker.tokens(ids, logits, state)
         pending = tuple((token if live else 0,) for token, live in zip(ids, state.live, strict=True))
@@ -147,15 +170,30 @@ class DecodeStep:
         )
         return state.advanced(pending, offsets, cache), emitted
 
+    def _picked(
+        self, run: PickingRun, state: DecodeState, pick: Pick, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Cache]:
+        """The logits [B, V] after one token a row, the ids picked from them, and the cache."""
+        tokens, offsets = one_token(state)
+        logits, ids, cache = run.picked(tokens, offsets, state.cache, pick, positions)
+        check_logits(logits, tokens.shape)
+        logits = logits[:, 0]
+        return logits, self.picker.of_live(logits, positions, state) if ids is None else ids, cache
+
+
+def one_token(state: DecodeState) -> tuple[Tensor, Tensor]:
+    """tokens [B, 1] and offsets [B] of rows with one pending token each."""
+    tokens = torch.tensor(state.pending, dtype=torch.int32, device=state.device)
+    return tokens, torch.tensor(state.offsets, dtype=torch.int32, device=state.device)
+
 
 def last_logits(run: Run, state: DecodeState, chunk: int) -> tuple[Tensor, Cache]:
     """Process the pending tokens chunk by chunk; the logits [B, V] after each row's last one, and the cache."""
     longest = max(map(len, state.pending))
-    offsets = torch.tensor(state.offsets, dtype=torch.int32, device=state.device)
     if longest == 1:
-        tokens = torch.tensor(state.pending, dtype=torch.int32, device=state.device)
-        logits, cache = forward(run, tokens, offsets, state.cache, None)
+        logits, cache = forward(run, *one_token(state), state.cache, None)
         return logits[:, 0], cache
+    offsets = torch.tensor(state.offsets, dtype=torch.int32, device=state.device)
     tokens = padded(state)
     last = torch.tensor([len(ids) - 1 for ids in state.pending], dtype=torch.int64, device=state.device)
     cache, found = state.cache, None
@@ -183,10 +221,13 @@ def padded(state: DecodeState) -> Tensor:
 def forward(run: Run, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None) -> tuple[Tensor, Cache]:
     """Call the model; its logits have the shape of the contract."""
     logits, cache = run(tokens, offsets, cache, logits_at)
-    wanted = tokens.shape if logits_at is None else logits_at.shape
+    check_logits(logits, tokens.shape if logits_at is None else logits_at.shape)
+    return logits, cache
+
+
+def check_logits(logits: Tensor, wanted: Sequence[int]) -> None:
     if logits.dim() != 3 or logits.shape[:2] != wanted:
         raise RequestError(f"forward must return logits {[*wanted, 'V']}; got {list(logits.shape)}")
-    return logits, cache
 
 
 def checked_ids(picked: Tensor, logits: Tensor, live: Sequence[bool]) -> list[int]:

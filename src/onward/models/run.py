@@ -6,7 +6,7 @@ from torch import Tensor
 
 from onward.errors import ProgramError, RequestError
 from onward.models.model import Cache, Model, run_plain
-from onward.program import BACKENDS, Program, Programs, Report, TraceError, programs_of
+from onward.program import BACKENDS, Pick, Program, Programs, Report, TraceError, programs_of
 from onward.program import compile as compile_forward
 
 
@@ -33,6 +33,18 @@ class ModelRun:
         if not self._eager:
             return self._run(self._prepared(cache), tokens, offsets, cache, logits_at)
         return self.model(tokens, offsets, cache, logits_at)
+
+    def picked(
+        self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: Pick, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None, Cache]:
+        """A step of one token a row, with what `pick` finds in its logits (`Program.picked`)."""
+        if not self._eager:
+            try:
+                return self._prepared(cache).picked(tokens, offsets, cache, pick, positions)
+            except TraceError as error:
+                self._refuse(error)
+        logits, cache = self.model(tokens, offsets, cache, None)
+        return logits, None, cache
 
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """What runs for [batch, tokens] at `offset`, and where the time goes."""

@@ -3,6 +3,7 @@
 from onward.program.compiled import Programs
 from onward.program.cuda_graph import CudaGraphs
 from onward.program.explain import Missing, Report, Row
+from onward.program.native import Pick
 from onward.program.program import BACKENDS, Program, compile
 from onward.program.reuse import programs_of
 from onward.program.source_lines import TraceError
@@ -11,6 +12,7 @@ __all__ = [
     "BACKENDS",
     "CudaGraphs",
     "Missing",
+    "Pick",
     "Program",
     "Programs",
     "Report",

@@ -18,7 +18,7 @@ from onward.program.lower import fallbacks, is_whole, lower
 from onward.program.lowering import INFER
 from onward.program.lowering.builder import contiguous_strides
 from onward.program.memory import Arena
-from onward.program.native import NativeProgram, Signature
+from onward.program.native import NativeProgram, Pick, Signature
 from onward.program.shapes import MOST_ROWS, Grid, Shape, through
 from onward.program.trace import trace
 
@@ -96,6 +96,17 @@ class CompiledForward:
             leaves = self._leaves(cache)
             program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves, logits_at)
             return program(tokens, offsets, leaves, logits_at if self._selects_logits else None), cache
+
+    def picked(
+        self, tokens: Tensor, offsets: Tensor, cache: Any, pick: Pick, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """As a call, with the ids int64 [B] that `pick` finds in the logits of a single token; None if it cannot."""
+        with self._programs.lock:
+            leaves = self._leaves(cache)
+            program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves)
+            if not program.serves(pick):
+                return program(tokens, offsets, leaves, None), None, cache
+            return *program.picked(tokens, offsets, leaves, pick, positions), cache
 
     def timed(
         self, tokens: Tensor, offsets: Tensor, cache: Any, rounds: int

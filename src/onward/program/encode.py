@@ -69,6 +69,10 @@ class Image:
         )
 
 
+# Words behind the code for a call that is not part of the program: what picks from its logits.
+ROOM_AT_END = 16
+
+
 def encode(calls: Sequence[Call], storages: list[Storage], library: Library) -> Image:
     """Lay out the code of `calls` and plan the memory of their temporaries."""
     slots, slot_bytes = plan_slots(calls)
@@ -146,8 +150,9 @@ class _Encoder:
         self._begin, self._calls = len(self.words), 0
 
     def finish(self) -> None:
-        """End the code and put the data behind it."""
+        """End the code, leave room for one more call, and put the data behind it."""
         self.segments.append(Segment(self._begin, len(self.words), self._calls))
+        self.words += [0] * ROOM_AT_END
         for place, data in self._data:
             self._refer(place, 0, len(self.words) * 8)
             at = len(self.words)

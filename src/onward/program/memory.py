@@ -73,6 +73,10 @@ class Addresses:
         for place, offset in self._logits_at:
             self.words[place] = address + offset
 
+    def put(self, place: int, words: Sequence[int]) -> None:
+        """Write words into the code."""
+        self.words[place : place + len(words)] = words
+
     def tensor(self, array: Array) -> Tensor:
         """A torch tensor over an array's memory, as bound last."""
         size = array.dtype.itemsize

@@ -3,7 +3,7 @@
 import ctypes
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from onward.errors import ProgramError
 from onward.native import Library
 from onward.native.interface import Status
+from onward.ops.operators import DTYPES
 from onward.program.arrays import Array, Kind
 from onward.program.calls import KernelCall, TorchCall
 from onward.program.encode import Image, Segment
@@ -32,6 +33,20 @@ class Signature:
     logits_dtype: torch.dtype
 
 
+class Pick(Protocol):
+    """A kernel that finds an id for each row of logits: what a program may call at its end.
+
+    kernel: its name. It takes rows, columns, logits, their dtype and stride, what `operands` gives for the positions
+        [B] of the tokens to pick, and the int64 [B] to write ids into.
+    most_ids: the longest row it can look at.
+    """
+
+    kernel: str
+    most_ids: int
+
+    def operands(self, positions: Tensor) -> tuple[Tensor, ...]: ...
+
+
 class NativeProgram:
     """Runs one image. Not for two threads at once: whoever shares an arena shares its lock."""
 
@@ -43,11 +58,37 @@ class NativeProgram:
         self._inputs = {kind: torch.empty(array.shape, dtype=array.dtype) for kind, array in signature.inputs.items()}
         self._input_storages = {kind: array.storage for kind, array in signature.inputs.items()}
         self._failed = ctypes.c_int64(-1)
+        self._end = image.segments[-1].end
+        self._instructions: dict[str, int] = {}
         self._leaves: CacheLeaves | None = None  # of the cache whose addresses are in the code
         self._seconds: list[float] | None = None  # of each call, while it is timed
 
     def __call__(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:
         """Run it over a cache of the signature it was made for; logits of their own memory."""
+        logits = self._prepared(tokens, offsets, leaves, logits_at)
+        self._run(offsets)
+        return logits
+
+    def serves(self, pick: Pick) -> bool:
+        """Whether `pick` takes the logits: they are of one position a row."""
+        shape, dtype = self.signature.logits_shape, self.signature.logits_dtype
+        return len(shape) == 3 and shape[1] == 1 and 0 < shape[2] <= pick.most_ids and dtype in DTYPES
+
+    def picked(
+        self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, pick: Pick, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As a call, and the ids int64 [B] that `pick` finds in the logits, in the same native call."""
+        logits = self._prepared(tokens, offsets, leaves, None)
+        rows, _, columns = logits.shape
+        ids, operands = torch.empty(rows, dtype=torch.int64), pick.operands(positions)
+        args = [rows, columns, logits.data_ptr(), DTYPES[logits.dtype], columns]
+        args += [operand.data_ptr() for operand in operands]
+        self._addresses.put(self._end, [self._instruction(pick.kernel), len(args) + 1, *args, ids.data_ptr()])
+        self._run(offsets, len(args) + 3)
+        return logits, ids
+
+    def _prepared(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:
+        """All addresses and inputs in place; the logits to be written."""
         logits = torch.empty(self.signature.logits_shape, dtype=self.signature.logits_dtype)
         self._inputs[Kind.TOKENS].copy_(tokens)
         self._inputs[Kind.OFFSETS].copy_(offsets)
@@ -56,8 +97,13 @@ class NativeProgram:
         if leaves is not self._leaves or self._addresses.stale():
             self._bind(leaves)
         self._addresses.point_logits(logits)
-        self._run(offsets)
         return logits
+
+    def _instruction(self, kernel: str) -> int:
+        if kernel not in self._instructions:
+            self._instructions[kernel] = self._library.onward_program_instruction(kernel.encode())
+            assert self._instructions[kernel], f"{kernel} is no instruction"
+        return self._instructions[kernel]
 
     def _bind(self, leaves: CacheLeaves) -> None:
         self._leaves = None  # until all is done: an interrupt may come in between
@@ -80,11 +126,13 @@ class NativeProgram:
         finally:
             self._seconds = None
 
-    def _run(self, offsets: Tensor) -> None:
+    def _run(self, offsets: Tensor, words_at_end: int = 0) -> None:
+        """words_at_end: of a call that has been put behind the program."""
         done = 0
         for segment in self.image.segments:
-            if segment.end > segment.begin:
-                self._run_kernels(segment, done, offsets)
+            end = segment.end + (words_at_end if segment is self.image.segments[-1] else 0)
+            if end > segment.begin:
+                self._run_kernels(segment, end, done, offsets)
             done += segment.calls
             if segment.then is not None:
                 began = time.perf_counter()
@@ -93,11 +141,11 @@ class NativeProgram:
                     self._seconds[done] += time.perf_counter() - began
                 done += 1
 
-    def _run_kernels(self, segment: Segment, first: int, offsets: Tensor) -> None:
+    def _run_kernels(self, segment: Segment, end: int, first: int, offsets: Tensor) -> None:
         nanoseconds = None if self._seconds is None else (ctypes.c_int64 * segment.calls)()
         status = self._library.onward_program_run(
             self._addresses.start + 8 * segment.begin,
-            segment.end - segment.begin,
+            end - segment.begin,
             ctypes.addressof(self._failed),
             None if nanoseconds is None else ctypes.addressof(nanoseconds),
         )
@@ -121,8 +169,10 @@ class NativeProgram:
             self._addresses.tensor(array).copy_(result)
 
     def _fail(self, status: int, place: int, offsets: Tensor) -> None:
-        call = self._call_at(place)
         what = Status(status).name.lower().replace("_", " ")
+        if place == self._end:
+            raise ProgramError(f"picking a token failed ({what}); please report it")
+        call = self._call_at(place)
         raise ProgramError(f"{call.kernel} failed ({what}) at {call.node.where}: {_likely_cause(call, offsets)}")
 
     def _call_at(self, place: int) -> KernelCall:

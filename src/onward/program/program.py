@@ -14,6 +14,7 @@ from onward.program.compiled import CompiledForward, MissingKernelsError, Progra
 from onward.program.cuda_graph import CudaGraphs
 from onward.program.explain import Report, explain_native
 from onward.program.leaves import leaves_of
+from onward.program.native import Pick
 
 Forward = Callable[..., tuple[Tensor, Any]]
 Backend = Literal["auto", "native", "cuda", "inductor", "eager"]
@@ -55,16 +56,25 @@ class Program:
         Raises:
             ProgramError: another cache than compiled for, tokens past the cache, ids outside the vocabulary.
         """
-        if tokens.dim() != 2 or tokens.dtype != torch.int32 or offsets.shape != tokens.shape[:1]:
-            raise ProgramError(
-                f"a program wants tokens int32 [B, T] and offsets int32 [B]; got {tokens.dtype} {list(tokens.shape)} "
-                f"and {offsets.dtype} {list(offsets.shape)}"
-            )
-        if not tokens.numel():
-            raise ProgramError(f"a program wants at least one row and one token; got tokens {list(tokens.shape)}")
-        if offsets.dtype != torch.int32:
-            raise ProgramError(f"a program wants offsets int32 [B]; got {offsets.dtype}")
+        _check(tokens, offsets)
         return self._run(tokens, offsets, cache, logits_at)
+
+    def picked(
+        self, tokens: Tensor, offsets: Tensor, cache: Any, pick: Pick, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """A step of one token a row and, in the same native call, what `pick` makes of its logits.
+
+        Args:
+            tokens: int32 [B, 1]. positions: int [B], of the tokens that are picked.
+
+        Returns:
+            logits [B, 1, V]; the ids int64 [B], None where another backend runs; the cache.
+        """
+        _check(tokens, offsets)
+        if isinstance(self._run, CompiledForward):
+            return self._run.picked(tokens, offsets, cache, pick, positions)
+        logits, cache = self._run(tokens, offsets, cache, None)
+        return logits, None, cache
 
     def explain(self, cache: Any, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """What runs for [batch, tokens] over a cache of this shape, where the time goes, and what has no kernel.
@@ -74,6 +84,18 @@ class Program:
         if isinstance(self._run, CompiledForward):
             return explain_native(self._run, cache, batch, tokens, offset)
         return Report(self.backend, [], [], self.fell_back)
+
+
+def _check(tokens: Tensor, offsets: Tensor) -> None:
+    if tokens.dim() != 2 or tokens.dtype != torch.int32 or offsets.shape != tokens.shape[:1]:
+        raise ProgramError(
+            f"a program wants tokens int32 [B, T] and offsets int32 [B]; got {tokens.dtype} {list(tokens.shape)} "
+            f"and {offsets.dtype} {list(offsets.shape)}"
+        )
+    if not tokens.numel():
+        raise ProgramError(f"a program wants at least one row and one token; got tokens {list(tokens.shape)}")
+    if offsets.dtype != torch.int32:
+        raise ProgramError(f"a program wants offsets int32 [B]; got {offsets.dtype}")
 
 
 def compile(

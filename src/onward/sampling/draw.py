@@ -11,13 +11,29 @@ from onward.ops.operators import DTYPES, usable_library
 from onward.sampling.noise import gumbel_noise
 from onward.sampling.transforms import apply_min_p, apply_temperature, apply_top_k, apply_top_p, lowest_score
 
-# The kernel sums the probabilities of at most this many ids in 64 bits.
-_MOST_IDS = 2**22
-
 
 def greedy(logits: Tensor) -> Tensor:
     """The most likely id of each row: float [..., V] -> int64 [...]; the lowest id among equals."""
     return ops.argmax(logits)
+
+
+class Greedy:
+    """`greedy` as a choice that is given positions, and for the end of a program (`onward.program.Pick`)."""
+
+    kernel, most_ids = "onward_argmax", 2**62
+
+    @property
+    def pick(self) -> Self:
+        return self
+
+    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
+        return greedy(logits)
+
+    def operands(self, positions: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+
+GREEDY = Greedy()
 
 
 class Draw:
@@ -25,6 +41,8 @@ class Draw:
 
     keys int64, the 64 bits of the seeds; temperature float32, 0 for greedy; top_k int64; top_p, min_p float32.
     """
+
+    kernel, most_ids = "onward_sample", 2**22  # it sums the probabilities of so many ids in 64 bits
 
     def __init__(self, keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
         self.keys, self.temperature, self.top_k, self.top_p, self.min_p = keys, temperature, top_k, top_p, min_p
@@ -47,7 +65,7 @@ class Draw:
 
     def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
         library = usable_library()
-        plain = logits.device.type == "cpu" and logits.dtype in DTYPES and 0 < logits.shape[-1] <= _MOST_IDS
+        plain = logits.device.type == "cpu" and logits.dtype in DTYPES and 0 < logits.shape[-1] <= self.most_ids
         return (
             self.definition(logits, positions)
             if library is None or not plain
@@ -76,12 +94,15 @@ class Draw:
     def _native(self, library: Library, logits: Tensor, positions: Tensor) -> Tensor:
         if logits.stride(-1) != 1:
             logits = logits.contiguous()
-        positions = positions.to(torch.int64).contiguous()
-        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        operands, out = self.operands(positions), torch.empty(logits.shape[0], dtype=torch.int64)
         status = library.onward_sample(
-            *logits.shape, logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), self.temperature.data_ptr(),
-            self.top_k.data_ptr(), self.top_p.data_ptr(), self.min_score.data_ptr(), self.keys.data_ptr(),
-            positions.data_ptr(), out.data_ptr(),
+            *logits.shape, logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0),
+            *(operand.data_ptr() for operand in operands), out.data_ptr(),
         )  # fmt: skip
         library.check(status, "onward_sample")
         return out
+
+    def operands(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """What the kernel takes between the logits and the ids: a value for each row."""
+        at = positions.to(torch.int64).contiguous()
+        return self.temperature, self.top_k, self.top_p, self.min_score, self.keys, at

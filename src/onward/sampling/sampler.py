@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.sampling.adjustments import Adjustments
-from onward.sampling.draw import Draw, greedy
+from onward.sampling.draw import GREEDY, Draw, Greedy, greedy
 from onward.sampling.history import History
 from onward.sampling.noise import coins
 from onward.sampling.params import SamplingParams
@@ -119,6 +119,13 @@ class Sampler:
             return probabilities
         picked = torch.nn.functional.one_hot(self(logits, positions, histories), logits.shape[-1])
         return torch.where(greedy_rows.unsqueeze(1), picked.to(torch.float64), probabilities)
+
+    @property
+    def pick(self) -> Greedy | Draw | None:
+        """The kernel that does all of it, for a program to call at its end; None where it takes more than one."""
+        if self._adjust.any or self._any_typical_p or self._any_xtc:
+            return None
+        return GREEDY if self._all_greedy else self._draw
 
     @property
     def keys(self) -> Tensor:

@@ -1,0 +1,116 @@
+"""A program picks the next ids at its end, in the same native call: the ids that the sampler picks from its logits."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import onward
+from onward import Sampler, SamplingParams, native
+from onward.decoding.driver import positional
+from onward.models.run import ModelRun
+from onward.program import Pick
+from onward.sampling import greedy
+from onward.sampling.draw import GREEDY
+from onward.testing import ByteTokenizer, tiny_model
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library was built")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+rows = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from((0.0, 0.7, 1.0, 3.0)),
+    top_k=st.sampled_from((0, 1, 5, 10**6)),
+    top_p=st.sampled_from((0.3, 0.95, 1.0)),
+    min_p=st.sampled_from((0.0, 0.2)),
+    seed=st.integers(0, 2**64 - 1),
+)
+RUNS = {dtype: ModelRun(tiny_model("qwen3", dtype=dtype)) for dtype in DTYPES}
+
+
+def picked(run: ModelRun, pick: Pick, seed: int, batch: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Logits [B, V], ids, and positions, after a random token a row."""
+    drawn = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, run.model.vocab_size, (batch, 1), generator=drawn).int()
+    offsets = torch.randint(0, 20, (batch,), generator=drawn).int()
+    logits, ids, _ = run.picked(tokens, offsets, run.model.new_cache(batch, 32), pick, offsets + 1)
+    return logits[:, 0], ids, offsets + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(params=st.lists(rows, min_size=1, max_size=5), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**32))
+def test_the_ids_are_those_of_the_sampler(params: list[SamplingParams], dtype: torch.dtype, seed: int) -> None:
+    sampler = Sampler(params)
+    assert sampler.pick is not None
+    for _ in range(2):  # nothing of one call is left for the next
+        logits, ids, positions = picked(RUNS[dtype], sampler.pick, seed, len(params))
+        assert ids is not None
+        assert torch.equal(ids, sampler(logits, positions))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_greedy_ids_are_those_of_argmax(batch: int) -> None:
+    logits, ids, _ = picked(RUNS[torch.bfloat16], GREEDY, 1, batch)
+    assert ids is not None
+    assert torch.equal(ids, logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "options", [{"typical_p": 0.9}, {"xtc_probability": 0.5}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.2}]
+)
+def test_options_that_take_more_than_a_kernel_are_left_to_the_sampler(options: dict[str, object]) -> None:
+    assert (
+        Sampler([SamplingParams(temperature=1.0, seed=0), SamplingParams(**{"temperature": 1.0} | options)]).pick
+        is None
+    )
+
+
+def test_other_choices_than_greedy_are_called() -> None:
+    assert positional(greedy) is GREEDY
+    assert not hasattr(positional(lambda logits: logits.argmin(-1)), "pick")
+
+
+def test_where_it_cannot_it_says_so_and_gives_the_logits() -> None:
+    class Narrow:
+        kernel, most_ids = "onward_argmax", 3
+
+        def operands(self, positions: Tensor) -> tuple[Tensor, ...]:
+            raise AssertionError("not to be asked")
+
+    for run in (RUNS[torch.float32], ModelRun(tiny_model("qwen3"), "eager")):
+        logits, ids, _ = picked(run, Narrow(), 2, 2)
+        assert ids is None
+        # torch multiplies the eager run's plain weights in another order: 64 inputs and some layers of rounding.
+        torch.testing.assert_close(logits, picked(RUNS[torch.float32], GREEDY, 2, 2)[0])
+
+
+def test_a_program_with_an_operator_of_torch_picks_too() -> None:
+    def forward(tokens: Tensor, offsets: Tensor, cache: Tensor, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.special.i0(params["table"][tokens]), cache
+
+    params = {"table": torch.randn(11, 7, generator=torch.Generator().manual_seed(0))}
+    program = onward.compile(forward, params=params, cache=torch.zeros(2, 3))
+    tokens, offsets = torch.tensor([[4], [9]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    logits, ids, _ = program.picked(tokens, offsets, torch.zeros(2, 3), GREEDY, offsets + 1)
+    assert ids is not None
+    assert program.explain(torch.zeros(2, 3), batch=2).missing
+    assert torch.equal(ids, logits[:, 0].argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_after_the_prompt_python_picks_no_token(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    lm = onward.LanguageModel(tiny_model("qwen3"), ByteTokenizer())
+    plain = onward.LanguageModel(tiny_model("qwen3"), ByteTokenizer(), compile="eager")
+    calls = []
+    call = Sampler.__call__
+
+    def counted(self: Sampler, *args: object) -> Tensor:
+        calls.append(args)
+        return call(self, *args)  # type: ignore[arg-type]
+
+    options = {"max_new_tokens": 12, "temperature": temperature, "seed": 5, "ignore_eos": True}
+    expected = plain.generate(["ab", "c"], **options)
+    monkeypatch.setattr(Sampler, "__call__", counted)
+    got = lm.generate(["ab", "c"], **options)
+    assert len(calls) == 1  # the token after the prompts
+    assert [completion.token_ids for completion in got] == [completion.token_ids for completion in expected]

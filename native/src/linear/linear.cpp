@@ -24,19 +24,20 @@ namespace {
 // memory (through few weights some blocks at a time). More rows are cut into tiles of at most
 // kTileRows, for which the weights stay in the second level cache; such a tile of r rows takes
 // kBlocks[r] blocks at a time, so that the sums and the operands fit into the registers: 32 of 16
-// floats (AVX-512), 16 of 8 (AVX2), 16 of 4 at worst (portable). int4 has two sums for every output.
+// floats (AVX-512), 16 of 8 (AVX2), 16 of 4 at worst (portable). int4, with two sums for every
+// output, takes smaller ones.
 #if defined(__AVX512F__)
 constexpr int kStreamRows = 16, kTileRows = 8;
 constexpr int kBlocks[kStreamRows + 1] = {0, 4, 4, 4, 4, 4, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1};
-constexpr int kInt4StreamRows = 16, kInt4TileRows = 6, kInt4Blocks = 2;
+constexpr int kInt4TileRows = 6, kInt4Blocks = 2;
 #elif defined(__AVX2__)
 constexpr int kStreamRows = 4, kTileRows = 4;
 constexpr int kBlocks[kStreamRows + 1] = {0, 4, 2, 1, 1};
-constexpr int kInt4StreamRows = 4, kInt4TileRows = 4, kInt4Blocks = 1;
+constexpr int kInt4TileRows = 4, kInt4Blocks = 1;
 #else
 constexpr int kStreamRows = 4, kTileRows = 4;
 constexpr int kBlocks[kStreamRows + 1] = {0, 1, 1, 1, 1};
-constexpr int kInt4StreamRows = 4, kInt4TileRows = 4, kInt4Blocks = 1;
+constexpr int kInt4TileRows = 4, kInt4Blocks = 1;
 #endif
 constexpr int kMaxBlocks = 4;
 constexpr int64_t kRowsPerPart = 64;           // of a large T, so that there is enough to share out
@@ -88,7 +89,7 @@ struct Problem {
   int64_t bytes = block_bytes(format, k);
   int64_t blocks = count_blocks();
   bool int4 = format == kPackedInt4;
-  bool streaming = t <= (int4 ? kInt4StreamRows : kStreamRows);
+  bool streaming = t <= kStreamRows;
   bool cached = blocks * bytes <= kCachedBytes && !int4;
   int64_t tile_rows = int4 ? kInt4TileRows : kTileRows;
   int64_t tiles = streaming ? 1 : ceil_div(t, tile_rows);

@@ -28,6 +28,17 @@
 
 namespace onward {
 
+#if !defined(__AVX512F__)
+// Of simd_avx512.h. Elsewhere a product with a power of two is a product, and nothing has to be kept in
+// mind.
+using LaneMask = int;
+struct Factors { f32x16 v; };
+inline Factors factors_of(f32x16 a) { return {a}; }
+inline f32x16 times_power(const Factors& a, const float* power) { return mul(a.v, splat(*power)); }
+inline LaneMask broken_lanes(f32x16) { return 0; }
+inline f32x16 with_nan(f32x16 a, LaneMask) { return a; }
+#endif
+
 // The first n of 16 elements; the others are 0. n in 0 … 16.
 template <class T>
 inline f32x16 load_first(const T* p, int64_t n) {

@@ -178,12 +178,4 @@ inline i32x16 sixteenth(i32x16 a) {
   return {_mm256_srai_epi32(a.lo, 4), _mm256_srai_epi32(a.hi, 4)};
 }
 
-// See simd_avx512.h. Here a product with a power of two is a product, and nothing has to be kept in mind.
-using LaneMask = int;
-struct Factors { f32x16 v; };
-inline Factors factors_of(f32x16 a) { return {a}; }
-inline f32x16 times_power(const Factors& a, const float* power) { return mul(a.v, splat(*power)); }
-inline LaneMask broken_lanes(f32x16) { return 0; }
-inline f32x16 with_nan(f32x16 a, LaneMask) { return a; }
-
 }  // namespace onward

@@ -162,12 +162,4 @@ inline i32x16 high_nibbles(i32x16 a) { return (i32x16)((u32x16)a >> 4) & 0x0f0f0
 inline i32x16 high_nibbles_16(i32x16 a) { return a & int32_t(0xf0f0f0f0); }
 inline i32x16 sixteenth(i32x16 a) { return a >> 4; }
 
-// See simd_avx512.h. Here a product with a power of two is a product, and nothing has to be kept in mind.
-using LaneMask = int;
-struct Factors { f32x16 v; };
-inline Factors factors_of(f32x16 a) { return {a}; }
-inline f32x16 times_power(const Factors& a, const float* power) { return mul(a.v, splat(*power)); }
-inline LaneMask broken_lanes(f32x16) { return 0; }
-inline f32x16 with_nan(f32x16 a, LaneMask) { return a; }
-
 }  // namespace onward

@@ -156,7 +156,9 @@ class PrecisionReport:
         samples = self.session.samples
         return {
             "weight_bytes_per_token": weight_bytes_per_token(precision=self.precision),
-            "read_bandwidth_gb_s": rounded([value / 1e9 for value in self.session.readings()]),
+            "read_bandwidth_gb_s": rounded(
+                {length: [value / 1e9 for value in readings] for length, readings in self.session.bandwidth.items()}
+            ),
             "limits": rounded(dict(self.limits)),
             "contenders": {
                 name: rounded({**rates, "load_seconds": samples[name].load, "peak_bytes": samples[name].peak})
@@ -178,8 +180,12 @@ def precision_report(precision: str, session: Session) -> PrecisionReport:
         for name, samples in session.samples.items()
         if name not in session.failed
     }
-    bandwidth, weights = statistics.median(session.readings()), weight_bytes_per_token(precision=precision)
-    limits = {figure: bandwidth / (weights + length * cache_bytes_per_position()) for figure, length in DECODES.items()}
+    weights = weight_bytes_per_token(precision=precision)
+    limits = {
+        figure: statistics.median(session.bandwidth[length]) / (weights + length * cache_bytes_per_position())
+        for figure, length in DECODES.items()
+        if session.bandwidth.get(length)
+    }
     return PrecisionReport(precision, session, figures, limits)
 
 

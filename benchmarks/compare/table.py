@@ -29,7 +29,7 @@ def precision_lines(report: PrecisionReport) -> Iterator[str]:
         yield _row(name, [*(number(rates[figure]) for figure in FIGURES), *extra])
     for name, reason in session.failed.items():
         yield f"{name:{NAME}}failed: {reason}"[:100]
-    yield _row("limit: weights and cache", [number(report.limits[figure]) for figure in DECODES])
+    yield _row("limit: weights and cache", [number(report.limits.get(figure)) for figure in DECODES])
     yield _row("Onward, of the limit", [percent(report.share_of_limit(figure)) for figure in DECODES])
     yield _row("Onward / best peer", [times(report.ratio(figure)) for figure in FIGURES])
     yield _row("wanted", [f">= {RATIO_TARGETS[report.precision][figure]:.2f}x" for figure in FIGURES])

@@ -113,7 +113,7 @@ class Course:
         self._with(name, run)
 
     def more(self, name: str, length: int, keep: bool = True, count: int | None = None) -> None:
-        """Decode after a prompt of `length` that was begun; after Onward's turn the bandwidth is read."""
+        """Decode after a prompt of `length` that was begun."""
 
         def run(worker: Worker, samples: Samples) -> None:
             seconds = worker.ask(do="more", count=count or self.plan.tokens)["seconds"]
@@ -121,8 +121,6 @@ class Course:
                 samples.token[length].append(seconds)
 
         self._with(name, run)
-        if keep and name.startswith(OURS):
-            self.read_bandwidth(length)
 
     def batch(self, name: str, rows: int, length: int, keep: bool = True) -> None:
         def run(worker: Worker, samples: Samples) -> None:
@@ -207,6 +205,8 @@ def _short(course: Course) -> None:
             for name in course.everyone(turn):
                 course.begin(name, prompt, keep=turn > 0)
                 course.more(name, length, keep=turn > 0)
+                if turn > 0 and name.startswith(OURS):
+                    course.read_bandwidth(length)
 
 
 def _long(course: Course) -> None:
@@ -219,6 +219,7 @@ def _long(course: Course) -> None:
                 course.begin(name, prompt[:length])
                 for _ in range(2):
                     course.more(name, length)
+                    course.read_bandwidth(length)
     for name in course.everyone():
         course.begin(name, prompt)
         course.more(name, LONG, keep=False)
@@ -226,6 +227,8 @@ def _long(course: Course) -> None:
     for turn in range(course.plan.rounds * LONG_TURNS):
         for name in course.everyone(turn):
             course.more(name, LONG, count=max(1, course.plan.tokens // LONG_TURNS))
+            if name.startswith(OURS):
+                course.read_bandwidth(LONG)
 
 
 def measure_batch(plan: Plan, rows: int = 8, length: int = 32) -> Session:

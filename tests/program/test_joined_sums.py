@@ -155,3 +155,11 @@ def calls(body: Body) -> Counter[str]:
 def test_the_built_in_families_have_no_sum_of_its_own(family: str) -> None:
     lm = onward.LanguageModel(tiny_model(family), onward.testing.ByteTokenizer())
     assert "add" not in {row.kernel for row in lm.explain().rows}
+
+
+@pytest.mark.parametrize("norm", [rms, layer])
+def test_rows_that_lie_apart_are_brought_together_once(norm: Callable[[Tensor, Params], Tensor]) -> None:
+    forward = forward_of(lambda a, b, params: norm(a.transpose(0, 1), params).transpose(0, 1).contiguous())
+    program = onward.compile(forward, params=params(torch.float32), cache=torch.zeros(2, 2))
+    copies = [row for row in program.explain(torch.zeros(2, 2), batch=2, tokens=3).rows if "norm" in row.op]
+    assert sum(row.calls for row in copies if row.kernel == "unary") == 1

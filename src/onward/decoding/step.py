@@ -156,11 +156,8 @@ class DecodeStep:
     def __call__(self, state: DecodeState) -> tuple[DecodeState, Emitted]:
         next_at = [offset + len(ids) for offset, ids in zip(state.offsets, state.pending, strict=True)]
         positions = torch.tensor(next_at, dtype=torch.int32, device=state.device)
-        pick = self.picker.pick_of(state.owners)
-        if pick is not None and self._picking is not None and max(map(len, state.pending)) == 1:
-            logits, picked, cache = self._picked(self._picking, state, pick, positions)
-        else:
-            logits, cache = last_logits(self.run, state, self.chunk)
+        logits, picked, cache = self._forward(state, positions)
+        if picked is None:
             picked = self.picker.of_live(logits, positions, state)
         ids = checked_ids(picked, logits, state.live)
         emitted = self.picker.tokens(ids, logits, state)
@@ -170,15 +167,16 @@ class DecodeStep:
         )
         return state.advanced(pending, offsets, cache), emitted
 
-    def _picked(
-        self, run: PickingRun, state: DecodeState, pick: Pick, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Cache]:
-        """The logits [B, V] after one token a row, the ids picked from them, and the cache."""
+    def _forward(self, state: DecodeState, positions: Tensor) -> tuple[Tensor, Tensor | None, Cache]:
+        """The logits [B, V] after the pending tokens; the ids picked from them, if the run does that too; the cache."""
+        pick = self.picker.pick_of(state.owners)
+        if pick is None or self._picking is None or max(map(len, state.pending)) > 1:
+            logits, cache = last_logits(self.run, state, self.chunk)
+            return logits, None, cache
         tokens, offsets = one_token(state)
-        logits, ids, cache = run.picked(tokens, offsets, state.cache, pick, positions)
+        logits, ids, cache = self._picking.picked(tokens, offsets, state.cache, pick, positions)
         check_logits(logits, tokens.shape)
-        logits = logits[:, 0]
-        return logits, self.picker.of_live(logits, positions, state) if ids is None else ids, cache
+        return logits[:, 0], ids, cache
 
 
 def one_token(state: DecodeState) -> tuple[Tensor, Tensor]:

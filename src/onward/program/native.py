@@ -15,7 +15,7 @@ from onward.native.interface import Status
 from onward.ops.operators import DTYPES
 from onward.program.arrays import Array, Kind
 from onward.program.calls import KernelCall, TorchCall
-from onward.program.encode import Image, Segment
+from onward.program.encode import ROOM_AT_END, Image, Segment
 from onward.program.leaves import CacheLeaves
 from onward.program.memory import Addresses, Arena
 
@@ -83,8 +83,10 @@ class NativeProgram:
         ids, operands = torch.empty(rows, dtype=torch.int64), pick.operands(positions)
         args = [rows, columns, logits.data_ptr(), DTYPES[logits.dtype], columns]
         args += [operand.data_ptr() for operand in operands]
-        self._addresses.put(self._end, [self._instruction(pick.kernel), len(args) + 1, *args, ids.data_ptr()])
-        self._run(offsets, len(args) + 3)
+        words = [self._instruction(pick.kernel), len(args) + 1, *args, ids.data_ptr()]
+        assert len(words) <= ROOM_AT_END, f"{pick.kernel} takes more arguments than there is room for"
+        self._addresses.put(self._end, words)
+        self._run(offsets, len(words))
         return logits, ids
 
     def _prepared(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:

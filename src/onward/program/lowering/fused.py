@@ -18,16 +18,23 @@ ops = torch.ops.onward
 
 @lowers(ops.rms_norm.default)
 def rms_norm(b: Builder, node: Node) -> None:
-    emit_rms_norm(b, node)
-
-
-def emit_rms_norm(b: Builder, node: Node, residual: Node | None = None) -> None:
-    """residual: the node that adds one, if the sum is to be made here too."""
     x, weight, eps, offset = node.args
-    _, rows, columns, _ = b.rows(x)
+    emit_rms_norm(b, x, weight, eps, node.outputs[0], offset)
+
+
+def emit_rms_norm(
+    b: Builder,
+    x: Array,
+    weight: Array | None,
+    eps: float,
+    out: Array,
+    offset: float = 0.0,
+    residual: Node | None = None,
+) -> None:
+    """residual: the node that adds one, if the sum is to be made here too."""
     b.call(
-        "onward_rms_norm", rows, columns, float_code(x), *_normalised(b, x, residual),
-        address(b.contiguous(weight)), offset, not offset, eps, address(node.outputs[0]), columns,
+        "onward_rms_norm", *_normalised(b, x, residual),
+        None if weight is None else address(b.contiguous(weight)), offset, not offset, eps, address(out), out.shape[-1],
     )  # fmt: skip
 
 
@@ -40,20 +47,21 @@ def layer_norm(b: Builder, node: Node) -> None:
 def norm_of_sum(b: Builder, norm: Node, residual: Node) -> None:
     """What `residual` adds and `norm` normalises, in one call."""
     if norm.op is ops.rms_norm.default:
-        emit_rms_norm(b, norm, residual)
+        x, weight, eps, offset = norm.args
+        emit_rms_norm(b, x, weight, eps, norm.outputs[0], offset, residual)
     else:
         x, weight, bias, eps = norm.args
         emit_layer_norm(b, x, weight, bias, eps, norm.outputs[0], residual)
 
 
 def _normalised(b: Builder, x: Array, residual: Node | None) -> tuple[Any, ...]:
-    """The rows that a norm is given, the residual, and where their sum goes: addresses and strides."""
+    """How many rows a norm is given, of what; then addresses and strides: theirs, the residual's, their sum's."""
+    rows_of, rows, columns, stride = b.rows(x)
+    size = rows, columns, float_code(x)
     if residual is None:
-        x, _, _, stride = b.rows(x)
-        return address(x), stride, None, 0, None, 0
-    left, right = residual.args[:2]
-    width = x.shape[-1]  # all are contiguous
-    return address(left), width, address(right), width, address(x), width
+        return *size, address(rows_of), stride, None, 0, None, 0
+    left, right = residual.args[:2]  # like the sum they are contiguous
+    return *size, address(left), columns, address(right), columns, address(x), columns
 
 
 def emit_layer_norm(
@@ -65,11 +73,10 @@ def emit_layer_norm(
     out: Array,
     residual: Node | None = None,
 ) -> None:
-    _, rows, columns, _ = b.rows(x)
     b.call(
-        "onward_layer_norm", rows, columns, float_code(x), *_normalised(b, x, residual),
+        "onward_layer_norm", *_normalised(b, x, residual),
         None if weight is None else address(b.contiguous(weight)),
-        None if bias is None else address(b.contiguous(bias)), eps, address(out), columns,
+        None if bias is None else address(b.contiguous(bias)), eps, address(out), out.shape[-1],
     )  # fmt: skip
 
 

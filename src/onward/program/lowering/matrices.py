@@ -20,7 +20,7 @@ from onward.program.lowering.builder import (
     lowers,
     named,
 )
-from onward.program.lowering.fused import as_float32, emit_attention, emit_layer_norm
+from onward.program.lowering.fused import as_float32, emit_attention, emit_layer_norm, emit_rms_norm
 from onward.program.lowering.pointwise import INFER, broadcast_shapes, choose, empty_meta
 from onward.program.nodes import Node
 
@@ -128,12 +128,7 @@ def rms_norm(b: Builder, node: Node) -> None:
     x, weight, eps = given["input"], given["weight"], given["eps"]
     if len(given["normalized_shape"]) != 1 or (weight is not None and weight.dtype != x.dtype):
         raise Unsupported("more than the last axis, or a weight of another dtype")
-    x, rows, columns, stride = b.rows(x)
-    b.call(
-        "onward_rms_norm", rows, columns, float_code(x), address(x), stride, None, 0, None, 0,
-        None if weight is None else address(b.contiguous(weight)), 0.0, True,
-        torch.finfo(x.dtype).eps if eps is None else eps, address(node.outputs[0]), columns,
-    )  # fmt: skip
+    emit_rms_norm(b, x, weight, torch.finfo(x.dtype).eps if eps is None else eps, node.outputs[0])
 
 
 @lowers(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)

@@ -9,7 +9,7 @@ INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cp
 PEERS := llama.cpp transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types contracts unit sanitize bench peers compare demo-model clean
+.PHONY: help demo docs test lint types contracts unit sanitize bench peers compare demo-model clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -43,6 +43,10 @@ sanitize: $(VENV)/.installed-dev $(CMAKE) ## the kernel tests over AddressSaniti
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		$(BIN)/python -m pytest --capture=sys tests/native
 
+docs: $(VENV)/.installed-docs ## the site of docs/ and README.md into build/site; a link that leads nowhere fails it
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 bench: $(VENV)/.installed-dev ## decode and prefill beside transformers, and the machine's limit
 	@$(BIN)/python -m benchmarks.decode
 
@@ -72,6 +76,11 @@ $(VENV)/.installed: $(INSTALLED_FROM) | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools …"
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what builds the site …"
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 # Each file lists all of an environment, so pip has nothing to choose: openvino's would else bring a torchvision that

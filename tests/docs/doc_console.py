@@ -1,0 +1,99 @@
+"""The commands of a console block, run in this process as far as they are Onward's."""
+
+import io
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doc_pages import ROOT, agrees
+
+from onward import ops
+from onward.cli.main import run
+
+# What sets up a machine is read and not run; `make` and `python` must name what the repository has.
+_NOT_RUN = {"git", "cd", "pip", "python3", "source", "sudo", "export"}
+
+
+def sessions(text: str) -> Iterator[tuple[str, str]]:
+    """The commands of a block, each with the output that is printed below it ("" where none is)."""
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, output = re.sub(r"\\\n\s*", " ", part).partition("\n")
+        yield command, output
+
+
+def run_command(command: str, output: str, patch: pytest.MonkeyPatch) -> str:
+    """Run a line and compare what it prints with `output`; returns what it printed."""
+    words = shlex.split(command, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        patch.setenv(*words.pop(0).split("=", 1))
+    words[0] = words[0].removeprefix(".venv/bin/")
+    if words[0] == "make":
+        return _make(words[1:], output, patch)
+    if words[0] == "python":
+        _check_script(words[1:])
+        return ""
+    if words[0] in _NOT_RUN:
+        return ""
+    piped = ""
+    if words[0] == "echo":
+        if ">" in words:
+            Path(words[words.index(">") + 1]).write_text(words[1] + "\n", encoding="utf-8")
+            return ""
+        assert words[2] == "|", command
+        piped, words = words[1] + "\n", words[3:]
+    for sign in ("<", ">"):
+        if sign in words:
+            at = words.index(sign)
+            piped = Path(words[at + 1]).read_text(encoding="utf-8") if sign == "<" else piped
+            words = words[:at] + words[at + 2 :]
+    assert words[0] == "onward", f"no test knows how to run: {command}"
+    return _run_onward(words[1:], piped, output, patch)
+
+
+def _make(targets: list[str], output: str, patch: pytest.MonkeyPatch) -> str:
+    """A target must be there. `make demo` is run, for what its page prints: it is a command of ours."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in targets:
+        assert "=" in target or re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target!r}"
+    if not output.strip() or targets != ["demo"]:
+        return ""
+    recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert recipe is not None
+    (line,) = (line for line in recipe[1].splitlines() if "/onward " in line)
+    arguments = shlex.split(line.strip().removeprefix("@"))[1:]
+    return _run_onward(arguments, "", output, patch, before=arguments[1])
+
+
+def _check_script(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        module = ROOT / arguments[1].replace(".", "/")
+        known = arguments[1] in {"venv", "pip", "onward"} or module.is_dir() or module.with_suffix(".py").is_file()
+        assert known, f"no module {arguments[1]!r}"
+    elif not arguments[0].startswith("-"):
+        assert (ROOT / arguments[0]).is_file() or Path(arguments[0]).is_file(), f"no script {arguments[0]!r}"
+
+
+def _run_onward(arguments: list[str], piped: str, output: str, patch: pytest.MonkeyPatch, before: str = "") -> str:
+    streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (piped.encode(), b"", b"")]
+    with patch.context() as inner:
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            inner.setattr(f"sys.{name}", stream)
+        inner.setenv("COLUMNS", "80")
+        # A documentation's machine may have any number of processors.
+        inner.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        code = run(arguments)
+    printed, complaints = (_content(stream) for stream in streams[1:])
+    assert code == 0, complaints
+    # Without the kernels the rounding is torch's own, and a sampled text may be another one.
+    if output.strip() and ops.choice().form == "native":
+        assert agrees(before + printed, output), before + printed
+    return printed
+
+
+def _content(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    assert isinstance(stream.buffer, io.BytesIO)
+    return stream.buffer.getvalue().decode()

@@ -1,0 +1,92 @@
+"""Every block of code on every page does what it says, in the order of the page, in an empty folder.
+
+A page is one Python session with its own imports. ```python is run; ```console lines are run, as far as they are
+Onward's; what is printed below a command, or as ```text right after a block of Python, is compared; ```json parses.
+Hub ids, and the folder `my-model`, stand for the demo model.
+"""
+
+import ast
+import contextlib
+import io
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from doc_console import run_command, sessions
+from doc_pages import PAGES, Block, agrees, blocks_of, name_of
+from huggingface_hub import constants
+
+import onward
+from onward import ops
+
+DEMO = Path(onward.__file__).parent / "demo" / "target"
+LANGUAGES = {"python", "console", "text", "json", "toml", "yaml", "html", ""}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder but for `my-model`, and a hub cache in which the pages' models are."""
+    for repository in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B"):
+        held = tmp_path / "hub" / f"models--{repository.replace('/', '--')}"
+        (held / "refs").mkdir(parents=True)
+        (held / "refs" / "main").write_text("0" * 40)
+        (held / "snapshots").mkdir()
+        (held / "snapshots" / ("0" * 40)).symlink_to(DEMO)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    work = tmp_path / "work"
+    shutil.copytree(DEMO, work / "my-model")
+    monkeypatch.chdir(work)
+    return work
+
+
+# test_training_page.py runs this one, and looks at what it gives.
+ELSEWHERE = {"docs/training.md"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in ELSEWHERE], ids=name_of)
+def test_a_page_runs(page, folder, monkeypatch):
+    blocks = blocks_of(page)
+    if not any(block.language in ("python", "console") for block in blocks):
+        pytest.skip("no code to run")
+    run_page(name_of(page), blocks, monkeypatch)
+
+
+def run_page(name: str, blocks: list[Block], patch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Run a page's blocks in order; returns the names that its Python made."""
+    module = types.ModuleType("page")
+    patch.setitem(sys.modules, "page", module)  # where dataclasses of the page look for their names
+    printed = ""
+    for block in blocks:
+        if block.language == "python":
+            printed = run_python(block, name, vars(module))
+        elif block.language == "console":
+            for command, output in sessions(block.text):
+                run_command(command, output, patch)
+        elif block.language == "text" and block.follows and printed and ops.choice().form == "native":
+            assert agrees(printed, block.text), f"{name}:{block.line}: it printed\n{printed}"
+    return vars(module)
+
+
+def run_python(block: Block, name: str, names: dict[str, object]) -> str:
+    """Run a block under the file and the lines of its page; returns what it printed."""
+    tree = ast.increment_lineno(ast.parse(block.text, name), block.line - 1)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(tree, str(Path(name)), "exec"), names)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_are_of_a_known_kind(page):
+    for block in blocks_of(page):
+        assert block.language in LANGUAGES, f"{name_of(page)}:{block.line}"
+        if block.language == "json":
+            json.loads(block.text)
+        # What looks like code is marked as code, so that it runs.
+        if block.language in ("", "text"):
+            assert not block.text.startswith(("import ", "from ", "onward ", "$ ", "lm")), (
+                f"{name_of(page)}:{block.line}"
+            )

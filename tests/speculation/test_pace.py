@@ -123,6 +123,35 @@ def test_drafts_that_are_right_but_dear_cost_no_more_than_three_percent():
     assert 0 < step.speculation(0).rounds < 30
 
 
+class Warming(Machine):
+    """A small model's: to look at the clock takes 3 % of a pass, and the first passes take twice as long."""
+
+    passes = 0
+
+    def clock(self):
+        self.now += 0.03 * PLAIN
+        return self.now
+
+    def _take(self, seconds):
+        self.passes += 1
+        super()._take(seconds * (2 if self.passes < 8 else 1))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("texts_before", [0, 15])
+def test_a_drafter_that_is_new_is_asked_soon_whatever_was_drafted_with_before(texts_before, rows):
+    """Choosing not to draft costs more than a plain step earns for drafting: that was booked to the new drafter."""
+    machine = Warming(cheap)
+    before = Speculator(machine.drafter(counting(lambda at: False)), clock=machine.clock)
+    for _ in range(texts_before):
+        machine.seconds(60, before, rows=rows)
+    machine.passes = 0
+    asked = []
+    new = Speculator(machine.drafter(lambda row: asked.append(len(row)) or []), clock=machine.clock)
+    machine.seconds(128, new, rows=rows)
+    assert asked
+
+
 def test_a_drafter_that_finds_nothing_costs_no_more_than_three_percent():
     machine = Machine(cheap, lambda wanted: 0.5 * PLAIN)
     plain, _ = machine.seconds(600)

@@ -78,8 +78,15 @@ class SpeculativeStep:
                 pace.note_time(self._clock() - began)
             return state, emitted
         wanted = self._wanted(state)
-        drafts = self._drafts(state, wanted) if any(wanted) else []
-        drafting = self._clock() - began
+        drafts: list[Draft] = []
+        drafting = 0.0
+        if any(wanted):
+            drafts = self._drafts(state, wanted)
+            drafting = self._clock() - began
+        else:
+            # Choosing none is no loss by this drafter: booked to it, it could take more than a plain step earns, and a
+            # drafter that is new, with nothing earned, would never be asked.
+            began = self._clock()
         longest = max((len(draft.ids) for draft in drafts), default=0)
         state, emitted = self._round(state, drafts, longest) if longest else self._plain(state)
         if self._pace is not None:

@@ -1,10 +1,12 @@
 """A model as the loop calls it: through its program, where its forward can be one."""
 
-from functools import partial
+from functools import cache, partial
 
+import torch
 from torch import Tensor
 
 from onward.errors import ProgramError, RequestError
+from onward.forks import call_in_forks
 from onward.models.model import Cache, Model, run_plain
 from onward.program import BACKENDS, Pick, Program, Programs, Report, TraceError, programs_of
 from onward.program import compile as compile_forward
@@ -20,6 +22,7 @@ class ModelRun:
 
     def __init__(self, model: Model, compile: str = "auto", programs: Programs | None = None) -> None:
         check_backend(compile)
+        _mind_forks()
         self.model = model
         self.compile = compile
         self._programs = Programs() if programs is None else programs
@@ -86,6 +89,16 @@ class ModelRun:
             raise error
         self.why_eager = self._programs.refused = str(error)
         self._eager, self._program = True, None
+
+
+@cache
+def _mind_forks() -> None:
+    """From now on forked children run torch's operators on one thread.
+
+    The threads of torch's OpenMP pool are not in the child, which would wait for them forever. (`DataLoader` does the
+    same to its workers.) The team of the native kernels starts anew by itself.
+    """
+    call_in_forks(lambda: torch.set_num_threads(1))
 
 
 def check_backend(compile: str) -> None:

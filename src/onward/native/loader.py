@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import RequestError
+from onward.forks import call_in_forks
 from onward.native.cores import allowed_cores
 from onward.native.errors import NativeError, NativeUnavailableError
 from onward.native.interface import SIGNATURES, Status
@@ -127,6 +128,14 @@ def set_num_threads(count: int) -> None:
     if current:
         current.check(current.onward_set_num_threads(count), "onward_set_num_threads")
     _threads = count
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+call_in_forks(_renew_lock)
 
 
 def _path(isa: str) -> Path:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from onward.errors import ProgramError
+from onward.forks import renew_in_forks
 from onward.native import Library
 from onward.program.arrays import Kind
 from onward.program.calls import KernelCall, TorchCall
@@ -53,6 +54,16 @@ class Programs:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.refused = ""
+        self._clear()
+        renew_in_forks(self)
+
+    def renew(self) -> None:
+        """In a forked child: a program that another thread was running, or making, is not run on."""
+        if self.lock.locked():
+            self._clear()
+        self.lock = threading.Lock()
+
+    def _clear(self) -> None:
         self.arena = Arena()
         self.families: OrderedDict[Hashable, _Family] = OrderedDict()
         self.by_shape: OrderedDict[Hashable, NativeProgram] = OrderedDict()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.errors import one_line
+from onward.forks import renew_in_forks
 from onward.program.source_lines import TraceError
 
 Forward = Callable[..., tuple[Tensor, Any]]
@@ -50,6 +51,10 @@ class CudaGraphs:
         self._graphed_tokens = graphed_tokens
         self._capture = capture or capture_graph
         self._graphs: dict[Any, _Captured] = {}
+        self._lock = threading.Lock()
+        renew_in_forks(self)
+
+    def renew(self) -> None:
         self._lock = threading.Lock()
 
     @torch.no_grad()

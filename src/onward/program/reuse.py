@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from onward.forks import call_in_forks
 from onward.ops import choice
 from onward.program.compiled import Programs
 
@@ -36,6 +37,14 @@ class _Entry:
 
 _entries: "weakref.WeakKeyDictionary[Any, list[_Entry]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+call_in_forks(_renew_lock)
 
 
 def programs_of(forward: Callable[..., Any], params: Any) -> Programs:

@@ -21,7 +21,7 @@ from onward.decoding.state import DecodeState
 from onward.decoding.step import DecodeStep
 from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Model, ModelRun, reused_run
-from onward.models.model import take_positions
+from onward.models.contract import take_positions
 from onward.sampling import Sampler
 from onward.sampling.params import check_whole
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from onward.decoding.state import DecodeState
 from onward.errors import OnwardError, RequestError
 from onward.models import Cache
+from onward.models.contract import check_logits
 from onward.program import Pick
 from onward.sampling import History, Sampler
 from onward.sampling.logprobs import logprobs
@@ -221,11 +222,6 @@ def forward(run: Run, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: 
     logits, cache = run(tokens, offsets, cache, logits_at)
     check_logits(logits, tokens.shape if logits_at is None else logits_at.shape)
     return logits, cache
-
-
-def check_logits(logits: Tensor, wanted: Sequence[int]) -> None:
-    if logits.dim() != 3 or logits.shape[:2] != wanted:
-        raise RequestError(f"forward must return logits {[*wanted, 'V']}; got {list(logits.shape)}")
 
 
 def checked_ids(picked: Tensor, logits: Tensor, live: Sequence[bool]) -> list[int]:

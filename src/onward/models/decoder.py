@@ -12,7 +12,8 @@ from torch import Tensor
 from onward import ops
 from onward.cache import KVCache
 from onward.models.config import DecoderConfig
-from onward.models.model import Model, take_positions
+from onward.models.contract import take_positions
+from onward.models.model import Model
 
 
 class Linear(NamedTuple):

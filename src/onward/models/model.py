@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from onward.errors import RequestError
+from onward.models.causal_lm import CausalLM, is_causal_lm
+from onward.models.contract import check_logits, logits_and_cache, take_positions
 from onward.models.module import ModuleCall, ModuleForward
 from onward.sampling.params import check_whole
 
@@ -67,7 +69,7 @@ class Model:
     ) -> tuple[Tensor, Cache]:
         """Run the forward; logits [B, T, V], or [B, N, V] at `logits_at` int64 [B, N]."""
         if self.selects_logits:
-            return self.forward(tokens, offsets, cache, self.params, logits_at=logits_at)
+            return logits_and_cache(self.forward(tokens, offsets, cache, self.params, logits_at=logits_at))
         return run_plain(self.forward, self.params, tokens, offsets, cache, logits_at)
 
     @staticmethod
@@ -87,6 +89,9 @@ class Model:
         gradients and with every submodule in eval mode; afterwards each has its former mode again, also when an
         error is raised. (The flags `training` are set; a `train` or `eval` of the module's own is not called.)
 
+        A causal language model of transformers is taken as it is: it keeps its own forward and attention, over an
+        `onward.KVCache`. One token is processed here, to see what it caches.
+
         Args:
             module: on the device that it is to run on.
             new_cache: (batch, max_len) -> an empty cache; the module's own `new_cache` by default.
@@ -96,11 +101,17 @@ class Model:
             selects_logits: whether the module, or `call`, takes the keyword `logits_at`.
 
         Raises:
-            RequestError: no module, or neither given nor found in it what is needed. Each forward raises it for
-                what is no (logits, cache), or logits of another shape.
+            RequestError: no module, or neither given nor found in it what is needed; a model of transformers that is no
+                decoder with keys and values alone. Each forward raises it for what is no (logits, cache), or logits
+                of another shape.
         """
         if not isinstance(module, nn.Module):
             raise RequestError(f"from_module takes a torch.nn.Module; got {type(module).__name__}")
+        if new_cache is None and call is None and is_causal_lm(module) and not hasattr(module, "new_cache"):
+            causal_lm = CausalLM.of(module)
+            call, new_cache, selects_logits = causal_lm, causal_lm.new_cache, True
+            vocab_size = causal_lm.vocab_size if vocab_size is None else vocab_size
+            max_seq_len = causal_lm.max_seq_len if max_seq_len is None else max_seq_len
         new_cache = _asked(module, "new_cache", new_cache)
         vocab_size = _asked(module, "vocab_size", vocab_size)
         max_seq_len = getattr(module, "max_seq_len", None) if max_seq_len is None else max_seq_len
@@ -142,11 +153,8 @@ def run_plain(
     forward: Forward, params: Params, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
 ) -> tuple[Tensor, Cache]:
     """Call a four-argument forward and pick the logits asked for out of all of them."""
-    logits, cache = forward(tokens, offsets, cache, params)
-    return (logits if logits_at is None else take_positions(logits, logits_at)), cache
-
-
-def take_positions(x: Tensor, positions: Tensor) -> Tensor:
-    """[B, T, D] at int64 [B, N] indices into T -> [B, N, D]."""
-    rows = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    return x[rows, positions]
+    logits, cache = logits_and_cache(forward(tokens, offsets, cache, params))
+    if logits_at is None:
+        return logits, cache
+    check_logits(logits, tokens.shape)
+    return take_positions(logits, logits_at), cache

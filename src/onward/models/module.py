@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from onward.errors import RequestError
+from onward.models.contract import logits_and_cache
 
 # (module, tokens, offsets, cache) -> (logits, cache), for a module of another signature than the convention's.
 ModuleCall = Callable[..., tuple[Tensor, Any]]
@@ -32,15 +33,19 @@ class ModuleForward:
         self, tokens: Tensor, offsets: Tensor, cache: Any, params: dict[str, Tensor], *, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """`logits_at` is handed to the module only where it is given: see `Model.selects_logits`."""
+        named: dict[str, Tensor] = {}
         if params is self.params:
             self.look_up()
         else:
             self._check_names(params)
+            named = {f"module.{name}": tensor for name, tensor in params.items()}
         _check_device(params, tokens)
-        named = {f"module.{name}": tensor for name, tensor in params.items()}
         wanted = {} if logits_at is None else {"logits_at": logits_at}
+        inputs = (tokens, offsets, cache)
         with torch.no_grad(), eval_mode(self._module):
-            returned = functional_call(self._called, named, (tokens, offsets, cache), wanted)
+            returned = (
+                functional_call(self._called, named, inputs, wanted) if named else self._called(*inputs, **wanted)
+            )
         return self._checked(returned, tokens if logits_at is None else logits_at)
 
     def look_up(self) -> dict[str, Tensor]:
@@ -56,12 +61,8 @@ class ModuleForward:
             )
 
     def _checked(self, returned: object, at: Tensor) -> tuple[Tensor, Any]:
-        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Tensor):
-            raise RequestError(
-                f"the module must return (logits, cache); it returned {_described(returned)}: adapt it with "
-                "call=lambda module, tokens, offsets, cache: (…, cache)"
-            )
-        logits, cache = returned
+        advice = ": adapt it with call=lambda module, tokens, offsets, cache: (…, cache)"
+        logits, cache = logits_and_cache(returned, "the module", advice)
         wanted = [*at.shape, self._vocab_size]
         if list(logits.shape) != wanted or not logits.is_floating_point():
             raise RequestError(
@@ -112,9 +113,3 @@ def _check_device(params: dict[str, Tensor], tokens: Tensor) -> None:
             f"the module is on {device}, but its Model was made for {tokens.device}: make the Model again after "
             "moving the module"
         )
-
-
-def _described(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(item).__name__ for item in value)})"
-    return f"a {type(value).__name__}"

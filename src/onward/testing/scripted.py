@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onward.models import Model
-from onward.models.model import take_positions
+from onward.models.contract import take_positions
 from onward.testing.poison import EMPTY
 
 # What follows a row's tokens, of which the last stands at position p:

@@ -1,0 +1,226 @@
+"""A causal language model of transformers as it is: called as its own `generate` calls it, over a cache of ours.
+
+Our offsets are each row's own, and transformers knows one length for all rows of a cache. So rows that hold less are
+shown to the module as those of a batch that is padded on the left: what a row holds ends where its new tokens begin,
+and an attention mask hides the columns before. Causality, sliding windows and chunks of attention then hold column by
+column, whatever attention the module is set to.
+
+Nothing of transformers is imported here: whoever has a module of it has loaded it.
+"""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache as once
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onward.cache import KVCache
+from onward.cache.buffers import lazy_zeros
+from onward.errors import RequestError, one_line
+from onward.models.contract import take_positions
+from onward.models.module import eval_mode
+
+
+def is_causal_lm(module: nn.Module) -> bool:
+    """Whether it is a model of transformers, which from_module can call without being told how."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+class LayerShape(NamedTuple):
+    """What a layer caches of a token: keys [B, G, S, key_dim] and values [B, G, S, value_dim], of `dtype`."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """How Onward calls a model of transformers: a `ModuleCall`, and what makes its cache.
+
+    layers: of each layer, found by processing one token. inputs: the arguments that its forward takes by name.
+    max_seq_len: None where its config does not say.
+    """
+
+    layers: Sequence[LayerShape]
+    device: torch.device
+    inputs: frozenset[str]
+    vocab_size: int
+    max_seq_len: int | None
+
+    @classmethod
+    def of(cls, module: Any) -> "CausalLM":
+        """Processes one token, to see what the module caches of it.
+
+        Raises:
+            RequestError: a module that is no decoder with a head, or whose past is more than keys and values.
+        """
+        name = type(module).__name__
+        inputs = frozenset(inspect.signature(module.forward).parameters)
+        if getattr(module.config, "is_encoder_decoder", False):
+            raise RequestError(f"{name} is an encoder-decoder, and Onward decodes models of one sequence alone")
+        if not {"input_ids", "past_key_values"} <= inputs:
+            raise _not_served(name, "it takes no past_key_values")
+        config = module.config.get_text_config()
+        if other := sorted(kind for kind in set(getattr(config, "layer_types", None) or ()) if not _is_attention(kind)):
+            raise _not_served(name, f"layers of the type {', '.join(other)} keep a recurrent state")
+        if not all(getattr(part, "is_causal", True) for part in module.modules()):
+            raise _not_served(name, "its attention is not causal; BERT and its kin want is_decoder=True")
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        past = _library().DynamicCache()
+        token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        try:
+            with torch.no_grad(), eval_mode(module):
+                output = module(input_ids=token, past_key_values=past, use_cache=True)
+        except Exception as error:
+            raise _not_served(name, f"{type(error).__name__}: {one_line(error)}") from error
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.dim() != 3:
+            raise RequestError(
+                f"{name} has no head that returns logits [B, T, V]: load it as AutoModelForCausalLM, or give call= and "
+                "new_cache="
+            )
+        layers = [_layer_shape(layer) for layer in past.layers]
+        # The last layers of some models read keys and values of earlier ones.
+        expected = getattr(config, "num_hidden_layers", 0) - (getattr(config, "num_kv_shared_layers", None) or 0)
+        held = [layer for layer in layers if layer is not None]
+        if not held or len(held) < max(expected, len(layers)):
+            raise _not_served(name, f"{len(held)} of {max(expected, len(layers))} layers cached keys and values")
+        limit = getattr(config, "max_position_embeddings", None)
+        return cls(held, device, inputs, logits.shape[-1], limit if isinstance(limit, int) and limit > 0 else None)
+
+    def new_cache(self, batch: int, max_len: int) -> KVCache:
+        """An empty cache, of the shapes that the module's layers cache."""
+        shapes = [(batch, layer.num_kv_heads, max_len) for layer in self.layers]
+        return KVCache(
+            tuple(
+                lazy_zeros((*shape, layer.key_dim), layer.dtype, self.device)
+                for shape, layer in zip(shapes, self.layers, strict=True)
+            ),
+            tuple(
+                lazy_zeros((*shape, layer.value_dim), layer.dtype, self.device)
+                for shape, layer in zip(shapes, self.layers, strict=True)
+            ),
+        )
+
+    def __call__(
+        self, module: Any, tokens: Tensor, offsets: Tensor, cache: KVCache, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, KVCache]:
+        """A forward of the contract in `onward.models.model`."""
+        rows = LeftPadded.of(offsets, tokens.shape[1])
+        layer_class = _layer_class()
+        past = _library().Cache(layers=[layer_class(cache, index, offsets, rows) for index in range(len(self.layers))])
+        inputs: dict[str, Any] = {"input_ids": tokens.long(), "past_key_values": past, "use_cache": True}
+        positions = offsets.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        if self.max_seq_len is not None:
+            # Padding behind a row's last token may reach past the context, and nobody reads what comes of it.
+            positions = positions.clamp(max=self.max_seq_len - 1)
+        optional: dict[str, Any] = {"attention_mask": rows.mask, "position_ids": positions}
+        place = logits_at
+        if logits_at is not None and "logits_to_keep" in self.inputs:
+            # Its head takes positions for all rows alike: those that any row asks for.
+            optional["logits_to_keep"], place = torch.unique(logits_at, return_inverse=True)
+        inputs |= {name: value for name, value in optional.items() if name in self.inputs}
+        logits: Tensor = module(**inputs).logits
+        return (logits if place is None else take_positions(logits, place)), cache
+
+
+@dataclass(frozen=True)
+class LeftPadded:
+    """Rows of different offsets as columns that end together.
+
+    offset: columns before the new tokens. length: columns in all. mask: int64 [B, length], 0 where a row has nothing.
+    positions: int64 [B, length], the position in each column (0 where there is none); None where column i is position
+    i in every row.
+    """
+
+    offset: int
+    length: int
+    mask: Tensor
+    positions: Tensor | None
+
+    @classmethod
+    def of(cls, offsets: Tensor, new: int) -> "LeftPadded":
+        """offsets: int [B]. new: tokens that follow in each row."""
+        starts = offsets.tolist()
+        offset = max(starts)
+        columns = torch.arange(offset + new, device=offsets.device) - (offset - offsets.long()).unsqueeze(1)
+        positions = None if min(starts) == offset else columns.clamp(min=0)
+        return cls(offset, offset + new, (columns >= 0).long(), positions)
+
+    def columns(self, layer: Tensor) -> Tensor:
+        """[B, G, S, D] of a cache -> [B, G, length, D]; a view where all rows hold as much."""
+        if self.positions is None:
+            return layer[:, :, : self.length]
+        index = self.positions[:, None, :, None].expand(-1, layer.shape[1], -1, layer.shape[3])
+        return layer.gather(2, index)
+
+
+class _Layer:
+    """A layer of transformers' cache over one of ours, for one forward; mixed into its class of that kind."""
+
+    def __init__(self, cache: KVCache, index: int, offsets: Tensor, rows: LeftPadded) -> None:
+        super().__init__()
+        self._cache, self._index, self._offsets, self._rows = cache, index, offsets, rows
+        self._length = rows.offset
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; returns all that the rows hold with them."""
+        buffers = self._cache.keys[self._index], self._cache.values[self._index]
+        new = [_as_cached(x, buffer) for x, buffer in zip((key_states, value_states), buffers, strict=True)]
+        self._cache.write(self._index, new[0], new[1], self._offsets)
+        self._length = self._rows.length
+        self.keys, self.values = (self._rows.columns(buffer).to(key_states.dtype) for buffer in buffers)
+        return self.keys, self.values
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self._length
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        """(columns, the first of them)."""
+        return self._rows.length, 0
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """There is nothing left to make."""
+
+
+def _is_attention(layer_type: str) -> bool:
+    return layer_type.endswith("attention") and not layer_type.startswith("linear")
+
+
+def _as_cached(new: Tensor, buffer: Tensor) -> Tensor:
+    if torch.promote_types(new.dtype, buffer.dtype) != buffer.dtype:
+        raise RequestError(
+            f"the module's keys and values are {new.dtype}, but its cache was made for {buffer.dtype}: make the Model "
+            "again after changing the module's dtype"
+        )
+    return new.to(buffer.dtype)
+
+
+def _layer_shape(layer: Any) -> LayerShape | None:
+    if not isinstance(layer.keys, Tensor) or layer.keys.dim() != 4:
+        return None
+    return LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype)
+
+
+def _library() -> Any:
+    return sys.modules["transformers.cache_utils"]
+
+
+@once
+def _layer_class() -> Any:
+    return type("OnwardLayer", (_Layer, _library().DynamicLayer), {})
+
+
+def _not_served(name: str, why: str) -> RequestError:
+    return RequestError(
+        f"{name} cannot be decoded as it is ({why}): Onward needs a decoder whose past is keys and values, from which "
+        "tokens can be taken back; for another module give call= and new_cache="
+    )

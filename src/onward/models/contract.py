@@ -1,0 +1,38 @@
+"""What a forward must return (`onward.models.model`), and the positions picked out of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.errors import RequestError
+
+
+def logits_and_cache(result: object, source: str = "forward", advice: str = "") -> tuple[Tensor, Any]:
+    """The result of a forward as the pair that it must be; `source` and `advice` are for the message.
+
+    Raises:
+        RequestError: no tuple of two, or no tensor in the first place.
+    """
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
+        raise RequestError(f"{source} must return (logits, cache); it returned {_kind(result)}{advice}")
+    return result
+
+
+def check_logits(logits: Tensor, shape: Sequence[int]) -> None:
+    """Raise `RequestError` unless logits are [*shape, V]; `shape` is [B, T], or [B, N] of the positions asked for."""
+    if logits.dim() != 3 or logits.shape[:2] != tuple(shape):
+        raise RequestError(f"forward must return logits {[*shape, 'V']}; got {list(logits.shape)}")
+
+
+def take_positions(x: Tensor, positions: Tensor) -> Tensor:
+    """[B, T, D] at int64 [B, N] indices into T -> [B, N, D]."""
+    rows = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    return x[rows, positions]
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -219,12 +219,12 @@ def test_another_dtype_than_the_caches_is_refused():
     module = build("llama").to(torch.bfloat16)
     model = onward.Model.from_module(module)
     module.to(torch.float32)
-    with pytest.raises(RequestError, match="keys and values are torch.float32, but its cache was made for torch.bfl"):
+    with pytest.raises(RequestError, match=r"keys and values are torch.float32, but its cache was made for torch.bfl"):
         onward.generate(model, torch.tensor(PROMPTS[:1]), 2)
 
 
 def with_silent_layers():
-    """Two of five layers, so its config, are not seen to cache anything: who knows what they keep."""
+    """Its config speaks of five layers, and three of them cache something."""
     module = build("llama")
     module.config.num_hidden_layers = 5
     return module

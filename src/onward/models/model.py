@@ -82,7 +82,7 @@ class Model:
         call: ModuleCall | None = None,
         selects_logits: bool = False,
     ) -> "Model":
-        """A `torch.nn.Module` with a cache argument as a Model, through `torch.func.functional_call`.
+        """A `torch.nn.Module` with a cache argument as a Model.
 
         The module is called as `module(tokens, offsets, cache) -> (logits, cache)`, shapes and rules as above. Its
         weights are not copied: what a training step changes, the next decode sees. Each forward runs without

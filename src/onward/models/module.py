@@ -1,4 +1,4 @@
-"""A torch module as a forward: `torch.func.functional_call` over its own tensors, in eval mode, without gradients."""
+"""A torch module as a forward: called as it is, or with other tensors of its names, in eval mode, without gradients."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -25,7 +25,10 @@ def sessions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def run_command(command: str, output: str, patch: pytest.MonkeyPatch) -> str:
-    """Run a line and compare what it prints with `output`; returns what it printed."""
+    """Run a line and compare what it prints with `output`; returns what it printed.
+
+    Where an error is printed below it, the command ends with it.
+    """
     words = shlex.split(command, comments=True)
     while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         patch.setenv(*words.pop(0).split("=", 1))
@@ -86,6 +89,10 @@ def _run_onward(arguments: list[str], piped: str, output: str, patch: pytest.Mon
         inner.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         code = run(arguments)
     printed, complaints = (_content(stream) for stream in streams[1:])
+    if output.startswith("error: "):
+        assert code == 2
+        assert agrees(complaints, output), complaints
+        return printed
     assert code == 0, complaints
     # Without the kernels the rounding is torch's own, and a sampled text may be another one.
     if output.strip() and ops.choice().form == "native":

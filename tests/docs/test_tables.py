@@ -1,0 +1,84 @@
+"""What tables and the reference name is there: options, flags, every public name."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+from doc_pages import ROOT, blocks_of
+from typer.main import get_command
+
+import onward
+from onward.cli.main import app
+
+MAPS = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
+# A name before "=", outside a string, is an option; a bare name in a cell is one, too.
+KEYWORD = re.compile(r"(?<![\"\w.])([a-z]\w*)=(?!=)")
+CODE = re.compile(r"`([^`]+)`")
+
+
+def option_names():
+    """Every keyword that the verbs and `load` take."""
+    names = {
+        field.name for kind in (onward.SamplingParams, onward.GenerateOptions) for field in dataclasses.fields(kind)
+    }
+    for function in (onward.load, onward.LanguageModel.generate, onward.decode, onward.stream):
+        names |= set(inspect.signature(function).parameters)
+    return names
+
+
+def flags():
+    commands = get_command(app).commands.values()
+    return {flag for command in commands for parameter in command.params for flag in parameter.opts}
+
+
+def cells(page):
+    """(theirs, Onward's) of each row of a page's tables."""
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| ") and not line.startswith("|--"):
+            row = [cell.strip() for cell in line.strip("|").split(" | ")]
+            yield row[0], row[1]
+
+
+@pytest.mark.parametrize("page", MAPS, ids=lambda page: page.stem)
+def test_the_options_and_flags_of_a_map_are_onwards(page):
+    known, count = option_names(), 0
+    for _, ours in cells(page):
+        for code in CODE.findall(ours):
+            if code.startswith("-"):
+                assert code.split()[0] in flags(), code
+            elif code.startswith("onward "):
+                words = code.split()
+                assert words[1] in get_command(app).commands, code
+                assert {word for word in words if word.startswith("-")} <= flags(), code
+            else:
+                bare = {code} if re.fullmatch(r"[a-z]+(_[a-z]+)+", code) else set()
+                assert {*KEYWORD.findall(code), *bare} <= known | {"ids"}, code
+            count += 1
+    assert count > 20
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = [*(ROOT / "docs" / "reference").glob("*.md"), ROOT / "docs" / "ops.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    documented = set(re.findall(r"^::: onward\.(\w+)", text, re.MULTILINE))
+    assert set(onward.__all__) - {"__version__", "OnwardError"} <= documented
+    for name in re.findall(r"^::: ([\w.]+)", text, re.MULTILINE):
+        thing = onward
+        for part in name.split(".")[1:]:
+            thing = getattr(thing, part)
+
+
+def test_every_op_is_on_its_page():
+    text = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    (members,) = re.findall(r"members: \[(.*)\]", text)
+    functions = {name for name in onward.ops.__all__ if inspect.isfunction(getattr(onward.ops, name))}
+    assert set(members.split(", ")) == functions
+    table = text[: text.index("## A block in ops")]
+    assert all(f"(#onward.ops.{name})" in table for name in functions - {"pack", "choice", "choose"})
+
+
+def test_the_readme_fits_a_terminal():
+    for block in blocks_of(ROOT / "README.md"):
+        for line in block.text.splitlines():
+            assert len(line) <= (80 if block.language == "console" else 92), line

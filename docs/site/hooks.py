@@ -27,6 +27,7 @@ _OTHERS = (
 )
 _PROGRAM = "from onward.cli.main import main; main()"
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
+_PAGE = re.compile(r"(?<![\w/\"])docs/([\w/-]+)\.md")
 _FENCE = re.compile(r"^(```.*?^```[^\n]*$)", re.DOTALL | re.MULTILINE)
 # <!-- help: generate --> stands for what `onward generate --help` prints.
 _HELP = re.compile(r"^<!-- help:(?P<command>[ a-z-]*) -->$", re.MULTILINE)
@@ -61,6 +62,18 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     return with_help(with_site_links(markdown, page.file.src_uri))
+
+
+def on_page_content(html, page, config, files):
+    """Docstrings name pages by their files, as sources do: here the names are links."""
+
+    def link(match: re.Match[str]) -> str:
+        if not (ROOT / match[0]).is_file():
+            return match[0]
+        target = posixpath.relpath(f"{match[1]}.html", posixpath.dirname(page.file.dest_uri) or ".")
+        return f'<a href="{target}">{match[0]}</a>'
+
+    return _PAGE.sub(link, html) if "doc-object" in html else html
 
 
 def on_post_page(output, page, config):

@@ -1,6 +1,7 @@
 """What tables and the reference name is there: options, flags, every public name."""
 
 import dataclasses
+import importlib
 import inspect
 import re
 
@@ -64,18 +65,18 @@ def test_every_public_name_is_in_the_reference():
     documented = set(re.findall(r"^::: onward\.(\w+)", text, re.MULTILINE))
     assert set(onward.__all__) - {"__version__", "OnwardError"} <= documented
     for name in re.findall(r"^::: ([\w.]+)", text, re.MULTILINE):
-        thing = onward
-        for part in name.split(".")[1:]:
-            thing = getattr(thing, part)
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
 
 
 def test_every_op_is_on_its_page():
     text = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
-    (members,) = re.findall(r"members: \[(.*)\]", text)
     functions = {name for name in onward.ops.__all__ if inspect.isfunction(getattr(onward.ops, name))}
-    assert set(members.split(", ")) == functions
+    # An op that is called as its file is found there: the name alone is the file's.
+    signatures = re.findall(r"^::: onward\.ops\.([\w.]+)", text, re.MULTILINE)
+    assert {name.rpartition(".")[2] for name in signatures} == functions
     table = text[: text.index("## A block in ops")]
-    assert all(f"(#onward.ops.{name})" in table for name in functions - {"pack", "choice", "choose"})
+    assert set(re.findall(r"\(#onward\.ops\.([\w.]+)\)", table)) == set(signatures) - {"pack", "choice", "choose"}
 
 
 def test_the_readme_fits_a_terminal():

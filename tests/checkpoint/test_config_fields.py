@@ -33,6 +33,18 @@ def test_a_number_is_positive_and_finite(name, value):
         read_config(config(**{name: value}))
 
 
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize("value", [1e308, 1e39, 1e-39, 5e-324, 10**100], ids=str)
+def test_a_number_is_one_that_float32_holds(name, value):
+    with refused(ConfigError, repr(name), "positive number", "float32"):
+        read_config(config(**{name: value}))
+
+
+def test_a_dynamic_rope_of_a_single_pair_is_refused():
+    with refused(ConfigError, "dynamic", "head_dim"):
+        read_config(config(head_dim=2, rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
+
+
 def test_an_epsilon_may_be_null():
     assert read_config(config(rms_norm_eps=None)) == read_config(config(rms_norm_eps=...))
 

@@ -1,5 +1,7 @@
 """tokenizer.json and what tokenizer_config.json says of it."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -287,4 +289,65 @@ def test_truncation_and_padding_of_the_file_are_off(folder):
 def test_a_damaged_config_of_the_tokenizer_is_refused(name, content, folder):
     (folder / name).write_bytes(content)
     with refused(TokenizerError, name):
+        onward.load(folder)
+
+
+# ── errors of the library, by the name of the file ────────────────────────────────────────────────────────────
+
+
+def unknown_letters(unk_token: str) -> str:
+    """A tokenizer.json of whole words whose token for all others is none of them."""
+    return json.dumps(
+        json.loads(byte_level_tokenizer().to_str())
+        | {
+            "model": {"type": "WordLevel", "vocab": {"<s>": 0, "</s>": 1, "hello": 2}, "unk_token": unk_token},
+            "added_tokens": [],
+        }
+    )
+
+
+def test_a_text_that_the_vocabulary_cannot_spell_is_an_error_that_names_the_file(folder):
+    (folder / "tokenizer.json").write_text(unknown_letters("zz"))
+    tokenizer = CheckpointFolder(folder).tokenizer
+    assert tokenizer.encode("hello") == [2]
+    with refused(TokenizerError, str(folder / "tokenizer.json"), "cannot encode this text", "UNK"):
+        tokenizer.encode("goodbye")
+
+
+class Panics:
+    """Stands for a tokenizer whose Rust code panics in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        self._inner = byte_level_tokenizer()
+        self._method = method
+
+    def __getattr__(self, name: str):
+        if name == self._method:
+            raise type("PanicException", (BaseException,), {})("called `Option::unwrap()` on a `None` value")
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("method", ["no_truncation", "get_vocab", "token_to_id", "encode", "decode"])
+def test_a_panic_of_the_library_is_an_error_that_names_the_file(method):
+    with refused(TokenizerError, "the/tokenizer.json", "unwrap()"):
+        tokenizer = JsonTokenizer(Panics(method), {"bos_token": "<s>"}, "the/tokenizer.json")
+        tokenizer.decode([5])
+
+
+def test_what_is_no_error_of_the_library_passes():
+    class Interrupted(Panics):
+        def __getattr__(self, name: str):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        JsonTokenizer(Interrupted(""), {})
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+def test_half_a_character_is_no_special_token(name, folder):
+    change_json(folder / "tokenizer_config.json", **{name: "\ud800"})
+    with refused(TokenizerError, name, "tokenizer_config.json"):
+        onward.load(folder)
+    change_json(folder / "tokenizer_config.json", **{name: None}, added_tokens_decoder={"1": {"content": "\udfff"}})
+    with refused(TokenizerError, "tokenizer_config.json", "does not have"):
         onward.load(folder)

@@ -180,6 +180,13 @@ def test_a_shard_outside_the_folder_is_not_opened(shard, folder):
         onward.load(folder)
 
 
+def test_a_shard_whose_name_is_too_long_for_a_file_is_missing(folder):
+    where = split_into_shards(folder)
+    write_json(folder / "model.safetensors.index.json", {"weight_map": where | {"lm_head.weight": "n" * 1000}})
+    with refused(CheckpointError, "n" * 1000, "is missing"):
+        onward.load(folder)
+
+
 @pytest.mark.parametrize("name", ["model.nothing.weight", "lm_head.weight"])
 def test_a_tensor_that_its_shard_does_not_hold_is_named(name, folder):
     where = split_into_shards(folder)
@@ -296,6 +303,17 @@ def test_a_shard_cut_short_is_named(folder):
     shard = folder / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     with refused(CheckpointError, shard.name, "damaged or cut short"):
+        onward.load(folder)
+
+
+def test_a_file_larger_than_all_addresses_is_refused(folder, monkeypatch):
+    """Sparse, it takes no room on the disk; mapping it is what fails."""
+
+    def fails(*arguments, **options):
+        raise MemoryError
+
+    monkeypatch.setattr("onward.checkpoint.shards.safe_open", fails)
+    with refused(CheckpointError, "model.safetensors", "MemoryError"):
         onward.load(folder)
 
 

@@ -170,6 +170,9 @@ def test_bytes_that_lie_anywhere_are_copied_to_where_kernels_want_them(folder):
     [
         ({"version": 2}, "of version 2, and this Onward reads version 1: quantize the checkpoint again"),
         ({"version": ...}, "of version None"),
+        ({"version": True}, "of version True"),
+        ({"version": 1.0}, "of version 1.0"),
+        ({"group": 32.0}, "int4 has groups of 32; got group 32.0"),
         ({"format": "int3"}, "format must be 'int8' or 'int4'; got 'int3'"),
         ({"format": ["int4"]}, r"format must be 'int8' or 'int4'; got \['int4'\]"),
         ({"group": 64}, "int4 has groups of 32; got group 64"),

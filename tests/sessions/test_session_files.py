@@ -267,6 +267,65 @@ def test_a_made_up_file_is_an_error_and_no_crash(file: Path, metadata: dict[str,
         Session.load(rewritten(file, **metadata), tiny())
 
 
+@pytest.mark.parametrize("capacity", ["6_4", "٣٠", " 64 ", "-1", "0", "13", "+64", "064", "64.0", "", "9" * 5000])
+def test_a_capacity_is_the_whole_number_that_was_written_and_has_room_for_the_tokens(file: Path, capacity: str) -> None:
+    """The session has 14 tokens."""
+    with pytest.raises(SessionError, match="no session that Onward saved"):
+        Session.load(rewritten(file, capacity=capacity), tiny())
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"notes": '{"turns": 3}'}, {"notes": "[" * 100_000}, {"model": "[" * 100_000}],
+    ids=["number", "n", "m"],
+)
+def test_metadata_of_another_kind_is_refused_and_not_converted(file: Path, metadata: dict[str, str]) -> None:
+    with pytest.raises(SessionError, match="no session that Onward saved"):
+        Session.load(rewritten(file, **metadata), tiny())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids: ids.float(),
+        lambda ids: ids.long(),
+        lambda ids: ids.view(1, -1),
+        lambda ids: -ids,
+        lambda ids: ids + 300,
+    ],
+    ids=["float", "int64", "2-D", "negative", "beyond"],
+)
+def test_tokens_are_ids_of_the_vocabulary(file: Path, change: Any) -> None:
+    from onward.sessions.file import _digest
+
+    with safe_open(file, "pt") as content:
+        metadata = content.metadata()
+    tensors = load_file(file)
+    strange = tensors | {"tokens": change(tensors["tokens"]).contiguous()}
+    save_file(strange, file.with_name("strange"), metadata | {"sha256": _digest(metadata, strange)})
+    with pytest.raises(SessionError, match="its tokens"):
+        Session.load(file.with_name("strange"), tiny())
+
+
+def test_a_cache_that_no_memory_holds_is_an_error(tmp_path: Path) -> None:
+    """Where a tensor is stored whole, the cache is as long as the file says."""
+
+    def new_cache(batch: int, max_len: int) -> list[torch.Tensor]:
+        if max_len > 10**6:
+            raise MemoryError("no room")
+        return [torch.zeros(1, max_len + max_len % 3)]
+
+    def forward(tokens: Any, offsets: Any, cache: list[torch.Tensor], params: Any) -> Any:
+        return torch.nn.functional.one_hot(tokens.long(), 32).float(), cache
+
+    lm = LanguageModel(Model(forward, (), new_cache, vocab_size=32))
+    session = Session(lm)
+    session.generate([1, 2, 3], max_new_tokens=3)
+    session.save(tmp_path / "file")
+    with pytest.raises(SessionError, match="cannot be made: no room"):
+        Session.load(rewritten(tmp_path / "file", capacity="2000000000"), lm)
+
+
 def test_a_made_up_cache_is_an_error_and_no_crash(file: Path) -> None:
     from onward.sessions.file import _digest
 

@@ -1,15 +1,21 @@
 """A .metadata is a stranger's pickle: nothing of it runs, and what it wants is named."""
 
 import builtins
+import contextlib
+import io
 import os
 import pickle
+import random
 import subprocess
+import zipfile
 
 import pytest
 import torch
-from dcp_folders import rewrite_metadata, save, stock_checkpoint
+from dcp_folders import rewrite_metadata, save, stock_checkpoint, write_sharded
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import onward
+from onward.checkpoint.dcp_chunks import covers_once
 from onward.errors import CheckpointError
 
 
@@ -84,7 +90,7 @@ def test_admitted_classes_are_not_pytorchs_own(folder):
 def test_a_shard_that_is_a_program_is_refused(folder, tmp_path):
     trace = tmp_path / "trace"
     shard = folder / "__0_0.distcp"
-    torch.save(Calls(os.system, f"touch {trace}"), tmp_path / "attack.pt")
+    torch.save([Calls(os.system, f"touch {trace}"), torch.zeros(500 * 500)], tmp_path / "attack.pt")
     attack = (tmp_path / "attack.pt").read_bytes()
 
     def point_at_it(metadata):
@@ -97,3 +103,230 @@ def test_a_shard_that_is_a_program_is_refused(folder, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         onward.load(folder)
     assert not trace.exists()
+
+
+# ── few bytes that ask for much ───────────────────────────────────────────────────────────────────────────────
+
+NESTED = b"K\x01\x85q\x00" + b"0h\x00h\x00\x86q\x00" * 60  # a tuple of itself twice, sixty times over
+DEEP = b"K\x01" + b"\x85" * 200_000
+
+
+@pytest.mark.parametrize("value", [NESTED, DEEP], ids=["shared", "deep"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda value: b"}" + value + b"K\x01s.",  # a key, alone
+        lambda value: b"}(" + value + b"K\x01u.",  # one of several
+        lambda value: b"(" + value + b"K\x01d.",
+        lambda value: b"\x8f(" + value + b"\x90.",  # in a set
+        lambda value: b"(" + value + b"\x91.",  # in a frozenset
+        lambda value: b"cbuiltins\nset\n" + value + b"\x85\x85R.",
+        lambda value: b"ccollections\nOrderedDict\n" + value + b"\x85\x85R.",
+    ],
+    ids=["setitem", "setitems", "dict", "set", "frozenset", "set()", "OrderedDict()"],
+)
+def test_a_key_of_nested_tuples_is_not_hashed(folder, use, value):
+    """Its hash walks a tree of 2**60 leaves, or as deep as the stack does not reach."""
+    (folder / ".metadata").write_bytes(b"\x80\x04" + use(value))
+    with pytest.raises(CheckpointError, match="expected as a key; got a tuple"):
+        onward.load(folder)
+
+
+def test_a_value_of_nested_tuples_is_not_printed(folder):
+    """Nor is one that a size or a name is wanted in place of."""
+    nested = ("x",)
+    for _ in range(60):
+        nested = (nested, nested)
+
+    def change(metadata):
+        metadata.state_dict_metadata["lm_head.weight"].size = nested
+
+    rewrite_metadata(folder, change)
+    with pytest.raises(CheckpointError, match="sizes must be whole numbers"):
+        onward.load(folder)
+
+
+def test_a_list_copied_again_and_again_is_refused(folder):
+    numbers = b"(" + b"K\x01" * 100_000 + b"tq\x00"
+    copies = b"cbuiltins\nlist\nq\x01" + b"h\x01h\x00\x85R0" * 100_000
+    (folder / ".metadata").write_bytes(b"\x80\x04" + numbers + copies + b"N.")
+    with pytest.raises(CheckpointError, match="copies more than it holds"):
+        onward.load(folder)
+
+
+@pytest.mark.parametrize(
+    "instruction", [b"\x96" + (2**50).to_bytes(8, "little"), b"r\xff\xff\xff\x7f"], ids=["array", "memo"]
+)
+def test_memory_is_not_taken_for_what_is_not_there(folder, instruction):
+    (folder / ".metadata").write_bytes(b"\x80\x05N" + instruction)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        onward.load(folder)
+
+
+def test_one_list_of_chunks_for_many_tensors_is_refused(folder):
+    def share(metadata):
+        one = metadata.state_dict_metadata["lm_head.weight"]
+        one.chunks *= 50
+        metadata.state_dict_metadata |= {f"again.{i}": one for i in range(50)}
+
+    rewrite_metadata(folder, share)
+    with pytest.raises(CheckpointError, match="more chunks than places"):
+        onward.load(folder)
+
+
+def test_a_tensor_larger_than_its_bytes_is_refused_before_memory_is_taken(folder):
+    """The config agrees to a vocabulary that would be terabytes."""
+    rows = 2**31 - 1
+
+    def enlarge(metadata):
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            tensor = metadata.state_dict_metadata[name]
+            tensor.size = torch.Size([rows, 32])
+            half = rows // 2
+            offsets = [(0, 0), (half, 0)]
+            tensor.chunks = [
+                ChunkStorageMetadata(torch.Size(at), torch.Size([size, 32]))
+                for at, size in zip(offsets, (half, rows - half), strict=True)
+            ]
+            info = metadata.storage_data.pop(MetadataIndex(name, [0, 0]))
+            metadata.storage_data |= {MetadataIndex(name, at): info for at in offsets}
+
+    rewrite_metadata(folder, enlarge)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"vocab_size": 258', f'"vocab_size": {rows}'))
+    assert str(rows) in (folder / "config.json").read_text()
+    with pytest.raises(CheckpointError, match=r"bytes of __0_0\.distcp cannot hold torch\.float32"):
+        onward.load(folder)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_boxes_that_tile_a_tensor_and_boxes_that_nearly_do(seed):
+    """Cut at random, in up to four dimensions; then one box moved, resized, doubled or taken away."""
+    random_ = random.Random(seed)
+    shape = tuple(random_.randint(1, 9) for _ in range(random_.randint(1, 4)))
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(random_.randint(0, 40)):
+        offsets, sizes = boxes.pop(random_.randrange(len(boxes)))
+        dim = random_.randrange(len(shape))
+        at = random_.randint(0, sizes[dim])  # an empty shard now and then
+        for start, size in ((offsets[dim], at), (offsets[dim] + at, sizes[dim] - at)):
+            boxes.append((replaced(offsets, dim, start), replaced(sizes, dim, size)))
+    random_.shuffle(boxes)
+    assert covers_once(shape, boxes)
+    at = next(at for at, (_, sizes) in enumerate(boxes) if 0 not in sizes)
+    offsets, sizes = boxes[at]
+    dim = random_.randrange(len(shape))
+    rest = boxes[:at] + boxes[at + 1 :]
+    assert not covers_once(shape, rest)
+    assert not covers_once(shape, [*boxes, boxes[at]])
+    assert not covers_once(shape, [*rest, (replaced(offsets, dim, offsets[dim] + 1), sizes)])
+    assert not covers_once(shape, [*rest, (offsets, replaced(sizes, dim, sizes[dim] + 1))])
+
+
+def replaced(numbers, at, number):
+    return (*numbers[:at], number, *numbers[at + 1 :])
+
+
+def test_boxes_that_no_plane_divides():
+    wheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    assert covers_once((3, 3), wheel)
+    assert not covers_once((3, 3), [*wheel[:-1], ((0, 0), (1, 1))])
+
+
+def test_a_hundred_thousand_chunks_are_not_compared_each_with_each():
+    grid = [((row, column), (1, 1)) for row in range(400) for column in range(250)]
+    assert covers_once((400, 250), grid)
+    with pytest.raises(ValueError, match="interlock"):
+        covers_once((400, 250), [((0, 0), (1, 1))] * 100_000)
+
+
+# ── entries that are no dense tensors ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse|prototype).*:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (lambda dense: dense.to_sparse(), "sparse_coo"),
+        (lambda dense: dense.to_sparse_csr(), "sparse_csr"),
+        (lambda dense: dense.to_sparse_csc(), "sparse_csc"),
+        (lambda dense: dense.to("meta"), "device meta"),
+        (lambda dense: torch.nested.nested_tensor([dense]), "nested tensor"),
+    ],
+    ids=["COO", "CSR", "CSC", "meta", "nested"],
+)
+def test_a_weight_that_is_no_dense_tensor_is_refused_by_its_layout(folder, make, layout):
+    replace_entry(folder, "lm_head.weight", make(torch.ones(258, 32)))
+    with pytest.raises(CheckpointError) as caught:
+        onward.load(folder)
+    message = str(caught.value)
+    assert "tensor 'lm_head.weight' is" in message
+    assert layout in message
+    assert "dense" in message
+
+
+def replace_entry(folder, name, value):
+    """Put something else where a tensor's bytes are, behind padding that makes it long enough."""
+    part = io.BytesIO()
+    torch.save(value, part)
+    with zipfile.ZipFile(part, "a") as archive:
+        archive.writestr("archive/padding", bytes(258 * 32 * 4))
+    shard = folder / "__0_0.distcp"
+    start = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes() + part.getvalue())
+
+    def point_at_it(metadata):
+        info = next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+        info.offset, info.length = start, len(part.getvalue())
+
+    rewrite_metadata(folder, point_at_it)
+
+
+def test_a_compressed_shard_is_refused_before_it_is_unpacked(folder):
+    """A million zeros are a thousand bytes in it."""
+    part = io.BytesIO()
+    torch.save(torch.zeros(258, 32), part)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(part) as archive, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as out:
+        for record in archive.infolist():
+            out.writestr(record.filename, archive.read(record))
+        out.writestr("padding", random.Random(0).randbytes(258 * 32 * 4))
+    shard = folder / "__0_0.distcp"
+    start = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes() + packed.getvalue())
+
+    def point_at_it(metadata):
+        info = next(info for index, info in metadata.storage_data.items() if index.fqn == "lm_head.weight")
+        info.offset, info.length = start, len(packed.getvalue())
+
+    rewrite_metadata(folder, point_at_it)
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' cannot be read: it is compressed"):
+        onward.load(folder)
+
+
+def test_a_file_name_too_long_for_any_file_is_missing(tmp_path):
+    stock, tensors = stock_checkpoint(tmp_path / "stock")
+    folder = write_sharded(tmp_path / "run", stock, tensors, {})
+
+    def rename(metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = "n" * 1000
+
+    rewrite_metadata(folder, rename)
+    with pytest.raises(CheckpointError, match="is missing, though the metadata names it"):
+        onward.load(folder)
+
+
+def test_a_changed_byte_of_a_shard_or_its_metadata_is_refused_or_harmless(folder):
+    """Whatever torch's reader of it raises is an error of ours."""
+    random_ = random.Random(11)
+    for name in (".metadata", "__0_0.distcp"):
+        whole = (folder / name).read_bytes()
+        for _ in range(150):
+            changed = bytearray(whole)
+            for _ in range(random_.randint(1, 4)):
+                changed[random_.randrange(len(whole))] = random_.randrange(256)
+            (folder / name).write_bytes(changed)
+            with contextlib.suppress(CheckpointError):
+                onward.load(folder)
+        (folder / name).write_bytes(whole)

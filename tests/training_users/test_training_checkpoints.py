@@ -1,5 +1,6 @@
 """Decoding from a training checkpoint: the weights are the same as after an export, whatever the trainer's layout."""
 
+import json
 import pickle
 
 import pytest
@@ -177,6 +178,58 @@ def test_two_tensors_for_one_weight_are_refused(tmp_path, stock):
     folder = save(tmp_path / "twice", path, {"model": tensors, "ema": tensors})
     with pytest.raises(CheckpointError, match=r"both 'model\.lm_head\.weight' and 'ema\.lm_head\.weight'|both 'ema"):
         onward.load(folder, name_map={"model.": "", "ema.": ""})
+
+
+def test_a_single_number_is_no_weight_and_left_alone(tmp_path, stock, expected):
+    """Trainers keep the step as a tensor beside the weights."""
+    path, tensors = stock
+    state = tensors | {"step": torch.tensor(3), "loss": torch.tensor(0.5)}
+    assert same(onward.load(save(tmp_path / "run", path, state)), expected)
+
+
+def proposed(error) -> dict:
+    """The name map that an error ends with."""
+    _, proposal = str(error).split("they all fit with the name map ")
+    return json.loads(proposal)
+
+
+BARE = {
+    "causal model in a wrapper": lambda name: f"model.{name}",
+    "deeper": lambda name: f"state.module.{name}",
+    "inner model": lambda name: name.removeprefix("model."),
+    "inner model in a wrapper": lambda name: f"net.{name.removeprefix('model.')}",
+}
+
+
+@pytest.mark.parametrize("form", BARE)
+def test_the_error_proposes_the_name_map_that_works(tmp_path, stock, expected, form):
+    path, tensors = stock
+    state = {BARE[form](name): tensor for name, tensor in tensors.items()}
+    state |= {"step": torch.tensor([3]), "ema.shadow": torch.ones(2), "ema.more": torch.ones(2)}
+    folder = save(tmp_path / "run", path, state)
+    with pytest.raises(CheckpointError, match="give a name map") as caught:
+        onward.load(folder)
+    names = proposed(caught.value)
+    assert {name for name, target in names.items() if target is None} <= {"step", "model.step", "ema."}
+    assert same(onward.load(folder, name_map=names), expected)
+
+
+def test_the_error_of_what_is_left_over_proposes_to_leave_it_out(tmp_path, stock, expected):
+    path, tensors = stock
+    folder = save(tmp_path / "run", path, {"app": tensors, "step": torch.tensor([3]), "rng": torch.ones(9)})
+    with pytest.raises(CheckpointError, match=r'as in \{"rng": null\}') as caught:
+        onward.load(folder, name_map={"app.": ""})
+    assert proposed(caught.value) == {"app.": "", "step": None, "rng": None}
+    assert same(onward.load(folder, name_map=proposed(caught.value)), expected)
+
+
+def test_nothing_is_proposed_that_does_not_fit(tmp_path, stock):
+    path, tensors = stock
+    state = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    state["model.model.layers.1.mlp.up_proj.weight"] = torch.ones(48, 31)
+    with pytest.raises(CheckpointError) as caught:
+        onward.load(save(tmp_path / "run", path, state))
+    assert "name map {" not in str(caught.value)
 
 
 # ── damage ────────────────────────────────────────────────────────────────────────────────────────────────────

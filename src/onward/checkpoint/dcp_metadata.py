@@ -1,19 +1,16 @@
 """The `.metadata` of a torch.distributed.checkpoint folder: which bytes of which file hold which part of a tensor.
 
-It is a pickle, and a pickle is a program. It is run by an unpickler that admits the names a checkpoint needs and no
-others; and what those stand for is not PyTorch's classes but records without behaviour, so that nothing but data can
-come out of it. Every value is then checked.
+It is a pickle, out of which only data can come (`onward.checkpoint.dcp_pickle`). Every value of that is checked here.
 """
 
-import io
-import math
-import pickle
-from collections import OrderedDict
+import reprlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from onward.checkpoint.dcp_chunks import covers_once
+from onward.checkpoint.dcp_pickle import Record, read_pickle
 from onward.checkpoint.shards import lies_outside
 from onward.errors import CheckpointError, one_line
 
@@ -45,91 +42,24 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
         CheckpointError: a class that a checkpoint does not need, damage, or values that contradict each other.
     """
     file = folder / METADATA
-    try:
-        root = _Unpickler(file).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a stranger's program may raise
-        raise CheckpointError(f"{file} cannot be read ({one_line(error)}): save the checkpoint again") from error
+    root = read_pickle(file)
     try:
         fields = root.fields("Metadata")
         where = dict(_storage(*item) for item in fields["storage_data"].items())
-        return {
-            _text(name): _stored_tensor(name, entry.fields("TensorStorageMetadata"), where)
+        tensors = {
+            _text(name): entry.fields("TensorStorageMetadata")
             for name, entry in fields["state_dict_metadata"].items()
             if entry.kind != "BytesStorageMetadata"
         }
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        # A pickle can name one list of chunks a million times; in a real one each chunk has a place of its own.
+        if sum(len(entry["chunks"]) for entry in tensors.values()) > 2 * len(where):
+            raise ValueError("it has more chunks than places where they are")
+        return {name: _stored_tensor(name, entry, where) for name, entry in tensors.items()}
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is not the metadata of a torch.distributed.checkpoint folder ({type(error).__name__}: "
             f"{one_line(error)})"
         ) from error
-
-
-# ── the unpickler ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Record:
-    """What an instance of an admitted class becomes: its state, and no behaviour."""
-
-    kind = ""
-    state: Any = None
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def fields(self, kind: str) -> dict[str, Any]:
-        if self.kind != kind or not isinstance(self.state, dict):
-            raise TypeError(f"a {kind} was expected; got a {self.kind}")
-        return self.state
-
-
-# PyTorch before 2.3 kept the tensors' properties elsewhere; what is admitted of a path is its words.
-_RECORDS = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING", "TensorProperties"),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"),
-}
-_PLAIN: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): OrderedDict,
-    **{("builtins", kind.__name__): kind for kind in (dict, frozenset, list, set, tuple)},
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Path) -> None:
-        super().__init__(io.BytesIO(file.read_bytes()))
-        self._file = file
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if global_name in _RECORDS.get(module_name, ()):
-            return type(global_name, (_Record,), {"kind": global_name})
-        if (module_name, global_name) in _PLAIN:
-            return _PLAIN[module_name, global_name]
-        raise CheckpointError(
-            f"{self._file} is a pickle that wants {module_name}.{global_name}, which no checkpoint of tensors needs: "
-            "it was not run. Read it only with the program that wrote it, if you trust where it is from"
-        )
-
-
-# ── records to checked values ─────────────────────────────────────────────────────────────────────────────────
 
 
 class _Bytes(NamedTuple):
@@ -138,10 +68,12 @@ class _Bytes(NamedTuple):
     length: int
 
 
-def _storage(index: _Record, info: _Record) -> tuple[tuple[str, tuple[int, ...] | None], _Bytes]:
+def _storage(index: Record, info: Record) -> tuple[tuple[str, tuple[int, ...] | None], _Bytes]:
     key, place = index.fields("MetadataIndex"), info.fields("_StorageInfo")
     if place.get("transform_descriptors"):
-        raise ValueError(f"{key['fqn']!r} was transformed when it was saved: {place['transform_descriptors']!r}")
+        raise ValueError(
+            f"{_brief(key['fqn'])} was transformed when it was saved: {_brief(place['transform_descriptors'])}"
+        )
     file = _text(place["relative_path"])
     if lies_outside(file):
         raise ValueError(f"it names the file {file!r}, which lies outside its folder")
@@ -162,33 +94,23 @@ def _stored_tensor(
         place = where.get((name, offsets)) or where[name, None]
         chunks.append(StoredChunk(offsets, sizes, *place))
     tensor = StoredTensor(dtype, _sizes(fields["size"]), tuple(chunks))
-    _check_covered(name, tensor)
+    if not covers_once(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
+        raise ValueError(f"the chunks of {name!r} do not cover its shape {list(tensor.shape)} once")
     return tensor
 
 
-def _check_covered(name: str, tensor: StoredTensor) -> None:
-    """The chunks lie inside the tensor, apart from each other, and leave nothing out."""
-    dims = len(tensor.shape)
-    if any(len(chunk.offsets) != dims or len(chunk.sizes) != dims for chunk in tensor.chunks):
-        raise ValueError(f"{name!r} of {dims} dimensions has a chunk of another number")
-    shape = (len(tensor.chunks), dims)
-    starts = torch.tensor([chunk.offsets for chunk in tensor.chunks], dtype=torch.int64).view(shape)
-    ends = starts + torch.tensor([chunk.sizes for chunk in tensor.chunks], dtype=torch.int64).view(shape)
-    inside = bool((ends <= torch.tensor(tensor.shape, dtype=torch.int64)).all())
-    held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-    apart = (torch.maximum(starts, starts.unsqueeze(1)) >= torch.minimum(ends, ends.unsqueeze(1))).any(-1)
-    if not inside or held != math.prod(tensor.shape) or int((~apart).sum()) > len(tensor.chunks):
-        raise ValueError(f"the chunks of {name!r} do not cover its shape {list(tensor.shape)} once")
-
-
 def _sizes(values: Any) -> tuple[int, ...]:
-    sizes = tuple(values)
-    if not all(type(size) is int and 0 <= size < 2**60 for size in sizes):
-        raise TypeError(f"sizes must be whole numbers of 0 or more; got {sizes!r}")
-    return sizes
+    if not isinstance(values, tuple | list) or not all(type(size) is int and 0 <= size < 2**60 for size in values):
+        raise TypeError(f"sizes must be whole numbers of 0 or more; got {_brief(values)}")
+    return tuple(values)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a name must be text; got {value!r}")
+        raise TypeError(f"a name must be text; got {_brief(value)}")
     return value
+
+
+def _brief(value: Any) -> str:
+    """A value of a stranger's pickle in some words: its whole repr may be longer than the memory."""
+    return reprlib.repr(value)

@@ -2,7 +2,7 @@
 
 import io
 import math
-import pickle
+import zipfile
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from onward.checkpoint.dcp_metadata import METADATA, StoredChunk, StoredTensor, read_metadata
 from onward.checkpoint.name_map import NameMap, is_rotated
+from onward.checkpoint.name_map_proposal import proposed_map
 from onward.checkpoint.placing import check_float, placed
-from onward.checkpoint.shards import weight_files
+from onward.checkpoint.shards import is_there, weight_files
 from onward.errors import CheckpointError, one_line
 from onward.models import DecoderConfig, parameter_shapes
 
@@ -80,7 +81,8 @@ class DistributedFolder:
         self._head_dim = config.head_dim
         self._shapes = parameter_shapes(config)
         self._stored = read_metadata(folder)
-        self._places = self._locate(NameMap.of(name_map, folder))
+        self._name_map = NameMap.of(name_map, folder)
+        self._places = self._locate(self._name_map)
         self._check_files()
         self._taken: set[str] = set()
         self._last: tuple[str, Tensor] | None = None  # one that is divided is asked for several times in a row
@@ -113,8 +115,18 @@ class DistributedFolder:
         return sorted(
             name
             for name, place in self._places.items()
-            if name not in self._taken and _TRAINING_STATE.isdisjoint(place.stored.split("."))
+            if name not in self._taken and not self._is_training_state(place.stored)
         )
+
+    def proposal(self) -> str:
+        """The end of an error of names that do not fit: the name map that would make them fit, if there is one."""
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        proposed = proposed_map(self._name_map.entries, shapes, self._shapes, self._is_training_state)
+        return "" if proposed is None else f"; they all fit with the name map {proposed}"
+
+    def _is_training_state(self, stored: str) -> bool:
+        # A single number is a count of steps or a loss: no weight has no dimensions.
+        return self._stored[stored].shape == () or not _TRAINING_STATE.isdisjoint(stored.split("."))
 
     # ── which tensor is which weight ──────────────────────────────────────────────────────────────────────
 
@@ -157,20 +169,28 @@ class DistributedFolder:
     def _unplaced(self, places: dict[str, _Place]) -> str:
         """What a reader who lacks a name map, or a line of it, needs to see."""
         unknown = [place.stored for name, place in places.items() if name not in self._shapes]
-        unknown = [name for name in unknown if _TRAINING_STATE.isdisjoint(name.split("."))]
+        unknown = [name for name in unknown if not self._is_training_state(name)]
         if not unknown:
             return ""
-        return f"; it holds {', '.join(map(repr, unknown[:3]))}: give a name map (docs/training.md)"
+        return f"; it holds {', '.join(map(repr, unknown[:3]))}: give a name map (docs/training.md){self.proposal()}"
 
     def _check_files(self) -> None:
         """Those that the weights need are there, and as long as the metadata says."""
         needed: dict[str, int] = {}
         for name in self._shapes:
-            for chunk in self._stored[self._places[name].stored].chunks:
+            place = self._places[name]
+            stored = self._stored[place.stored]
+            for chunk in stored.chunks:
                 needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
+                # Before memory is taken for what no file holds.
+                if math.prod(chunk.sizes) * stored.dtype.itemsize > chunk.length:
+                    raise CheckpointError(
+                        f"{self._folder / METADATA}: {chunk.length} bytes of {chunk.file} cannot hold "
+                        f"{stored.dtype} {list(chunk.sizes)} of tensor {place.stored!r}: save the checkpoint again"
+                    )
         for file, size in needed.items():
             path = self._folder / file
-            if not path.is_file():
+            if not is_there(path):
                 raise CheckpointError(f"{path} is missing, though the metadata names it: copy all files of the folder")
             if path.stat().st_size < size:
                 raise CheckpointError(
@@ -201,13 +221,17 @@ class DistributedFolder:
         path = self._folder / chunk.file
         try:
             with path.open("rb") as file:
-                part = torch.load(
-                    cast(IO[bytes], _Slice(file, chunk.start, chunk.length)), map_location="cpu", weights_only=True
-                )
-        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+                content = cast(IO[bytes], _Slice(file, chunk.start, chunk.length))
+                _check_archive(content, chunk.length)
+                part = torch.load(content, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever torch's reader of a stranger's file may raise
             raise CheckpointError(
                 f"{path}: tensor {name!r} cannot be read: {one_line(error)[:200]}: copy or save it again"
             ) from error
+        if isinstance(part, Tensor) and (layout := _unusual_layout(part)) is not None:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is {layout}, and a weight is a dense tensor (strided): save it as one"
+            )
         if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != stored.dtype:
             got = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
             raise CheckpointError(
@@ -245,6 +269,26 @@ class _Slice(io.RawIOBase):
         count = self._file.readinto(memoryview(buffer)[:wanted])
         self._at += count
         return count
+
+
+def _check_archive(content: IO[bytes], length: int) -> None:
+    """A tensor as torch.save writes it: a zip archive that is not packed, so that no more comes out than is in it."""
+    with zipfile.ZipFile(content) as archive:
+        records = archive.infolist()
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError("it is compressed, and torch.save compresses nothing")
+    if sum(record.file_size for record in records) > length:
+        raise ValueError("its parts are larger than the whole")
+    content.seek(0)
+
+
+def _unusual_layout(tensor: Tensor) -> str | None:
+    """What a tensor is whose numbers do not lie in its own memory, one for each element; None for a dense one."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    return f"on the device {tensor.device}" if tensor.device.type != "cpu" else None
 
 
 def _as_halves(tensor: Tensor, head_dim: int) -> Tensor:

@@ -37,13 +37,14 @@ class Target(NamedTuple):
 
 
 class NameMap:
-    """A name map, read and checked; see the module. `where` names it in errors.
+    """A name map, read and checked; see the module. `where` names it in errors; `entries` is what it was made of.
 
     Raises:
         ConfigError: an entry that is none of the above, or has other wildcards than its name.
     """
 
     def __init__(self, entries: Mapping[str, Any], where: str) -> None:
+        self.entries = dict(entries)
         self._where = where
         self._beginnings: dict[str, str | None] = {}
         self._names: dict[tuple[str, ...], Target | None] = {}

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.checkpoint.folder import CheckpointFolder
-from onward.checkpoint.shards import WEIGHTS
+from onward.checkpoint.shards import WEIGHTS, open_safetensors
 from onward.checkpoint.weights import SafetensorsFolder
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line
 from onward.models import DecoderConfig, DecoderParams, read_params
@@ -70,7 +70,7 @@ def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
     where = f"{folder}: config.json: {MANIFEST}"
     if not isinstance(given, dict):
         raise ConfigError(f"{where} must be an object; got {given!r}: quantize the checkpoint again")
-    if given.get("version") != VERSION:
+    if not _is_whole(given.get("version"), VERSION):
         raise ConfigError(
             f"{where} is of version {given.get('version')!r}, and this Onward reads version {VERSION}: quantize the "
             "checkpoint again with this one, or use the Onward that wrote it"
@@ -78,12 +78,17 @@ def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
     format = given.get("format")
     if not isinstance(format, str) or format not in FORMATS:
         raise ConfigError(f"{where}: format must be {' or '.join(map(repr, FORMATS))}; got {format!r}")
-    if format == "int4" and given.get("group") != GROUP:
+    if format == "int4" and not _is_whole(given.get("group"), GROUP):
         raise ConfigError(f"{where}: int4 has groups of {GROUP}; got group {given.get('group')!r}")
     tensors = given.get("tensors")
     if not isinstance(tensors, dict) or not tensors:
         raise ConfigError(f"{where}: 'tensors' must map names to {{'shape': [N, K]}}; got {tensors!r}")
     return Manifest(format, {name: _shape(f"{where}: {name}", entry) for name, entry in tensors.items()})
+
+
+def _is_whole(value: Any, number: int) -> bool:
+    """Whether a value of a JSON file is this whole number: 1.0 and true are others, though they equal 1."""
+    return type(value) is int and value == number
 
 
 def _shape(where: str, entry: Any) -> tuple[int, int]:
@@ -157,7 +162,7 @@ class _QuantizedTensors:
     def _data(self, name: str, shape: tuple[int, int]) -> Tensor:
         try:
             data: Tensor = self._file.get_tensor(name)
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError, ValueError, MemoryError) as error:
             raise CheckpointError(
                 f"{self._folder / WEIGHTS}: tensor {name!r} cannot be read: {one_line(error)}"
             ) from error
@@ -181,12 +186,7 @@ class _QuantizedTensors:
 def _open(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: quantized weights lie in one file; quantize the checkpoint again")
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or cut short ({one_line(error)}): quantize the checkpoint again"
-        ) from error
+    return open_safetensors(path)
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,8 +1,11 @@
-"""The index of a checkpoint that is cut into several files."""
+"""The files that hold a checkpoint's weights: one, or an index and its shards."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from onward.errors import CheckpointError, one_line
 
@@ -51,3 +54,25 @@ def lies_outside(file: str) -> bool:
     # Judged by its parts: resolving would follow the hub cache's own links out of the folder.
     path = PurePosixPath(file)
     return path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file or not path.parts
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file that a checkpoint names exists: one whose name is too long for any file does not."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def open_safetensors(path: Path) -> Any:
+    """The mapped file, of which tensors are read by name.
+
+    Raises:
+        CheckpointError: it is no safetensors file, cut short, or larger than the addresses there are.
+    """
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError, MemoryError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or cut short ({one_line(error)}): download or save it again"
+        ) from error

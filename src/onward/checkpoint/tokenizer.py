@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from onward.errors import RequestError, TokenizerError, one_line, warn
+from onward.errors import OnwardError, RequestError, TokenizerError, one_line, warn
 
 
 class Tokenizer(Protocol):
@@ -30,6 +30,29 @@ class Tokenizer(Protocol):
         ...
 
 
+class _named_errors:  # noqa: N801 (used as a statement)
+    """Turns what the `tokenizers` library raises into a `TokenizerError` that names the file.
+
+    It raises bare `Exception`s; and where its Rust code panics, a `BaseException` of a class that it does not export.
+    (No generator of contextlib: a text is decoded for every token that is streamed.)
+    """
+
+    def __init__(self, file: str | Path, task: str = "") -> None:
+        self._file = file
+        self._task = task
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, OnwardError):
+            return
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            return
+        does = f"cannot {self._task}" if self._task else "cannot be read"
+        raise TokenizerError(f"{self._file} {does} ({one_line(error)[:300]}): download or save it again") from error
+
+
 class JsonTokenizer:
     """A `Tokenizer` over a tokenizer.json and what its tokenizer_config.json says of it.
 
@@ -37,16 +60,20 @@ class JsonTokenizer:
     `add_bos_token`, true or false, that holds for the BOS.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, inner: tokenizers.Tokenizer, config: Mapping[str, Any], file: str | Path = "tokenizer.json"
+    ) -> None:
         self._inner = inner
-        # Lengths are ours to check: a tokenizer that cuts or pads would do so in silence.
-        inner.no_truncation()
-        inner.no_padding()
-        _check_added_tokens(inner, config)
-        self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.bos_id = _special_id(inner, config, "bos_token")
-        self.eos_id = _special_id(inner, config, "eos_token")
-        self._adds_bos = self.bos_id is not None and list(inner.encode("").ids[:1]) == [self.bos_id]
+        self._file = file
+        with _named_errors(file):
+            # Lengths are ours to check: a tokenizer that cuts or pads would do so in silence.
+            inner.no_truncation()
+            inner.no_padding()
+            _check_added_tokens(inner, config)
+            self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
+            self.bos_id = _special_id(inner, config, "bos_token")
+            self.eos_id = _special_id(inner, config, "eos_token")
+            self._adds_bos = self.bos_id is not None and list(inner.encode("").ids[:1]) == [self.bos_id]
         self._add_bos = self._wanted_bos(config)
         if _flag(config, "add_eos_token"):
             warn("tokenizer_config.json says add_eos_token, which would end every prompt before its answer: not added")
@@ -54,14 +81,13 @@ class JsonTokenizer:
     @classmethod
     def read(cls, file: Path, config: Mapping[str, Any]) -> "JsonTokenizer":
         """Raises `TokenizerError` for a file that cannot be read."""
-        try:
+        with _named_errors(file):
             inner = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise TokenizerError(f"{file} cannot be read ({one_line(error)}): download or save it again") from error
-        return cls(inner, config)
+        return cls(inner, config, file)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises `RequestError` for what is no text, or text that is not Unicode (a lone surrogate)."""
+        """Raises `RequestError` for what is no text, or text that is not Unicode (a lone surrogate); `TokenizerError`
+        for a text that this tokenizer has no ids for."""
         if not isinstance(text, str):
             raise RequestError(f"a tokenizer encodes a str; got {type(text).__name__}")
         try:
@@ -71,7 +97,8 @@ class JsonTokenizer:
                 f"the text is not valid Unicode: {text[error.start]!r} at {error.start} is half a character; "
                 "was it read with the right encoding?"
             ) from error
-        ids = list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+        with _named_errors(self._file, "encode this text"):
+            ids = list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
         if not add_special_tokens or self._add_bos == self._adds_bos:
             return ids
         assert self.bos_id is not None
@@ -79,10 +106,11 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are left out, and ids the tokenizer does not have (a model's vocabulary may be padded)."""
-        try:
-            return str(self._inner.decode(list(ids), skip_special_tokens=True))
-        except (OverflowError, TypeError) as error:
-            raise RequestError(f"ids must be whole numbers of 0 or more: {one_line(error)}") from error
+        with _named_errors(self._file, "decode these ids"):
+            try:
+                return str(self._inner.decode(list(ids), skip_special_tokens=True))
+            except (OverflowError, TypeError) as error:
+                raise RequestError(f"ids must be whole numbers of 0 or more: {one_line(error)}") from error
 
     def tokens(self) -> list[str | None]:
         """The token of every id as the vocabulary spells it; None for an id that has none."""
@@ -103,6 +131,15 @@ def token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _id_of(inner: tokenizers.Tokenizer, text: str) -> int | None:
+    """None for a token that the tokenizer does not have, such as half a character, which no tokenizer can have."""
+    try:
+        token_id: int | None = inner.token_to_id(text)
+    except UnicodeEncodeError:
+        return None
+    return token_id
+
+
 def _special_id(inner: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
     if config.get(name) is None:
         return None
@@ -111,7 +148,7 @@ def _special_id(inner: tokenizers.Tokenizer, config: Mapping[str, Any], name: st
         raise TokenizerError(
             f"tokenizer_config.json: {name} must be a string or have a 'content'; got {config[name]!r}"
         )
-    found: int | None = inner.token_to_id(text)
+    found = _id_of(inner, text)
     if found is None:
         raise TokenizerError(
             f"tokenizer_config.json names {name} {text!r}, which tokenizer.json does not have: are they of one model?"
@@ -128,7 +165,7 @@ def _check_added_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) 
         )
     for token_id, token in added.items():
         text = token_text(token)
-        found = None if text is None else inner.token_to_id(text)
+        found = None if text is None else _id_of(inner, text)
         if str(found) != token_id:
             has = "does not have" if found is None else f"has as id {found}"
             raise TokenizerError(

@@ -1,16 +1,17 @@
 """Safetensors, one file or an index of shards, mapped into memory: the weights are the file's own pages."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from onward.checkpoint.distributed import DistributedFolder, NameMapSource, is_distributed
 from onward.checkpoint.placing import check_float, placed
-from onward.checkpoint.shards import INDEX, WEIGHTS, read_index, weight_files
+from onward.checkpoint.shards import INDEX, WEIGHTS, is_there, open_safetensors, read_index, weight_files
 from onward.errors import CheckpointError, RequestError, one_line
 from onward.models import DecoderConfig, DecoderParams, LayerParams, read_params
 
@@ -43,7 +44,7 @@ class SafetensorsFolder:
         file = self._where[name]
         try:
             tensor: Tensor = self._open(file).get_tensor(name)
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError, ValueError, MemoryError) as error:
             raise CheckpointError(
                 f"{self._folder / file}: tensor {name!r} cannot be read: {one_line(error)}"
             ) from error
@@ -85,14 +86,9 @@ class SafetensorsFolder:
     def _open(self, file: str) -> Any:
         if file not in self._files:
             path = self._folder / file
-            if not path.is_file():
+            if not is_there(path):
                 raise CheckpointError(f"{path} is missing, though the index names it: download or save it again")
-            try:
-                self._files[file] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path} is damaged or cut short ({one_line(error)}): download or save it again"
-                ) from error
+            self._files[file] = open_safetensors(path)
         return self._files[file]
 
 
@@ -147,8 +143,13 @@ def _check_left(folder: Path, tensors: SafetensorsFolder | DistributedFolder, pa
                 "set tie_word_embeddings to false, or remove the tensor"
             )
     elif left:
-        advice = ", or training state for the name map to leave out" if isinstance(tensors, DistributedFolder) else ""
+        advice = ": is it the config of this checkpoint?"
+        if isinstance(tensors, DistributedFolder):
+            advice = (
+                ": leave training state out by the name map, as in "
+                f"{json.dumps({left[0]: None})}, or is config.json of another checkpoint?{tensors.proposal()}"
+            )
         raise CheckpointError(
             f"{folder}: the weights hold {len(left)} tensors that config.json leaves no place for, "
-            f"{left[0]!r} for one: is it the config of this checkpoint?{advice}"
+            f"{left[0]!r} for one{advice}"
         )

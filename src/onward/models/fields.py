@@ -1,14 +1,16 @@
 """Fields of a config.json by kind: a value of another kind is an error that names the field, never a guess."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from onward.errors import ConfigError
 
 _REQUIRED = object()
 # Positions and token ids are int32.
 LARGEST = 2**31 - 1
+_FLOAT = torch.finfo(torch.float32)
 
 
 def positive_int(
@@ -24,10 +26,13 @@ def positive_int(
 def positive_number(
     fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, where: str = "config.json"
 ) -> float:
-    """A required (or defaulted) finite number above zero. null is as absent."""
+    """A required (or defaulted) number above zero that float32, in which it is used, can hold. null is as absent."""
     value = _given(fields, name, default, where)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-        raise ConfigError(f"{where}: {name!r} must be a positive number; got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not _FLOAT.tiny <= value <= _FLOAT.max:
+        raise ConfigError(
+            f"{where}: {name!r} must be a positive number within the range of float32 ({_FLOAT.tiny:.3g} to "
+            f"{_FLOAT.max:.3g}); got {value!r}"
+        )
     return float(value)
 
 

@@ -95,6 +95,10 @@ def rotary_schedule(config: Mapping[str, Any], head_dim: int, max_position: int)
     original = positive_int(fields, "original_max_position_embeddings", max_position)
     if kind == "dynamic":
         original = max_position
+        if head_dim == 2:
+            raise ConfigError(
+                "config.json: dynamic RoPE scaling wants a head_dim above 2: one pair has no base to grow"
+            )
     schedule = RotarySchedule(head_dim, base, kind, original_max_position=original, **numbers)
     if kind == "llama3" and schedule.low_freq_factor >= schedule.high_freq_factor:
         raise ConfigError(

@@ -8,6 +8,7 @@ __metadata__         onward_session (the format's version), model (a fingerprint
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from onward.sessions.fingerprint import as_bytes, computed_by, difference, finge
 
 MARK = "onward_session"
 VERSION = 1
+# As `str` writes a whole number: `int` reads more than that.
+_WHOLE = re.compile("0|[1-9][0-9]{0,9}")
 # Length of the cache that is compared with the one held, to see where its positions are; another where they agree.
 _PROBED = (16, 32)
 
@@ -76,11 +79,13 @@ def load(file: Path, model: Model) -> SavedSession:
     """
     metadata, tensors = _read(file)
     try:
-        saved_model, capacity = json.loads(metadata["model"]), int(metadata["capacity"])
-        notes = {str(name): str(note) for name, note in json.loads(metadata["notes"]).items()}
-        tokens, there = tensors.pop("tokens").tolist(), metadata["computed_by"]
+        saved_model, notes = json.loads(metadata["model"]), json.loads(metadata["notes"])
+        if not all(isinstance(text, str) for note in notes.items() for text in note):
+            raise ValueError("its notes are no strings by name")
+        tokens, there = _checked_tokens(tensors.pop("tokens"), model.vocab_size), metadata["computed_by"]
+        capacity = _checked_capacity(metadata["capacity"], len(tokens) if tensors else 0)
         reason = difference(saved_model, model)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SessionError(f"{str(file)!r} is no session that Onward saved: {one_line(error)}") from error
     if reason is not None:
         raise SessionError(f"{str(file)!r} is the session of another model: {reason}")
@@ -95,6 +100,22 @@ def load(file: Path, model: Model) -> SavedSession:
             "otherwise: its tokens can differ from those of a fresh call"
         )
     return SavedSession(tokens, _restored(file, model, tensors, len(tokens), capacity), notes)
+
+
+def _checked_tokens(tokens: Tensor, vocab_size: int | None) -> list[int]:
+    if tokens.dtype != torch.int32 or tokens.dim() != 1:
+        raise ValueError(f"its tokens are {tokens.dtype} {list(tokens.shape)} and not int32 [N]")
+    ids: list[int] = tokens.tolist()
+    if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
+        raise ValueError(f"its tokens range from {min(ids)} to {max(ids)}, and the vocabulary has {vocab_size}")
+    return ids
+
+
+def _checked_capacity(text: str, count: int) -> int:
+    """The length of the cache that holds `count` positions."""
+    if not _WHOLE.fullmatch(text) or not count <= int(text) < 2**31:
+        raise ValueError(f"its capacity is {text!r}, and its cache holds {count} positions")
+    return int(text)
 
 
 # ── the cache ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -124,7 +145,12 @@ def _restored(file: Path, model: Model, tensors: Mapping[str, Tensor], count: in
     held = HeldCache(model.new_cache(1, length := padded_length(count, model)), length)
     if None in _dims(model, held) and length != capacity:
         # A tensor that was saved whole is as long as its cache was.
-        held = HeldCache(model.new_cache(1, capacity), capacity)
+        try:
+            held = HeldCache(model.new_cache(1, capacity), capacity)
+        except (RuntimeError, MemoryError) as error:
+            raise SessionError(
+                f"{str(file)!r} wants a cache for {capacity} positions, which cannot be made: {one_line(error)[:200]}"
+            ) from error
     leaves, dims = _leaves(held.cache), _dims(model, held)
     if leaves.keys() != tensors.keys():
         raise SessionError(f"{str(file)!r} holds a cache of other tensors than this model's")
@@ -159,7 +185,7 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
         raise SessionError(f"{str(file)!r} cannot be read: {one_line(error)}") from error
     if _digest(metadata, tensors) != metadata.get("sha256"):
         raise SessionError(f"{str(file)!r} is damaged: its contents are not what was saved")
@@ -173,7 +199,7 @@ def _read_header(file: Path, otherwise: str) -> dict[str, str]:
             metadata: dict[str, str] = content.metadata() or {}
     except OSError as error:
         raise SessionError(f"{str(file)!r} cannot be read: {error.strerror or one_line(error)}") from error
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, MemoryError) as error:
         raise SessionError(f"{otherwise}: {one_line(error)}") from error
     version = metadata.get(MARK)
     if version is None:

@@ -167,6 +167,9 @@ class ModelFlags:
             help="What runs it: native, cuda, inductor or eager; else the best.",
         ),
     ] = "auto"  # fmt: skip
+    threads: Annotated[
+        int | None, Option("--threads", metavar="N", help="CPU threads; else as many as `onward info` shows.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +181,8 @@ class DraftFlags:
         Option(
             "--draft",
             metavar="SOURCE",
-            help="Faster, and the same text: a small model of the same vocabulary guesses, or 'lookup' or 'suffix'.",
+            help="Who guesses tokens for the model to check; the text is the same. 'lookup', 'suffix', or a model of the "
+            "same vocabulary that is several times smaller.",
         ),
     ] = None
 

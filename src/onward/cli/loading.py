@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 def load_model(flags: ModelFlags, drafting: DraftFlags | None = None) -> "LanguageModel":
     """`onward.load` of what the flags say."""
+    if flags.threads is not None:
+        _set_threads(flags.threads)
     folder = find(flags.model)
     with waiting(f"loading {flags.model} …"):
         return onward.load(
@@ -26,6 +28,14 @@ def load_model(flags: ModelFlags, drafting: DraftFlags | None = None) -> "Langua
             draft=None if drafting is None else drafting.draft,
             compile=flags.compile,
         )
+
+
+def _set_threads(count: int) -> None:
+    """Of the kernels, and of torch's operators where those run instead."""
+    onward.set_num_threads(count)
+    with waiting("starting …"):
+        import torch
+    torch.set_num_threads(count)
 
 
 def find(source: str) -> Path:

@@ -17,6 +17,7 @@ from onward.native.loader import (
     num_threads,
     select_isa,
     set_num_threads,
+    threads_wanted,
 )
 from onward.native.memory import advise_huge_pages
 
@@ -37,4 +38,5 @@ __all__ = [
     "num_threads",
     "select_isa",
     "set_num_threads",
+    "threads_wanted",
 ]

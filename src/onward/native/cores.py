@@ -5,18 +5,45 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from onward.errors import RequestError
 
-def allowed_cores() -> int:
-    """Physical cores this process may run on: its CPU affinity, hyperthreads counted once, and no
-    more than the CPU quota of its control group."""
+MOST_THREADS = 256
+
+
+def default_threads() -> tuple[int, str]:
+    """Threads that kernels use where nobody sets another number, and why that many.
+
+    ONWARD_NUM_THREADS if it is set; else one for each physical core that this process may run on, no more than the CPU
+    quota of its control groups and than OMP_NUM_THREADS.
+
+    Raises:
+        RequestError: an ONWARD_NUM_THREADS that is no number of threads.
+    """
+    text = os.environ.get("ONWARD_NUM_THREADS")
+    if text is not None:
+        if not _is_whole(text) or not 1 <= int(text) <= MOST_THREADS:
+            raise RequestError(f"ONWARD_NUM_THREADS must be an integer in 1 … {MOST_THREADS}, got {text!r}")
+        return int(text), "ONWARD_NUM_THREADS"
+    limits = {
+        "physical cores": _allowed_cores(),
+        "OMP_NUM_THREADS": _omp_threads(),
+        "the control group's CPU quota": cpu_quota(),
+        "the most there can be": MOST_THREADS,
+    }
+    reason = min(limits, key=limits.__getitem__)
+    return max(1, math.ceil(limits[reason])), reason
+
+
+def _allowed_cores() -> int:
+    """Physical cores this process may run on: its CPU affinity, hyperthreads counted once."""
     if sys.platform == "linux":
         cpus = os.sched_getaffinity(0)
     else:
         cpus = set(range(os.cpu_count() or 1))
-    cores = {_siblings(cpu) for cpu in cpus}
-    return max(1, int(min(len(cores), _quota())))
+    return max(1, len({_siblings(cpu) for cpu in cpus}))
 
 
 def _siblings(cpu: int) -> str:
@@ -28,10 +55,64 @@ def _siblings(cpu: int) -> str:
         return str(cpu)
 
 
-def _quota() -> float:
-    """CPUs that the control group (v2) grants, rounded up; infinite without a limit."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return math.inf if limit == "max" else math.ceil(int(limit) / int(period))
-    except (OSError, ValueError):
+def _omp_threads() -> float:
+    """What OMP_NUM_THREADS says of the outermost loops; infinite where it says nothing that OpenMP would take."""
+    outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(outermost) if _is_whole(outermost) and int(outermost) >= 1 else math.inf
+
+
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdigit()  # "²" is a digit, too
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """CPUs that the control groups of this process grant, of version 1 or 2; infinite without a limit.
+
+    A group has no more than those around it, so the least of all counts. In a container the process's own group is
+    mounted as the outermost one.
+    """
+    quotas = [math.inf]
+    for mount, group in _groups(root):
+        folder = mount / group.strip("/")
+        while folder.is_relative_to(mount):
+            quotas += [_quota_v2(folder), _quota_v1(folder)]
+            if folder == mount:
+                break
+            folder = folder.parent
+    return min(quotas)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, str]]:
+    """Where the groups that may limit CPUs are mounted, each with this process's path below it."""
+    mounts = root / "sys/fs/cgroup"
+    for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if not controllers:
+            yield mounts, group
+            yield mounts / "unified", group
+        elif "cpu" in controllers.split(","):
+            yield mounts / controllers, group
+            yield mounts / "cpu", group
+
+
+def _quota_v2(folder: Path) -> float:
+    return _ratio(*(_read(folder / "cpu.max").split() or ("max", "")))
+
+
+def _quota_v1(folder: Path) -> float:
+    return _ratio(_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip())
+
+
+def _ratio(quota: str, period: str = "") -> float:
+    """Infinite for the "max" of version 2, the -1 of version 1, and where there is nothing to read."""
+    if not (_is_whole(quota) and _is_whole(period)) or int(period) == 0:
         return math.inf
+    return int(quota) / int(period)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, ValueError):
+        return ""

@@ -16,7 +16,7 @@ from typing import Any
 
 from onward.errors import RequestError
 from onward.forks import call_in_forks
-from onward.native.cores import allowed_cores
+from onward.native.cores import MOST_THREADS, default_threads
 from onward.native.errors import NativeError, NativeUnavailableError
 from onward.native.interface import SIGNATURES, Status
 
@@ -113,7 +113,7 @@ def select_isa(name: str) -> None:
 def num_threads() -> int:
     """The threads that a kernel call may use, the calling thread among them."""
     current = library()
-    return current.onward_num_threads() if current else _wanted_threads()
+    return current.onward_num_threads() if current else threads_wanted()[0]
 
 
 def set_num_threads(count: int) -> None:
@@ -122,12 +122,12 @@ def set_num_threads(count: int) -> None:
     More threads than cores are allowed and seldom help: they then sleep instead of spin.
     """
     global _threads
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 256:
-        raise RequestError(f"the number of threads must be an integer in 1 … 256, got {count!r}")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_THREADS:
+        raise RequestError(f"the number of threads must be an integer in 1 … {MOST_THREADS}, got {count!r}")
+    _threads = count  # first: a library that is loaded now need not ask the environment
     current = library()
     if current:
         current.check(current.onward_set_num_threads(count), "onward_set_num_threads")
-    _threads = count
 
 
 def _renew_lock() -> None:
@@ -168,16 +168,10 @@ def _choose(name: str) -> None:
     if _current is not None and _current is not chosen:
         _current.onward_set_num_threads(1)  # its workers go home
     if chosen is not None:
-        chosen.check(chosen.onward_set_num_threads(_wanted_threads()), "onward_set_num_threads")
+        chosen.check(chosen.onward_set_num_threads(threads_wanted()[0]), "onward_set_num_threads")
     _current, _chosen = chosen, True
 
 
-def _wanted_threads() -> int:
-    if _threads is not None:
-        return _threads
-    text = os.environ.get("ONWARD_NUM_THREADS")
-    if text is None:
-        return min(allowed_cores(), 256)
-    if not text.isdigit() or not 1 <= int(text) <= 256:
-        raise RequestError(f"ONWARD_NUM_THREADS must be an integer in 1 … 256, got {text!r}")
-    return int(text)
+def threads_wanted() -> tuple[int, str]:
+    """The threads that kernels use from their first call on, and why that many."""
+    return default_threads() if _threads is None else (_threads, "set by the program")

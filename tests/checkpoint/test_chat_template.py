@@ -357,6 +357,134 @@ def test_a_template_that_fails_is_an_error_of_one_line(source):
         ours(source, [{"role": "user", "content": "Hi"}])
 
 
+DOUBLED = "{% set ns = namespace(a=[1], t=(1, 1)) %}{% for i in range(60) %}" + (
+    "{% set ns.a = [ns.a, ns.a] %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}{% set a = ns.a %}{% set t = ns.t %}"
+)
+OTHER = DOUBLED.replace("ns", "os").replace("set a =", "set b =").replace("set t =", "set u =")
+
+ENDLESS = [
+    "{{ lipsum(n=100000) }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{{ range(99999) | list | length }}{% endfor %}",
+    "{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}",
+    "{% set x %}{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}{% endset %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{{ 'x' * 10 ** 10 }}",
+    "{{ 10 ** 10 * 'x' }}",
+    "{{ [0] * 10 ** 10 }}",
+    "{{ 10 ** (10 ** 10) }}",
+    "{{ 7 ** 99999 }}",
+    "{% set ns = namespace(x='x' * 99) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='x' * 99) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=7) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{% set x = 'x' * 99999 %}{{ x | replace('x', x) }}",
+    "{% set x = 'x' * 99999 %}{{ x.replace('x', x) }}",
+    "{% set x = 'x' * 99999 %}{{ x.join(range(99999) | map('string') | list) }}",
+    "{% set x = 'x' * 99999 %}{{ range(99999) | map('string') | join(x) }}",
+    "{{ range(99999) | map('center', 99999) | list }}",
+    "{{ 'x'.center(10 ** 10) }}",
+    "{{ 'x'.zfill(10 ** 10) }}",
+    "{{ '\t'.expandtabs(10 ** 10) }}",
+    "{{ 'x' | center(10 ** 10) }}",
+    "{{ 'x\nx' | indent(10 ** 10) }}",
+    "{{ [1] | batch(10 ** 10, 0) | list }}",
+    "{{ [1] | slice(10 ** 10) | list }}",
+    "{{ 1.5 | round(10 ** 10, 'floor') }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ '%*d' % (10 ** 10, 1) }}",
+    "{{ '%.10000000000f' | format(1.5) }}",
+    "{{ '{:10000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10 ** 10) }}",
+    "{{ 'x'.format_map({}) * 10 ** 10 }}",
+    "{{ (1).to_bytes(10 ** 10, 'big') }}",
+    "{{ messages | tojson(indent=10 ** 10) }}",
+    "{{ ('<!---->' * 999999) | striptags }}",
+    "{{ ([[1]] * 199999) | sum(start=[]) | length }}",
+    DOUBLED + "{{ a }}",
+    DOUBLED + "{{ a ~ '' }}",
+    DOUBLED + "{{ a | string | length }}",
+    DOUBLED + "{{ a | tojson | length }}",
+    DOUBLED + "{{ '%s' % (a,) }}",
+    DOUBLED + "{{ '{}'.format(a) }}",
+    DOUBLED + "{{ a | join }}",
+    DOUBLED + "{{ {t: 1} }}",
+    DOUBLED + "{{ {}[t] }}",
+    DOUBLED + "{{ [t, t] | unique | list }}",
+    DOUBLED + "{{ {'x': 1}.get(t) }}",
+    DOUBLED + OTHER + "{{ a == b }}",
+    DOUBLED + OTHER + "{{ a in [b] }}",
+    DOUBLED + OTHER + "{{ a is eq(b) }}",
+    DOUBLED + OTHER + "{{ [a].index(b) }}",
+    "{% for x in [1, 2] %}{{ strftime_now('%Y' * 9999) }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_work_without_end_is_refused(source):
+    with refused(TokenizerError, "sandbox forbids"):
+        ours(source, [{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize("source", ["{% break %}", "{% continue %}", "{% for a in b %}" * 30 + "{% endfor %}" * 30])
+def test_what_pythons_compiler_refuses_is_an_error_of_one_line(source):
+    with refused(TokenizerError, "the chat template cannot be read"):
+        ChatTemplate(source, TOKENS)
+
+
+def test_a_template_too_long_to_be_one():
+    with refused(TokenizerError, "characters"):
+        ChatTemplate(" " * 2_000_000, TOKENS)
+
+
+def test_what_a_template_raises_is_cut():
+    with pytest.raises(RequestError) as caught:
+        ours("{{ raise_exception('x' * 99999) }}", [{"role": "user", "content": "Hi"}])
+    assert "xxx" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_long_conversation_is_within_the_bounds(template):
+    """As long as any context: some four million characters, in one message or in a thousand."""
+    for count in (1, 1000):
+        messages = []
+        for _ in range(count):
+            messages += [{"role": "user", "content": "Why? " * (800_000 // count)}]
+            messages += [{"role": "assistant", "content": "So. " * (100_000 // count)}]
+        assert ours(TEMPLATES[template], messages) == theirs(TEMPLATES[template], messages)
+
+
+MANY = """\
+{%- set ns = namespace(text='', roles=[]) -%}
+{%- for m in messages if m.role in ['user', 'assistant'] and m.content is string -%}
+{%- set ns.roles = ns.roles + [m.role | upper] -%}
+{%- set ns.text = ns.text ~ loop.index ~ ':' + m['content'].strip().split('?')[0][:9] + '%s|%5.2f' % (m.role, 1.5) -%}
+{%- if loop.changed(m.role) and not loop.last %} changed {{ loop.previtem.role if loop.previtem }}{% endif -%}
+{%- endfor -%}
+{{ ns.text }} {{ ns.roles | join(', ') }} {{ ns.roles | unique | list }} {{ messages | map(attribute='role') | list }}
+{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | map('replace', '?', '!') | join }}
+{{ '{:>6}|{x}'.format('ab', x=3) }} {{ 'a' in 'abc' }}
+{{ 2 ** 10 }} {{ 7 // 2 }} {{ 7 % 4 }} {{ [1, 2] * 2 }} {{ 'x' * 3 }}
+{{ [3, 1, 2] | sort | reverse | list }} {{ {'b': 1, 'a': 2} | dictsort }} {{ range(5) | batch(2, 'z') | list }}
+{{ [[1], [2]] | sum(start=[]) }} {{ 'a b' | title | indent(2, true) | center(9) }}
+{{ messages[-1].content | truncate(9) }}
+{{ messages | tojson(indent=1) }} {{ (1, 'x') == (1, 'x') }} {{ dict(a=1, **{'b': 2}) }} {{ 1.256 | round(2) }}
+{%- set c = cycler('odd', 'even') %}{{ c.next() }}{{ c.next() }}{% set j = joiner(',') %}{{ j() }}{{ j() }}
+{%- autoescape true %}{{ messages[0].role ~ ('<b>' | safe) ~ '&' }}{{ '<i>' }}{% endautoescape -%}
+{%- filter upper %}loud {{ bos_token }}{% endfilter -%}
+{%- macro m(x, y=2) %}[{{ x }}{{ y }}{{ varargs }}{{ caller() }}]{% endmacro -%}
+{%- call m(1, 2, 3) %}inner{% endcall %}
+{%- for item in [1, [2, [3]]] recursive %}{{ item if item is number else loop(item) }}{% endfor %}
+"""
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_every_kind_of_operation_gives_what_it_gives_in_transformers(conversation):
+    assert ours(MANY, CONVERSATIONS[conversation]) == theirs(MANY, CONVERSATIONS[conversation])
+
+
 def test_what_a_template_says_is_passed_on():
     with refused(RequestError, "conversation roles must alternate"):
         ours(INST, [{"role": "assistant", "content": "Hi"}])

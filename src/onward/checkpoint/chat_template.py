@@ -5,7 +5,8 @@ keeps characters as they are, `raise_exception`, `strftime_now`, `tools` and `do
 and the `generation` block (which marks the answer for training and changes nothing here).
 
 A template is a stranger's program. The sandbox keeps it from everything but its text: it is given plain JSON values
-only and cannot change them, and a step outside is an error. (How long it runs is not bounded.)
+only and cannot change them, a step outside is an error, and so is work without end
+(`onward.checkpoint.template_sandbox`).
 """
 
 import datetime
@@ -18,13 +19,18 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as LoopControls
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
+from onward.checkpoint.template_budget import budget, budgeted
+from onward.checkpoint.template_sandbox import SandboxedEnvironment
 from onward.errors import RequestError, TokenizerError, one_line
 
 # {"role": "user", "content": "…"}, and whatever else a template reads.
 Message = Mapping[str, Any]
+
+
+# Characters. The longest template in use has some 30,000.
+_LONGEST = 2**20
+_LONGEST_ERROR = 500
 
 
 class ChatTemplate:
@@ -38,16 +44,20 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControls, _GenerationBlock])
+        if (length := max(len(source), len(tool_source or ""))) > _LONGEST:
+            raise TokenizerError(f"the chat template has {length} characters, and {_LONGEST} are the most")
+        extensions = [LoopControls, _GenerationBlock]
+        environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        environment.globals["namespace"] = _Namespace
+        environment.meter()
         try:
-            self._template = environment.from_string(source)
-            self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
-        except (TemplateError, RecursionError) as error:
-            raise TokenizerError(f"the chat template cannot be read: {one_line(error)}") from error
+            with budgeted():
+                self._template = environment.from_string(source)
+                self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
+        except Exception as error:  # Jinja's own, and those of Python's compiler, which reads what Jinja writes
+            raise TokenizerError(f"the chat template cannot be read: {_brief(error)}") from error
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
@@ -61,18 +71,19 @@ class ChatTemplate:
         Raises:
             RequestError: no messages, a message without a role or with nothing else, a value that is not JSON, or
                 messages that the template refuses.
-            TokenizerError: the template does what the sandbox forbids.
+            TokenizerError: the template does what the sandbox forbids, or more work than any conversation needs.
         """
         check_messages(messages)
         template = self._tool_template if variables.get("tools") else self._template
         given = {"tools": None, "documents": None, **self._special_tokens, **_plain(variables)}
         given |= {"messages": _plain(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            return template.render(given)
+            with budgeted(given):
+                return template.render(given)
         except SecurityError as error:
-            raise TokenizerError(f"the chat template does what its sandbox forbids: {one_line(error)}") from error
+            raise TokenizerError(f"the chat template does what its sandbox forbids: {_brief(error)}") from error
         except Exception as error:  # whatever a stranger's program may raise
-            raise RequestError(f"the chat template refuses these messages: {one_line(error)}") from error
+            raise RequestError(f"the chat template refuses these messages: {_brief(error)}") from error
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -104,8 +115,26 @@ def _plain(value: Any) -> Any:
     raise RequestError(f"a chat template takes text, numbers, lists and mappings of them; got a {type(value).__name__}")
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+def _brief(error: BaseException) -> str:
+    """What an error says, as far as it fits a line: a template may raise any text."""
+    return one_line(error)[:_LONGEST_ERROR]
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return encoder.encode(value)
+    pieces = []
+    for piece in encoder.iterencode(value):  # an indent stands on every line, as often as the value is deep
+        budget().spend(len(piece))
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -113,27 +142,9 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(layout: str) -> str:
+    if isinstance(layout, str) and len(layout) > _LONGEST_ERROR:
+        raise SecurityError(f"a date of {len(layout)} characters")
     return datetime.datetime.now().strftime(layout)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Jinja prints a forbidden attribute as nothing; here it is an error at once."""
-        raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__}")
-
-
-class _Namespace(Namespace):
-    """Jinja's, without names by which an object could pass for one of another class."""
-
-    def __init__(self, /, *pairs: Any, **attributes: Any) -> None:
-        super().__init__()
-        for name, value in dict(*pairs, **attributes).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"a namespace takes no name that begins with an underscore; got {name!r}")
-        super().__setitem__(name, value)
 
 
 class _GenerationBlock(Extension):

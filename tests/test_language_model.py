@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import onward
-from onward import Completion, LanguageModel, Piece, SamplingParams
+from onward import Completion, GenerateOptions, LanguageModel, Piece
 from onward.checkpoint import ChatTemplate, find_folder
 from onward.errors import ContextOverflowError, RequestError, TokenizerError
 from onward.sampling import sample
@@ -22,7 +22,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
 
 def tiny_lm(family="qwen3", **config) -> LanguageModel:
     """Random weights: its texts are noise, bytes that are no UTF-8 among them."""
-    return LanguageModel(tiny_model(family, seed=7, **config), TOKENIZER, defaults=SamplingParams(max_new_tokens=40))
+    return LanguageModel(tiny_model(family, seed=7, **config), TOKENIZER, defaults=GenerateOptions(max_new_tokens=40))
 
 
 def saying(replies: dict[str, str], **options) -> LanguageModel:
@@ -35,7 +35,7 @@ def saying(replies: dict[str, str], **options) -> LanguageModel:
                 return reply[min(len(tokens) - len(prompt), len(reply) - 1)]
         return 0
 
-    defaults = SamplingParams(eos=(EOS,))
+    defaults = GenerateOptions(eos=(EOS,))
     return LanguageModel(scripted_model(follow, vocab_size=TOKENIZER.vocab_size, **options), TOKENIZER, None, defaults)
 
 
@@ -169,7 +169,7 @@ def test_the_defaults_are_the_checkpoints_until_an_option_says_otherwise(demo):
     wanted = json.loads((find_folder("demo") / "generation_config.json").read_text())
     assert wanted["do_sample"]
     given = {name: wanted[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in wanted}
-    assert demo.defaults == SamplingParams(**given, eos=wanted["eos_token_id"])
+    assert demo.defaults == GenerateOptions(**given, eos=wanted["eos_token_id"])
     assert demo.generate("Once", max_new_tokens=3).seed is not None
     assert demo.generate("Once", max_new_tokens=3, temperature=0).seed is None
 
@@ -321,13 +321,13 @@ REFUSED = [
     ([1, True], {}, RequestError, "from 0 to 257; got True"),
     ([1.0], {}, RequestError, "from 0 to 257; got 1.0"),
     ([1, "a"], {}, RequestError, "from 0 to 257; got 'a'"),
-    (None, {}, RequestError, "a prompt is a str, a list of ids, or a list of either; got NoneType"),
+    (None, {}, RequestError, r"a prompt is a str, ids \(a list, .*; got NoneType"),
     (7, {}, RequestError, "got int"),
     (b"abc", {}, RequestError, "got bytes"),
     ("x" * 21, {}, ContextOverflowError, "the prompt is 21 tokens long, but the context holds 20"),
     ("x" * 20, {}, ContextOverflowError, r"prompt \(20 tokens\) .* = 24, but the context holds 20: ask for at most 0"),
     ("x" * 17, {}, ContextOverflowError, r"prompt \(17 tokens\) \+ max_new_tokens \(4\) = 21, .* at most 3"),
-    ("x", {"temprature": 1}, RequestError, "unknown option 'temprature'; the options are max_new_tokens, temperature"),
+    ("x", {"temprature": 1}, RequestError, "unknown option 'temprature': did you mean temperature\\?"),
     ("x", {"temperature": -1}, RequestError, "temperature must be"),
     ("x", {"top_p": 0}, RequestError, "top_p must be in"),
     ("x", {"max_new_tokens": -1}, RequestError, "max_new_tokens must be"),
@@ -349,7 +349,7 @@ REFUSED_IN_A_LIST = [
 )
 def test_what_cannot_be_served_is_refused_before_anything_runs(verb, prompt, options, error, message):
     model = scripted_model([1], vocab_size=258, max_seq_len=20)
-    lm = LanguageModel(model, ByteTokenizer(bos_id=None), defaults=SamplingParams(max_new_tokens=4))
+    lm = LanguageModel(model, ByteTokenizer(bos_id=None), defaults=GenerateOptions(max_new_tokens=4))
     with pytest.raises(error, match=message):
         getattr(lm, verb)(prompt, **options)
     assert model.calls == []

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward import Completion, LanguageModel, SamplingParams
+from onward import Completion, GenerateOptions, LanguageModel
 from onward.checkpoint import ChatTemplate
 from onward.errors import RequestError
 from onward.sampling import sample_seed
@@ -21,7 +21,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
 
 
 def tiny_lm(**options) -> LanguageModel:
-    return LanguageModel(tiny_model(seed=7), TOKENIZER, defaults=SamplingParams(max_new_tokens=20), **options)
+    return LanguageModel(tiny_model(seed=7), TOKENIZER, defaults=GenerateOptions(max_new_tokens=20), **options)
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +148,11 @@ def test_the_seeds_of_samples_are_those_of_philox_as_published():
         ({"time_limit": math.nan}, "time_limit must be"),
         ({"stop_when": 3}, r"stop_when must be a function of \(ids, text\); got 3"),
         ({"cancel": True}, "cancel must be a threading.Event; got True"),
-        ({"logprob": 1}, "unknown option 'logprob'; the options are max_new_tokens, .*logprobs"),
+        ({"logprob": 1}, "unknown option 'logprob': did you mean logprobs"),
         ({"per_prompt": {"seed": 1}}, "per_prompt must be a list of options as dicts, one a prompt"),
         ({"per_prompt": [{}, {}]}, "per_prompt has options for 2 prompts, and there are 1"),
         ({"per_prompt": [3]}, "per_prompt must hold a dict of options for each prompt; got 3"),
-        ({"per_prompt": [{"n": 2}]}, "unknown option 'n'; the options are max_new_tokens"),
+        ({"per_prompt": [{"n": 2}]}, "n is of a whole call: give it to the call, not to one of its prompts"),
     ],
     ids=str,
 )
@@ -250,7 +250,7 @@ def abc(**options) -> LanguageModel:
     def follow(tokens):
         return ord("a") + (tokens[-1] - ord("a") + 1) % 26
 
-    return LanguageModel(scripted_model(follow, vocab_size=258), TOKENIZER, defaults=SamplingParams(**options))
+    return LanguageModel(scripted_model(follow, vocab_size=258), TOKENIZER, defaults=GenerateOptions(**options))
 
 
 def test_a_predicate_sees_ids_and_text_and_ends_its_row_alone():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onward
-from onward import Completion, LanguageModel, SamplingParams
+from onward import Completion, GenerateOptions, LanguageModel
 from onward.testing import ByteTokenizer, tiny_model
 
 TOKENIZER = ByteTokenizer()
@@ -15,7 +15,7 @@ TOKENIZER = ByteTokenizer()
 
 @cache
 def lm(chunk: int = 512) -> LanguageModel:
-    defaults = SamplingParams(max_new_tokens=8)
+    defaults = GenerateOptions(max_new_tokens=8)
     return LanguageModel(tiny_model(seed=7), TOKENIZER, defaults=defaults, prefill_chunk=chunk)
 
 

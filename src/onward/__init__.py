@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from onward.native import num_threads, set_num_threads
     from onward.program import Program, compile
     from onward.quantization import quantize
-    from onward.requests import GenerateOptions, Score
+    from onward.requests import ChatOptionsDict, GenerateOptions, GenerateOptionsDict, Request, Score
     from onward.sampling import Sampler, SamplingParams, greedy, sample
     from onward.sessions import Session
     from onward.speculation import Speculation, Speculator
@@ -36,10 +36,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChatOptionsDict",
     "Completion",
     "DecodeOutput",
     "FilledCache",
     "GenerateOptions",
+    "GenerateOptionsDict",
     "Inferencer",
     "KVCache",
     "LanguageModel",
@@ -49,6 +51,7 @@ __all__ = [
     "Piece",
     "PrefillOutput",
     "Program",
+    "Request",
     "Sampler",
     "SamplingParams",
     "Score",
@@ -72,10 +75,12 @@ __all__ = [
 
 # Importing torch takes a second, which `onward --help` should not: names are found when they are first used.
 _HOMES = {
+    "ChatOptionsDict": "onward.requests",
     "Completion": "onward.completion",
     "DecodeOutput": "onward.decoding",
     "FilledCache": "onward.decoding",
     "GenerateOptions": "onward.requests",
+    "GenerateOptionsDict": "onward.requests",
     "Inferencer": "onward.decoding",
     "KVCache": "onward.cache",
     "LanguageModel": "onward.language_model",
@@ -85,6 +90,7 @@ _HOMES = {
     "Piece": "onward.completion",
     "PrefillOutput": "onward.decoding",
     "Program": "onward.program",
+    "Request": "onward.requests",
     "Sampler": "onward.sampling",
     "SamplingParams": "onward.sampling",
     "Score": "onward.requests",

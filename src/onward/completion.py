@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from onward.decoding import TokenLogprobs
-from onward.decoding.row import FinishReason
+from onward.decoding.row import FinishReason, StoppedBy
 from onward.speculation import Speculation
 
 
@@ -47,6 +47,7 @@ class Completion:
     token_ids: every id generated, the ending one too.
     finish_reason: "stop" (an eos id, a stop string or `stop_when`), "length" (max_new_tokens), "time" (time_limit) or
         "cancelled" (cancel).
+    stopped_by: what "stop" was due to: the ending id, the stop string, or the function `stop_when`; else None.
     timing: see `Timing`.
     prompt_tokens: how many ids the prompt had. cached_tokens: how many of them a session held already.
     seed: the one the text was drawn with, given or fresh: it gives the same text again. None if greedy.
@@ -69,6 +70,15 @@ class Completion:
     others: list["Completion"] = field(default_factory=list)
     cached_tokens: int = 0
     speculation: Speculation | None = None
+    stopped_by: StoppedBy | None = None
+
+    def __repr__(self) -> str:
+        """One line; every field is an attribute."""
+        text = self.text if len(self.text) <= 40 else f"{self.text[:39]}…"
+        facts = [f"{len(self.token_ids)} tokens", f"finish_reason={self.finish_reason!r}"]
+        facts += [] if self.seed is None else [f"seed={self.seed}"]
+        facts += [f"{len(self.others)} others"] if self.others else []
+        return f"Completion({text!r}, {', '.join(facts)})"
 
     @property
     def choices(self) -> list["Completion"]:

@@ -1,21 +1,41 @@
 """What users hold: a model, its tokenizer, its chat template and its defaults, behind a few verbs."""
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from onward.cache import length_of
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
 from onward.completion import Completion, Piece
 from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Cache, Model, ModelRun
 from onward.program import Report
-from onward.requests import Ids, Prompt, RequestReader, Runner, Score, Speculators, drained, only, score_texts
-from onward.requests.request import as_list, check_ids, check_top, needed_tokenizer
-from onward.sampling import SamplingParams
-from onward.speculation import Drafter, ModelDrafter, Speculator, check_same_tokens
+from onward.requests import (
+    ChatOptionsDict,
+    Draft,
+    GenerateOptions,
+    GenerateOptionsDict,
+    Ids,
+    Prompt,
+    Request,
+    RequestReader,
+    Runner,
+    Score,
+    Speculators,
+    drained,
+    only,
+    score_texts,
+    split_chat_options,
+)
+from onward.requests.request import as_list, check_top, checked_ids, needed_tokenizer
+from onward.sampling.params import plain
+from onward.speculation import ModelDrafter, Speculator, check_same_tokens
+
+# One of several prompts; a list of them is not itself a prompt.
+_Prompt = TypeVar("_Prompt", bound=Prompt)
 
 
 class LanguageModel:
@@ -38,39 +58,87 @@ class LanguageModel:
         model: Model,
         tokenizer: Tokenizer | None = None,
         chat_template: ChatTemplate | None = None,
-        defaults: SamplingParams | None = None,
+        defaults: GenerateOptions | None = None,
         prefill_chunk: int = 512,
         compile: str = "auto",
-        draft: "str | LanguageModel | Model | Drafter | Speculator | None" = None,
+        draft: Draft | None = None,
     ) -> None:
-        self.model = model
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.defaults = SamplingParams() if defaults is None else defaults
+        self.defaults = GenerateOptions() if defaults is None else defaults
         self.prefill_chunk = prefill_chunk
-        self._run_of_model = ModelRun(model, compile)
+        self._model_run = ModelRun(model, compile)
         self._speculators = Speculators()
         self.draft = draft
+
+    @property
+    def model(self) -> Model:
+        """What is decoded from. A model of other weights may take its place; sessions then forget what they hold."""
+        return self._model_run.model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self._model_run = ModelRun(model, self._model_run.compile)
+
+    def with_model(self, model: Model) -> "LanguageModel":
+        """A language model of the same tokenizer, chat template and options, that decodes from `model`.
+
+        What was learnt of drafts and compiled for this model stays with this one.
+        """
+        return LanguageModel(
+            model,
+            self.tokenizer,
+            self.chat_template,
+            self.defaults,
+            self.prefill_chunk,
+            self._model_run.compile,
+            self._draft_source,
+        )
+
+    def request(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Request:
+        """A prompt and its options as one checked value, which `generate` and `stream` take in a prompt's place.
+
+        Options not given are this model's `defaults`. Args and errors as of `generate`.
+        """
+        prompts, is_batch = as_list(prompt)
+        if is_batch:
+            raise RequestError(f"a request is of one prompt; got a list of {len(prompts)}")
+        return self._requests(prompts, options)[0]
+
+    @overload
+    def generate(
+        self, prompt: Prompt, *, cache: Cache | None = None, **options: Unpack[GenerateOptionsDict]
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[_Prompt] | tuple[_Prompt, ...],
+        *,
+        cache: Cache | None = None,
+        per_prompt: Sequence[GenerateOptionsDict] | None = None,
+        **options: Unpack[GenerateOptionsDict],
+    ) -> list[Completion]: ...
 
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
         *,
         cache: Cache | None = None,
-        per_prompt: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        per_prompt: Sequence[GenerateOptionsDict] | None = None,
+        **options: Unpack[GenerateOptionsDict],
     ) -> Completion | list[Completion]:
         """Complete a prompt, or several at once.
 
         Args:
-            prompt: a text, a list of ids, or a list of either. A text is encoded with the tokenizer's own special
-                tokens (a BOS, for some); ids are taken as they are.
+            prompt: a text, ids (a list, or one dimension of an array or tensor), a `Request`; or a list of those. A
+                text is encoded with the tokenizer's own special tokens (a BOS, for some); ids are taken as they are.
             cache: one made by `new_cache` for as many rows, a prompt's `n` or `beams` times; what it held before is
                 overwritten. A cache that the next call goes on with is an `onward.Session`'s.
-            per_prompt: for each prompt the fields of `SamplingParams` in which it differs from `options`, such as
-                [{"temperature": 0}, {"seed": 7}].
-            options: the fields of `SamplingParams` (those not given are the checkpoint's, `defaults`) and of
-                `onward.GenerateOptions`; its `draft` may be whatever the attribute `draft` takes, None for none.
+            per_prompt: for each prompt the options in which it differs, such as [{"temperature": 0}, {"seed": 7}].
+                What concerns the whole call (n, beams, logprobs, draft, time_limit …) is the same for all.
+            options: the fields of `onward.GenerateOptions`; those not given are the checkpoint's, `defaults`. `draft`
+                may be whatever the attribute `draft` takes, None for none.
 
         Returns:
             A `Completion`, or a list of them for a list of prompts, in order. With n > 1 a completion's `choices` are
@@ -83,12 +151,11 @@ class LanguageModel:
             TokenizerError: a text prompt or a stop string, and no tokenizer.
         """
         prompts, is_batch = as_list(prompt)
-        requests, call = self._reader.read(prompts, self._with_draft(options), per_prompt)
-        completions = drained(self._runner.pieces(requests, call, cache))
+        completions = drained(self._runner.pieces(self._requests(prompts, options, per_prompt, cache), cache))
         return completions if is_batch else completions[0]
 
     def stream(
-        self, prompt: Prompt, *, cache: Cache | None = None, **options: Any
+        self, prompt: Prompt, *, cache: Cache | None = None, **options: Unpack[GenerateOptionsDict]
     ) -> Generator[Piece, None, Completion]:
         """`generate` for one prompt, a `Piece` a token as they come; the pieces add up to its text.
 
@@ -99,33 +166,49 @@ class LanguageModel:
         prompts, is_batch = as_list(prompt)
         if is_batch:
             raise RequestError(f"stream takes one prompt; got a list of {len(prompts)}: use generate for several")
-        requests, call = self._reader.read(prompts, self._with_draft(options))
-        if call.rows > 1:
+        (request,) = self._requests(prompts, options, cache=cache)
+        if request.options.rows > 1:
             raise RequestError("stream gives out one text as it comes: use generate for n or beams above 1")
-        return only(self._runner.pieces(requests, call, cache))
+        return only(self._runner.pieces([request], cache))
 
-    def chat(self, messages: Sequence[Message], **options: Any) -> Completion:
+    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]) -> Completion:
         """The assistant's answer to a conversation.
 
         Args:
             messages: such as [{"role": "user", "content": "Hi"}], oldest first.
-            options: as of `generate`; and `template`, a mapping of variables for the chat template.
-        """
-        completion = self.generate(self.chat_prompt(messages, options.pop("template", None)), **options)
-        assert isinstance(completion, Completion)
-        return completion
+            options: as of `generate`, and the variables of the chat template: tools, enable_thinking, documents,
+                reasoning_effort, or any other that it reads. `template={…}` gives variables as a mapping, also those
+                whose names are options.
 
-    def stream_chat(self, messages: Sequence[Message], **options: Any) -> Generator[Piece, None, Completion]:
+        Raises:
+            RequestError: also a variable that the chat template does not read.
+        """
+        variables, others = split_chat_options(self.chat_template, options)
+        return self.generate(self.chat_prompt(messages, variables), **others)
+
+    def stream_chat(
+        self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]
+    ) -> Generator[Piece, None, Completion]:
         """`chat`, a `Piece` a token."""
-        return self.stream(self.chat_prompt(messages, options.pop("template", None)), **options)
+        variables, others = split_chat_options(self.chat_template, options)
+        return self.stream(self.chat_prompt(messages, variables), **others)
 
     def chat_prompt(self, messages: Sequence[Message], template: Mapping[str, Any] | None = None) -> list[int]:
-        """The ids of a conversation as the chat template writes it, up to where the answer begins."""
+        """The ids of a conversation as the chat template writes it, up to where the answer begins.
+
+        template: variables of the chat template, such as {"enable_thinking": False}.
+        """
         if self.chat_template is None:
             raise TokenizerError("this model has no chat template: use generate with a plain prompt")
         text = self.chat_template.render(messages, **(template or {}))
         # The template writes the special tokens itself.
         return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)
+
+    @overload
+    def score(self, text: str | Ids, *, logprobs: int = 0) -> Score: ...
+
+    @overload
+    def score(self, text: list[_Prompt] | tuple[_Prompt, ...], *, logprobs: int = 0) -> list[Score]: ...
 
     def score(self, text: Prompt | Sequence[Prompt], *, logprobs: int = 0) -> Score | list[Score]:
         """How likely the model finds a text, or several: log-likelihood, perplexity, the logprob of each token.
@@ -142,7 +225,7 @@ class LanguageModel:
         """
         texts, is_batch = as_list(text)
         check_top("logprobs", logprobs, self.model.vocab_size)
-        ids = [self._reader.prompt_ids(one) for one in texts]
+        ids = [self._reader.prompt_ids(one.prompt if isinstance(one, Request) else one) for one in texts]
         for one in ids:
             check_room(len(one), 0, self.model.max_seq_len)
         scores = score_texts(self._model_run, ids, logprobs, self.prefill_chunk)
@@ -151,9 +234,9 @@ class LanguageModel:
     @torch.no_grad()
     def logits(self, ids: Ids) -> Tensor:
         """What the model predicts after each of `ids`: float32 [T, V], on the CPU."""
-        check_ids(ids, self.model.vocab_size)
+        ids = checked_ids(ids, self.model.vocab_size)
         check_room(len(ids), 0, self.model.max_seq_len)
-        tokens = torch.tensor([list(ids)], dtype=torch.int32, device=self.model.device)
+        tokens = torch.tensor([ids], dtype=torch.int32, device=self.model.device)
         cache = self.model.new_cache(1, len(ids))
         parts = []
         for start in range(0, len(ids), self.prefill_chunk):
@@ -172,14 +255,24 @@ class LanguageModel:
         return self._draft
 
     @draft.setter
-    def draft(self, draft: "str | LanguageModel | Model | Drafter | Speculator | None") -> None:
+    def draft(self, draft: Draft | None) -> None:
         self._draft = self._speculator(draft)
+        self._draft_source = draft
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        options: Mapping[str, Any],
+        per_prompt: Sequence[Mapping[str, Any]] | None = None,
+        cache: Any = None,
+    ) -> list[Request]:
+        return self._reader.read(prompts, self._with_draft(options), per_prompt, length_of(cache))
 
     def _with_draft(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Options with the speculator that they ask for, or else this model's; beams have no use for that."""
         if "draft" in options:
             return {**options, "draft": self._speculator(options["draft"])}
-        return {**options, "draft": self._draft if options.get("beams", 1) == 1 else None}
+        return {**options, "draft": self._draft if options.get("beams", self.defaults.beams) == 1 else None}
 
     def _speculator(self, draft: Any) -> Speculator | None:
         if not isinstance(draft, LanguageModel):
@@ -188,7 +281,7 @@ class LanguageModel:
         def drafter() -> ModelDrafter:
             if self.tokenizer is not None and draft.tokenizer is not None:
                 check_same_tokens(self.tokenizer, draft.tokenizer)
-            return ModelDrafter(draft.model, draft._run_of_model.compile, draft.prefill_chunk)
+            return ModelDrafter(draft.model, draft._model_run.compile, draft.prefill_chunk)
 
         return self._speculators.kept(id(draft), draft, drafter)
 
@@ -199,13 +292,6 @@ class LanguageModel:
     @property
     def _runner(self) -> Runner:
         return Runner(self._model_run, self.tokenizer, self.prefill_chunk)
-
-    @property
-    def _model_run(self) -> ModelRun:
-        # `model` may have been replaced, as a copy that is to be quantized has it.
-        if self._run_of_model.model is not self.model:
-            self._run_of_model = ModelRun(self.model, self._run_of_model.compile)
-        return self._run_of_model
 
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """What runs for `tokens` tokens of `batch` rows at position `offset`: print it for a table of kernels, bytes
@@ -227,4 +313,4 @@ class LanguageModel:
 
     def decode(self, ids: Ids) -> str:
         """The text of ids, special tokens left out."""
-        return needed_tokenizer(self.tokenizer, "text").decode(ids)
+        return needed_tokenizer(self.tokenizer, "text").decode([plain(token) for token in plain(ids)])

@@ -14,7 +14,6 @@ from onward.language_model import LanguageModel
 from onward.models import (
     DecoderConfig,
     DecoderParams,
-    Model,
     check_backend,
     decoder_model,
     pack_layer,
@@ -22,9 +21,8 @@ from onward.models import (
     read_config,
 )
 from onward.quantization import check_format, quantize_params
-from onward.requests import LOOKUPS
+from onward.requests import LOOKUPS, Draft, generation_defaults
 from onward.sampling.params import check_whole
-from onward.speculation import Drafter, Speculator
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -46,7 +44,7 @@ def load(
     quantize: str | None = None,
     name_map: NameMapSource = None,
     compile: str = "auto",
-    draft: str | os.PathLike[str] | LanguageModel | Model | Drafter | Speculator | None = None,
+    draft: Draft | os.PathLike[str] | None = None,
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
 
@@ -86,7 +84,8 @@ def load(
     folder = CheckpointFolder(path)
     config = read_config(folder.config)
     context = _context(config, max_seq_len)
-    tokenizer, template, defaults = folder.tokenizer, folder.chat_template, folder.sampling_defaults
+    tokenizer, template = folder.tokenizer, folder.chat_template
+    defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None)
     _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
     params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map)
     if torch_device.type == "cpu":

@@ -9,13 +9,12 @@ from tiny_checkpoint import change_json, make_checkpoint, refused, write_json
 
 import onward
 from onward.checkpoint import CheckpointFolder
-from onward.checkpoint.generation_config import sampling_defaults
 from onward.errors import ConfigError, OnwardWarning, RequestError
-from onward.sampling import SamplingParams
+from onward.requests import GenerateOptions, generation_defaults
 
 
 def defaults(**config):
-    return sampling_defaults(config, (), has_text=True)
+    return generation_defaults(config, (), has_text=True)
 
 
 # ── the ids that end a text ───────────────────────────────────────────────────────────────────────────────
@@ -78,7 +77,7 @@ def test_an_eos_outside_the_vocabulary_is_refused(file, folder):
 
 # ── sampling ──────────────────────────────────────────────────────────────────────────────────────────────
 
-GREEDY = SamplingParams(eos=())
+GREEDY = GenerateOptions(eos=())
 
 
 @pytest.mark.parametrize(
@@ -90,10 +89,10 @@ def test_decoding_is_greedy_where_sampling_is_not_asked_for(config):
 
 def test_sampling_is_as_asked_and_otherwise_the_models_own_distribution():
     asked = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
-    assert defaults(do_sample=True, **asked) == SamplingParams(eos=(), **asked)
-    assert defaults(do_sample=True) == SamplingParams(eos=(), temperature=1.0)
-    assert defaults(do_sample=True, temperature=None, top_k=None) == SamplingParams(eos=(), temperature=1.0)
-    assert defaults(do_sample=True, temperature=0.0) == SamplingParams(eos=(), temperature=0.0)
+    assert defaults(do_sample=True, **asked) == GenerateOptions(eos=(), **asked)
+    assert defaults(do_sample=True) == GenerateOptions(eos=(), temperature=1.0)
+    assert defaults(do_sample=True, temperature=None, top_k=None) == GenerateOptions(eos=(), temperature=1.0)
+    assert defaults(do_sample=True, temperature=0.0) == GenerateOptions(eos=(), temperature=0.0)
 
 
 def test_a_request_may_ask_for_something_else(folder):
@@ -101,7 +100,7 @@ def test_a_request_may_ask_for_something_else(folder):
         folder / "generation_config.json", {"do_sample": True, "temperature": 0.5, "top_k": 3, "eos_token_id": 7}
     )
     lm = onward.load(folder)
-    assert lm.defaults == SamplingParams(temperature=0.5, top_k=3, eos=(7,))
+    assert lm.defaults == GenerateOptions(temperature=0.5, top_k=3, eos=(7,))
     one, other = (lm.generate([5], max_new_tokens=6, temperature=0, top_k=k).token_ids for k in (0, 1))
     assert one == other
 
@@ -203,7 +202,7 @@ def test_what_transformers_writes_by_default_is_nothing_to_warn_of():
         "use_cache": True,
     }
     assert defaults(**off) == GREEDY
-    assert defaults(**off | {"do_sample": True}) == SamplingParams(eos=(), temperature=1.0, top_k=50)
+    assert defaults(**off | {"do_sample": True}) == GenerateOptions(eos=(), temperature=1.0, top_k=50)
 
 
 def test_sampling_options_without_do_sample_are_warned_of():

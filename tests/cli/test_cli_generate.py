@@ -8,7 +8,7 @@ import pytest
 from command_line import Cli
 
 import onward
-from onward.cli.flags import SamplingFlags
+from onward.cli.flags import SamplingFlags, options_of
 
 PROMPT = "Once upon a time"
 SAMPLED = ("-n", "24", "-t", "0.9", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01", "--seed", "7")
@@ -107,13 +107,14 @@ def test_dtype_and_context_reach_the_model(cli: Cli) -> None:
 def test_every_sampling_option_is_a_flag() -> None:
     flags = {field.name: field.default for field in dataclasses.fields(SamplingFlags)}
     for_code = {"logit_bias", "dry_sequence_breakers"}
-    assert set(flags) | for_code == {field.name for field in dataclasses.fields(onward.SamplingParams)}
-    assert SamplingFlags().options() == {}
+    of_texts = {"max_new_tokens", "stop"}
+    assert set(flags) | for_code == {field.name for field in dataclasses.fields(onward.SamplingParams)} | of_texts
+    assert options_of(SamplingFlags()) == {}
 
 
 def test_a_zero_is_given_and_stop_strings_are_literal() -> None:
     given = SamplingFlags(temperature=0.0, top_k=0, seed=0, max_new_tokens=0, stop=["\\n"], eos=[0])
-    assert given.options() == {
+    assert options_of(given) == {
         "temperature": 0.0,
         "top_k": 0,
         "seed": 0,

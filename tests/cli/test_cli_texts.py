@@ -7,7 +7,7 @@ import pytest
 from command_line import Cli
 
 import onward
-from onward.cli.flags import GenerateFlags
+from onward.cli.flags import GenerateFlags, SamplingFlags, options_of
 
 PROMPT = "Once upon a time"
 SAMPLED = ("-n", "10", "-t", "0.9", "--seed", "7")
@@ -77,11 +77,11 @@ def test_contradictions_are_one_line(cli: Cli, lm: onward.LanguageModel, flags: 
 
 
 def test_every_option_of_a_call_is_a_flag_or_for_code() -> None:
-    flags = {field.name for field in dataclasses.fields(GenerateFlags)}
-    for_code = {"early_stopping", "stop_when", "cancel"}
+    flags = {field.name for group in (GenerateFlags, SamplingFlags) for field in dataclasses.fields(group)}
+    for_code = {"early_stopping", "stop_when", "cancel", "logit_bias", "dry_sequence_breakers"}
     spoken_for = {"draft"}  # a flag of its own, for it loads a model
     assert flags | for_code == {field.name for field in dataclasses.fields(onward.GenerateOptions)} - spoken_for
-    assert GenerateFlags().options() == {}
+    assert options_of(SamplingFlags(), GenerateFlags()) == {}
 
 
 def test_a_score_is_printed_for_people_and_for_programs(cli: Cli, loaded: onward.LanguageModel) -> None:

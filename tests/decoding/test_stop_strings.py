@@ -32,9 +32,9 @@ def stream_of(pieces, stops):
     given_out = []
     for token in range(len(pieces)):
         given_out.append(stream.push(token))
-        if stream.stopped:
+        if stream.stopped_by is not None:
             break
-    return given_out, stream.flush(), stream.stopped
+    return given_out, stream.flush(), stream.stopped_by is not None
 
 
 # Few letters, so that stop strings begin, break off, overlap and repeat all the time.

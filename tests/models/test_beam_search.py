@@ -264,7 +264,7 @@ def test_contradictions_are_refused(lm, options, message):
 
 
 def test_a_checkpoint_that_samples_by_default_searches_all_the_same():
-    defaults = onward.SamplingParams(temperature=0.7, top_p=0.8, max_new_tokens=4)
+    defaults = onward.GenerateOptions(temperature=0.7, top_p=0.8, max_new_tokens=4)
     sampling = onward.LanguageModel(tiny_model(seed=5), ByteTokenizer(), defaults=defaults)
     plain = onward.LanguageModel(tiny_model(seed=5), ByteTokenizer())
     assert contents(sampling.generate("a", beams=2)) == contents(plain.generate("a", beams=2, max_new_tokens=4))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onward import SamplingParams, sample
+from onward import GenerateOptions, SamplingParams, sample
 from onward.errors import RequestError
 
 NAN, INF = float("nan"), float("inf")
@@ -75,20 +75,21 @@ BAD_OTHERS = [
     ("bad_words", [[1.0]]),
     ("min_new_tokens", -1),
     ("min_new_tokens", True),
-    ("max_new_tokens", -1),
-    ("max_new_tokens", 2.0),
-    ("max_new_tokens", True),
-    ("max_new_tokens", None),
-    ("stop", ""),
-    ("stop", ["a", ""]),
-    ("stop", [1]),
-    ("stop", 5),
-    ("stop", None),
     ("eos", -1),
     ("eos", 1.5),
     ("eos", [1.5]),
     ("eos", True),
     ("eos", "2"),
+]
+BAD_ENDS = [
+    ("max_new_tokens", -1),
+    ("max_new_tokens", 2.0),
+    ("max_new_tokens", True),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", [1]),
+    ("stop", 5),
+    ("stop", None),
 ]
 
 
@@ -96,6 +97,12 @@ BAD_OTHERS = [
 def test_a_value_outside_its_range_is_refused_by_name(name, value):
     with pytest.raises(RequestError, match=f"^{name}"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_FILTERS + BAD_OTHERS + BAD_ENDS)
+def test_a_request_refuses_the_same_and_what_would_not_end_its_text(name, value):
+    with pytest.raises(RequestError, match=f"^{name}"):
+        GenerateOptions(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_FILTERS)
@@ -120,19 +127,17 @@ def test_sample_refuses_the_same_values(name, value):
         {"logit_bias": {2: 0, 0: -INF}},
         {"seed": 0},
         {"seed": 2**64 - 1},
-        {"max_new_tokens": 0},
     ],
     ids=str,
 )
 def test_the_ends_of_every_range_are_served(options):
     SamplingParams(**{"temperature": 1.0} | options)
-    options.pop("max_new_tokens", None)
     assert sample(torch.tensor([[0.0, 9.0, 1.0]]), **({"seed": 1} | options)).shape == (1,)
 
 
 def test_one_and_several_have_one_form():
-    assert SamplingParams(stop="end").stop == ("end",)
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert GenerateOptions(stop="end").stop == ("end",)
+    assert GenerateOptions(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(eos=2).eos == (2,)
     assert SamplingParams(eos=[2, 3]).eos == (2, 3)
     assert SamplingParams().eos is None
@@ -158,7 +163,7 @@ def test_one_and_several_have_one_form():
 )
 def test_options_that_contradict_each_other_are_refused(options, says):
     with pytest.raises(RequestError, match=says):
-        SamplingParams(**options)
+        GenerateOptions(**options)
 
 
 def test_replace_changes_what_it_is_given_and_checks_it():
@@ -169,8 +174,10 @@ def test_replace_changes_what_it_is_given_and_checks_it():
 
 
 def test_an_unknown_option_is_named_and_so_are_those_that_exist():
-    with pytest.raises(RequestError, match=r"unknown option 'temprature'; the options are .*temperature"):
+    with pytest.raises(RequestError, match=r"unknown option 'temprature': did you mean temperature\?"):
         SamplingParams().replace(temprature=1.0)
+    with pytest.raises(RequestError, match=r"unknown option 'frobnicate'; the options are .*temperature"):
+        SamplingParams().replace(frobnicate=1.0)
     with pytest.raises(TypeError, match="temprature"):
         sample(torch.zeros(1, 3), temprature=1.0)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onward import Completion, LanguageModel, Model, SamplingParams, Session, ops
+from onward import Completion, GenerateOptions, LanguageModel, Model, Session, ops
 from onward.models import pack_params
 from onward.testing import ByteTokenizer, tiny_model
 
@@ -29,7 +29,7 @@ def _tiny(form: ops.Choice, seed: int, **config: Any) -> LanguageModel:
     return LanguageModel(
         packed(tiny_model("qwen3", seed=seed, **WINDOWED, **config)),
         TOKENIZER,
-        defaults=SamplingParams(max_new_tokens=10),
+        defaults=GenerateOptions(max_new_tokens=10),
         prefill_chunk=16,
     )
 

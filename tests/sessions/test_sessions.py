@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from session_cases import GREEDY, PENALISED, SAMPLED, TOKENIZER, contents, counting, spoil, tiny
 
 import onward
-from onward import LanguageModel, Model, SamplingParams, Session
+from onward import GenerateOptions, LanguageModel, Model, Session
 from onward.checkpoint import ChatTemplate
 from onward.decoding import PrefixCache
 from onward.errors import ContextOverflowError, RequestError
@@ -314,7 +314,7 @@ def test_a_forward_may_return_another_cache_than_it_was_given() -> None:
         copy = type(cache)(*(tuple(layer.clone() for layer in layers) for layers in cache))
         return model.forward(tokens, offsets, copy, params, **options)
 
-    few_tokens = SamplingParams(max_new_tokens=10)
+    few_tokens = GenerateOptions(max_new_tokens=10)
     lm = LanguageModel(dataclasses.replace(model, forward=forward), TOKENIZER, None, few_tokens, compile="eager")
     session = Session(lm)
     text = [*b"Hello", *session.generate("Hello", **SAMPLED).token_ids, *b" again"]
@@ -441,5 +441,5 @@ def test_a_session_without_a_chat_template_has_no_chats() -> None:
 
 
 def test_defaults_are_the_language_models() -> None:
-    lm = LanguageModel(tiny().model, TOKENIZER, defaults=SamplingParams(max_new_tokens=3))
+    lm = LanguageModel(tiny().model, TOKENIZER, defaults=GenerateOptions(max_new_tokens=3))
     assert len(Session(lm).generate("Hello").token_ids) == 3

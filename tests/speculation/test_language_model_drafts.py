@@ -6,7 +6,7 @@ import pytest
 from drafted import Guess
 
 import onward
-from onward import LanguageModel, SamplingParams, Session
+from onward import GenerateOptions, LanguageModel, Session
 from onward.errors import DraftError, RequestError, SourceError, TokenizerError
 from onward.speculation import ModelDrafter, PromptLookup, Speculator
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
@@ -153,7 +153,7 @@ def test_a_cache_of_the_callers_is_enough_for_drafts_too(lm):
 
 def test_rows_that_end_early_leave_the_batch():
     """Their rows of both caches are given up; those that go on are drafted as before."""
-    lm = LanguageModel(tiny_model(), defaults=SamplingParams(max_new_tokens=30))
+    lm = LanguageModel(tiny_model(), defaults=GenerateOptions(max_new_tokens=30))
     per_prompt = [{"max_new_tokens": count} for count in (3, 30, 11, 1)]
     prompts = [[1, 2], [3], [4, 5, 6], [7]]
     plain = lm.generate(prompts, per_prompt=per_prompt)

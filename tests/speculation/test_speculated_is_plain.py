@@ -215,7 +215,7 @@ def test_eos_inside_an_accepted_draft_ends_the_row_there_and_the_cache_with_it()
 def test_a_ban_that_a_wrong_draft_would_bring_about_does_not_end_the_text():
     """After the drafted 0, 1 every id but those has been said; plain decoding never says 1."""
     model = scripted_model([0, 2, 3], vocab_size=4)
-    params = [SamplingParams(no_repeat_ngram_size=1, max_new_tokens=3)]
+    params = [SamplingParams(no_repeat_ngram_size=1)]
     plain = texts(model, [[1]], [3], params)
     assert texts(model, [[1]], [3], params, speculator=fixed(Guess(lambda row: [0, 2, 3, 1][: row.wanted]), 3)) == plain
     assert texts(model, [[1]], [3], params, speculator=fixed(Guess(lambda row: [3, 2, 0]), 3)) == plain

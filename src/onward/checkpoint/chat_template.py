@@ -18,11 +18,15 @@ from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as LoopControls
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
 from onward.checkpoint.template_budget import budget, budgeted
 from onward.checkpoint.template_sandbox import SandboxedEnvironment
 from onward.errors import RequestError, TokenizerError, one_line
+
+# Variables that the checkpoint sets, and no chat.
+_SPECIAL_TOKENS = frozenset(f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
 
 # {"role": "user", "content": "…"}, and whatever else a template reads.
 Message = Mapping[str, Any]
@@ -56,9 +60,17 @@ class ChatTemplate:
             with budgeted():
                 self._template = environment.from_string(source)
                 self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
+                sources = [source] if tool_source is None else [source, tool_source]
+                names = frozenset().union(*(find_undeclared_variables(environment.parse(each)) for each in sources))
         except Exception as error:  # Jinja's own, and those of Python's compiler, which reads what Jinja writes
             raise TokenizerError(f"the chat template cannot be read: {_brief(error)}") from error
         self._special_tokens = dict(special_tokens)
+        self._variables = frozenset(names - {"messages", "add_generation_prompt", *special_tokens} - _SPECIAL_TOKENS)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads beside the messages and the special tokens: tools, enable_thinking …"""
+        return self._variables
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt of a conversation, up to where the answer begins.

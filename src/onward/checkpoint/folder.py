@@ -8,10 +8,8 @@ from typing import Any
 
 from onward.checkpoint.chat_template import ChatTemplate
 from onward.checkpoint.dcp_metadata import METADATA
-from onward.checkpoint.generation_config import sampling_defaults
 from onward.checkpoint.tokenizer import JsonTokenizer, token_text
 from onward.errors import ConfigError, OnwardError, TokenizerError, one_line, warn
-from onward.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -85,11 +83,6 @@ class CheckpointFolder:
             return tuple(ids)
         from_tokenizer = self.tokenizer.eos_id if self.tokenizer is not None else None
         return () if from_tokenizer is None else (from_tokenizer,)
-
-    @cached_property
-    def sampling_defaults(self) -> SamplingParams:
-        """generation_config.json's sampling, or greedy where it does not ask for sampling."""
-        return sampling_defaults(self.generation_config, self.eos, has_text=self.tokenizer is not None)
 
     def _template_files(self) -> dict[str, str]:
         files = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}

@@ -8,7 +8,7 @@ import typer
 
 from onward.cli.chat_input import ChatInput, PipedInput, TerminalInput
 from onward.cli.conversation import Conversation
-from onward.cli.flags import DraftFlags, ModelFlags, SamplingFlags
+from onward.cli.flags import DraftFlags, ModelFlags, SamplingFlags, options_of
 from onward.cli.loading import load_model
 from onward.cli.prompt import expanded
 from onward.cli.session import Answer, ChatSession
@@ -38,7 +38,7 @@ def chat(
     pipe, every line is a message or a command. With --session FILE the chat
     and what the model has computed of it are there again next time.
     """
-    options = sampling.options()
+    options = options_of(sampling)
     lm = load_model(model, drafting)
     if lm.chat_template is None:
         raise TokenizerError(f"{model.model} has no chat template: use `onward generate` with a plain prompt")

@@ -83,18 +83,6 @@ class SamplingFlags:
     eos: Annotated[list[int] | None, Option("--eos", metavar="ID", help="End after token ID. Repeatable.")] = None
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Let no token end the text.")] = False
 
-    def options(self) -> dict[str, Any]:
-        """Those given, as keyword arguments of `LanguageModel.generate`.
-
-        Raises:
-            RequestError: a value outside its range; here, before a model is loaded for nothing.
-        """
-        with waiting("starting …"):  # the first import of torch takes a second
-            from onward import SamplingParams
-        given = _given(self)
-        SamplingParams(**given)
-        return given
-
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateFlags:
@@ -117,17 +105,20 @@ class GenerateFlags:
         float | None, Option("--time-limit", metavar="SECONDS", help="End the text after so long.")
     ] = None
 
-    def options(self) -> dict[str, Any]:
-        """Those given, as keyword arguments of `LanguageModel.generate`.
 
-        Raises:
-            RequestError: a value outside its range, or options that contradict each other.
-        """
-        with waiting("starting …"):
-            from onward import GenerateOptions
-        given = _given(self)
-        GenerateOptions(**given)
-        return given
+def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> dict[str, Any]:
+    """The flags given, as keyword arguments of `LanguageModel.generate`.
+
+    Raises:
+        RequestError: a value outside its range, or options that contradict each other; here, before a model is
+            loaded for nothing.
+    """
+    with waiting("starting …"):  # the first import of torch takes a second
+        from onward import GenerateOptions
+    given = _given(sampling) | ({} if texts is None else _given(texts))
+    # A checkpoint's defaults may sample; they are not known yet.
+    GenerateOptions(**({} if given.get("beams", 1) > 1 else {"temperature": 1.0}) | given)
+    return given
 
 
 def _given(flags: Any) -> dict[str, Any]:

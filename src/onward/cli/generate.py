@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.cli.flags import DraftFlags, GenerateFlags, ModelFlags, SamplingFlags
+from onward.cli.flags import DraftFlags, GenerateFlags, ModelFlags, SamplingFlags, options_of
 from onward.cli.json_output import json_fields
 from onward.cli.loading import load_model
 from onward.cli.prompt import parse_ids, read_prompt
@@ -52,7 +52,7 @@ def generate(
         raise RequestError("--chat writes a text around the prompt, --ids takes it as ids: give one of them")
     text = read_prompt(prompt, file)
     given = parse_ids(text) if ids else text
-    options = sampling.options() | texts.options()
+    options = options_of(sampling, texts)
     if not as_json and (texts.logprobs is not None or texts.prompt_logprobs is not None):
         raise RequestError("logprobs are part of what --json prints: add it")
     if drafting.draft is not None and (texts.beams or 1) > 1:

@@ -7,7 +7,7 @@ from onward.cli.facts import Fact, in_bytes
 from onward.errors import RequestError
 
 if TYPE_CHECKING:
-    from onward import SamplingParams
+    from onward import GenerateOptions
     from onward.models import DecoderConfig
 
 
@@ -89,9 +89,11 @@ class Holdings:
         ).nbytes
 
     def _text_facts(self) -> list[Fact]:
+        from onward.requests import generation_defaults
+
         folder = self.folder
         tokenizer = folder.tokenizer
-        defaults = folder.sampling_defaults
+        defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None)
         return [
             Fact("tokenizer_size", None if tokenizer is None else tokenizer.vocab_size),
             Fact("chat_template", folder.chat_template is not None),
@@ -120,7 +122,7 @@ def _rope(config: "DecoderConfig") -> Fact:
     return Fact("rope", value, f"base {rope.base:,.0f}{scaled}")
 
 
-def _sampling(defaults: "SamplingParams") -> dict[str, float]:
+def _sampling(defaults: "GenerateOptions") -> dict[str, float]:
     if defaults.temperature == 0:
         return {"temperature": 0}
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

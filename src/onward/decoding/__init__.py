@@ -7,7 +7,7 @@ from onward.decoding.inferencer import DecodeOutput, FilledCache, Inferencer, Mo
 from onward.decoding.loop import Emission, decode_loop
 from onward.decoding.prefill import PromptLogprobs, prefilled, spread
 from onward.decoding.prefix import HeldCache, PrefixCache, PrefixTurn
-from onward.decoding.row import FinishReason, Row, StopWhen
+from onward.decoding.row import FinishReason, Row, StoppedBy, StopWhen
 from onward.decoding.state import DecodeState
 from onward.decoding.step import DecodeStep, Picker, Select, Step, Token, TokenLogprobs
 from onward.decoding.tensors import generate
@@ -36,6 +36,7 @@ __all__ = [
     "Step",
     "StopStrings",
     "StopWhen",
+    "StoppedBy",
     "StreamingDetokenizer",
     "TextStream",
     "Token",

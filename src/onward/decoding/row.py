@@ -14,6 +14,9 @@ FinishReason = Literal["stop", "length", "time", "cancelled"]
 # (ids so far, text so far) -> whether to end
 StopWhen = Callable[[Sequence[int], str], bool]
 
+# The id of `eos`, the stop string or the `stop_when` that ended a text.
+StoppedBy = int | str | StopWhen
+
 
 class Row:
     """Collects a request's tokens and text, and ends it.
@@ -22,6 +25,8 @@ class Row:
     not of the text), a stop string, or when `stop_when` says so; "length" after `max_new_tokens`; "time" with the
     first token at or after `deadline` (of `time.monotonic`); "cancelled" with the first after `cancel` was set, by
     any thread. A row of no tokens has ended at once.
+
+    stopped_by says what "stop" was due to: the id, the stop string, or `stop_when` itself; else it is None.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class Row:
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None if max_new_tokens > 0 else "length"
+        self.stopped_by: StoppedBy | None = None
         self._max_new_tokens = max_new_tokens
         self._eos = eos
         self._stream = NoText() if text is None else text
@@ -58,15 +64,15 @@ class Row:
             self.logprobs.append(logprobs)
         piece = ""
         if token_id in self._eos:
-            self.finish_reason = "stop"
+            self.finish_reason, self.stopped_by = "stop", token_id
         else:
             piece = self._stream.push(token_id)
             self.finish_reason = self._ended(piece)
         if self.finish_reason is not None:
             piece += self._stream.flush()
-            if self._stream.stopped:
+            if self._stream.stopped_by is not None:
                 # Text that was held back for its last character can complete a stop string when it is flushed.
-                self.finish_reason = "stop"
+                self.finish_reason, self.stopped_by = "stop", self._stream.stopped_by
         self.text += piece
         return piece
 
@@ -84,7 +90,10 @@ class Row:
         self.__dict__.update(ended.fork().__dict__)
 
     def _ended(self, piece: str) -> FinishReason | None:
-        if self._stream.stopped or (self._stop_when and self._stop_when(self.token_ids, self.text + piece)):
+        if self._stream.stopped_by is not None:
+            return "stop"
+        if self._stop_when is not None and self._stop_when(self.token_ids, self.text + piece):
+            self.stopped_by = self._stop_when
             return "stop"
         if len(self.token_ids) == self._max_new_tokens:
             return "length"

@@ -1,7 +1,7 @@
 """Tensors in, tensors out: a rectangle of prompts and what follows them, through the one loop."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from onward.decoding.step import DecodeStep, Picker
 from onward.errors import RequestError
 from onward.models import Model, padded_length, reused_run
 from onward.sampling import History, Sampler, SamplingParams
-from onward.sampling.params import check_whole
+from onward.sampling.params import UnseededOptionsDict, check_whole
 
 
 def generate(
@@ -22,15 +22,10 @@ def generate(
     prompt_tokens: Tensor,
     max_new_tokens: int,
     *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    eos: int | Sequence[int] = (),
     seed: int | Sequence[int] | None = None,
     pad: int | None = None,
     compile: str = "auto",
-    **options: Any,
+    **options: Unpack[UnseededOptionsDict],
 ) -> Tensor:
     """Continue prompts of one length: int [B, P] -> int64 [B, P + max_new_tokens], on the prompts' device.
 
@@ -41,14 +36,12 @@ def generate(
         model: such as `Model.from_module` makes of a torch module.
         prompt_tokens: ids, the same number in every row and at least one.
         max_new_tokens: how many to add; 0 adds none.
-        temperature, top_k, top_p, min_p: as in `SamplingParams`; 0 is greedy.
-        eos: an id or ids that end a row.
         seed: the seed of every row, or one for each. A row is what its prompt and its seed make of it, alone or in a
             batch: equal prompts with an equal seed continue equally. None draws one for each row.
         pad: what fills a row after its end.
         compile: as of `onward.LanguageModel`; later calls with the same model use the same programs.
-        options: further fields of `SamplingParams`, for every row: penalties, bans, bias. Texts are not known here, so
-            `stop` is refused, and bad words are ids.
+        options: fields of `SamplingParams`, for every row. `temperature` is 1 where it is not given, the model's own
+            distribution; 0 is greedy. `eos` names the ids that end a row. Bad words are ids here.
 
     Raises:
         RequestError: an argument outside its range. ContextOverflowError: P + max_new_tokens is more than the model
@@ -57,19 +50,12 @@ def generate(
     if not isinstance(model, Model):
         raise RequestError(f"generate takes an onward.Model; got {type(model).__name__}: see onward.Model.from_module")
     prompts = _checked_prompts(prompt_tokens, model.vocab_size)
-    if options.get("stop"):
+    if "stop" in options:
         raise RequestError("stop strings need a text, and onward.generate knows ids alone: use eos, or LanguageModel")
-    common = SamplingParams().replace(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        eos=eos,  # one id is made a tuple
-        **options,
-    )
+    common = SamplingParams(temperature=1.0).replace(**options)
+    common.check_length(max_new_tokens)
     requests = [common.replace(seed=row_seed) for row_seed in _row_seeds(seed, len(prompts))]
-    stop_ids = frozenset() if common.ignore_eos else frozenset(common.eos or ())
+    stop_ids = common.stop_ids
     for name, token in [("pad", pad), *(("eos", token) for token in stop_ids)]:
         if token is not None:
             _check_id(name, token, model.vocab_size)

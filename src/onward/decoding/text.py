@@ -11,8 +11,8 @@ class TextStream(Protocol):
     """Turns one row's tokens into text that is final when it is given out."""
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string has been met; nothing follows it."""
+    def stopped_by(self) -> str | None:
+        """The stop string that has been met; nothing follows it."""
         ...
 
     def push(self, token_id: int) -> str: ...
@@ -29,7 +29,7 @@ class TextStream(Protocol):
 class NoText:
     """For rows whose text nobody asks for."""
 
-    stopped = False
+    stopped_by = None
 
     def push(self, token_id: int) -> str:
         return ""
@@ -48,7 +48,7 @@ class StopStrings:
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
-        self.stopped = False
+        self.stopped_by: str | None = None
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._held = ""
@@ -67,12 +67,13 @@ class StopStrings:
         return other
 
     def _admit(self, text: str) -> str:
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         self._held += text
-        begins = [at for at in map(self._held.find, self._stop) if at >= 0]
+        begins = {stop: at for stop in self._stop if (at := self._held.find(stop)) >= 0}
         if begins:
-            text, self._held, self.stopped = self._held[: min(begins)], "", True
+            self.stopped_by = min(begins, key=begins.__getitem__)
+            text, self._held = self._held[: begins[self.stopped_by]], ""
             return text
         ready = len(self._held) - self._longest_begun()
         text, self._held = self._held[:ready], self._held[ready:]

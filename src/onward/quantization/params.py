@@ -1,9 +1,8 @@
 """Every matrix of a model in 8 or 4 bits."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
 from onward.quantization.rounding import check_format, quantize_and_measure
 
-_ModelT = TypeVar("_ModelT", Model, LanguageModel)
 _WEIGHTS = (Tensor, QuantizedWeight, NativeWeight, OneDnnWeight)
 
 
@@ -40,7 +38,15 @@ class TensorReport:
 Progress = Callable[[TensorReport], None]
 
 
-def quantize(model: _ModelT, format: str, *, progress: Progress | None = None) -> _ModelT:
+@overload
+def quantize(model: Model, format: str, *, progress: Progress | None = None) -> Model: ...
+
+
+@overload
+def quantize(model: LanguageModel, format: str, *, progress: Progress | None = None) -> LanguageModel: ...
+
+
+def quantize(model: Model | LanguageModel, format: str, *, progress: Progress | None = None) -> Model | LanguageModel:
     """The same model with all its matrices in 8 or 4 bits, the embedding and the head among them.
 
     Norms and biases stay. The given model is left as it is; drop it to free its weights.
@@ -55,9 +61,7 @@ def quantize(model: _ModelT, format: str, *, progress: Progress | None = None) -
             finite. A forward of your own can call `ops.linear` with weights from `quantize_int8` and `quantize_int4`.
     """
     if isinstance(model, LanguageModel):
-        other = copy.copy(model)
-        other.model = quantize(model.model, format, progress=progress)
-        return other
+        return model.with_model(quantize(model.model, format, progress=progress))
     if not isinstance(model.params, DecoderParams):
         raise RequestError(
             f"quantize knows the matrices of the built-in families; got a model whose params are "

@@ -1,14 +1,24 @@
 """Requests: what users ask for, checked; and run, through the one loop, to completions."""
 
 from onward.requests.drafts import LOOKUPS, Speculators
-from onward.requests.options import GenerateOptions
+from onward.requests.generation_config import generation_defaults
+from onward.requests.options import (
+    ChatOptionsDict,
+    Draft,
+    GenerateOptions,
+    GenerateOptionsDict,
+    split_chat_options,
+)
 from onward.requests.request import Ids, Prompt, Request, RequestReader
 from onward.requests.runner import Runner, drained, only
 from onward.requests.scoring import Score, score_texts
 
 __all__ = [
     "LOOKUPS",
+    "ChatOptionsDict",
+    "Draft",
     "GenerateOptions",
+    "GenerateOptionsDict",
     "Ids",
     "Prompt",
     "Request",
@@ -17,6 +27,8 @@ __all__ = [
     "Score",
     "Speculators",
     "drained",
+    "generation_defaults",
     "only",
     "score_texts",
+    "split_chat_options",
 ]

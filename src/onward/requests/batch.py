@@ -17,7 +17,7 @@ from onward.decoding import (
     TextStream,
     TokenLogprobs,
 )
-from onward.requests.options import GenerateOptions
+from onward.requests.options import GenerateOptions, shared_options
 from onward.requests.request import Request
 from onward.sampling import fresh_seed, sample_seed
 from onward.speculation import SpeculativeStep
@@ -27,7 +27,8 @@ from onward.speculation import SpeculativeStep
 class Batch:
     """Requests that run together, each in `options.rows` rows beside each other.
 
-    samples: the request of each row, with the seed of that row. rows: what the loop fills.
+    options: those that all requests share. samples: the request of each row, with the seed of that row. rows: what
+    the loop fills.
     """
 
     requests: Sequence[Request]
@@ -36,11 +37,16 @@ class Batch:
     rows: Sequence[Row]
 
     @classmethod
-    def of(cls, requests: Sequence[Request], options: GenerateOptions, tokenizer: Tokenizer | None) -> Self:
-        """The time limit counts from here."""
+    def of(cls, requests: Sequence[Request], tokenizer: Tokenizer | None) -> Self:
+        """The time limit counts from here.
+
+        Raises:
+            RequestError: the requests differ in an option of the whole call.
+        """
+        options = shared_options([request.options for request in requests])
         deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
-        samples = [sample for request in requests for sample in _samples(request, options)]
-        return cls(requests, options, samples, [_row(sample, options, deadline, tokenizer) for sample in samples])
+        samples = [sample for request in requests for sample in _samples(request)]
+        return cls(requests, options, samples, [_row(sample, deadline, tokenizer) for sample in samples])
 
     def completions(
         self,
@@ -56,10 +62,11 @@ class Batch:
                 text=row.text,
                 token_ids=row.token_ids,
                 finish_reason=row.finish_reason or "length",
+                stopped_by=row.stopped_by,
                 timing=watch.timing(place),
                 prompt_tokens=len(sample.prompt),
                 cached_tokens=cached_tokens,
-                seed=None if sample.params.temperature == 0 else sample.params.seed,
+                seed=None if sample.options.temperature == 0 else sample.options.seed,
                 logprobs=None if options.logprobs is None else row.logprobs,
                 prompt_logprobs=prompt_logprobs[place // each],
                 score=_score(step, place),
@@ -70,22 +77,29 @@ class Batch:
         return [_joined(texts[first : first + each], options) for first in range(0, len(texts), each)]
 
 
-def _samples(request: Request, options: GenerateOptions) -> list[Request]:
+def _samples(request: Request) -> list[Request]:
     """The request once for each of its rows, with the seed of each."""
+    options = request.options
     if options.beams > 1:
         return [request] * options.rows
-    seed = fresh_seed() if request.params.seed is None else request.params.seed
+    seed = fresh_seed() if request.options.seed is None else request.options.seed
     seeds = [sample_seed(seed, index) for index in range(options.rows)]
-    return [replace(request, params=request.params.replace(seed=one)) for one in seeds]
+    return [replace(request, options=request.options.replace(seed=one)) for one in seeds]
 
 
-def _row(sample: Request, options: GenerateOptions, deadline: float | None, tokenizer: Tokenizer | None) -> Row:
-    params = sample.params
-    eos = frozenset() if params.ignore_eos or params.eos is None else frozenset(params.eos)
+def _row(sample: Request, deadline: float | None, tokenizer: Tokenizer | None) -> Row:
+    options = sample.options
     text: TextStream = NoText()
     if tokenizer is not None:
-        text = StopStrings(StreamingDetokenizer(tokenizer.decode, before=sample.prompt), params.stop)
-    return Row(params.max_new_tokens, eos, text, stop_when=options.stop_when, deadline=deadline, cancel=options.cancel)
+        text = StopStrings(StreamingDetokenizer(tokenizer.decode, before=sample.prompt), options.stop)
+    return Row(
+        sample.max_new_tokens,
+        options.stop_ids,
+        text,
+        stop_when=options.stop_when,
+        deadline=deadline,
+        cancel=options.cancel,
+    )
 
 
 def _score(step: Step, place: int) -> float | None:

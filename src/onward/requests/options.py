@@ -1,17 +1,59 @@
-"""What a call asks for beside the sampling parameters of its prompts."""
+"""All that a request may ask for beside its prompt, checked when it is given."""
 
 import dataclasses
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
+from onward.checkpoint import ChatTemplate, Tokenizer
 from onward.decoding import StopWhen
 from onward.errors import RequestError
-from onward.sampling import SamplingParams
-from onward.sampling.params import check_whole
-from onward.speculation import Speculator
+from onward.models import Model
+from onward.option_names import check_option_names
+from onward.sampling import SamplingOptionsDict, SamplingParams
+from onward.sampling.params import as_tuple, check_whole
+from onward.speculation import Drafter, Speculator
+
+
+class DraftLanguageModel(Protocol):
+    """A smaller `LanguageModel`, as far as drafting needs it."""
+
+    model: Model
+    tokenizer: Tokenizer | None
+
+
+# What `draft=` takes: "lookup", "suffix", a smaller model of the same vocabulary, a drafter; None drafts nothing.
+Draft: TypeAlias = str | DraftLanguageModel | Model | Drafter | Speculator
+
+
+class GenerateOptionsDict(SamplingOptionsDict, total=False):
+    """The fields of `GenerateOptions` as keyword arguments, for editors and type checkers."""
+
+    max_new_tokens: int | None
+    stop: str | Sequence[str]
+    time_limit: float | None
+    stop_when: StopWhen | None
+    cancel: threading.Event | None
+    n: int
+    beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    logprobs: int | None
+    prompt_logprobs: int | None
+    draft: Draft | None
+
+
+class ChatOptionsDict(GenerateOptionsDict, total=False):
+    """The options of a chat as keyword arguments. A chat template that reads other variables is given them too."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    enable_thinking: bool
+    reasoning_effort: str
+    template: Mapping[str, Any] | None
+
 
 # What draws a token; beams take the likeliest texts and draw none. To each the value that changes nothing.
 _OF_DRAWING: dict[str, Any] = {
@@ -23,12 +65,34 @@ _OF_DRAWING: dict[str, Any] = {
     "typical_p": 1.0,
     "xtc_probability": 0.0,
 }
+# What only beams use.
+_OF_BEAMS = ("length_penalty", "early_stopping")
+# Options of a whole call; the prompts of one call share them.
+_OF_CALL = (
+    "n",
+    "beams",
+    "length_penalty",
+    "early_stopping",
+    "logprobs",
+    "prompt_logprobs",
+    "draft",
+    "time_limit",
+    "stop_when",
+    "cancel",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """How many texts, what is told of them, and what ends the call; for all prompts of a call.
+class GenerateOptions(SamplingParams):
+    """All that a request may ask for: how its tokens are chosen, where its text ends, how many texts, what is reported.
 
+    The options of `SamplingParams`, and:
+
+    max_new_tokens: the most tokens to emit; 0 emits none. None: as many as the context holds after the prompt.
+    stop: strings that end the text; the text ends before the first of them.
+    time_limit: seconds from the call on, after which every text ends with its next token.
+    stop_when: (ids so far, text so far) -> whether the text ends here; asked at each token.
+    cancel: once set, by any thread, every text ends with its next token.
     n: texts a prompt. The prompt is processed once. Sample 0 is what n=1 gives; sample j is drawn with a seed
         derived from the request's (`onward.sampling.sample_seed`), which is its `Completion.seed`. With beams: the n
         best, best first.
@@ -40,9 +104,6 @@ class GenerateOptions:
     early_stopping: when a prompt's search ends. True: with `beams` finished texts. False: when the best running beam,
         at its present length, is worse than the worst of so many finished ones. "never": when no running beam can
         become better, by a bound that allows for every length up to max_new_tokens.
-    time_limit: seconds from the call on, after which every text ends with its next token.
-    stop_when: (ids so far, text so far) -> whether the text ends here; asked at each token.
-    cancel: once set, by any thread, every text ends with its next token.
     draft: who guesses the next tokens, for several to be processed at once (docs/speculation.md); the tokens are the
         same without.
 
@@ -50,18 +111,22 @@ class GenerateOptions:
         RequestError: a value outside its range, or options that contradict each other.
     """
 
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
+    max_new_tokens: int | None = 128
+    stop: tuple[str, ...] = ()
     time_limit: float | None = None
     stop_when: StopWhen | None = None
     cancel: threading.Event | None = None
+    n: int = 1
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     draft: Speculator | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_end()
         check_whole("n", self.n, low=1)
         check_whole("beams", self.beams, low=1)
         for name in ("logprobs", "prompt_logprobs"):
@@ -72,61 +137,103 @@ class GenerateOptions:
             raise RequestError(f"length_penalty must be a number from -50 to 50; got {self.length_penalty!r}")
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise RequestError(f'early_stopping must be True, False or "never"; got {self.early_stopping!r}')
+        if self.draft is not None and not isinstance(self.draft, Speculator):
+            raise RequestError(f"draft must be an onward.Speculator; got {self.draft!r}")
+        self._check_search()
+
+    def _check_end(self) -> None:
+        self._set("stop", as_tuple("stop", self.stop, str))
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise RequestError(f"stop must be non-empty strings; got {list(self.stop)!r}")
+        if self.max_new_tokens is not None:
+            self.check_length(self.max_new_tokens)
         if self.time_limit is not None and not (_is_finite(self.time_limit) and self.time_limit > 0):
             raise RequestError(f"time_limit must be a number of seconds above 0; got {self.time_limit!r}")
         if self.stop_when is not None and not callable(self.stop_when):
             raise RequestError(f"stop_when must be a function of (ids, text); got {self.stop_when!r}")
         if self.cancel is not None and not isinstance(self.cancel, threading.Event):
             raise RequestError(f"cancel must be a threading.Event; got {self.cancel!r}")
-        if self.draft is not None and not isinstance(self.draft, Speculator):
-            raise RequestError(f"draft must be an onward.Speculator; got {self.draft!r}")
-        self._check_beams()
-
-    @classmethod
-    def split(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """These options, and what is left for `SamplingParams`.
-
-        Raises:
-            RequestError: an option that neither has.
-        """
-        ours = {field.name for field in dataclasses.fields(cls)}
-        known = [field.name for field in dataclasses.fields(SamplingParams)] + sorted(ours)
-        if unknown := sorted(set(options) - set(known)):
-            raise RequestError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(known)}")
-        given = cls(**{name: value for name, value in options.items() if name in ours})
-        return given, {name: value for name, value in options.items() if name not in ours}
 
     @property
     def rows(self) -> int:
         """Rows of the batch that a prompt takes."""
         return max(self.n, self.beams)
 
-    def defaults(self, defaults: SamplingParams) -> SamplingParams:
-        """The defaults of the prompts' sampling parameters: those of a checkpoint that samples don't hold for beams."""
-        return defaults if self.beams == 1 else defaults.replace(**_OF_DRAWING, xtc_threshold=0.1)
+    def replace(self, **options: Any) -> Self:
+        """A copy with `options` changed, checked as a new one is.
 
-    def check_agreement(self, params: SamplingParams) -> None:
-        """Raise where a prompt's sampling parameters contradict these options."""
-        if self.beams > 1:
-            drawing = [name for name, neutral in _OF_DRAWING.items() if getattr(params, name) != neutral]
-            if drawing:
-                raise RequestError(
-                    f"beams={self.beams} takes the likeliest texts and draws none: leave out {', '.join(drawing)}"
-                )
-        elif self.n > 1 and params.temperature == 0:
-            raise RequestError(
-                f"n={self.n} with temperature 0 is the same text {self.n} times: give a temperature above 0, or beams"
-            )
+        A change between beams and no beams drops what the other kind alone uses (temperature, top_k, …;
+        length_penalty, early_stopping): a checkpoint's defaults are for one of them.
 
-    def _check_beams(self) -> None:
+        Raises:
+            RequestError: an unknown option, a value outside its range, or options that contradict each other.
+        """
+        if (beams := options.get("beams", self.beams)) != 1 and self.beams == 1:
+            options = _OF_DRAWING | {"xtc_threshold": type(self).xtc_threshold} | options
+        elif beams == 1 and self.beams != 1:
+            options = {name: getattr(type(self), name) for name in _OF_BEAMS} | options
+        return super().replace(**options)
+
+    def _check_search(self) -> None:
         if self.beams > 1 and self.draft is not None:
             raise RequestError("a beam search cannot use a draft: leave out beams or draft")
         if self.beams > 1 and self.n > self.beams:
             raise RequestError(f"n is {self.n}, but {self.beams} beams find {self.beams} texts: ask for fewer or widen")
-        of_beams = ("length_penalty", "early_stopping")
-        changed = [name for name in of_beams if getattr(self, name) != getattr(type(self), name)]
+        if self.beams > 1:
+            drawing = [name for name, neutral in _OF_DRAWING.items() if getattr(self, name) != neutral]
+            if drawing:
+                raise RequestError(
+                    f"beams={self.beams} takes the likeliest texts and draws none: leave out {', '.join(drawing)}"
+                )
+        elif self.n > 1 and self.temperature == 0:
+            raise RequestError(
+                f"n={self.n} with temperature 0 is the same text {self.n} times: give a temperature above 0, or beams"
+            )
+        changed = [name for name in _OF_BEAMS if getattr(self, name) != getattr(type(self), name)]
         if self.beams == 1 and changed:
             raise RequestError(f"{', '.join(changed)} would change nothing without a beam search: give beams=2 or more")
+
+
+def option_names() -> list[str]:
+    """Every option of a request, those that say how long the text is first."""
+    names = [field.name for field in dataclasses.fields(GenerateOptions)]
+    return ["max_new_tokens", *(name for name in names if name != "max_new_tokens")]
+
+
+def split_chat_options(
+    template: ChatTemplate | None, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], GenerateOptionsDict]:
+    """The variables of a chat's template, and what is left for `generate`.
+
+    Raises:
+        RequestError: what is neither an option nor a variable that the template reads.
+    """
+    names = option_names()
+    variables: frozenset[str] = frozenset() if template is None else template.variables
+    check_option_names(set(options) - {"template", "cache"}, [*names, *sorted(variables - set(names))])
+    of_template = {name: value for name, value in options.items() if name in variables and name not in names}
+    others: Any = {name: value for name, value in options.items() if name not in {"template", *of_template}}
+    return {**of_template, **(options.get("template") or {})}, others
+
+
+def check_of_one_prompt(options: Mapping[str, Any]) -> None:
+    """Raise `RequestError` unless a prompt of a call may have options of its own by these names."""
+    if shared := sorted(set(options) & set(_OF_CALL)):
+        raise RequestError(f"{', '.join(shared)} is of a whole call: give it to the call, not to one of its prompts")
+    check_option_names(options, [name for name in option_names() if name not in _OF_CALL])
+
+
+def shared_options(requests: Sequence[GenerateOptions]) -> GenerateOptions:
+    """The options of one of these, whose options of the whole call are the same in all.
+
+    Raises:
+        RequestError: they differ in one.
+    """
+    first, *others = requests
+    for name in _OF_CALL:
+        if any(getattr(other, name) != getattr(first, name) for other in others):
+            raise RequestError(f"the requests of one call must agree on {name}: make a call of each")
+    return first
 
 
 def _is_finite(value: object) -> bool:

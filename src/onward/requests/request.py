@@ -1,80 +1,124 @@
 """Prompts and options as users give them, checked and made into requests."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from onward.checkpoint import Tokenizer
+from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Model
-from onward.requests.options import GenerateOptions
-from onward.sampling import SamplingParams
-from onward.sampling.params import check_whole
+from onward.option_names import check_option_names
+from onward.requests.options import GenerateOptions, check_of_one_prompt, option_names
+from onward.sampling.params import check_whole, plain
 
-Ids = Sequence[int]
-Prompt = str | Ids
+# Ids: a list or a tuple, or one dimension of an array or a tensor of whole numbers.
+Ids: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and what was asked for it."""
+    """One prompt and all that is asked for it. `LanguageModel.request` makes one and checks it against the model.
 
-    prompt: list[int]
-    params: SamplingParams
+    prompt: ids, one at least.
+    options: those that stand here hold, whatever the defaults of the model are.
+    """
+
+    prompt: tuple[int, ...]
+    options: GenerateOptions = field(default_factory=GenerateOptions)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", tuple(_as_ids(self.prompt)))
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens to emit; `LanguageModel.request` has put a number in the place of None."""
+        assert self.options.max_new_tokens is not None, "a request that runs has been read"
+        return self.options.max_new_tokens
+
+    def replace(self, **options: Any) -> Self:
+        """The same prompt with `options` changed, checked as `GenerateOptions.replace` does."""
+        return dataclasses.replace(self, options=self.options.replace(**options))
+
+
+Prompt: TypeAlias = str | Ids | Request
 
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes requests of what users give, for one model.
+    """Makes requests of what users give, and checks them, for one model.
 
     defaults: the options of a request that does not give them.
     """
 
     model: Model
     tokenizer: Tokenizer | None
-    defaults: SamplingParams
+    defaults: GenerateOptions
 
     def read(
         self,
         prompts: Sequence[Prompt],
         options: Mapping[str, Any],
         per_prompt: Sequence[Mapping[str, Any]] | None = None,
-    ) -> tuple[list[Request], GenerateOptions]:
-        """The requests, and what is asked of the call as a whole.
+        cache_len: int | None = None,
+    ) -> list[Request]:
+        """A request for each prompt.
 
-        options: the fields of `SamplingParams`, for every prompt, and of `GenerateOptions`. per_prompt: for each
-        prompt the sampling parameters in which it differs.
+        options: fields of `GenerateOptions`, for every prompt. per_prompt: for each prompt those in which it differs.
+        cache_len: positions of the cache that the caller gave, if any.
 
         Raises:
             RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
                 prompt.
+            ContextOverflowError: a prompt and its new tokens do not fit the context or the cache.
             TokenizerError: a text prompt, a stop string or a bad word, and no tokenizer.
         """
-        call, common = GenerateOptions.split(options)
-        if per_prompt is None:
-            params = [self.params(common, call)] * len(prompts)
-        else:
-            params = [self.params({**common, **own}, call) for own in _checked_each(per_prompt, len(prompts))]
-        return [Request(self.prompt_ids(prompt), one) for prompt, one in zip(prompts, params, strict=True)], call
+        check_option_names(options, option_names())
+        each: Sequence[Mapping[str, Any]] = [{}] * len(prompts)
+        if per_prompt is not None:
+            each = _checked_each(per_prompt, len(prompts))
+        return [self._read(prompt, {**options, **own}, cache_len) for prompt, own in zip(prompts, each, strict=True)]
 
-    def params(self, options: Mapping[str, Any], call: GenerateOptions) -> SamplingParams:
-        """The defaults with `options` in their place, as far as the model and its tokenizer can serve them."""
-        params = call.defaults(self.defaults).replace(**options)
-        call.check_agreement(params)
-        if params.stop and self.tokenizer is None:
+    def _read(self, prompt: Prompt, options: Mapping[str, Any], cache_len: int | None) -> Request:
+        base = prompt.options if isinstance(prompt, Request) else self.defaults
+        chosen = base.replace(**options)
+        ids = self.prompt_ids(prompt.prompt if isinstance(prompt, Request) else prompt)
+        return Request(tuple(ids), self._served(chosen, len(ids), cache_len))
+
+    def _served(self, options: GenerateOptions, prompt_len: int, cache_len: int | None) -> GenerateOptions:
+        """The options with ids for words and a number of tokens, if the model and its tokenizer can serve them."""
+        context, vocab_size = self.model.max_seq_len, self.model.vocab_size
+        if options.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, and this model has none: use eos with ids")
-        if out := [token for token in params.eos or () if token >= self.model.vocab_size]:
-            raise RequestError(f"eos names id {out[0]}, but the vocabulary ends at {self.model.vocab_size - 1}")
-        if any(isinstance(word, str) for word in params.bad_words):
-            params = params.replace(bad_words=tuple(self._word_ids(params.bad_words)))
-        return params
+        if out := [token for token in options.eos or () if token >= vocab_size]:
+            raise RequestError(f"eos names id {out[0]}, but the vocabulary ends at {vocab_size - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(options, name) is not None:
+                check_top(name, getattr(options, name), vocab_size)
+        changes: dict[str, Any] = {}
+        if any(isinstance(word, str) for word in options.bad_words):
+            changes["bad_words"] = tuple(self._word_ids(options.bad_words))
+        if options.max_new_tokens is None:
+            limits = [limit for limit in (context, cache_len) if limit is not None]
+            if not limits:
+                raise RequestError(
+                    "max_new_tokens=None goes to the end of the context, and this model does not say how long that is: "
+                    "give a number"
+                )
+            changes["max_new_tokens"] = max(0, min(limits) - prompt_len)
+        options = options.replace(**changes) if changes else options
+        check_room(prompt_len, options.max_new_tokens or 0, context, cache_len)
+        return options
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: str | Ids) -> list[int]:
         """The ids of a prompt; a text's with the tokenizer's own special tokens."""
         if not isinstance(prompt, str):
-            ids = list(prompt)
-            check_ids(ids, self.model.vocab_size)
-            return ids
+            return checked_ids(prompt, self.model.vocab_size)
         ids = needed_tokenizer(self.tokenizer, "a text prompt").encode(prompt, add_special_tokens=True)
         if ids:
             return ids
@@ -95,14 +139,24 @@ class RequestReader:
 
 def as_list(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts, and whether they came as a list of them."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | Request | np.ndarray | Tensor):
         return [prompt], False
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise RequestError(f"a prompt is a str, a list of ids, or a list of either; got {type(prompt).__name__}")
+        raise RequestError(
+            f"a prompt is a str, ids (a list, or one dimension of an array or tensor), or a Request; or a list of "
+            f"those; got {type(prompt).__name__}"
+        )
     items: list[Any] = list(prompt)
-    if items and all(isinstance(item, str | Sequence) for item in items):
+    if items and all(_is_prompt(item) for item in items):
         return items, True
     return [items], False
+
+
+def _is_prompt(item: Any) -> bool:
+    """Whether an item of a list is a prompt, and not an id."""
+    if isinstance(item, np.ndarray | Tensor):
+        return item.ndim > 0
+    return isinstance(item, str | Sequence | Request)
 
 
 def _checked_each(per_prompt: object, prompts: int) -> list[Mapping[str, Any]]:
@@ -112,6 +166,8 @@ def _checked_each(per_prompt: object, prompts: int) -> list[Mapping[str, Any]]:
         raise RequestError(f"per_prompt has options for {len(per_prompt)} prompts, and there are {prompts}")
     if wrong := [own for own in per_prompt if not isinstance(own, Mapping)]:
         raise RequestError(f"per_prompt must hold a dict of options for each prompt; got {wrong[0]!r}")
+    for own in per_prompt:
+        check_of_one_prompt(own)
     return list(per_prompt)
 
 
@@ -121,12 +177,29 @@ def needed_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     return tokenizer
 
 
-def check_ids(ids: Ids, vocab_size: int) -> None:
-    if not ids:
-        raise RequestError("the prompt is an empty list of ids: give at least one")
-    for token in ids:
+def checked_ids(ids: Ids, vocab_size: int) -> list[int]:
+    """The ids of a prompt as a list.
+
+    Raises:
+        RequestError: no ids, what is no whole number, or an id outside the vocabulary.
+    """
+    listed = _as_ids(ids)
+    for token in listed:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise RequestError(f"a prompt of ids wants whole numbers from 0 to {vocab_size - 1}; got {token!r}")
+    return listed
+
+
+def _as_ids(ids: Ids) -> list[int]:
+    if isinstance(ids, np.ndarray | Tensor) and ids.ndim != 1:
+        raise RequestError(
+            f"a prompt of ids has one dimension; got an array of shape {list(ids.shape)}: give a list of its rows, or "
+            "use onward.generate for tensors [B, P]"
+        )
+    listed = [plain(token) for token in plain(ids)]
+    if not listed:
+        raise RequestError("the prompt is an empty list of ids: give at least one")
+    return listed
 
 
 def check_top(name: str, count: int, vocab_size: int) -> None:

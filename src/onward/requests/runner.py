@@ -4,7 +4,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from onward.cache import CompactableCache, KVCache, length_of
+from onward.cache import CompactableCache, KVCache
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece, Stopwatch
 from onward.decoding import (
@@ -22,12 +22,10 @@ from onward.decoding import (
     prefilled,
     spread,
 )
-from onward.decoding.room import check_room
 from onward.errors import RequestError
 from onward.models import Cache, ModelRun, padded_length
 from onward.requests.batch import Batch
-from onward.requests.options import GenerateOptions
-from onward.requests.request import Request, check_top
+from onward.requests.request import Request
 from onward.sampling import History, Sampler
 from onward.sampling.adjustments import Adjustments
 
@@ -48,7 +46,6 @@ class Runner:
     def pieces(
         self,
         requests: Sequence[Request],
-        options: GenerateOptions,
         cache: Cache | PrefixCache | None = None,
     ) -> Pieces:
         """Checks that all of it can be served, then hands out a generator over the one loop.
@@ -56,8 +53,8 @@ class Runner:
         cache: of `options.rows` rows a request, and overwritten; or of one text, to go on from what it holds; made
         here if None.
         """
-        self._check(requests, options, cache)
-        batch = Batch.of(requests, options, self.tokenizer)
+        batch = Batch.of(requests, self.tokenizer)
+        self._check_cache(batch, cache)
         return self._pieces(batch, self._step(batch), cache)
 
     def _pieces(self, batch: Batch, step: Step, cache: Cache | PrefixCache | None) -> Pieces:
@@ -80,7 +77,7 @@ class Runner:
         (request,) = batch.requests
         if batch.options.prompt_logprobs is not None:  # they want the whole prompt processed
             prefix.truncate(0)
-        return prefix.begin(self.run.model, request.prompt, len(request.prompt) + request.params.max_new_tokens)
+        return prefix.begin(self.run.model, request.prompt, len(request.prompt) + request.max_new_tokens)
 
     def _start(
         self, batch: Batch, cache: Cache | None, turn: PrefixTurn | None
@@ -93,7 +90,7 @@ class Runner:
         # A cache of ours may be narrowed to the rows that go on; one that was given is to stay whole.
         own = cache is None
         if cache is None:
-            longest = max(len(request.prompt) + request.params.max_new_tokens for request in requests)
+            longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
             cache = model.new_cache(len(batch.rows), padded_length(longest, model))
         shares = options.rows > 1 and isinstance(cache, CompactableCache)
         copies = 1 if shares else options.rows
@@ -105,7 +102,7 @@ class Runner:
         if options.prompt_logprobs is not None:
             told = PromptLogprobs(pending, options.prompt_logprobs)
             state = prefilled(self.run, state, told.chunk(self.chunk, model.vocab_size), told)
-        elif shares and any(request.params.max_new_tokens for request in requests):
+        elif shares and any(request.max_new_tokens for request in requests):
             state = prefilled(self.run, state, self.chunk)
         if shares:
             state = spread(state, cache, options.rows)
@@ -113,7 +110,7 @@ class Runner:
 
     def _step(self, batch: Batch) -> Step:
         """What the loop runs."""
-        params, options, device = [sample.params for sample in batch.samples], batch.options, self.run.model.device
+        params, options, device = [sample.options for sample in batch.samples], batch.options, self.run.model.device
         if options.beams > 1:
             histories = _histories(batch, Adjustments(params, device).needs_history)
             beams = BeamOptions(options.beams, options.length_penalty, options.early_stopping)
@@ -127,28 +124,20 @@ class Runner:
             picker,
             [sample.prompt for sample in batch.samples],
             batch.rows,
-            max_len=max(len(sample.prompt) + sample.params.max_new_tokens for sample in batch.samples),
+            max_len=max(len(sample.prompt) + sample.max_new_tokens for sample in batch.samples),
             vocab_size=self.run.model.vocab_size,
             device=device,
             chunk=self.chunk,
         )
 
-    def _check(self, requests: Sequence[Request], options: GenerateOptions, cache: Cache | PrefixCache | None) -> None:
-        model = self.run.model
-        cache_len = length_of(cache)
-        for request in requests:
-            check_room(len(request.prompt), request.params.max_new_tokens, model.max_seq_len, cache_len)
-        rows = len(requests) * options.rows
+    def _check_cache(self, batch: Batch, cache: Cache | PrefixCache | None) -> None:
+        rows = len(batch.rows)
         if isinstance(cache, PrefixCache) and rows != 1:
             raise RequestError(f"a session goes on with one text at a time, and {rows} are asked for")
         if isinstance(cache, KVCache) and cache.batch != rows:
-            each = "" if options.rows == 1 else f" of {options.rows} rows each"
-            raise RequestError(
-                f"the cache was made for {cache.batch} rows, and there are {len(requests)} prompts{each}"
-            )
-        for name, count in (("logprobs", options.logprobs), ("prompt_logprobs", options.prompt_logprobs)):
-            if count is not None:
-                check_top(name, count, model.vocab_size)
+            prompts, each = len(batch.requests), batch.options.rows
+            of_each = "" if each == 1 else f" of {each} rows each"
+            raise RequestError(f"the cache was made for {cache.batch} rows, and there are {prompts} prompts{of_each}")
 
 
 def drained(pieces: Pieces) -> list[Completion]:

@@ -1,18 +1,54 @@
-"""What a request may ask for, checked when it is asked."""
+"""How the next token is chosen: the options, checked when they are given."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypedDict
+
+import numpy as np
+from torch import Tensor
 
 from onward.errors import RequestError
+from onward.option_names import check_option_names
+
+
+class UnseededOptionsDict(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments, for editors and type checkers; all but the seed."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...]
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_sequence_breakers: int | Sequence[int]
+    no_repeat_ngram_size: int
+    bad_words: str | Sequence[str | Sequence[int]]
+    min_new_tokens: int
+    eos: int | Sequence[int] | None
+    ignore_eos: bool
+
+
+class SamplingOptionsDict(UnseededOptionsDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments, for editors and type checkers."""
+
+    seed: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """The options of one request. docs/sampling.md has the order in which they work, and why.
+    """How the next token is chosen. docs/sampling.md has the order in which the options work, and why.
 
-    max_new_tokens: the most tokens to emit; 0 emits none.
+    Numbers may be numpy's; ids may be lists, tuples, one-dimensional arrays or tensors.
+
     temperature: 0 is greedy (top_k, top_p, min_p and typical_p then change nothing); 1 is the model's own
         distribution.
     top_k: keep the k most likely ids; 0 keeps all. Ids that tie with the k-th are kept too.
@@ -34,15 +70,13 @@ class SamplingParams:
     bad_words: sequences of ids of which none is ever completed. A text stands for its ids where there is a tokenizer.
     min_new_tokens: no id of `eos` before this many tokens. (A stop string ends the text all the same.)
     seed: a whole number in [0, 2^64); None draws one from torch's default generator.
-    stop: strings that end the text; the text ends before the first of them.
-    eos: ids that end the text; None means the checkpoint's.
+    eos: ids that end the text, and that min_new_tokens holds back; None means the checkpoint's.
     ignore_eos: let no id end the text.
 
     Raises:
         RequestError: a value outside its range, or options that contradict each other.
     """
 
-    max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -62,33 +96,42 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     min_new_tokens: int = 0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
     eos: tuple[int, ...] | None = None
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        # Users write stop="x" and eos=2, lists and dicts too; one form inside, which can be hashed.
-        self._set("stop", _as_tuple("stop", self.stop, str))
-        self._set("dry_sequence_breakers", _as_tuple("dry_sequence_breakers", self.dry_sequence_breakers, int))
+        # Users write eos=2, lists, arrays and dicts too; one form inside, which can be hashed.
+        for field in dataclasses.fields(self):
+            self._set(field.name, plain(getattr(self, field.name)))
+        self._set("dry_sequence_breakers", as_tuple("dry_sequence_breakers", self.dry_sequence_breakers, int))
         self._set("logit_bias", _as_pairs(self.logit_bias))
-        self._set("bad_words", tuple(_as_word(word) for word in _as_tuple("bad_words", self.bad_words, str)))
+        self._set("bad_words", tuple(_as_word(word) for word in as_tuple("bad_words", self.bad_words, str)))
         if self.eos is not None:
-            self._set("eos", _as_tuple("eos", self.eos, int))
-        check_whole("max_new_tokens", self.max_new_tokens, low=0)
+            self._set("eos", as_tuple("eos", self.eos, int))
         self._check_filters()
         self._check_penalties()
         check_seed(self.seed)
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise RequestError(f"stop must be non-empty strings; got {list(self.stop)!r}")
         for token in self.eos or ():
             check_whole("eos", token, low=0)
         self._check_agreement()
 
+    def check_length(self, max_new_tokens: int) -> None:
+        """Raise `RequestError` unless a text of so many tokens at most can have min_new_tokens."""
+        check_whole("max_new_tokens", max_new_tokens, low=0)
+        if self.min_new_tokens > max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens is {max_new_tokens}: ask for more tokens "
+                "or a smaller minimum"
+            )
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end the text."""
+        return frozenset() if self.ignore_eos else frozenset(self.eos or ())
+
     def replace(self, **options: Any) -> Self:
         """A copy with `options` changed; an unknown option raises and names those that exist."""
-        known = [field.name for field in dataclasses.fields(self)]
-        if unknown := sorted(set(options) - set(known)):
-            raise RequestError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(known)}")
+        check_option_names(options, [field.name for field in dataclasses.fields(self)])
         return dataclasses.replace(self, **options)
 
     def _set(self, name: str, value: object) -> None:
@@ -132,11 +175,6 @@ class SamplingParams:
             check_whole("dry_sequence_breakers", token, low=0)
 
     def _check_agreement(self) -> None:
-        if self.min_new_tokens > self.max_new_tokens:
-            raise RequestError(
-                f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens is {self.max_new_tokens}: ask for more "
-                "tokens or a smaller minimum"
-            )
         if self.xtc_probability and not self.temperature:
             raise RequestError("xtc_probability needs a temperature above 0: greedy decoding has only top choices")
         for switch, dependents in (
@@ -162,17 +200,27 @@ def check_whole(name: str, value: object, *, low: int) -> None:
         raise RequestError(f"{name} must be a whole number of {low} or more; got {value!r}")
 
 
-def _as_tuple(name: str, value: object, single: type) -> tuple[Any, ...]:
+def plain(value: Any) -> Any:
+    """numpy's scalars, arrays and tensors as Python's numbers and lists; anything else as it is."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray | Tensor) else value
+
+
+def as_tuple(name: str, value: object, single: type) -> tuple[Any, ...]:
+    """One or several, as a tuple.
+
+    Raises:
+        RequestError: neither a `single` nor an iterable.
+    """
     if isinstance(value, single):
         return (value,)
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise RequestError(f"{name} must be one {single.__name__} or a list of them; got {value!r}")
-    return tuple(value)
+    return tuple(plain(item) for item in value)
 
 
 def _as_pairs(bias: object) -> tuple[tuple[int, float], ...]:
     if isinstance(bias, Mapping):
-        pairs: tuple[Any, ...] = tuple(bias.items())
+        pairs: tuple[Any, ...] = tuple((plain(token), plain(value)) for token, value in bias.items())
     elif isinstance(bias, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in bias):
         pairs = bias
     else:
@@ -191,7 +239,7 @@ def _as_word(word: object) -> str | tuple[int, ...]:
         return word
     if isinstance(word, str) or not isinstance(word, Iterable):
         raise RequestError(f"bad_words must be non-empty texts or lists of ids; got {word!r}")
-    ids = tuple(word)
+    ids = tuple(plain(token) for token in word)
     if not ids:
         raise RequestError("bad_words must be non-empty texts or lists of ids; got an empty list")
     for token in ids:

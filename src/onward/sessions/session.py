@@ -3,14 +3,14 @@
 import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, Unpack
 
 from onward.checkpoint import Message
 from onward.completion import Completion, Piece
 from onward.decoding import PrefixCache
 from onward.errors import RequestError
 from onward.language_model import LanguageModel
-from onward.requests import Prompt
+from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, split_chat_options
 from onward.requests.request import as_list
 from onward.sessions import file as session_file
 from onward.sessions.file import SavedSession
@@ -47,23 +47,25 @@ class Session:
         nothing was predicted from yet."""
         return self._prefix.tokens
 
-    def generate(self, prompt: Prompt, **options: Any) -> Completion:
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Completion:
         """`LanguageModel.generate` for one prompt; the same errors, before anything is lost."""
-        completion = self.lm.generate(_one(prompt), cache=self._prefix, **options)
-        assert isinstance(completion, Completion)
-        return completion
+        return self.lm.generate(_one(prompt), cache=self._prefix, **options)
 
-    def stream(self, prompt: Prompt, **options: Any) -> Generator[Piece, None, Completion]:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Generator[Piece, None, Completion]:
         """`LanguageModel.stream`. It raises `RequestError` when it is gone on with after another call has begun."""
         return self.lm.stream(_one(prompt), cache=self._prefix, **options)
 
-    def chat(self, messages: Sequence[Message], **options: Any) -> Completion:
+    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]) -> Completion:
         """`LanguageModel.chat`: the conversation so far, all of it."""
-        return self.generate(self.lm.chat_prompt(messages, options.pop("template", None)), **options)
+        variables, others = split_chat_options(self.lm.chat_template, options)
+        return self.generate(self.lm.chat_prompt(messages, variables), **others)
 
-    def stream_chat(self, messages: Sequence[Message], **options: Any) -> Generator[Piece, None, Completion]:
+    def stream_chat(
+        self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]
+    ) -> Generator[Piece, None, Completion]:
         """`chat`, a `Piece` a token."""
-        return self.stream(self.lm.chat_prompt(messages, options.pop("template", None)), **options)
+        variables, others = split_chat_options(self.lm.chat_template, options)
+        return self.stream(self.lm.chat_prompt(messages, variables), **others)
 
     def truncate(self, length: int = 0) -> None:
         """Forget the ids held from position `length` on; nothing is moved or cleared."""

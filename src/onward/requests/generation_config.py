@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onward.errors import ConfigError, RequestError, warn
-from onward.sampling import SamplingParams
+from onward.requests.options import GenerateOptions
 
 FILE = "generation_config.json"
 
@@ -46,8 +46,8 @@ _UNSERVED_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def sampling_defaults(config: Mapping[str, Any], eos: tuple[int, ...], *, has_text: bool) -> SamplingParams:
-    """A checkpoint's sampling, or greedy where it does not ask for sampling.
+def generation_defaults(config: Mapping[str, Any], eos: tuple[int, ...], *, has_text: bool) -> GenerateOptions:
+    """A checkpoint's options, greedy where it does not ask for sampling.
 
     Args:
         config: the content of generation_config.json, empty where there is none.
@@ -69,7 +69,7 @@ def sampling_defaults(config: Mapping[str, Any], eos: tuple[int, ...], *, has_te
     if stop is not None and has_text:
         options["stop"] = stop
     try:
-        params = SamplingParams(**options)
+        params = GenerateOptions(**options)
     except RequestError as error:
         raise ConfigError(f"{FILE}: {error}") from error
     _warn_of_the_unserved(config, do_sample=bool(do_sample), has_text=has_text)

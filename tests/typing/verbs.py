@@ -1,0 +1,48 @@
+"""What `mypy --strict` makes of a user's code. `make types` checks this file; an ignore that ignores nothing fails."""
+
+from typing import assert_type
+
+import numpy as np
+import torch
+
+import onward
+from onward import Completion, LanguageModel, Request, Score
+
+
+def one_prompt_gives_one_completion(lm: LanguageModel) -> str:
+    assert_type(lm.generate("Once", temperature=0.8, stop=["."], max_new_tokens=None), Completion)
+    assert_type(lm.generate([1, 2, 3]), Completion)
+    assert_type(lm.generate(torch.tensor([1, 2])), Completion)
+    assert_type(lm.generate(np.array([1, 2])), Completion)
+    assert_type(lm.request("Once", seed=3), Request)
+    assert_type(lm.generate(lm.request("Once")), Completion)
+    assert_type(lm.score("Once"), Score)
+    return lm.generate("Once upon a time").text
+
+
+def several_prompts_give_a_list(lm: LanguageModel) -> None:
+    assert_type(lm.generate(["Once", "Then"]), list[Completion])
+    assert_type(lm.generate([[1, 2], [3]], per_prompt=[{"temperature": 0.5}, {"seed": 7}]), list[Completion])
+    assert_type(lm.generate([lm.request("Once"), lm.request("Then")]), list[Completion])
+    assert_type(lm.score(["Once", "Then"]), list[Score])
+
+
+def streams_and_chats(lm: LanguageModel, small: LanguageModel) -> None:
+    for piece in lm.stream("Once", draft="lookup"):
+        assert_type(piece.text, str)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert_type(lm.chat(messages, tools=[{"name": "search"}], enable_thinking=False, draft=small), Completion)
+    session = onward.Session(lm)
+    assert_type(session.chat(messages, enable_thinking=False, temperature=0.5), Completion)
+    assert_type(onward.quantize(lm, "int8"), LanguageModel)
+
+
+def a_typo_is_an_error(lm: LanguageModel) -> None:
+    lm.generate("Once", temprature=1)  # type: ignore[call-overload]
+    lm.generate(["Once"], max_tokens=5)  # type: ignore[call-overload]
+    lm.generate("Once", temperature="hot")  # type: ignore[call-overload]
+    lm.stream("Once", do_sample=True)  # type: ignore[call-arg]
+    lm.chat([{"role": "user", "content": "Hi"}], num_beams=2)  # type: ignore[call-arg]
+    lm.generate(["Once"], per_prompt=[{"temprature": 1}])  # type: ignore[typeddict-unknown-key]
+    onward.Session(lm).generate("Once", temprature=1)  # type: ignore[call-arg]
+    onward.GenerateOptions(temprature=1)  # type: ignore[call-arg]

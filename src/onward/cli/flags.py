@@ -172,8 +172,8 @@ class DraftFlags:
         Option(
             "--draft",
             metavar="SOURCE",
-            help="Who guesses tokens for the model to check; the text is the same. 'lookup', 'suffix', or a model of the "
-            "same vocabulary that is several times smaller.",
+            help="Who guesses tokens for the model to check; the text is the same. 'lookup', 'suffix', or a model of "
+            "the same vocabulary that is several times smaller.",
         ),
     ] = None
 

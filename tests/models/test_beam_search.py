@@ -1,5 +1,6 @@
 """Beams are those of transformers: texts, scores and their order, alone and in a batch."""
 
+import dataclasses
 import random
 import threading
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from transformers_reference import CASES, SMALL, TOLERANCE, build, save
 
 import onward
 from onward.errors import OnwardError, RequestError
-from onward.testing import ByteTokenizer, poison, scripted_model, tiny_model
+from onward.testing import ByteTokenizer, poison, tiny_model
 
 VOCAB = SMALL["vocab_size"]
 
@@ -275,9 +276,75 @@ def test_beams_are_not_streamed(lm):
         lm.stream("abc", beams=2)
 
 
-def test_a_cache_whose_rows_cannot_be_copied_has_no_beams():
+def with_plain_cache(model: onward.Model, pack, unpack) -> onward.Model:
+    """The model over another container of the same tensors, which knows nothing of rows."""
+
+    def forward(tokens, offsets, cache, params):
+        logits, written = model.forward(tokens, offsets, unpack(cache), params)
+        return logits, pack(written)
+
+    return dataclasses.replace(
+        model,
+        forward=forward,
+        new_cache=lambda batch, max_len: pack(model.new_cache(batch, max_len)),
+        selects_logits=False,
+        compiles=False,
+    )
+
+
+PLAIN_CACHES = {
+    "a dict of lists": (
+        lambda cache: {"keys": list(cache.keys), "values": list(cache.values)},
+        lambda cache: onward.KVCache(tuple(cache["keys"]), tuple(cache["values"])),
+    ),
+    "rows in the second dimension": (
+        lambda cache: [tensor.transpose(0, 1) for tensor in (*cache.keys, *cache.values)],
+        lambda cache: onward.KVCache(
+            tuple(tensor.transpose(0, 1) for tensor in cache[: len(cache) // 2]),
+            tuple(tensor.transpose(0, 1) for tensor in cache[len(cache) // 2 :]),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("container", PLAIN_CACHES)
+@pytest.mark.parametrize("options", [{"beams": 3, "n": 3}, {"n": 3, "temperature": 1.0, "seed": 5}], ids=str)
+def test_a_plain_pytree_has_the_beams_and_samples_that_a_cache_of_ours_has(container, options):
+    model = tiny_model(seed=5)
+    plain = with_plain_cache(model, *PLAIN_CACHES[container])
+    prompts = [[5, 6, 7, 8], [9]]
+    expected = onward.LanguageModel(model).generate(prompts, max_new_tokens=10, **options)
+    got = onward.LanguageModel(plain).generate(prompts, max_new_tokens=10, **options)
+    assert [contents(one) for one in got] == [contents(one) for one in expected]
+
+
+def test_a_model_without_a_cache_has_beams():
+    table = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    bare = onward.Model(lambda tokens, offsets, cache, params: (params[tokens.long()], cache), table, empty_cache, 6)
+    expected = onward.LanguageModel(tiny_table_model(table)).generate([0], beams=3, n=3, max_new_tokens=5)
+    got = onward.LanguageModel(bare).generate([0], beams=3, n=3, max_new_tokens=5)
+    assert contents(got) == contents(expected)
+
+
+def empty_cache(batch: int, max_len: int) -> tuple[()]:
+    return ()
+
+
+@pytest.mark.parametrize(
+    "new_cache",
+    [
+        lambda batch, max_len: torch.zeros(6, max_len),  # rows or not, who knows
+        lambda batch, max_len: torch.zeros(batch * 2, max_len),  # rows and heads in one
+        lambda batch, max_len: {"keys": torch.zeros(batch, max_len), "length": 0},
+        lambda batch, max_len: object(),
+    ],
+    ids=["no rows", "rows with heads", "a number", "an object"],
+)
+def test_a_cache_whose_rows_cannot_be_copied_has_no_beams(new_cache):
+    forward, table = lambda tokens, offsets, cache, params: (params[tokens.long()], cache), torch.zeros(6, 6)
+    lm = onward.LanguageModel(onward.Model(forward, table, new_cache, vocab_size=6), compile="eager")
     with pytest.raises(RequestError, match="beams need a cache whose rows can be copied"):
-        onward.LanguageModel(scripted_model([1])).generate([1], beams=2)
+        lm.generate([1], beams=2)
 
 
 def test_logits_that_are_no_numbers_are_found():

@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 def position_dims(cache: Any, length: int, other: Any, other_length: int) -> list[int | None] | None:
     """For each leaf of `cache`, of `length` positions, the dimension that counts them; None for a leaf without.
 
+    `onward.cache.rows` finds rows with it, between caches of two batches.
+
     Args:
         other: a cache of the same model and batch, of another length.
 

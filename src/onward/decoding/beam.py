@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from onward.cache import CompactableCache
+from onward.cache.rows import copy_row, have_rows, row_dims
 from onward.decoding.row import Row
 from onward.decoding.state import DecodeState
 from onward.decoding.step import Emitted, Run, TokenLogprobs, last_logits, not_finite, token_logprobs
 from onward.errors import RequestError
+from onward.models import Cache, ModelRun
 from onward.sampling import History, SamplingParams
 from onward.sampling.adjustments import Adjustments
 
@@ -142,16 +144,13 @@ class BeamStep:
         self.searches = [Search(row, options) for row in rows[:: options.width]]
         self.histories = None if histories is None else list(histories)
         self._params = params
+        self._row_dims: list[int] | None = None
         # So many that, whichever of them end a text, as many beams as there were can go on.
         self._candidates = [options.width * max(2, 1 + len(one.eos or ())) for one in params[:: options.width]]
 
     @torch.no_grad()
     def __call__(self, state: DecodeState) -> tuple[DecodeState, Emitted]:
-        if not isinstance(state.cache, CompactableCache):
-            raise RequestError(
-                f"beams need a cache whose rows can be copied, with copy_row and first_rows as onward.KVCache has "
-                f"them; got {type(state.cache).__name__}"
-            )
+        self._check_rows(state)
         logits, cache = last_logits(self.run, state, self.chunk)
         logprobs = self._logprobs(logits, state)
         after = tuple(
@@ -166,7 +165,7 @@ class BeamStep:
                 continue
             at = [places[first + slot] for slot in range(self.options.width)]
             for source, to in search.advance(self._candidates_of(group, logprobs[at], logits, at)):
-                cache.copy_row(at[source], at[to], after[at[source]])
+                self._copy_row(cache, at[source], at[to], after[at[source]])
                 if self.histories is not None:
                     self.histories[first + to] = copy.deepcopy(self.histories[first + source])
             for slot, beam in enumerate(search.running):
@@ -183,6 +182,25 @@ class BeamStep:
         group, rank = divmod(row, self.options.width)
         found = self.searches[group].ended
         return found[rank][0] if rank < len(found) else None
+
+    def _check_rows(self, state: DecodeState) -> None:
+        if isinstance(state.cache, CompactableCache):
+            return
+        if self._row_dims is None and isinstance(self.run, ModelRun):
+            self._row_dims = row_dims(self.run.model.new_cache)
+        if self._row_dims is None or not have_rows(state.cache, self._row_dims, len(state.owners)):
+            raise RequestError(
+                f"beams need a cache whose rows can be copied, with copy_row and first_rows as onward.KVCache has "
+                f"them, or a pytree of tensors that each have a dimension for the batch; got "
+                f"{type(state.cache).__name__}"
+            )
+
+    def _copy_row(self, cache: Cache, source: int, to: int, positions: int) -> None:
+        if isinstance(cache, CompactableCache):
+            cache.copy_row(source, to, positions)
+        else:
+            assert self._row_dims is not None, "checked before the step"
+            copy_row(cache, self._row_dims, source, to)
 
     def _logprobs(self, logits: Tensor, state: DecodeState) -> Tensor:
         """Of every id in every row of the cache, float32 [B, V]."""

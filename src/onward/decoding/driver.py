@@ -1,5 +1,8 @@
 """Decode with any forward: the loop without a checkpoint, a tokenizer or a `Model`."""
 
+import contextlib
+import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,70 +12,168 @@ from torch.utils import _pytree as pytree
 
 from onward.cache import length_of
 from onward.decoding.loop import decode_loop
+from onward.decoding.prompt import PromptIds, VocabularyCheck, prompt_ids
 from onward.decoding.row import Row
 from onward.decoding.state import DecodeState
 from onward.decoding.step import DecodeStep
 from onward.errors import ContextOverflowError, RequestError
-from onward.models import Cache, Forward, Model, Params, reused_run
+from onward.models import Cache, Forward, Model, Params, padded_length, reused_run
 from onward.sampling import Sampler, greedy
 from onward.sampling.draw import GREEDY
 from onward.sampling.params import check_whole
 
 
+class _Own:
+    """Stands for what a `Model` has of its own, and a bare forward has not."""
+
+    def __repr__(self) -> str:
+        return "the model's own"
+
+
+_OWN: Any = _Own()
+
+
 def stream(
-    forward: Forward,
+    forward: Forward | Model,
     *,
-    cache: Cache,
-    params: Params,
-    first_token: int,
     max_new_tokens: int,
+    prompt: PromptIds | None = None,
+    first_token: int | None = None,
+    cache: Cache = _OWN,
+    params: Params = _OWN,
     offset: int = 0,
     eos: int | Sequence[int] = (),
     select: Callable[[Tensor], Tensor] | Sampler = greedy,
     on_token: Callable[[int], Any] | None = None,
     max_len: int | None = None,
+    prefill_chunk: int = 512,
     compile: str = "auto",
 ) -> Iterator[int]:
-    """Decode one row with a forward of your own (the contract is in `onward.models.model`).
+    """Decode one row with a forward of your own (the contract is in `onward.models.model`), or with a `Model`.
 
-    `first_token` is processed first, at position `offset`, and is not among the ids given out; the id that
-    stops is. Everything is checked before the first step, when `stream` is called.
+    The prompt is processed first, from position `offset` on, and is not among the ids given out; the id that stops
+    is. Everything that can be known before the first step is checked when `stream` is called.
 
     Args:
-        forward: (tokens int32 [1, 1], offsets int32 [1], cache, params) -> (logits [1, 1, V], cache).
+        forward: (tokens int32 [1, T], offsets int32 [1], cache, params) -> (logits [1, T, V], cache); or a `Model`,
+            which brings its own cache and params.
+        max_new_tokens: the most ids to give out; none if 0 or less, and then nothing is processed.
+        prompt: the ids to start from: a list, or one dimension of a tensor or an array.
+        first_token: in place of `prompt`, one id: the last of a prompt whose others the cache holds.
         cache: what `forward` takes; it holds the positions before `offset`.
         params: what `forward` takes.
-        first_token: the id to start from, usually the last of a prompt.
-        max_new_tokens: the most ids to give out; none if 0 or less.
-        offset: absolute position of `first_token`.
+        offset: absolute position of the first id to process.
         eos: an id or ids that stop.
         select: float [1, V] -> int [1]; or an `onward.Sampler`, which is also given the position.
         on_token: called with each id, the stopping one too, before it is given out.
         max_len: positions that the cache holds, where it has no `max_len` of its own.
+        prefill_chunk: the most ids of the prompt processed at once; 1 for a forward that takes no more. It changes no
+            token.
         compile: "auto" traces the forward and runs it as one native call a token where it can (`onward.compile`;
             later calls with the same forward and params use the same trace), else as it is; a backend of
             `onward.compile` insists on it; "eager" calls the forward each time.
 
     Raises:
-        ContextOverflowError: offset + max_new_tokens is more than the cache holds.
-        RequestError: an argument outside its range, or a forward or select of another shape than the contract's.
+        ContextOverflowError: prompt and new tokens are more than the cache, or the model's context, holds.
+        RequestError: an argument outside its range, an id outside the vocabulary, or a forward or select of another
+            shape than the contract's.
     """
-    check_whole("offset", offset, low=0)
-    check_whole("first_token", first_token, low=0)
+    offset = _whole("offset", offset)
+    check_whole("prefill_chunk", prefill_chunk, low=1)
+    name, ids = _pending(prompt, first_token)
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool):
         raise RequestError(f"max_new_tokens must be a whole number; got {max_new_tokens!r}")
-    stop_ids = frozenset((eos,) if isinstance(eos, int) else eos)
-    _check_room(cache, max_len, offset, max_new_tokens)
-    device = _device_of(cache, params)
-    model = Model(forward, params, _no_cache, vocab_size=0, device=device)
-    step = DecodeStep(reused_run(model, compile), positional(select))
-    state = DecodeState.start([[first_token]], cache, device, offset)
-    return _ids(step, state, Row(max_new_tokens, stop_ids), on_token)
+    model = _model(forward, cache, params, name, ids)
+    # The last new token is given out and not processed.
+    length = offset + len(ids) - 1 + max(max_new_tokens, 0)
+    limits = [max_len, model.max_seq_len, length_of(cache)]
+    _check_room([limit for limit in limits if limit is not None], offset, len(ids), max_new_tokens)
+    if cache is _OWN:
+        if offset:
+            raise RequestError(f"offset {offset} says that a cache holds {offset} positions: give that cache")
+        cache = model.new_cache(1, padded_length(max(length, 1), model))
+    run = reused_run(model, compile)
+    checked = run if isinstance(forward, Model) else VocabularyCheck(run, name, ids)
+    step = DecodeStep(checked, positional(select), prefill_chunk)
+    state = DecodeState.start([ids], cache, model.device, offset)
+    return _ids(step, state, Row(max_new_tokens, _stop_ids(eos)), on_token)
 
 
-def decode(forward: Forward, **options: Any) -> list[int]:
-    """The ids of `stream` as a list; takes the same arguments."""
-    return list(stream(forward, **options))
+def decode(
+    forward: Forward | Model,
+    *,
+    max_new_tokens: int,
+    prompt: PromptIds | None = None,
+    first_token: int | None = None,
+    cache: Cache = _OWN,
+    params: Params = _OWN,
+    offset: int = 0,
+    eos: int | Sequence[int] = (),
+    select: Callable[[Tensor], Tensor] | Sampler = greedy,
+    on_token: Callable[[int], Any] | None = None,
+    max_len: int | None = None,
+    prefill_chunk: int = 512,
+    compile: str = "auto",
+) -> list[int]:
+    """The ids of `stream` as a list; takes the same arguments and raises the same errors."""
+    ids = stream(
+        forward,
+        max_new_tokens=max_new_tokens,
+        prompt=prompt,
+        first_token=first_token,
+        cache=cache,
+        params=params,
+        offset=offset,
+        eos=eos,
+        select=select,
+        on_token=on_token,
+        max_len=max_len,
+        prefill_chunk=prefill_chunk,
+        compile=compile,
+    )
+    return list(ids)
+
+
+def _pending(prompt: PromptIds | None, first_token: int | None) -> tuple[str, list[int]]:
+    """What the ids to process were given as, and the ids."""
+    if (prompt is None) == (first_token is None):
+        both = "neither" if prompt is None else "both"
+        raise RequestError(f"give prompt=, the ids to process, or first_token=, one id; got {both}")
+    if prompt is None:
+        return "first_token", [_whole("first_token", first_token)]
+    return "prompt", prompt_ids("prompt", prompt)
+
+
+def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, ids: Sequence[int]) -> Model:
+    """The forward as a Model; for one that is none its vocabulary is known with the first logits."""
+    if isinstance(forward, Model):
+        if max(ids) >= forward.vocab_size:
+            raise RequestError(f"{name} names id {max(ids)}, but the vocabulary ends at {forward.vocab_size - 1}")
+        return forward if params is _OWN or params is None else dataclasses.replace(forward, params=params)
+    if not callable(forward):
+        raise RequestError(
+            f"decoding takes a forward (tokens, offsets, cache, params) or an onward.Model; got "
+            f"{type(forward).__name__} (the Model of a LanguageModel is its `model`)"
+        )
+    for argument, value in (("cache", cache), ("params", params)):
+        if value is _OWN:
+            raise RequestError(f"a forward needs {argument}=, which may be None; only an onward.Model has its own")
+    return Model(forward, params, _no_cache, vocab_size=0, device=_device_of(cache, params))
+
+
+def _whole(name: str, value: Any) -> int:
+    """numpy's whole numbers too."""
+    with contextlib.suppress(TypeError):
+        value = value if isinstance(value, bool | list) else operator.index(value)
+    check_whole(name, value, low=0)
+    return int(value)
+
+
+def _stop_ids(eos: int | Sequence[int]) -> frozenset[int]:
+    try:
+        return frozenset((operator.index(eos),))  # type: ignore[arg-type]
+    except TypeError:
+        return frozenset(map(operator.index, eos))  # type: ignore[arg-type]
 
 
 def _ids(step: DecodeStep, state: DecodeState, row: Row, on_token: Callable[[int], Any] | None) -> Iterator[int]:
@@ -103,13 +204,14 @@ def positional(select: Callable[[Tensor], Tensor] | Sampler) -> Callable[[Tensor
     return GREEDY if select is greedy else lambda logits, positions: select(logits)
 
 
-def _check_room(cache: Cache, max_len: int | None, offset: int, max_new_tokens: int) -> None:
-    limits = [limit for limit in (max_len, length_of(cache)) if limit is not None]
-    needed = offset + max(max_new_tokens, 0)
+def _check_room(limits: Sequence[int], offset: int, prompt: int, max_new_tokens: int) -> None:
+    held = offset + prompt - 1
+    needed = held + max(max_new_tokens, 0)
     if limits and needed > min(limits):
+        before = f"offset {offset}" if prompt == 1 else f"offset {offset} + {prompt} ids of the prompt - 1"
         raise ContextOverflowError(
-            f"offset {offset} + max_new_tokens {max_new_tokens} = {needed} positions, but the cache holds "
-            f"{min(limits)}: ask for at most {max(0, min(limits) - offset)} or make a longer cache"
+            f"{before} + max_new_tokens {max_new_tokens} = {needed} positions, but the cache holds "
+            f"{min(limits)}: ask for at most {max(0, min(limits) - held)} or make a longer cache"
         )
 
 

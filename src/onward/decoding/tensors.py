@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Unpack
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from onward.decoding.loop import decode_loop
@@ -19,7 +21,7 @@ from onward.sampling.params import UnseededOptionsDict, check_whole
 
 def generate(
     model: Model,
-    prompt_tokens: Tensor,
+    prompt_tokens: Tensor | NDArray[np.integer],
     max_new_tokens: int,
     *,
     seed: int | Sequence[int] | None = None,
@@ -28,6 +30,8 @@ def generate(
     **options: Unpack[UnseededOptionsDict],
 ) -> Tensor:
     """Continue prompts of one length: int [B, P] -> int64 [B, P + max_new_tokens], on the prompts' device.
+
+    Prompts may be a NumPy array; the result is a tensor all the same.
 
     The result always has this shape. A row that ends early is filled up with the id that ended it, or with `pad`.
     For prompts of different lengths, or text, there is `LanguageModel.generate`.
@@ -49,6 +53,7 @@ def generate(
     """
     if not isinstance(model, Model):
         raise RequestError(f"generate takes an onward.Model; got {type(model).__name__}: see onward.Model.from_module")
+    prompt_tokens = _as_tensor(prompt_tokens)
     prompts = _checked_prompts(prompt_tokens, model.vocab_size)
     if "stop" in options:
         raise RequestError("stop strings need a text, and onward.generate knows ids alone: use eos, or LanguageModel")
@@ -86,9 +91,15 @@ def _row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int | None]:
     return list(seed)
 
 
-def _checked_prompts(prompt_tokens: Tensor, vocab_size: int) -> list[list[int]]:
+def _as_tensor(prompt_tokens: object) -> Tensor:
+    if isinstance(prompt_tokens, np.ndarray) and prompt_tokens.dtype.kind in "iuf":
+        return torch.tensor(prompt_tokens)
     if not isinstance(prompt_tokens, Tensor):
         raise RequestError(f"prompt_tokens must be a tensor of ids [B, P]; got {type(prompt_tokens).__name__}")
+    return prompt_tokens
+
+
+def _checked_prompts(prompt_tokens: Tensor, vocab_size: int) -> list[list[int]]:
     whole = not (prompt_tokens.is_floating_point() or prompt_tokens.is_complex() or prompt_tokens.dtype == torch.bool)
     if prompt_tokens.dim() != 2 or not whole or not prompt_tokens.numel():
         raise RequestError(

@@ -73,7 +73,7 @@ def test_a_prompt_may_be_a_sequence_a_tensor_or_an_array(prompt):
     assert onward.decode(MODEL, prompt=prompt, max_new_tokens=5) == onward.decode(
         MODEL, prompt=PROMPT, max_new_tokens=5
     )
-    ids = onward.decode(MODEL, first_token=np.int64(5), max_new_tokens=np.array(5).item(), eos=np.int32(V))
+    ids = onward.decode(MODEL, first_token=np.int64(5), max_new_tokens=np.int64(5), eos=np.int32(V))
     assert ids == onward.decode(MODEL, prompt=[5], max_new_tokens=5)
 
 
@@ -164,7 +164,7 @@ def test_another_error_of_the_forward_reaches_the_caller(error):
         ({"prompt": []}, "prompt must hold one id at least"),
         ({"prompt": "Once"}, "prompt must be a list of ids, .* got 'Once'"),
         ({"prompt": 3}, "prompt must be a list of ids, .* got 3"),
-        ({"prompt": [1, -1]}, "prompt must hold whole numbers of 0 or more; got -1"),
+        ({"prompt": [1, -1]}, "prompt: an id must be a whole number of 0 or more; got -1"),
         ({"prompt": [1, 2.0]}, "got 2.0"),
         ({"prompt": [True]}, "got True"),
         ({"prompt": torch.tensor([[1, 2]])}, r"prompt must have one dimension, .* got \[1, 2\]"),

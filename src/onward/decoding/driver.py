@@ -1,8 +1,6 @@
 """Decode with any forward: the loop without a checkpoint, a tokenizer or a `Model`."""
 
-import contextlib
 import dataclasses
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +18,7 @@ from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Forward, Model, Params, padded_length, reused_run
 from onward.sampling import Sampler, greedy
 from onward.sampling.draw import GREEDY
-from onward.sampling.params import check_whole
+from onward.sampling.params import as_tuple, check_whole, plain
 
 
 class _Own:
@@ -78,12 +76,14 @@ def stream(
         RequestError: an argument outside its range, an id outside the vocabulary, or a forward or select of another
             shape than the contract's.
     """
-    offset = _whole("offset", offset)
+    offset, first_token, max_new_tokens = plain(offset), plain(first_token), plain(max_new_tokens)
+    check_whole("offset", offset, low=0)
     check_whole("prefill_chunk", prefill_chunk, low=1)
     name, ids = _pending(prompt, first_token)
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool):
         raise RequestError(f"max_new_tokens must be a whole number; got {max_new_tokens!r}")
     model = _model(forward, cache, params, name, ids)
+    stop_ids = frozenset(as_tuple("eos", plain(eos), int))
     # The last new token is given out and not processed.
     length = offset + len(ids) - 1 + max(max_new_tokens, 0)
     limits = [max_len, model.max_seq_len, length_of(cache)]
@@ -96,7 +96,7 @@ def stream(
     checked = run if isinstance(forward, Model) else VocabularyCheck(run, name, ids)
     step = DecodeStep(checked, positional(select), prefill_chunk)
     state = DecodeState.start([ids], cache, model.device, offset)
-    return _ids(step, state, Row(max_new_tokens, _stop_ids(eos)), on_token)
+    return _ids(step, state, Row(max_new_tokens, stop_ids), on_token)
 
 
 def decode(
@@ -139,9 +139,11 @@ def _pending(prompt: PromptIds | None, first_token: int | None) -> tuple[str, li
     if (prompt is None) == (first_token is None):
         both = "neither" if prompt is None else "both"
         raise RequestError(f"give prompt=, the ids to process, or first_token=, one id; got {both}")
-    if prompt is None:
-        return "first_token", [_whole("first_token", first_token)]
-    return "prompt", prompt_ids("prompt", prompt)
+    if first_token is None:
+        assert prompt is not None
+        return "prompt", prompt_ids("prompt", prompt)
+    check_whole("first_token", first_token, low=0)
+    return "first_token", [first_token]
 
 
 def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, ids: Sequence[int]) -> Model:
@@ -159,21 +161,6 @@ def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, id
         if value is _OWN:
             raise RequestError(f"a forward needs {argument}=, which may be None; only an onward.Model has its own")
     return Model(forward, params, _no_cache, vocab_size=0, device=_device_of(cache, params))
-
-
-def _whole(name: str, value: Any) -> int:
-    """numpy's whole numbers too."""
-    with contextlib.suppress(TypeError):
-        value = value if isinstance(value, bool | list) else operator.index(value)
-    check_whole(name, value, low=0)
-    return int(value)
-
-
-def _stop_ids(eos: int | Sequence[int]) -> frozenset[int]:
-    try:
-        return frozenset((operator.index(eos),))  # type: ignore[arg-type]
-    except TypeError:
-        return frozenset(map(operator.index, eos))  # type: ignore[arg-type]
 
 
 def _ids(step: DecodeStep, state: DecodeState, row: Row, on_token: Callable[[int], Any] | None) -> Iterator[int]:

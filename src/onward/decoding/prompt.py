@@ -1,9 +1,7 @@
 """Prompts of ids as people have them, and ids held against a vocabulary that only logits tell."""
 
 import contextlib
-import operator
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ from onward.decoding.step import PickingRun
 from onward.errors import ProgramError, RequestError
 from onward.models import Cache
 from onward.program import Pick
+from onward.sampling.params import check_whole, plain
 
 # A list or a tuple, or one dimension of an array or a tensor of whole numbers.
 PromptIds = Sequence[int] | NDArray[np.integer] | Tensor
@@ -25,22 +24,17 @@ def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
     Raises:
         RequestError: no ids, more than one dimension, or what is no whole number of 0 or more.
     """
-    if isinstance(prompt, Tensor | np.ndarray):
-        if prompt.ndim != 1:
-            raise RequestError(f"{name} must have one dimension, the ids of one row; got {list(prompt.shape)}")
-        prompt = prompt.tolist()
-    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, Tensor | np.ndarray) and prompt.ndim != 1:
+        raise RequestError(f"{name} must have one dimension, the ids of one row; got {list(prompt.shape)}")
+    listed = plain(prompt)
+    if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
         raise RequestError(f"{name} must be a list of ids, or one dimension of a tensor or array; got {prompt!r}")
-    if not prompt:
+    if not listed:
         raise RequestError(f"{name} must hold one id at least; got none")
-    return [_checked_id(name, token) for token in prompt]
-
-
-def _checked_id(name: str, token: Any) -> int:
-    with contextlib.suppress(TypeError):
-        if not isinstance(token, bool) and (whole := operator.index(token)) >= 0:
-            return int(whole)
-    raise RequestError(f"{name} must hold whole numbers of 0 or more; got {token!r}")
+    ids = [plain(token) for token in listed]
+    for token in ids:
+        check_whole(f"{name}: an id", token, low=0)
+    return ids
 
 
 class VocabularyCheck:

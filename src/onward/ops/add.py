@@ -5,6 +5,7 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native import Library
+from onward.ops.autocast import autocast_dtype, widened
 from onward.ops.operators import DTYPES, Operator, shapes
 
 
@@ -14,6 +15,8 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     The kernel keeps a forward out of torch's own thread pool, whose threads spin for a while after each op on the
     cores that the next kernel wants (benchmarks/LOG.md).
     """
+    if a.dtype != b.dtype and autocast_dtype(a) is not None:
+        a, b = widened(a, b)
     if a.shape != b.shape or a.dtype != b.dtype or a.dtype not in DTYPES or a.dim() == 0:
         raise RequestError(f"add wants float a and b of one shape and dtype; got {shapes(a=a, b=b)}")
     return _add(a, b)

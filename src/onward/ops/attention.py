@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from onward.errors import RequestError
 from onward.native import Library
 from onward.native.interface import AttentionArguments
+from onward.ops.autocast import autocast_dtype, lowered, off
 from onward.ops.operators import DTYPES, Operator, shapes
 
 
@@ -44,6 +45,13 @@ def scaled_dot_product_attention(
     Raises:
         RequestError: shapes or dtypes that do not fit.
     """
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        with off(q):
+            q, k, v = lowered(dtype, q, k, v)
+            return scaled_dot_product_attention(
+                q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=window
+            )
     check_shapes(q, k, v)
     window, causal = _checked_window(window), causal or window is not None
     if causal and k.shape[2] < q.shape[2]:
@@ -81,6 +89,11 @@ def cached_attention(
     Raises:
         RequestError: shapes or dtypes that do not fit; when run, a row that reaches past the cache.
     """
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        with off(q):
+            q, keys, values = lowered(dtype, q, keys, values)
+            return cached_attention(q, keys, values, offsets, scale=scale, sinks=sinks, window=window)
     check_shapes(q, keys, values)
     if offsets.shape != q.shape[:1] or offsets.dtype != torch.int32:
         raise RequestError(f"attention: offsets must be int32 [B]; got {shapes(offsets=offsets, q=q)}")

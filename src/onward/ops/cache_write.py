@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
+from onward.ops.autocast import autocast_dtype
 from onward.ops.operators import DTYPES, define_in_place, shapes, usable_library
 
 
@@ -18,6 +19,8 @@ def write_cache(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
     Raises:
         RequestError: shapes or dtypes that do not fit; eagerly on the CPU also a row that reaches past the cache.
     """
+    if new.dtype != cache.dtype and autocast_dtype(new) is not None:
+        new = new.to(cache.dtype)
     batch, heads, _, dim = new.shape
     fits = cache.dim() == 4 and (cache.shape[0], cache.shape[1], cache.shape[3]) == (batch, heads, dim)
     if not fits or cache.dtype != new.dtype or offsets.shape != (batch,):

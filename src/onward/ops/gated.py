@@ -6,11 +6,13 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
+from onward.ops.autocast import autocast_dtype, widened
 from onward.ops.operators import DTYPES, Operator, shapes
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise; both float [..., D] of one shape and dtype."""
+    gate, up = _of_one_dtype(gate, up)
     _check("swiglu", gate, up)
     return _swiglu(gate, up)
 
@@ -20,8 +22,13 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: bool = True) -> Tensor:
 
     approximate: gelu by its tanh form, as Gemma's; otherwise exact.
     """
+    gate, up = _of_one_dtype(gate, up)
     _check("geglu", gate, up)
     return _geglu(gate, up, bool(approximate))
+
+
+def _of_one_dtype(gate: Tensor, up: Tensor) -> list[Tensor] | tuple[Tensor, Tensor]:
+    return widened(gate, up) if gate.dtype != up.dtype and autocast_dtype(gate) is not None else (gate, up)
 
 
 def _swiglu_composed(gate: Tensor, up: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
+from onward.ops.autocast import autocast_dtype, lowered, off
 from onward.ops.operators import shapes
 from onward.ops.packed import NativeWeight, native_linear, pack_native
 from onward.ops.quantized import QuantizedWeight, quantized_linear
@@ -40,6 +41,10 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     Raises:
         RequestError: shapes or dtypes that do not fit.
     """
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        with off(x):
+            return _autocast(dtype, x, weight, bias)
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(x, weight, bias)
     rows, inputs, dtype = _described(weight)
@@ -55,6 +60,16 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.blocks, bias, "none", [], "")
         return out
     return F.linear(x, weight, bias)
+
+
+def _autocast(dtype: torch.dtype, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, Tensor):
+        x, weight, bias = lowered(dtype, x, weight, bias)
+    elif not isinstance(weight, QuantizedWeight):
+        # Packed once for all calls: computed in the dtype that it was packed in.
+        x, bias = lowered(_described(weight)[2], x, bias)
+    out: Tensor = lowered(dtype, linear(x, weight, bias))[0]
+    return out
 
 
 def pack(weight: Weight) -> Weight:

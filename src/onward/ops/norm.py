@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
+from onward.ops.autocast import autocast_dtype, normed, off
 from onward.ops.operators import DTYPES, Operator, shapes
 
 
@@ -25,6 +26,9 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.
     Returns:
         [..., D] in x's dtype.
     """
+    if autocast_dtype(x) is not None:
+        with off(x):
+            return normed(lambda *t: rms_norm(*t, eps=eps, offset=offset), x, weight)
     _check("rms_norm", x, weight)
     return _rms_norm(x, weight, float(eps), float(offset))
 
@@ -40,6 +44,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) ->
     Returns:
         [..., D] in x's dtype.
     """
+    if autocast_dtype(x) is not None:
+        with off(x):
+            return normed(lambda *t: layer_norm(*t, eps=eps), x, weight, bias)
     _check("layer_norm", x, weight, bias)
     return _layer_norm(x, weight, bias, float(eps))
 

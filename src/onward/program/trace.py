@@ -39,7 +39,8 @@ def trace(
         TraceError: the forward reads values, closes over tensors, or returns something else than the contract says.
     """
     recorder = Recorder(whole, infer)
-    with torch.inference_mode():
+    # Autocast is off: a program is kept, and serves calls with it and without.
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         given = {
             Kind.TOKENS: recorder.declare((batch, tokens), None, torch.int32, Kind.TOKENS, "tokens"),
             Kind.OFFSETS: recorder.declare((batch,), None, torch.int32, Kind.OFFSETS, "offsets"),

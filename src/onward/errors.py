@@ -87,6 +87,16 @@ def one_line(error: BaseException) -> str:
 _NOT_THE_USERS = (str(Path(__file__).parent), functools.__file__)
 
 
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """`warn`, for what is said once in a process; another message is another warning."""
+    if message not in _warned:
+        _warned.add(message)
+        warn(message)
+
+
 def warn(message: str) -> None:
     """An `OnwardWarning` that points at the user's line, however deep in the package it arises."""
     depth = 1

@@ -152,6 +152,8 @@ def _as_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, TypeError) as error:
         # PyTorch adds a dump of its backends on further lines.
         reason = next(iter(str(error).splitlines()), "")
+        if isinstance(error, NotImplementedError):  # and on that line, too
+            reason = f"this PyTorch has no {str(device).partition(':')[0]} backend"
         raise RequestError(f"device {str(device)!r} cannot be used here ({reason}): try 'auto' or 'cpu'") from error
     if found.type == "meta":
         raise RequestError("device 'meta' holds shapes without numbers, which decode to nothing: try 'auto' or 'cpu'")

@@ -115,6 +115,12 @@ def test_devices_that_are_there(device, folder):
     assert lm.model.params.embed_tokens.device.type == wanted
 
 
+def test_a_device_that_this_pytorch_lacks_is_a_short_line(folder):
+    with pytest.raises(RequestError) as error:
+        onward.load(folder, device="xla")
+    assert str(error.value) == "device 'xla' cannot be used here (this PyTorch has no xla backend): try 'auto' or 'cpu'"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without CUDA")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), 0], ids=str)
 def test_cuda_on_a_machine_without_it(device, folder):

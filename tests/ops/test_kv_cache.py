@@ -101,3 +101,11 @@ def test_a_long_cache_takes_memory_as_it_is_written():
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_device_may_be_named():
+    for device in ("cpu", torch.device("cpu"), "meta"):
+        cache = KVCache.new(
+            num_layers=1, batch=2, num_kv_heads=1, max_len=4, head_dim=2, dtype=torch.float32, device=device
+        )
+        assert {leaf.device for leaf in (*cache.keys, *cache.values)} == {torch.device(device)}

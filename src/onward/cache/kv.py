@@ -32,11 +32,11 @@ class KVCache(NamedTuple):
         max_len: int,
         head_dim: int,
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | str,
     ) -> "KVCache":
         """An empty cache, all layers in one buffer. A large one takes its memory as it is written."""
         shape = (2 * num_layers, batch, num_kv_heads, max_len, head_dim)
-        layers = lazy_zeros(shape, dtype, device).unbind()
+        layers = lazy_zeros(shape, dtype, torch.device(device)).unbind()
         return cls(layers[:num_layers], layers[num_layers:])
 
     @property

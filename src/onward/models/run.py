@@ -1,11 +1,14 @@
 """A model as the loop calls it: through its program, where its forward can be one."""
 
+import os
+import sys
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from onward.errors import ProgramError, RequestError
+from onward import native
+from onward.errors import ProgramError, RequestError, warn_once
 from onward.forks import call_in_forks
 from onward.models.model import Cache, Model, run_plain
 from onward.program import BACKENDS, Pick, Program, Programs, Report, TraceError, programs_of
@@ -29,6 +32,8 @@ class ModelRun:
         self.why_eager = self._programs.refused if model.compiles else "the model says that it is not to be compiled"
         self._eager = compile == "eager" or (compile == "auto" and bool(self.why_eager))
         self._program: Program | None = None
+        if compile == "auto" and model.compiles and model.device.type == "cpu":
+            _warn_without_kernels()
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
@@ -89,6 +94,10 @@ class ModelRun:
             raise error
         self.why_eager = self._programs.refused = str(error)
         self._eager, self._program = True, None
+        warn_once(
+            f"a forward runs op by op, slower than as a program, since it cannot be traced: {error} "
+            '(compile="eager" silences this)'
+        )
 
 
 @cache
@@ -99,6 +108,16 @@ def _mind_forks() -> None:
     same to its workers.) The team of the native kernels starts anew by itself.
     """
     call_in_forks(lambda: torch.set_num_threads(1))
+
+
+def _warn_without_kernels() -> None:
+    """Where they could be: not where the user chose to do without, nor on a system that they are not written for."""
+    if sys.platform != "win32" and os.environ.get("ONWARD_OPS") != "definition" and not native.built_isas():
+        warn_once(
+            f"no native kernels were built when onward was installed (none in {native.library_folder()}), so torch's "
+            "operators run, many times slower on a CPU: install a C++17 compiler, then onward again "
+            '(compile="eager" silences this)'
+        )
 
 
 def check_backend(compile: str) -> None:

@@ -4,12 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from onward.errors import RequestError
-from onward.models import Model
-from onward.speculation import Drafter, ModelDrafter, PromptLookup, Speculator, SuffixLookup
+from onward.speculation import LOOKUPS, Drafter, Speculator, as_drafter
 
-# Drafters that need no model, by name.
-LOOKUPS: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "suffix": SuffixLookup}
+__all__ = ["LOOKUPS", "Speculators"]
+
 # Speculators kept, with what they learnt, programs of draft models too.
 _KEPT = 8
 
@@ -28,16 +26,8 @@ class Speculators:
         """
         if draft is None or isinstance(draft, Speculator):
             return draft
-        if isinstance(draft, str) and draft in LOOKUPS:
-            return self.kept(draft, draft, LOOKUPS[draft])
-        if isinstance(draft, Model):
-            return self.kept(id(draft), draft, lambda: ModelDrafter(draft))
-        if isinstance(draft, Drafter):
-            return self.kept(id(draft), draft, lambda: draft)
-        known = "draft is 'lookup', 'suffix', a LanguageModel, a Model, a Drafter or a Speculator"
-        if isinstance(draft, str):
-            raise RequestError(f"{known}; got {draft!r}: to draft with a model of that name, onward.load it")
-        raise RequestError(f"{known}; got {type(draft).__name__}")
+        key = draft if isinstance(draft, str) else id(draft)
+        return self.kept(key, draft, lambda: as_drafter(draft))
 
     def kept(self, key: Any, draft: Any, make: Callable[[], Drafter]) -> Speculator:
         """The speculator kept under `key`, made where there is none. `draft` is kept with it, for its id's sake."""

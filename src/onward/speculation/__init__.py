@@ -2,6 +2,7 @@
 
 from onward.speculation.counts import Speculation
 from onward.speculation.drafter import Draft, Drafter, Drafting, DraftRequest, DraftRow
+from onward.speculation.drafters import LOOKUPS, ModelHolder, as_drafter
 from onward.speculation.inferencers import SpeculateOutput, speculate
 from onward.speculation.lookup import PromptLookup
 from onward.speculation.model_drafter import ModelDrafter
@@ -11,12 +12,14 @@ from onward.speculation.suffix import SuffixLookup
 from onward.speculation.vocabulary import TokenTable, check_same_tokens
 
 __all__ = [
+    "LOOKUPS",
     "Draft",
     "DraftRequest",
     "DraftRow",
     "Drafter",
     "Drafting",
     "ModelDrafter",
+    "ModelHolder",
     "PromptLookup",
     "SpeculateOutput",
     "Speculation",
@@ -24,6 +27,7 @@ __all__ = [
     "Speculator",
     "SuffixLookup",
     "TokenTable",
+    "as_drafter",
     "check_same_tokens",
     "speculate",
 ]

@@ -9,9 +9,11 @@ import torch
 from onward.decoding import Picker, Row
 from onward.decoding.step import Run
 from onward.errors import RequestError
+from onward.models import Model
 from onward.sampling import Sampler
 from onward.sampling.params import check_whole
 from onward.speculation.drafter import Drafter, DraftRequest
+from onward.speculation.drafters import ModelHolder, as_drafter
 from onward.speculation.pace import LENGTHS, Acceptance, Pace
 from onward.speculation.step import SpeculativeStep
 from onward.speculation.verify import Verifier, coupled, rejection
@@ -26,7 +28,8 @@ class Speculator:
 
     It keeps what it learns of costs and acceptance for further requests, so each target wants one of its own.
 
-    drafter: who guesses.
+    drafter: who guesses: a `Drafter`, "lookup", "suffix", a `Model` or a `LanguageModel`. The last two must mean the
+        same by an id as the target does: `draft=` compares the tokenizers of LanguageModels, this does not.
     length: ids of every draft; by default it adapts to what is accepted and to what rounds cost, up to 15, and
         drafting stops where it does not pay (`onward.speculation.pace`).
     verifier: "coupled" emits the ids of plain decoding, whatever is drafted. "rejection" is the accept/resample rule:
@@ -35,12 +38,12 @@ class Speculator:
     clock: seconds.
 
     Raises:
-        RequestError: another verifier or length.
+        RequestError: no drafter, or another verifier or length.
     """
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: "Drafter | Model | ModelHolder | str",
         *,
         length: int | None = None,
         verifier: Literal["coupled", "rejection"] = "coupled",
@@ -52,7 +55,7 @@ class Speculator:
             check_whole("length", length, low=1)
         elif verifier == "rejection":
             length = _FIXED_LENGTH
-        self.drafter = drafter
+        self.drafter = as_drafter(drafter)
         self.length = length
         self.verifier = verifier
         self._clock = clock

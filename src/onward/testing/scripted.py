@@ -98,6 +98,7 @@ def scripted_model(
         vocab_size=vocab_size,
         max_seq_len=max_seq_len,
         selects_logits=selects_logits,
+        compiles=False,  # its checks read values
         calls=calls,
     )
 

@@ -1,0 +1,94 @@
+"""A machine or a forward that is slow for a reason that the user can mend says so, once."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import onward
+from onward import errors
+from onward.errors import OnwardWarning
+from onward.models import Model
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet(monkeypatch):
+    monkeypatch.setattr(errors, "_warned", set())
+
+
+def untraceable(extra=0):
+    def forward(tokens, offsets, cache, params):
+        if offsets.max() > 1000:  # reads a value
+            raise AssertionError
+        logits = torch.zeros(*tokens.shape, 8)
+        logits[..., (3 + extra) % 8] = 1
+        return logits, cache
+
+    return Model(forward, (), lambda batch, max_len: torch.zeros(batch, max_len), 8)
+
+
+def other_untraceable():
+    def forward(tokens, offsets, cache, params):
+        length = int(tokens.sum())
+        return torch.zeros(*tokens.shape, 8) + 0 * length, cache
+
+    return Model(forward, (), lambda batch, max_len: torch.zeros(batch, max_len), 8)
+
+
+def warnings_of(*lms):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for lm in lms:
+            lm.generate([1], max_new_tokens=2)
+    assert all(issubclass(warning.category, OnwardWarning) for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_forward_that_cannot_be_traced_names_its_line_once():
+    lm = onward.LanguageModel(untraceable())
+    (message,) = warnings_of(lm, lm, onward.LanguageModel(untraceable(1)))
+    assert "test_slow_for_a_reason.py:" in message
+    assert "in forward" in message
+    assert 'compile="eager" silences this' in message
+
+
+def test_a_second_forward_is_not_lost_behind_the_first():
+    messages = warnings_of(*map(onward.LanguageModel, (untraceable(), other_untraceable())))
+    assert len(set(messages)) == len(messages) == 2
+
+
+def test_who_asks_for_eager_hears_nothing():
+    onward.LanguageModel(untraceable(), compile="eager").generate([1], max_new_tokens=2)
+
+
+WARNED = """
+import warnings, onward
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for compile in {compiles}:
+        onward.load("demo", compile=compile).generate([1], max_new_tokens=1)
+print(*(f"{{w.category.__name__}} {{w.message}}" for w in said), sep="\\n")
+"""
+
+
+def said(compiles, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", WARNED.format(compiles=compiles)],
+        env=os.environ | environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def test_a_machine_without_kernels_says_what_is_missing_once(tmp_path):
+    (line,) = said(["auto", "auto"], ONWARD_NATIVE_DIR=str(tmp_path)).splitlines()
+    assert line.startswith("OnwardWarning no native kernels were built when onward was installed")
+    assert str(tmp_path) in line
+    assert "install a C++17 compiler" in line
+
+
+def test_a_machine_without_kernels_is_silent_where_that_was_asked_for(tmp_path):
+    assert said(["eager"], ONWARD_NATIVE_DIR=str(tmp_path)) == ""
+    assert said(["auto"], ONWARD_NATIVE_DIR=str(tmp_path), ONWARD_OPS="definition") == ""

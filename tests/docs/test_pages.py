@@ -22,6 +22,21 @@ from huggingface_hub import constants
 import onward
 from onward import ops
 
+# In the manner of Qwen3's: the models of the hub read tools and enable_thinking, which the demo model's does not.
+HUB_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
 DEMO = Path(onward.__file__).parent / "demo" / "target"
 LANGUAGES = {"python", "console", "text", "json", "toml", "yaml", "html", ""}
 
@@ -33,8 +48,8 @@ def folder(tmp_path, monkeypatch):
         held = tmp_path / "hub" / f"models--{repository.replace('/', '--')}"
         (held / "refs").mkdir(parents=True)
         (held / "refs" / "main").write_text("0" * 40)
-        (held / "snapshots").mkdir()
-        (held / "snapshots" / ("0" * 40)).symlink_to(DEMO)
+        snapshot = shutil.copytree(DEMO, held / "snapshots" / ("0" * 40))
+        (snapshot / "chat_template.jinja").write_text(HUB_TEMPLATE)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     work = tmp_path / "work"

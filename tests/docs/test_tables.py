@@ -25,6 +25,7 @@ def option_names():
     }
     for function in (onward.load, onward.LanguageModel.generate, onward.decode, onward.stream):
         names |= set(inspect.signature(function).parameters)
+    names |= set(onward.ChatOptionsDict.__annotations__)
     return names
 
 

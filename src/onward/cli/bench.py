@@ -16,6 +16,7 @@ from onward.cli.machine import kernel_facts, machine_facts
 from onward.cli.speed import Speed, bytes_per_token, measure
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError
+from onward.native import last_level_cache_bytes
 
 if TYPE_CHECKING:
     from onward import LanguageModel
@@ -77,6 +78,9 @@ def _speed_facts(lm: "LanguageModel", speed: Speed, prompt: int, new: int) -> li
     prefill, token, bandwidth = map(statistics.median, (speed.prefill, speed.token, speed.bandwidth))
     weights, cache = bytes_per_token(lm, prompt + new // 2)
     fraction = (weights + cache) / token / bandwidth
+    limit = Fact("of_the_limit", round(fraction, 3), f"{fraction:.0%} of a plain read of those bytes")
+    if weights + cache <= last_level_cache_bytes():
+        limit = Fact("of_the_limit", round(fraction, 3), "in the processor's cache: memory is no limit")
     return [
         Fact("prompt_tokens", prompt),
         Fact("new_tokens", new),
@@ -86,7 +90,7 @@ def _speed_facts(lm: "LanguageModel", speed: Speed, prompt: int, new: int) -> li
         Fact("prefill_tokens_s", round(prompt / prefill, 1), f"{prompt / prefill:,.0f} tokens/s"),
         Fact("decode_tokens_s", round(1 / token, 2), f"{1 / token:,.1f} tokens/s, {token * 1e3:.3g} ms each"),
         Fact("read_a_token_bytes", weights + cache, f"{in_bytes(weights)} of weights, {in_bytes(cache)} of cache"),
-        Fact("of_the_limit", round(fraction, 3), f"{fraction:.0%} of a plain read of those bytes"),
+        limit,
     ]
 
 

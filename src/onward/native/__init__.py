@@ -4,6 +4,7 @@ Without a compiler at installation there are no libraries: everything here still
 says "none" and `library()` is None. The sources are in native/, whose README says how to add a kernel.
 """
 
+from onward.native.caches import last_level_cache_bytes
 from onward.native.errors import NativeError, NativeUnavailableError
 from onward.native.interface import DType, Format, Status
 from onward.native.loader import (
@@ -33,6 +34,7 @@ __all__ = [
     "available_isas",
     "built_isas",
     "isa",
+    "last_level_cache_bytes",
     "library",
     "library_folder",
     "num_threads",

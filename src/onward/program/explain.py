@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from onward.native import last_level_cache_bytes
 from onward.program.arrays import Kind
 from onward.program.calls import KernelCall, TorchCall
 from onward.program.compiled import CompiledForward
@@ -57,8 +58,11 @@ class Report:
         if self.rows:
             lines.append(f"{'op':<24} {'kernel':<16} {'calls':>5} {'MB':>8} {'us':>9} {'share':>6} {'GB/s':>6}")
             total = self.seconds or 1.0
+            # What stays in a cache is not read from memory: a rate of it could be compared with nothing.
+            cached = sum(row.nbytes for row in self.rows) <= last_level_cache_bytes()
             for row in self.rows:
                 rate = f"{row.nbytes / row.seconds / 1e9:6.1f}" if row.nbytes and row.seconds else " " * 6
+                rate = " cache" if cached and row.nbytes else rate
                 lines.append(
                     f"{row.op:<24.24} {row.kernel:<16.16} {row.calls:>5} {row.nbytes / 1e6:>8.2f} "
                     f"{row.seconds * 1e6:>9.1f} {row.seconds / total:>6.1%} {rate}"

@@ -64,6 +64,26 @@ def test_bad_commands(cli: Cli) -> None:
     assert_one_line(cli("info", "--batch", "2"), "SOURCE")
 
 
+def test_a_model_may_be_named_without_a_flag_but_not_twice(cli: Cli) -> None:
+    for command in ("bench", "chat", "info"):
+        assert_one_line(cli(command, "/no/such/folder"), "/no/such/folder")
+        assert_one_line(cli(command, "demo", "--model", "/no/such/folder"), "named twice", "give one")
+    assert cli("info", "-m", "demo", "--json").code == 0
+
+
+def test_a_tilde_is_the_home_in_every_name_of_a_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    onward.testing.random_checkpoint(tmp_path / "x")
+    (tmp_path / "prompt.txt").write_text("1 2 3")
+    ask = ("generate", "--ids", "--file", "~/prompt.txt", "-n", "2")
+    assert cli(*ask, "--model", "~/x").code == 0
+    assert cli(*ask, "--model", "~/x", "--draft", "~/x").code == 0
+    assert cli("info", "~/x").code == 0
+    assert_one_line(cli(*ask, "--model", "~/x", "--name-map", "~/map.json"), "a name map is for")
+    assert cli("quantize", "~/x", "~/y").code == 0
+    assert (tmp_path / "y" / "config.json").exists()
+
+
 def test_text_that_is_no_utf8(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes("dommage, raté".encode("latin-1"))
     assert_one_line(cli("generate", "--file", str(tmp_path / "latin")), "UTF-8", "byte 12")

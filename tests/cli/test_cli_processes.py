@@ -59,6 +59,31 @@ def test_an_interrupt_ends_generate_with_130() -> None:
     assert b"Traceback" not in said
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("command", [["--version"], ["generate", "Once", "-n", "2"], ["info", "--json"]], ids=" ".join)
+def test_a_full_disk_is_one_line(command: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*PROGRAM, *command], stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (2, "error: standard output cannot be written: No space left on device\n")
+
+
+def test_closed_streams_are_no_tracebacks() -> None:
+    def run(closed: str, *command: str) -> subprocess.CompletedProcess[str]:
+        shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *PROGRAM, *command]
+        return subprocess.run(shell, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+
+    out = run(">&-", "generate", "Once", "-n", "2")
+    assert (out.returncode, out.stderr.count("\n")) == (2, 1)
+    assert out.stderr.startswith("error: standard output is closed")
+    silent = run("2>&-", "generate", "Once", "-n", "-2")
+    assert (silent.returncode, silent.stdout) == (2, "")
+    unread = run("<&-", "generate", "-")
+    assert (unread.returncode, unread.stderr.count("\n")) == (2, 1)
+    assert "standard input is closed" in unread.stderr
+
+
 class Terminal:
     """A program on a pseudo-terminal: what it writes is gathered, what is typed reaches it."""
 

@@ -6,11 +6,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from command_line import ENVIRONMENT, Cli
+from command_line import ENVIRONMENT, PROGRAM, Cli
 
 import onward
+from onward.cli.help import GROUPS
 
-HELP = [(), ("generate",), ("chat",), ("info",)]
+HELP = [(), ("generate",), ("chat",), ("score",), ("quantize",), ("bench",), ("info",)]
 
 
 @pytest.mark.parametrize("command", HELP)
@@ -24,6 +25,45 @@ def test_help_fits_80_columns_and_gives_an_example(cli: Cli, command: tuple[str,
 
 def test_no_command_is_a_question_for_help(cli: Cli) -> None:
     assert cli() == cli("--help")
+
+
+def test_the_options_stand_in_groups_and_the_model_near_the_top(cli: Cli) -> None:
+    lines = cli("generate", "--help").out.splitlines()
+    sections = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert sections[:3] == ["Arguments:", "Prompt:", "Model:"]
+    assert {f"{group}:" for group in GROUPS} <= set(sections)
+    place = {text: at for at, line in enumerate(lines) for text in ("Model:", "--top-p", "Sampling:") if text in line}
+    assert place["Model:"] < 24
+    assert place["Sampling:"] < place["--top-p"] < place["Sampling:"] + 12
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_given_its_completion(shell: str) -> None:
+    environment = ENVIRONMENT | {"_ONWARD_COMPLETE": f"source_{shell}"}
+    done = subprocess.run(PROGRAM, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "_ONWARD_COMPLETE" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("onward ge", {"generate"}),
+        ("onward generate --top-", {"--top-k", "--top-p"}),
+        ("onward bench --compile c", {"cuda"}),
+        ("onward generate --quantize int", {"int8", "int4"}),
+    ],
+)
+def test_what_is_typed_is_completed(typed: str, offered: set[str]) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_ONWARD_COMPLETE": "complete_bash"}
+    done = subprocess.run(PROGRAM, env=ENVIRONMENT | words, capture_output=True, text=True, timeout=120)
+    assert set(done.stdout.split()) == offered, done.stderr
+
+
+def test_the_package_runs_as_a_module(cli: Cli) -> None:
+    command = [sys.executable, "-m", "onward", "--version"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == cli("--version")
 
 
 def test_version_is_the_packages(cli: Cli) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onward.cli.facts import Fact, as_lines, as_object, in_bytes
-from onward.cli.flags import ModelFlags
+from onward.cli.flags import ModelFlags, SourceArgument, with_source
 from onward.cli.loading import load_model
 from onward.cli.machine import kernel_facts, machine_facts
 from onward.cli.speed import Speed, bytes_per_token, measure
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def bench(
+    source: SourceArgument = None,
     *,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", metavar="N", help="Prompts of N random ids.")] = 128,
     new_tokens: Annotated[int, typer.Option("--new-tokens", metavar="N", help="Continue each by N tokens.")] = 64,
@@ -41,6 +42,7 @@ def bench(
         if value < least:
             option = name if name == "rounds" else f"{name}-tokens"
             raise RequestError(f"--{option} must be {least} or more; got {value}")
+    model = with_source(model, source)
     lm = load_model(model)
     with waiting("measuring …"):
         speed = measure(lm, prompt_tokens, new_tokens, rounds)

@@ -8,7 +8,7 @@ import typer
 
 from onward.cli.chat_input import ChatInput, PipedInput, TerminalInput
 from onward.cli.conversation import Conversation
-from onward.cli.flags import DraftFlags, ModelFlags, SamplingFlags, options_of
+from onward.cli.flags import DraftFlags, ModelFlags, SamplingFlags, SourceArgument, options_of, with_source
 from onward.cli.loading import load_model
 from onward.cli.prompt import expanded
 from onward.cli.session import Answer, ChatSession
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def chat(
+    source: SourceArgument = None,
     *,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
     file: Annotated[
@@ -39,6 +40,7 @@ def chat(
     and what the model has computed of it are there again next time.
     """
     options = options_of(sampling)
+    model = with_source(model, source)
     lm = load_model(model, drafting)
     if lm.chat_template is None:
         raise TokenizerError(f"{model.model} has no chat template: use `onward generate` with a plain prompt")

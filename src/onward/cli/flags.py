@@ -4,13 +4,26 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from typer import Option
+from typer import Argument, Option
 
+from onward.cli.help import LENGTH, MODEL, OUTPUT, REPETITION, SAMPLING, TEXTS
 from onward.cli.terminal import waiting
+from onward.errors import RequestError
+
+
+def _one_of(*names: str) -> Callable[[], list[str]]:
+    """For the shell's completion."""
+    return lambda: list(names)
+
+
+# An option in a group of the help.
+_model, _length, _sampling, _repetition, _texts, _output = (
+    partial(Option, rich_help_panel=group) for group in (MODEL, LENGTH, SAMPLING, REPETITION, TEXTS, OUTPUT)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,88 +34,94 @@ class SamplingFlags:
     """
 
     max_new_tokens: Annotated[
-        int | None, Option("--max-new-tokens", "-n", metavar="N", help="The most tokens to generate.")
+        int | None, _length("--max-new-tokens", "-n", metavar="N", help="The most tokens to generate.")
     ] = None
     temperature: Annotated[
-        float | None, Option("--temperature", "-t", metavar="X", help="0 takes the likeliest token; 1 samples freely.")
+        float | None,
+        _sampling("--temperature", "-t", metavar="X", help="0 takes the likeliest token; 1 samples freely."),
     ] = None
     top_k: Annotated[
-        int | None, Option("--top-k", metavar="N", help="Sample among the N likeliest tokens; 0: among all.")
+        int | None, _sampling("--top-k", metavar="N", help="Sample among the N likeliest tokens; 0: among all.")
     ] = None
     top_p: Annotated[
-        float | None, Option("--top-p", metavar="X", help="Sample among the likeliest that add up to X; 1: all.")
+        float | None, _sampling("--top-p", metavar="X", help="Sample among the likeliest that add up to X; 1: all.")
     ] = None
     min_p: Annotated[
-        float | None, Option("--min-p", metavar="X", help="Drop those less than X times as likely as the first.")
+        float | None, _sampling("--min-p", metavar="X", help="Drop those less than X times as likely as the first.")
     ] = None
     typical_p: Annotated[
         float | None,
-        Option(
+        _sampling(
             "--typical-p", metavar="X", help="Sample among the ids of most typical surprise that add up to X; 1: all."
         ),
     ] = None
     xtc_probability: Annotated[
         float | None,
-        Option("--xtc-probability", metavar="X", help="With probability X drop the top choices but the last (XTC)."),
+        _sampling("--xtc-probability", metavar="X", help="With probability X drop the top choices but the last (XTC)."),
     ] = None
     xtc_threshold: Annotated[
-        float | None, Option("--xtc-threshold", metavar="X", help="What counts as a top choice for XTC.")
+        float | None, _sampling("--xtc-threshold", metavar="X", help="What counts as a top choice for XTC.")
     ] = None
     repetition_penalty: Annotated[
-        float | None, Option("--repetition-penalty", metavar="X", help="Make what was said less likely; 1: do not.")
+        float | None,
+        _repetition("--repetition-penalty", metavar="X", help="Make what was said less likely; 1: do not."),
     ] = None
     presence_penalty: Annotated[
-        float | None, Option("--presence-penalty", metavar="X", help="Taken from the logits of ids in the output.")
+        float | None, _repetition("--presence-penalty", metavar="X", help="Taken from the logits of ids in the output.")
     ] = None
     frequency_penalty: Annotated[
-        float | None, Option("--frequency-penalty", metavar="X", help="The same, for each time that an id is there.")
+        float | None,
+        _repetition("--frequency-penalty", metavar="X", help="The same, for each time that an id is there."),
     ] = None
     dry_multiplier: Annotated[
         float | None,
-        Option("--dry-multiplier", metavar="X", help="Strength of the penalty on longer repetitions (DRY); 0: none."),
+        _repetition(
+            "--dry-multiplier", metavar="X", help="Strength of the penalty on longer repetitions (DRY); 0: none."
+        ),
     ] = None
     dry_base: Annotated[
-        float | None, Option("--dry-base", metavar="X", help="How fast that grows with their length.")
+        float | None, _repetition("--dry-base", metavar="X", help="How fast that grows with their length.")
     ] = None
     dry_allowed_length: Annotated[
-        int | None, Option("--dry-allowed-length", metavar="N", help="Repetitions up to this length are free.")
+        int | None, _repetition("--dry-allowed-length", metavar="N", help="Repetitions up to this length are free.")
     ] = None
     no_repeat_ngram_size: Annotated[
-        int | None, Option("--no-repeat-ngram-size", metavar="N", help="No N ids in a row occur twice; 0: they may.")
+        int | None,
+        _repetition("--no-repeat-ngram-size", metavar="N", help="No N ids in a row occur twice; 0: they may."),
     ] = None
     bad_words: Annotated[
-        list[str] | None, Option("--bad-word", metavar="TEXT", help="Never write TEXT. Repeatable.")
+        list[str] | None, _repetition("--bad-word", metavar="TEXT", help="Never write TEXT. Repeatable.")
     ] = None
     min_new_tokens: Annotated[
-        int | None, Option("--min-new-tokens", metavar="N", help="No token ends the text before N.")
+        int | None, _length("--min-new-tokens", metavar="N", help="No token ends the text before N.")
     ] = None
-    seed: Annotated[int | None, Option("--seed", metavar="N", help="The same seed gives the same text.")] = None
+    seed: Annotated[int | None, _sampling("--seed", metavar="N", help="The same seed gives the same text.")] = None
     stop: Annotated[
-        list[str] | None, Option("--stop", metavar="TEXT", help="End before TEXT, taken literally. Repeatable.")
+        list[str] | None, _length("--stop", metavar="TEXT", help="End before TEXT, taken literally. Repeatable.")
     ] = None
-    eos: Annotated[list[int] | None, Option("--eos", metavar="ID", help="End after token ID. Repeatable.")] = None
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Let no token end the text.")] = False
+    eos: Annotated[list[int] | None, _length("--eos", metavar="ID", help="End after token ID. Repeatable.")] = None
+    ignore_eos: Annotated[bool, _length("--ignore-eos", help="Let no token end the text.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateFlags:
     """The fields of `GenerateOptions` that a command line can give; None means not given."""
 
-    n: Annotated[int | None, Option("--samples", metavar="N", help="N texts, with '---' lines between them.")] = None
+    n: Annotated[int | None, _texts("--samples", metavar="N", help="N texts, with '---' lines between them.")] = None
     beams: Annotated[
-        int | None, Option("--beams", metavar="N", help="Search with N beams; prints the best text, or --samples.")
+        int | None, _texts("--beams", metavar="N", help="Search with N beams; prints the best text, or --samples.")
     ] = None
     length_penalty: Annotated[
-        float | None, Option("--length-penalty", metavar="X", help="Above 0 long texts rank higher among beams.")
+        float | None, _texts("--length-penalty", metavar="X", help="Above 0 long texts rank higher among beams.")
     ] = None
     logprobs: Annotated[
-        int | None, Option("--logprobs", metavar="K", help="With --json: each token's, and of the K likeliest ids.")
+        int | None, _output("--logprobs", metavar="K", help="With --json: each token's, and of the K likeliest ids.")
     ] = None
     prompt_logprobs: Annotated[
-        int | None, Option("--prompt-logprobs", metavar="K", help="The same for the prompt's tokens.")
+        int | None, _output("--prompt-logprobs", metavar="K", help="The same for the prompt's tokens.")
     ] = None
     time_limit: Annotated[
-        float | None, Option("--time-limit", metavar="SECONDS", help="End the text after so long.")
+        float | None, _length("--time-limit", metavar="SECONDS", help="End the text after so long.")
     ] = None
 
 
@@ -132,35 +151,68 @@ class ModelFlags:
 
     model: Annotated[
         str,
-        Option("--model", "-m", metavar="SOURCE", show_default=False, help="A folder, a hub id or (default) 'demo'."),
+        _model("--model", "-m", metavar="SOURCE", show_default=False, help="A folder, a hub id or (default) 'demo'."),
     ] = "demo"
     dtype: Annotated[
-        str | None, Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32; else the model's own.")
+        str | None,
+        _model(
+            "--dtype",
+            metavar="NAME",
+            autocompletion=_one_of("bfloat16", "float16", "float32"),
+            help="bfloat16, float16 or float32; else the model's own.",
+        ),
     ] = None
     device: Annotated[
         str,
-        Option("--device", metavar="NAME", show_default=False, help="cpu, cuda, …; else CUDA where there is one."),
+        _model("--device", metavar="NAME", show_default=False, help="cpu, cuda, …; else CUDA where there is one."),
     ] = "auto"
-    quantize: Annotated[str | None, Option("--quantize", metavar="NAME", help="Hold the weights as int8 or int4.")] = (
-        None
-    )
+    quantize: Annotated[
+        str | None,
+        _model(
+            "--quantize",
+            metavar="NAME",
+            autocompletion=_one_of("int8", "int4"),
+            help="Hold the weights as int8 or int4.",
+        ),
+    ] = None
     name_map: Annotated[
         Path | None,
-        Option("--name-map", metavar="FILE", help="JSON: a training checkpoint's names of weights to Hugging Face's."),
+        _model("--name-map", metavar="FILE", help="JSON: a training checkpoint's names of weights to Hugging Face's."),
     ] = None
     max_seq_len: Annotated[
-        int | None, Option("--max-seq-len", metavar="N", help="Context to use; else what the model was made for.")
+        int | None, _model("--max-seq-len", metavar="N", help="Context to use; else what the model was made for.")
     ] = None
     compile: Annotated[
         str,
-        Option(
-            "--compile", metavar="NAME", show_default=False,
-            help="What runs it: native, cuda, inductor or eager; else the best.",
+        _model(
+            "--compile",
+            metavar="NAME",
+            show_default=False,
+            autocompletion=_one_of("auto", "native", "cuda", "inductor", "eager"),
+            help="What runs it: native, cuda, inductor or eager; auto, the default, takes the best.",
         ),
-    ] = "auto"  # fmt: skip
+    ] = "auto"
     threads: Annotated[
-        int | None, Option("--threads", metavar="N", help="CPU threads; else as many as `onward info` shows.")
+        int | None, _model("--threads", metavar="N", help="CPU threads; else as many as `onward info` shows.")
     ] = None
+
+
+SourceArgument = Annotated[
+    str | None, Argument(metavar="SOURCE", help="The model: a folder, a hub id or 'demo'; the same as --model.")
+]
+
+
+def with_source(flags: ModelFlags, source: str | None) -> ModelFlags:
+    """The flags with the model that was named without --model, if any.
+
+    Raises:
+        RequestError: it was named twice.
+    """
+    if source is None:
+        return flags
+    if flags.model != ModelFlags.model:
+        raise RequestError(f"the model is named twice, {source!r} and --model {flags.model}: give one")
+    return dataclasses.replace(flags, model=source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +221,7 @@ class DraftFlags:
 
     draft: Annotated[
         str | None,
-        Option(
+        _model(
             "--draft",
             metavar="SOURCE",
             help="Who guesses tokens for the model to check; the text is the same. 'lookup', 'suffix', or a model of "

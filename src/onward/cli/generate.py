@@ -3,12 +3,14 @@
 import json
 import sys
 from collections.abc import Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onward.cli.flags import DraftFlags, GenerateFlags, ModelFlags, SamplingFlags, options_of
+from onward.cli.help import OUTPUT, PROMPT
 from onward.cli.json_output import json_fields
 from onward.cli.loading import load_model
 from onward.cli.prompt import parse_ids, read_prompt
@@ -19,23 +21,21 @@ from onward.errors import OnwardError, RequestError
 if TYPE_CHECKING:
     from onward import Completion, Piece
 
+_prompt, _output = (partial(typer.Option, rich_help_panel=group) for group in (PROMPT, OUTPUT))
+
 
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; '-' or none reads standard input.")
     ] = None,
     *,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message of a chat.")] = False,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="The system message of that chat.")
-    ] = None,
-    ids: Annotated[bool, typer.Option("--ids", help="The prompt is token ids, and so is what is printed.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: text, ids, seed, timing, …")] = False,
-    texts: GenerateFlags,
+    file: Annotated[Path | None, _prompt("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")] = None,
+    chat: Annotated[bool, _prompt("--chat", help="Send the prompt as a user's message of a chat.")] = False,
+    system: Annotated[str | None, _prompt("--system", metavar="TEXT", help="The system message of that chat.")] = None,
+    ids: Annotated[bool, _prompt("--ids", help="The prompt is token ids, and so is what is printed.")] = False,
+    as_json: Annotated[bool, _output("--json", help="Print one JSON object: text, ids, seed, timing, …")] = False,
     sampling: SamplingFlags,
+    texts: GenerateFlags,
     model: ModelFlags,
     drafting: DraftFlags,
 ) -> None:

@@ -20,6 +20,9 @@ def info(
         str | None, typer.Argument(metavar="SOURCE", help="A folder, a hub id, or the bundled 'demo'.")
     ] = None,
     *,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="SOURCE", help="The same as SOURCE, as elsewhere.")
+    ] = None,
     context: Annotated[
         int | None, typer.Option("--context", metavar="N", help="Memory for N positions; else the model's context.")
     ] = None,
@@ -31,6 +34,9 @@ def info(
     Memory is that of weights and cache. The weights are not loaded; those of
     a hub id are downloaded if they are not there yet.
     """
+    if source is not None and model is not None:
+        raise RequestError(f"the model is named twice, {source!r} and --model {model}: give one")
+    source = model if source is None else source
     if source is None and (context is not None or batch != 1):
         raise RequestError("--context and --batch ask for the memory of a model: name its SOURCE too")
     with waiting("looking …"):

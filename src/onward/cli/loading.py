@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import onward
 from onward.cli.flags import DraftFlags, ModelFlags
+from onward.cli.prompt import expanded, expanded_source
 from onward.cli.terminal import is_terminal, waiting
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 def load_model(flags: ModelFlags, drafting: DraftFlags | None = None) -> "LanguageModel":
     """`onward.load` of what the flags say."""
+    draft = None if drafting is None or drafting.draft is None else expanded_source(drafting.draft)
+    name_map = None if flags.name_map is None else expanded(flags.name_map)
     if flags.threads is not None:
         _set_threads(flags.threads)
     folder = find(flags.model)
@@ -24,8 +27,8 @@ def load_model(flags: ModelFlags, drafting: DraftFlags | None = None) -> "Langua
             device=flags.device,
             max_seq_len=flags.max_seq_len,
             quantize=flags.quantize,
-            name_map=flags.name_map,
-            draft=None if drafting is None else drafting.draft,
+            name_map=name_map,
+            draft=draft,
             compile=flags.compile,
         )
 
@@ -43,4 +46,4 @@ def find(source: str) -> Path:
     with waiting("starting …"):
         from onward.checkpoint import find_folder
     # Outside the spinner: the hub's client draws bars of its own.
-    return find_folder(source, progress=is_terminal(sys.stderr))
+    return find_folder(expanded_source(source), progress=is_terminal(sys.stderr))

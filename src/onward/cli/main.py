@@ -1,8 +1,11 @@
 """`onward`: the commands, and what happens to an error."""
 
+import errno
+import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from io import TextIOWrapper
 from typing import Annotated, Any, NoReturn, TextIO
 
@@ -14,6 +17,7 @@ from onward.cli.bench import bench
 from onward.cli.chat import chat
 from onward.cli.flags import with_flags
 from onward.cli.generate import generate
+from onward.cli.help import GroupedCommand
 from onward.cli.info import info
 from onward.cli.quantize import quantize
 from onward.cli.score import score
@@ -25,10 +29,12 @@ _UsageError: Any = typer.BadParameter.__base__
 
 _INTERRUPTED = 130
 
+# What a full disk, a lost terminal or a closed descriptor say to what is printed.
+_NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+
 app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
 )
 
@@ -55,20 +61,23 @@ def onward(
         typer.echo(context.get_help())
 
 
-app.command(epilog='Example: onward generate "Once upon a time" -n 200 -t 0.8 --seed 7')(with_flags(generate))
-app.command(epilog='Example: onward chat --system "You answer in one sentence."')(with_flags(chat))
-app.command(epilog="Example: onward score --file story.txt")(with_flags(score))
-app.command(epilog="Example: onward quantize Qwen/Qwen3-0.6B qwen3-int4 --format int4")(quantize)
-app.command(epilog="Example: onward bench -m Qwen/Qwen3-0.6B --quantize int8 --profile")(with_flags(bench))
-app.command(epilog="Example: onward info demo --context 1024 --batch 8")(with_flags(info))
+_command = partial(app.command, cls=GroupedCommand)
+_command(epilog='Example: onward generate "Once upon a time" -n 200 -t 0.8 --seed 7')(with_flags(generate))
+_command(epilog='Example: onward chat demo --system "You answer in one sentence."')(with_flags(chat))
+_command(epilog="Example: onward score --file story.txt")(with_flags(score))
+_command(epilog="Example: onward quantize Qwen/Qwen3-0.6B qwen3-int4 --format int4")(quantize)
+_command(epilog="Example: onward bench Qwen/Qwen3-0.6B --quantize int8 --profile")(with_flags(bench))
+_command(epilog="Example: onward info demo --context 1024 --batch 8")(with_flags(info))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
-    An `OnwardError` or a usage error becomes one line on stderr and code 2, an interrupt code 130. Anything else is a
-    defect and keeps its traceback.
+    An `OnwardError`, a usage error or a standard output that takes nothing becomes one line on stderr and code 2, an
+    interrupt code 130. Anything else is a defect and keeps its traceback.
     """
+    if sys.stdout is None:
+        return _fail("standard output is closed, and nothing could be printed: redirect it to /dev/null instead")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", OnwardWarning)
@@ -82,6 +91,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         at = error.ctx.command_path if error.ctx else "onward"
         return _fail(f"{error.format_message()} (see {at} --help)")
+    except OSError as error:
+        # What opens files names them; this is a stream's.
+        if error.filename is not None or error.errno not in _NOT_WRITABLE:
+            raise
+        return _fail(f"standard output cannot be written: {error.strerror}")
     except typer.Abort as abort:
         # What older Typers make of an interrupt, and all of them of an EOFError, which is none.
         if isinstance(abort.__cause__, EOFError):
@@ -94,7 +108,15 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, TextIOWrapper):
         # A character that the terminal's encoding lacks must not end the program.
         sys.stdout.reconfigure(errors="backslashreplace")
-    sys.exit(run())
+    code = run()
+    if sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # What is left would be tried again as Python ends, with a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = code or 2
+    sys.exit(code)
 
 
 def _fail(message: str) -> int:

@@ -27,7 +27,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         return _without_last_newline(_decoded(_read(file), str(file)))
     if not from_input and (sys.stdin is None or is_terminal(sys.stdin)):
         raise RequestError("no prompt: give one as an argument, with --file FILE, or on standard input")
-    return _without_last_newline(_decoded(sys.stdin.buffer.read(), "standard input"))
+    return _without_last_newline(_decoded(standard_input(), "standard input"))
 
 
 def parse_ids(text: str) -> list[int]:
@@ -40,9 +40,25 @@ def parse_ids(text: str) -> list[int]:
         raise RequestError(f"with --ids the prompt is token ids such as '1 2 3'; got {wrong!r}") from None
 
 
+def standard_input() -> bytes:
+    """All of it.
+
+    Raises:
+        RequestError: it is closed.
+    """
+    if sys.stdin is None:
+        raise RequestError("standard input is closed, and the prompt was to come from there")
+    return sys.stdin.buffer.read()
+
+
 def expanded(file: Path) -> Path:
     """With ~ as the shell would have it; where that user is unknown, the name as it stands."""
     return Path(os.path.expanduser(file))
+
+
+def expanded_source(source: str) -> str:
+    """A model's source with ~ as the shell would have it, for `--model=~/x`, which shells leave alone."""
+    return os.path.expanduser(source) if source.startswith("~") else source
 
 
 def _read(file: Path) -> bytes:

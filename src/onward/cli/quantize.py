@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from onward.cli.prompt import expanded, expanded_source
 from onward.cli.terminal import is_terminal, waiting
 
 if TYPE_CHECKING:
@@ -27,7 +28,13 @@ def quantize(
         from onward.quantization import quantize_folder
 
     with waiting(f"quantizing {source} …"):
-        reports = quantize_folder(source, destination, format, progress=_show, show_downloads=is_terminal(sys.stderr))
+        reports = quantize_folder(
+            expanded_source(source),
+            expanded(destination),
+            format,
+            progress=_show,
+            show_downloads=is_terminal(sys.stderr),
+        )
     size = sum(report.nbytes for report in reports)
     typer.echo(f"{len(reports)} matrices, {size / 1e6:,.1f} MB in {format}: {destination}")
 

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO
 
 # Control characters, which untrained models emit and terminals obey, as the pictures that Unicode has for them.
@@ -31,14 +31,19 @@ def end_line(shown: str) -> None:
 
 def report(kind: str, text: str) -> None:
     """A line on stderr that is an "error" or a "warning"."""
-    print(f"{kind}: {' '.join(text.split())}", file=sys.stderr)
+    if sys.stderr is not None:  # which print would take for standard output
+        with suppress(OSError):
+            print(f"{kind}: {' '.join(text.split())}", file=sys.stderr)
 
 
 def note(text: str) -> None:
     """A line on stderr, dim on a terminal."""
+    if sys.stderr is None:
+        return
     from rich.console import Console
 
-    Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)
+    with suppress(OSError):
+        Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)
 
 
 @contextmanager

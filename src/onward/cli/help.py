@@ -20,7 +20,7 @@ class GroupedCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         arguments: list[tuple[str, str]] = []
-        options: dict[str, list[tuple[str, str]]] = {"Options": []} | {group: [] for group in GROUPS}
+        options: dict[str, list[tuple[str, str]]] = {group: [] for group in ("Options", *GROUPS)}
         last: list[tuple[str, str]] = []
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)

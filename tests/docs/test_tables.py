@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import tomllib
 
 import pytest
 from doc_pages import ROOT, blocks_of
@@ -78,6 +79,22 @@ def test_every_op_is_on_its_page():
     assert {name.rpartition(".")[2] for name in signatures} == functions
     table = text[: text.index("## A block in ops")]
     assert set(re.findall(r"\(#onward\.ops\.([\w.]+)\)", table)) == set(signatures) - {"pack", "choice", "choose"}
+
+
+def test_the_page_on_architecture_has_every_folder_and_the_layers_of_the_import_contract():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listing = page[page.index("src/onward/") : page.index("\nnative/")]
+    listed = {name.rstrip("/") for name in re.findall(r"^  (\S+)", listing, re.MULTILINE)}
+    files = {path.name for path in (ROOT / "src" / "onward").iterdir()}
+    assert files - {"__init__.py", "__main__.py", "__pycache__", "py.typed", "completion.py"} <= listed
+    assert listed <= files
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (layers,) = (
+        contract["layers"] for contract in settings["tool"]["importlinter"]["contracts"] if "layers" in contract
+    )
+    assert (
+        re.findall(r"`([\w |]+)`(?: →|\.)", page[page.index("Imports go downwards") :].partition("\n\n")[0]) == layers
+    )
 
 
 def test_the_readme_fits_a_terminal():

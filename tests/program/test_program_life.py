@@ -52,7 +52,7 @@ def test_a_hundred_thousand_tokens_take_no_more_memory_than_some() -> None:
     model = small()
     programs = Programs()
     lm = onward.LanguageModel(model)
-    lm._run_of_model = ModelRun(model, "native", programs)
+    lm._model_run = ModelRun(model, "native", programs)
 
     def some(tokens: int) -> None:
         done = 0
@@ -221,7 +221,7 @@ model = tiny_model("qwen3", dtype=torch.bfloat16)
 lm = onward.LanguageModel(model)
 lm.generate([[1, 2, 3], [4, 5, 6, 7], [8]], max_new_tokens=4, seed=0)
 lm.generate([1, 2, 3, 4, 5], max_new_tokens=4, seed=0)
-assert lm._run_of_model._program.backend == "native"
+assert lm._model_run._program.backend == "native"
 assert "(torch)" not in str(lm.explain())
 compilers = "sympy", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes"
 print(*(name for name in compilers if name in sys.modules))

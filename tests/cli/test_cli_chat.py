@@ -129,6 +129,11 @@ def test_an_answer_may_take_what_is_left_of_the_context(cli: Cli, tmp_path: Path
     assert "/reset" in result.err
 
 
+def test_a_full_context_is_never_more_than_full(cli: Cli) -> None:
+    out = cli("chat", "--max-seq-len", "60", "--ignore-eos", "--seed", "1", input="Hello there!\n/stats\n").out
+    assert "1 question, the context of 60 tokens is full" in out
+
+
 def test_a_message_too_long_for_the_context_changes_nothing(session: ChatSession) -> None:
     session.ask("Hello there!", ignore)
     before = session.conversation.messages()

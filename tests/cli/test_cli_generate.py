@@ -35,10 +35,13 @@ def test_stop_ends_before_the_string_and_eos_at_the_id(cli: Cli, loaded: onward.
     greedy = ("generate", PROMPT, "-t", "0", "-n", "24")
     assert cli(*greedy, "--stop", "never said", "--stop", stop).out == whole.text[: whole.text.index(stop)]
     ended = json.loads(cli(*greedy, "--eos", str(eos), "--json").out)
-    assert ended["token_ids"] == whole.token_ids[: whole.token_ids.index(eos) + 1]
+    (ended,) = ended["choices"]
+    assert [token["id"] for token in ended["tokens"]] == whole.token_ids[: whole.token_ids.index(eos) + 1]
     assert ended["finish_reason"] == "stop"
+    assert ended["stopped_by"] == eos
     ignored = json.loads(cli(*greedy, "--eos", str(eos), "--ignore-eos", "--json").out)
-    assert ignored["finish_reason"] == "length"
+    assert ignored["choices"][0]["finish_reason"] == "length"
+    assert ignored["choices"][0]["stopped_by"] is None
 
 
 @pytest.mark.parametrize("words", [PROMPT, "two\nlines", "ends in a newline\n", "Ünïcode ✓"])
@@ -57,7 +60,9 @@ def test_a_prompt_is_the_same_wherever_it_comes_from(
         cli(*ask, "-f", "-", input=f"{words}\n"),
     ]
     assert {way.code for way in ways} == {0}
-    answers = [json.loads(way.out) | {"timing": None} for way in ways]
+    answers = [json.loads(way.out) for way in ways]
+    for answer in answers:
+        del answer["choices"][0]["timing"]
     assert all(answer == answers[0] for answer in answers)
     assert answers[0]["prompt_tokens"] == len(loaded.encode(words))
 
@@ -65,9 +70,18 @@ def test_a_prompt_is_the_same_wherever_it_comes_from(
 def test_json_holds_the_completion(cli: Cli, loaded: onward.LanguageModel) -> None:
     result = cli("generate", PROMPT, *SAMPLED, "--json")
     said = json.loads(result.out)
-    want = dataclasses.asdict(completed(loaded, PROMPT, **OPTIONS))
-    assert set(said.pop("timing")) == set(want.pop("timing"))
-    assert said == want
+    want = completed(loaded, PROMPT, **OPTIONS)
+    (choice,) = said.pop("choices")
+    assert said == {"text": want.text, "prompt_tokens": want.prompt_tokens, "cached_tokens": 0}
+    assert set(choice.pop("timing")) == {
+        *("prefill_ms", "total_ms", "tokens_per_second"),
+        *("median_ms_per_token", "worst_ms_per_token"),
+    }
+    tokens = choice.pop("tokens")
+    assert [token["id"] for token in tokens] == want.token_ids
+    assert "".join(token["text"] for token in tokens) == loaded.decode(want.token_ids)
+    named = ("text", "finish_reason", "stopped_by", "seed", "score", "speculation")
+    assert choice == {name: getattr(want, name) for name in named}
     assert result.out.count("\n") == 1
     assert result.err == ""
 

@@ -28,19 +28,27 @@ def test_beams_print_the_best_text_or_as_many_as_asked_for(cli: Cli, loaded: onw
     ids = " ".join(map(str, loaded.encode(PROMPT)))
     assert cli("generate", ids, *ask[2:], "--ids").out == " ".join(map(str, found.token_ids))
     said = json.loads(cli(*ask, "--samples", "2", "--json").out)
-    assert [said["score"], said["others"][0]["score"]] == [one.score for one in found.choices]
+    assert [choice["score"] for choice in said["choices"]] == [one.score for one in found.choices]
 
 
 def test_json_holds_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) -> None:
     found = loaded.generate(PROMPT, n=2, logprobs=2, prompt_logprobs=0, **OPTIONS)
     asked = ("--samples", "2", "--logprobs", "2", "--prompt-logprobs", "0")
     said = json.loads(cli("generate", PROMPT, *SAMPLED, *asked, "--json").out)
-    for one, want in zip([said, *said["others"]], found.choices, strict=True):
-        assert [token["logprob"] for token in one["logprobs"]] == [token.chosen for token in want.logprobs or []]
-        tops = [[(top["id"], top["logprob"]) for top in token["top"]] for token in one["logprobs"]]
+    for one, want in zip(said["choices"], found.choices, strict=True):
+        assert [token["id"] for token in one["tokens"]] == want.token_ids
+        assert [token["logprob"] for token in one["tokens"]] == [token.chosen for token in want.logprobs or []]
+        tops = [[(top["id"], top["logprob"]) for top in token["top"]] for token in one["tokens"]]
         assert tops == [list(token.top) for token in want.logprobs or []]
-        assert one["prompt_logprobs"][0] is None
-        assert len(one["prompt_logprobs"]) == want.prompt_tokens
+        # What the draw took is among the likeliest in many places: it is written there as it is in the text.
+        pairs = [(token, top) for token in one["tokens"] for top in token["top"] if top["id"] == token["id"]]
+        assert pairs
+        assert all(token["text"] == top["text"] for token, top in pairs)
+    assert said["prompt"][0]["logprob"] is None
+    assert "".join(token["text"] for token in said["prompt"]) == PROMPT
+    assert [token["id"] for token in said["prompt"]] == loaded.encode(PROMPT)
+    logprobs = [token and token.chosen for token in found.prompt_logprobs or []]
+    assert [token["logprob"] for token in said["prompt"]] == logprobs
 
 
 def test_an_impossible_token_is_null_in_json() -> None:
@@ -49,12 +57,29 @@ def test_an_impossible_token_is_null_in_json() -> None:
 
     timing = onward.Timing(0.0, [], 0.0, 0.0)
     one = onward.Completion("", [1], "length", timing, 1, logprobs=[TokenLogprobs(float("-inf"), ((2, 0.0),))])
-    assert json_fields(one)["logprobs"] == [{"logprob": None, "top": [{"id": 2, "logprob": 0.0}]}]
+    (choice,) = json_fields(one, [5], None)["choices"]
+    assert choice["tokens"] == [{"id": 1, "logprob": None, "top": [{"id": 2, "logprob": 0.0}]}]
+    assert choice["timing"]["worst_ms_per_token"] is None
+
+
+def test_a_character_of_several_tokens_is_in_the_last_of_them(lm: onward.LanguageModel) -> None:
+    from onward.cli.json_output import json_fields
+
+    ids = lm.encode("a ✓ 🙂", add_special_tokens=False)
+    timing = onward.Timing(0.0, [], 0.0, 0.0)
+    whole, part = (
+        json_fields(onward.Completion("", some, "length", timing, 1), [], lm.tokenizer)["choices"][0]["tokens"]
+        for some in (ids, ids[:-1])
+    )
+    assert len(ids) > len("a ✓ 🙂")
+    assert "".join(token["text"] for token in whole) == "a ✓ 🙂"
+    assert "".join(token["text"] for token in part) == lm.decode(ids[:-1])
 
 
 def test_a_time_limit_ends_a_text(cli: Cli, lm: onward.LanguageModel) -> None:
     said = json.loads(cli("generate", PROMPT, "-n", "50", "--time-limit", "1e-9", "--json").out)
-    assert (said["finish_reason"], len(said["token_ids"])) == ("time", 1)
+    (choice,) = said["choices"]
+    assert (choice["finish_reason"], len(choice["tokens"])) == ("time", 1)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def generate(
     chat: Annotated[bool, _prompt("--chat", help="Send the prompt as a user's message of a chat.")] = False,
     system: Annotated[str | None, _prompt("--system", metavar="TEXT", help="The system message of that chat.")] = None,
     ids: Annotated[bool, _prompt("--ids", help="The prompt is token ids, and so is what is printed.")] = False,
-    as_json: Annotated[bool, _output("--json", help="Print one JSON object: text, ids, seed, timing, …")] = False,
+    as_json: Annotated[bool, _output("--json", help="Print one JSON object: texts, tokens, seeds, timing …")] = False,
     sampling: SamplingFlags,
     texts: GenerateFlags,
     model: ModelFlags,
@@ -63,12 +63,13 @@ def generate(
     if not (as_json or (texts.n or 1) > 1 or (texts.beams or 1) > 1):
         _print_stream(lm.stream(start, **options), as_ids=as_ids)
         return
+    request = lm.request(start, **options)
     with waiting("generating …"):
-        completion = lm.generate(start, **options)
-    assert not isinstance(completion, list)
+        completion = lm.generate(request)
     if as_json:
+        fields = json_fields(completion, request.prompt, lm.tokenizer)
         # Bytes, for JSON is UTF-8 whatever the terminal's encoding.
-        typer.echo(json.dumps(json_fields(completion), ensure_ascii=False).encode())
+        typer.echo(json.dumps(fields, ensure_ascii=False).encode())
     else:
         _print_texts(completion.choices, as_ids=as_ids)
 

@@ -2,26 +2,87 @@
 
 import dataclasses
 import math
+import statistics
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onward import Completion
+    from onward import Completion, Timing
+    from onward.checkpoint import Tokenizer
     from onward.decoding import TokenLogprobs
+    from onward.decoding.detokenizer import StreamingDetokenizer
 
 
-def json_fields(completion: "Completion") -> dict[str, Any]:
-    """A completion's fields, with objects for logprobs, which are tuples."""
-    found: dict[str, Any] = dataclasses.asdict(completion)
-    for one, told in zip((found, *found["others"]), completion.choices, strict=True):
-        for name in ("logprobs", "prompt_logprobs"):
-            if (tokens := getattr(told, name)) is not None:
-                one[name] = [token and _json_logprobs(token) for token in tokens]
-    return found
+def json_fields(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokenizer | None") -> dict[str, Any]:
+    """All texts of a prompt, `choices`, each with its tokens; the first one's text stands beside them.
+
+    The same fields whatever was asked for, but for those of logprobs: `logprob` and `top` of a token, and `prompt`, the
+    prompt's tokens. Without a tokenizer tokens have no text.
+    """
+    fields: dict[str, Any] = {
+        "text": completion.text,
+        "prompt_tokens": completion.prompt_tokens,
+        "cached_tokens": completion.cached_tokens,
+    }
+    if completion.prompt_logprobs is not None:
+        fields["prompt"] = _tokens(prompt, completion.prompt_logprobs, (), tokenizer)
+    return fields | {"choices": [_choice(one, prompt, tokenizer) for one in completion.choices]}
 
 
-def _json_logprobs(token: "TokenLogprobs") -> dict[str, Any]:
-    top = [{"id": one, "logprob": finite(value)} for one, value in token.top]
-    return {"logprob": finite(token.chosen), "top": top}
+def _choice(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokenizer | None") -> dict[str, Any]:
+    draft = completion.speculation
+    return {
+        "text": completion.text,
+        "tokens": _tokens(completion.token_ids, completion.logprobs, prompt, tokenizer),
+        "finish_reason": completion.finish_reason,
+        "stopped_by": completion.stopped_by,
+        "seed": completion.seed,
+        "score": completion.score,
+        "timing": _timing(completion.timing),
+        "speculation": None if draft is None else dataclasses.asdict(draft),
+    }
+
+
+def _timing(timing: "Timing") -> dict[str, float | None]:
+    laps = timing.per_token_ms
+    return {
+        "prefill_ms": timing.prefill_ms,
+        "total_ms": timing.total_ms,
+        "tokens_per_second": timing.tokens_per_second,
+        "median_ms_per_token": statistics.median(laps) if laps else None,
+        "worst_ms_per_token": max(laps, default=None),
+    }
+
+
+def _tokens(
+    ids: Sequence[int],
+    logprobs: "Sequence[TokenLogprobs | None] | None",
+    before: Sequence[int],
+    tokenizer: "Tokenizer | None",
+) -> list[dict[str, Any]]:
+    """Ids with their texts, which add up to the whole: a character of several tokens is in the last of them."""
+    from onward.decoding.detokenizer import StreamingDetokenizer
+
+    detokenizer = None if tokenizer is None else StreamingDetokenizer(tokenizer.decode, before)
+    tokens = []
+    for at, token in enumerate(ids):
+        entry = None if logprobs is None else logprobs[at]
+        top = [] if entry is None else [_token(one, value, detokenizer) for one, value in entry.top]
+        text = {} if detokenizer is None else {"text": detokenizer.push(token)}
+        if detokenizer is not None and at == len(ids) - 1:
+            text["text"] += detokenizer.flush()
+        chosen = {} if logprobs is None else {"logprob": None if entry is None else finite(entry.chosen), "top": top}
+        tokens.append({"id": token} | text | chosen)
+    return tokens
+
+
+def _token(token: int, logprob: float, before: "StreamingDetokenizer | None") -> dict[str, Any]:
+    """One that might have stood there."""
+    text = {}
+    if before is not None:
+        here = before.fork()
+        text = {"text": here.push(token) or here.flush()}
+    return {"id": token} | text | {"logprob": finite(logprob)}
 
 
 def finite(value: float) -> float | None:

@@ -97,7 +97,10 @@ def _exit(session: ChatSession, argument: str) -> None:
 
 
 def _used(session: ChatSession) -> str:
-    return f"{session.tokens():,} of {session.context:,} tokens of context"
+    used = session.tokens()
+    if used >= session.context:
+        return f"the context of {session.context:,} tokens is full"
+    return f"{used:,} of {session.context:,} tokens of context"
 
 
 def _file(command: str, argument: str) -> Path:

@@ -33,6 +33,10 @@ int64_t nanoseconds() {
   return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
+// After so long a thread that is waited for has probably lost its core to another program: the waiting one offers its
+// own. Nothing else is to run on an idle machine, and yielding then costs half a microsecond of waiting.
+constexpr int64_t kPatienceNanoseconds = 100'000;
+
 // Spins until ready() or until `limit()` nanoseconds are over, calling idle() meanwhile; says whether
 // it became ready.
 template <class Limit, class Idle, class Ready>
@@ -40,12 +44,15 @@ bool spin_until(Limit&& limit, Idle&& idle, Ready&& ready) {
   if (ready()) return true;
   if (limit() <= 0) return false;
   const int64_t began = nanoseconds();
+  int64_t waited;
   do {
     for (int i = 0; i < 32; ++i) {
       if (ready()) return true;
       idle();
     }
-  } while (nanoseconds() - began < limit());
+    waited = nanoseconds() - began;
+    if (waited > kPatienceNanoseconds) sched_yield();
+  } while (waited < limit());
   return false;
 }
 

@@ -4,6 +4,7 @@ lm = onward.load("demo")
 print(lm.generate("Once upon a time").text)
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from onward.speculation import Speculation, Speculator
 
 __version__ = "0.1.0"
+
+# Quiet unless the application asks: logging.basicConfig(level=logging.INFO), or a level of the logger "onward".
+logging.getLogger("onward").addHandler(logging.NullHandler())
 
 __all__ = [
     "ChatOptionsDict",

@@ -38,6 +38,12 @@ class Timing:
     total_ms: float
     tokens_per_second: float
 
+    def __repr__(self) -> str:
+        return (
+            f"Timing(prefill_ms={self.prefill_ms:.1f}, {len(self.per_token_ms)} more tokens in "
+            f"{sum(self.per_token_ms):.1f} ms, {self.tokens_per_second:.1f} tokens/s)"
+        )
+
 
 @dataclass(frozen=True)
 class Completion:

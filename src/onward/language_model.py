@@ -13,6 +13,7 @@ from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Cache, Model, ModelRun
 from onward.program import Report
+from onward.reprs import described
 from onward.requests import (
     ChatOptionsDict,
     Draft,
@@ -71,6 +72,19 @@ class LanguageModel:
         self._speculators = Speculators()
         self.draft = draft
 
+    def __repr__(self) -> str:
+        text = "" if self.tokenizer is None else "tokenizer"
+        chat = "" if self.chat_template is None else "chat template"
+        return described(self, *self.model.facts(), text, chat)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled whole, weights too; programs and what was learnt of drafts are made anew."""
+        return type(self), self._arguments(self.model)
+
+    def _arguments(self, model: Model) -> tuple[Any, ...]:
+        compile, draft = self._model_run.compile, self._draft_source
+        return model, self.tokenizer, self.chat_template, self.defaults, self.prefill_chunk, compile, draft
+
     @property
     def model(self) -> Model:
         """What is decoded from. A model of other weights may take its place; sessions then forget what they hold."""
@@ -85,15 +99,7 @@ class LanguageModel:
 
         What was learnt of drafts and compiled for this model stays with this one.
         """
-        return LanguageModel(
-            model,
-            self.tokenizer,
-            self.chat_template,
-            self.defaults,
-            self.prefill_chunk,
-            self._model_run.compile,
-            self._draft_source,
-        )
+        return LanguageModel(*self._arguments(model))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Request:
         """A prompt and its options as one checked value, which `generate` and `stream` take in a prompt's place.

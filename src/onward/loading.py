@@ -1,7 +1,9 @@
 """From a name to a language model ready to decode."""
 
+import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -20,9 +22,12 @@ from onward.models import (
     pack_params,
     read_config,
 )
+from onward.native import isa
 from onward.quantization import check_format, quantize_params
 from onward.requests import LOOKUPS, Draft, generation_defaults
 from onward.sampling.params import check_whole
+
+_log = logging.getLogger(__name__)
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -73,6 +78,7 @@ def load(
         used. CheckpointError: the weights or the tokenizer do not fit it. TokenizerError: the tokenizer or the chat
         template cannot be read. RequestError: a bad argument.
     """
+    began = time.perf_counter()
     if max_seq_len is not None:
         check_whole("max_seq_len", max_seq_len, low=1)
     if quantize is not None:
@@ -95,6 +101,7 @@ def load(
         lm.draft = load(draft, dtype=dtype, device=device, quantize=quantize, compile=compile, progress=progress)
     else:
         lm.draft = draft
+    _log.info("loaded %s in %.2f s: %s; kernels %s", path, time.perf_counter() - began, lm, isa())
     return lm
 
 

@@ -9,7 +9,8 @@ import torch
 from command_line import Cli
 
 import onward
-from onward.cli.facts import Fact, as_lines, in_bytes
+from onward.cli.facts import Fact, as_lines
+from onward.reprs import in_bytes
 
 
 def test_the_machine_alone(cli: Cli) -> None:

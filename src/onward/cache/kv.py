@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache.buffers import lazy_zeros
+from onward.reprs import described, in_bytes
 
 
 class KVCache(NamedTuple):
@@ -38,6 +39,11 @@ class KVCache(NamedTuple):
         shape = (2 * num_layers, batch, num_kv_heads, max_len, head_dim)
         layers = lazy_zeros(shape, dtype, torch.device(device)).unbind()
         return cls(layers[:num_layers], layers[num_layers:])
+
+    def __repr__(self) -> str:
+        shape = list(self.keys[0].shape) if self.keys else []
+        dtype = str(self.keys[0].dtype).removeprefix("torch.") if self.keys else ""
+        return described(self, f"{len(self.keys)} layers of {shape} {dtype}", in_bytes(self.nbytes))
 
     @property
     def batch(self) -> int:

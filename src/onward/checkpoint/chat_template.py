@@ -24,6 +24,7 @@ from jinja2.parser import Parser
 from onward.checkpoint.template_budget import budget, budgeted
 from onward.checkpoint.template_sandbox import SandboxedEnvironment
 from onward.errors import RequestError, TokenizerError, one_line
+from onward.reprs import described
 
 # Variables that the checkpoint sets, and no chat.
 _SPECIAL_TOKENS = frozenset(f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
@@ -65,7 +66,15 @@ class ChatTemplate:
         except Exception as error:  # Jinja's own, and those of Python's compiler, which reads what Jinja writes
             raise TokenizerError(f"the chat template cannot be read: {_brief(error)}") from error
         self._special_tokens = dict(special_tokens)
+        self._sources = (source, self._special_tokens, tool_source)
         self._variables = frozenset(names - {"messages", "add_generation_prompt", *special_tokens} - _SPECIAL_TOKENS)
+
+    def __repr__(self) -> str:
+        return described(self, f"reads {', '.join(sorted(self.variables)) or 'nothing'} beside the messages")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What Jinja compiles belongs to this process; a copy compiles the source again.
+        return type(self), self._sources
 
     @property
     def variables(self) -> frozenset[str]:

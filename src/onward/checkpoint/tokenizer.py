@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from onward.errors import OnwardError, RequestError, TokenizerError, one_line, warn
+from onward.reprs import described
 
 
 class Tokenizer(Protocol):
@@ -84,6 +85,9 @@ class JsonTokenizer:
         with _named_errors(file):
             inner = tokenizers.Tokenizer.from_file(str(file))
         return cls(inner, config, file)
+
+    def __repr__(self) -> str:
+        return described(self, f"vocabulary {self.vocab_size:,}", f"BOS {self.bos_id}", f"EOS {self.eos_id}")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises `RequestError` for what is no text, or text that is not Unicode (a lone surrogate); `TokenizerError`

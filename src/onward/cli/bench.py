@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onward.cli.facts import Fact, as_lines, as_object, in_bytes
+from onward.cli.facts import Fact, as_lines, as_object
 from onward.cli.flags import ModelFlags, SourceArgument, with_source
 from onward.cli.loading import load_model
 from onward.cli.machine import kernel_facts, machine_facts
@@ -17,6 +17,7 @@ from onward.cli.speed import Speed, bytes_per_token, measure
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError
 from onward.native import last_level_cache_bytes
+from onward.reprs import in_bytes
 
 if TYPE_CHECKING:
     from onward import LanguageModel

@@ -37,15 +37,6 @@ def as_lines(sections: Sections, width: int | None) -> list[str]:
     return lines
 
 
-def in_bytes(count: int) -> str:
-    """Such as '5.3 MB'; units of 1000, as disks and makers of models count."""
-    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.3g} {units[0]}"
-
-
 def _shown(fact: Fact) -> str:
     if fact.shown is not None:
         return fact.shown

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.cli.facts import Fact, in_bytes
+from onward.cli.facts import Fact
 from onward.errors import RequestError
+from onward.reprs import in_bytes
 
 if TYPE_CHECKING:
     from onward import GenerateOptions

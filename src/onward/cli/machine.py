@@ -5,7 +5,8 @@ import platform
 from pathlib import Path
 
 from onward import __version__
-from onward.cli.facts import Fact, in_bytes
+from onward.cli.facts import Fact
+from onward.reprs import in_bytes
 
 # Instructions that kernels for low precision are written with, as /proc/cpuinfo calls them.
 _INSTRUCTIONS = [

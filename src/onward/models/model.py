@@ -27,6 +27,7 @@ from onward.errors import RequestError
 from onward.models.causal_lm import CausalLM, is_causal_lm
 from onward.models.contract import check_logits, logits_and_cache, take_positions
 from onward.models.module import ModuleCall, ModuleForward
+from onward.reprs import described, in_bytes
 from onward.sampling.params import check_whole
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ class NewCache(Protocol):
     def __call__(self, batch: int, max_len: int) -> Cache: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Model:
     """A forward, its weights and how to make its cache.
 
@@ -133,6 +134,16 @@ class Model:
             # Whoever trains may give the module other tensors at any time.
             compiles=False,
         )
+
+    def __repr__(self) -> str:
+        return described(self, *self.facts())
+
+    def facts(self) -> list[str]:
+        """What a repr says of it."""
+        counted = "" if self.num_parameters is None else f"{self.num_parameters:,} parameters"
+        context = "" if self.max_seq_len is None else f"context {self.max_seq_len:,}"
+        vocabulary = f"vocabulary {self.vocab_size:,}"
+        return [counted, in_bytes(self.nbytes), vocabulary, context, f"on {self.device}"]
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,6 @@
 """A matrix product with a weight stored as rows of outputs, and the layouts it is fastest in."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ class OneDnnWeight(NamedTuple):
     """
 
     blocks: Tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch can neither copy nor pickle its blocked layouts: the stock weight goes, and is packed where it arrives.
+        return _pack_onednn, (self.blocks.to_dense(),)
 
 
 PackedWeight = NativeWeight | OneDnnWeight

@@ -1,6 +1,8 @@
 """A forward with its programs: traced for the shapes it meets, when it meets them."""
 
+import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -30,6 +32,8 @@ T = TypeVar("T")
 _KEPT = 32
 # Traced shapes that a family remembers, to confirm a grid with.
 _REMEMBERED = 4
+
+_log = logging.getLogger(__name__)
 
 
 class MissingKernelsError(ProgramError):
@@ -190,6 +194,7 @@ class CompiledForward:
         return None
 
     def _traced(self, shape: Shape, wanted: int | None, cache: Any) -> tuple[Image, Signature]:
+        began = time.perf_counter()
         traced = trace(self._forward, self._params, cache, *shape, wanted, whole=is_whole, infer=INFER)
         calls = lower(traced)
         missing = fallbacks(calls)
@@ -197,7 +202,10 @@ class CompiledForward:
             raise MissingKernelsError(f"no kernels for: {_listed(missing)}")
         assert traced.logits is not None
         made = Signature(traced.inputs, traced.cache, traced.logits.shape, traced.logits.dtype)
-        return encode(calls, traced.storages, self._library), made
+        image = encode(calls, traced.storages, self._library)
+        seconds = time.perf_counter() - began
+        _log.debug("a program of %d calls for [%d, %d] tokens was made in %.3f s", len(calls), *shape, seconds)
+        return image, made
 
 
 def _axes(family: _Family, shape: Shape) -> list[tuple[bool, bool]]:

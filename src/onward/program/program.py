@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from onward.program.cuda_graph import CudaGraphs
 from onward.program.explain import Report, explain_native
 from onward.program.leaves import leaves_of
 from onward.program.native import Pick
+from onward.reprs import described
 
 Forward = Callable[..., tuple[Tensor, Any]]
 Backend = Literal["auto", "native", "cuda", "inductor", "eager"]
@@ -40,6 +41,12 @@ class Program:
         self.backend = backend
         self.fell_back = fell_back
         self._run = run
+
+    def __repr__(self) -> str:
+        return described(self, self.backend, f"fell back: {self.fell_back}" if self.fell_back else "")
+
+    def __reduce__(self) -> NoReturn:
+        raise ProgramError("a program belongs to its process and its params: compile the forward again")
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None

@@ -82,7 +82,7 @@ _OF_CALL = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GenerateOptions(SamplingParams):
     """All that a request may ask for: how its tokens are chosen, where its text ends, how many texts, what is reported.
 

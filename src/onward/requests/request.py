@@ -14,6 +14,7 @@ from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Model
 from onward.option_names import check_option_names
+from onward.reprs import brief_list
 from onward.requests.options import GenerateOptions, check_of_one_prompt, option_names
 from onward.sampling.params import check_whole, plain
 
@@ -34,6 +35,10 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(_as_ids(self.prompt)))
+
+    def __repr__(self) -> str:
+        """One line, however long the prompt is."""
+        return f"Request({brief_list(self.prompt)}, {self.options!r})"
 
     @property
     def max_new_tokens(self) -> int:

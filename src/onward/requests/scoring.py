@@ -24,6 +24,11 @@ class Score:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
 
+    def __repr__(self) -> str:
+        """One line; every field is an attribute."""
+        numbers = f"perplexity={self.perplexity:.6g}, log_likelihood={self.log_likelihood:.6g}"
+        return f"Score({len(self.token_ids)} tokens, {numbers})"
+
     @property
     def log_likelihood(self) -> float:
         """The sum of the T - 1 logprobs, in nats."""

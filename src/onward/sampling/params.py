@@ -43,7 +43,7 @@ class SamplingOptionsDict(UnseededOptionsDict, total=False):
     seed: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingParams:
     """How the next token is chosen. docs/sampling.md has the order in which the options work, and why.
 
@@ -114,6 +114,12 @@ class SamplingParams:
         for token in self.eos or ():
             check_whole("eos", token, low=0)
         self._check_agreement()
+
+    def __repr__(self) -> str:
+        """The options that differ from their defaults."""
+        changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {name: value for name, value in changed.items() if value != getattr(type(self), name)}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def check_length(self, max_new_tokens: int) -> None:
         """Raise `RequestError` unless a text of so many tokens at most can have min_new_tokens."""

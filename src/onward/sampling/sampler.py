@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
+from onward.reprs import brief_list
 from onward.sampling.adjustments import Adjustments
 from onward.sampling.draw import GREEDY, Draw, Greedy, greedy
 from onward.sampling.history import History
@@ -57,6 +58,9 @@ class Sampler:
         self._xtc_probability = self._column("xtc_probability")
         self._xtc_threshold = self._column("xtc_threshold")
         self._any_xtc = any(row.xtc_probability for row in rows)
+
+    def __repr__(self) -> str:
+        return f"Sampler({brief_list(self._rows)})"
 
     def __call__(
         self,

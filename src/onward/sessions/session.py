@@ -3,13 +3,14 @@
 import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Self, Unpack
+from typing import NoReturn, Self, Unpack
 
 from onward.checkpoint import Message
 from onward.completion import Completion, Piece
 from onward.decoding import PrefixCache
-from onward.errors import RequestError
+from onward.errors import RequestError, SessionError
 from onward.language_model import LanguageModel
+from onward.reprs import described
 from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, split_chat_options
 from onward.requests.request import as_list
 from onward.sessions import file as session_file
@@ -40,6 +41,12 @@ class Session:
         self.lm = lm
         self.notes: dict[str, str] = {}
         self._prefix = PrefixCache()
+
+    def __repr__(self) -> str:
+        return described(self, f"{len(self.tokens):,} ids held", repr(self.lm))
+
+    def __reduce__(self) -> NoReturn:
+        raise SessionError("a session holds the cache of its model: save it to a file, and load it where it is wanted")
 
     @property
     def tokens(self) -> list[int]:

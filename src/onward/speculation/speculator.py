@@ -10,6 +10,7 @@ from onward.decoding import Picker, Row
 from onward.decoding.step import Run
 from onward.errors import RequestError
 from onward.models import Model
+from onward.reprs import described
 from onward.sampling import Sampler
 from onward.sampling.params import check_whole
 from onward.speculation.drafter import Drafter, DraftRequest
@@ -61,6 +62,10 @@ class Speculator:
         self._clock = clock
         self._acceptance = Acceptance()
         self._pace = None if length is not None else Pace()
+
+    def __repr__(self) -> str:
+        length = "adaptive" if self.length is None else str(self.length)
+        return described(self, type(self.drafter).__name__, f"length {length}", self.verifier)
 
     def step(
         self,

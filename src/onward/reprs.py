@@ -1,0 +1,27 @@
+"""Reprs that fit on a line."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_MOST_ITEMS = 8
+
+
+def brief_list(items: Sequence[Any]) -> str:
+    """A list as it is where it is short, else its first items and how many there are."""
+    if len(items) <= _MOST_ITEMS:
+        return repr(list(items))
+    return f"[{', '.join(map(repr, items[:_MOST_ITEMS]))}, … {len(items)} in all]"
+
+
+def described(of: object, *facts: str) -> str:
+    """Such as `<KVCache: 2 rows, 256 positions>`; facts that are empty are left out."""
+    return f"<{type(of).__name__}: {', '.join(fact for fact in facts if fact)}>"
+
+
+def in_bytes(count: int) -> str:
+    """Such as '5.3 MB'; units of 1000, as disks and makers of models count."""
+    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.3g} {units[0]}"

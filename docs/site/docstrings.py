@@ -14,6 +14,7 @@ import re
 import griffe
 
 _FIELD = re.compile(r"^(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*): (?P<text>\S.*)$")
+_NEXT_FIELD = re.compile(r"(?<=\. )(?=[a-z_]\w*(?:, [a-z_]\w*)*: )")
 _SECTION = re.compile(r"^(?P<title>Args|Attributes|Returns|Yields|Raises): ?(?P<text>.*)$")
 _ERROR = re.compile(r"(?:^|(?<=[.;] ))(?=[A-Z]\w*(?:Error|Warning): )")
 
@@ -37,7 +38,7 @@ def with_sections(text: str, title: str) -> str:
     entries: list[str] = []
     sections: dict[str, list[str]] = {}
     current = paragraphs
-    for line in text.splitlines():
+    for line in _one_field_a_line(text):
         section, field = _SECTION.match(line), _FIELD.match(line)
         if section:
             current = sections[section["title"]] = []
@@ -62,6 +63,14 @@ def with_sections(text: str, title: str) -> str:
     for heading, lines in sections.items():
         paragraphs += ["", f"{heading}:", *lines]
     return "\n".join(paragraphs).strip()
+
+
+def _one_field_a_line(text: str) -> list[str]:
+    """The lines of a docstring; where a field's line goes on to the next field, that begins a line of its own."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        lines += [part.rstrip() for part in _NEXT_FIELD.split(line)] if _FIELD.match(line) else [line]
+    return lines
 
 
 def _errors(lines: list[str]) -> list[str]:

@@ -68,6 +68,7 @@ def _generation_config(bos_id: int, eos_ids: list[int]) -> dict[str, object]:
         "pad_token_id": bos_id,
         "do_sample": True,
         "temperature": 0.7,
+        "top_k": 0,  # absent, transformers would have 50
         "top_p": 0.9,
     }
 

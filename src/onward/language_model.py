@@ -1,5 +1,6 @@
 """What users hold: a model, its tokenizer, its chat template and its defaults, behind a few verbs."""
 
+import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TypeVar, Unpack, overload
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from onward.cache import length_of
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
 from onward.completion import Completion, Piece
+from onward.decoding import PrefixCache
 from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Cache, Model, ModelRun
@@ -166,13 +168,14 @@ class LanguageModel:
         """`generate` for one prompt, a `Piece` a token as they come; the pieces add up to its text.
 
         A piece's text is empty while a character or a possible stop string is unfinished. The request is checked
-        here, before the first piece is asked for. What the generator returns in the end is the `Completion`, for
+        here, before the first piece is asked for. Where the checkpoint's defaults are beams or several texts, one text
+        without beams is streamed. What the generator returns in the end is the `Completion`, for
         `completion = yield from lm.stream(…)`.
         """
         prompts, is_batch = as_list(prompt)
         if is_batch:
             raise RequestError(f"stream takes one prompt; got a list of {len(prompts)}: use generate for several")
-        (request,) = self._requests(prompts, options, cache=cache)
+        (request,) = self._requests(prompts, options, cache=cache, one_text=True)
         if request.options.rows > 1:
             raise RequestError("stream gives out one text as it comes: use generate for n or beams above 1")
         return only(self._runner.pieces([request], cache))
@@ -271,14 +274,20 @@ class LanguageModel:
         options: Mapping[str, Any],
         per_prompt: Sequence[Mapping[str, Any]] | None = None,
         cache: Any = None,
+        *,
+        one_text: bool = False,
     ) -> list[Request]:
-        return self._reader.read(prompts, self._with_draft(options), per_prompt, length_of(cache))
+        # A checkpoint whose makers ask for beams or several texts streams and chats all the same.
+        alone = one_text or isinstance(cache, PrefixCache)
+        defaults = self.defaults.replace(n=1, beams=1) if alone else self.defaults
+        reader = dataclasses.replace(self._reader, defaults=defaults)
+        return reader.read(prompts, self._with_draft(options, defaults), per_prompt, length_of(cache))
 
-    def _with_draft(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_draft(self, options: Mapping[str, Any], defaults: GenerateOptions) -> dict[str, Any]:
         """Options with the speculator that they ask for, or else this model's; beams have no use for that."""
         if "draft" in options:
             return {**options, "draft": self._speculator(options["draft"])}
-        return {**options, "draft": self._draft if options.get("beams", self.defaults.beams) == 1 else None}
+        return {**options, "draft": self._draft if options.get("beams", defaults.beams) == 1 else None}
 
     def _speculator(self, draft: Any) -> Speculator | None:
         if not isinstance(draft, LanguageModel):

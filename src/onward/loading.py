@@ -91,7 +91,7 @@ def load(
     config = read_config(folder.config)
     context = _context(config, max_seq_len)
     tokenizer, template = folder.tokenizer, folder.chat_template
-    defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None)
+    defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path)
     _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
     params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map)
     if torch_device.type == "cpu":

@@ -1,6 +1,7 @@
 """generation_config.json: the ids that end a text, and how its makers want it sampled."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from onward.requests import GenerateOptions, generation_defaults
 
 
 def defaults(**config):
-    return generation_defaults(config, (), has_text=True)
+    return generation_defaults(config, (), has_text=True, folder=Path("folder"))
 
 
 # ── the ids that end a text ───────────────────────────────────────────────────────────────────────────────
@@ -87,12 +88,15 @@ def test_decoding_is_greedy_where_sampling_is_not_asked_for(config):
     assert defaults(**config) == GREEDY
 
 
-def test_sampling_is_as_asked_and_otherwise_the_models_own_distribution():
-    asked = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
+def test_sampling_is_as_asked_and_otherwise_as_transformers_has_it():
+    asked = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.9}
     assert defaults(do_sample=True, **asked) == GenerateOptions(eos=(), **asked)
-    assert defaults(do_sample=True) == GenerateOptions(eos=(), temperature=1.0)
-    assert defaults(do_sample=True, temperature=None, top_k=None) == GenerateOptions(eos=(), temperature=1.0)
-    assert defaults(do_sample=True, temperature=0.0) == GenerateOptions(eos=(), temperature=0.0)
+    # transformers' defaults, whose top_k is 50; test_generation_defaults.py compares with it.
+    usual = GenerateOptions(eos=(), temperature=1.0, top_k=50)
+    assert defaults(do_sample=True) == usual
+    assert defaults(do_sample=True, temperature=None, top_k=None) == usual
+    assert defaults(do_sample=True, top_k=0) == GenerateOptions(eos=(), temperature=1.0)
+    assert defaults(do_sample=True, temperature=0.0) == GenerateOptions(eos=(), temperature=0.0, top_k=50)
 
 
 def test_a_request_may_ask_for_something_else(folder):
@@ -105,8 +109,56 @@ def test_a_request_may_ask_for_something_else(folder):
     assert one == other
 
 
-def test_lengths_are_the_callers():
-    assert defaults(max_length=20, max_new_tokens=5) == GREEDY
+def test_a_length_that_counts_the_prompt_is_the_callers():
+    assert defaults(max_length=20) == defaults(max_length=4096) == GREEDY
+
+
+def test_new_tokens_are_counted_as_the_checkpoint_says(folder):
+    write_json(folder / "generation_config.json", {"max_new_tokens": 5, "eos_token_id": []})
+    lm = onward.load(folder)
+    assert len(lm.generate([5]).token_ids) == 5
+    assert len(lm.generate([5], max_new_tokens=3).token_ids) == 3
+
+
+def test_the_fewest_new_tokens_bend_to_the_most():
+    assert defaults(min_new_tokens=200) == GenerateOptions(eos=(), min_new_tokens=200, max_new_tokens=200)
+    assert defaults(min_new_tokens=9, max_new_tokens=5) == GenerateOptions(eos=(), min_new_tokens=5, max_new_tokens=5)
+    assert defaults(min_new_tokens=9).replace(max_new_tokens=5).min_new_tokens == 5
+    with pytest.raises(RequestError, match="min_new_tokens is 9, but max_new_tokens is 5"):
+        defaults(min_new_tokens=9).replace(max_new_tokens=5, min_new_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+        ({"no_repeat_ngram_size": 3}, {"no_repeat_ngram_size": 3}),
+        ({"min_new_tokens": 5}, {"min_new_tokens": 5}),
+        ({"max_time": 2.5}, {"time_limit": 2.5}),
+        ({"bad_words_ids": [[1], [2, 3]]}, {"bad_words": [[1], [2, 3]]}),
+        ({"bad_words_ids": [[7], [7, 3]]}, {"bad_words": [[7, 3]]}),  # 7 ends texts: banned, none would end
+        ({"suppress_tokens": [4, 1]}, {"logit_bias": {1: float("-inf"), 4: float("-inf")}}),
+        ({"sequence_bias": [[[1], -1.0], [[2], 3]]}, {"logit_bias": {1: -1.0, 2: 3}}),
+        ({"sequence_bias": [[[1], 5.0]], "suppress_tokens": [1]}, {"logit_bias": {1: float("-inf")}}),
+        ({"num_beams": 4, "num_return_sequences": 2}, {"beams": 4, "n": 2}),
+        ({"num_beams": 4, "length_penalty": 0.5, "early_stopping": "never", "top_k": 5},
+         {"beams": 4, "length_penalty": 0.5, "early_stopping": "never"}),
+        ({"length_penalty": 0.5, "early_stopping": True}, {}),
+        ({"do_sample": True, "num_return_sequences": 3}, {"temperature": 1.0, "top_k": 50, "n": 3}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_transformers_serves_is_served(config, options):
+    assert generation_defaults(config, (7,), has_text=True, folder=Path("folder")) == GenerateOptions(eos=7, **options)
+
+
+def test_what_is_asked_for_instead_of_a_checkpoints_beams_or_samples_leaves_none_of_them():
+    beams = defaults(num_beams=4, num_return_sequences=4, length_penalty=2.0)
+    assert beams.replace(beams=1) == GREEDY
+    assert beams.replace(beams=1, temperature=0.5) == GenerateOptions(eos=(), temperature=0.5)
+    assert defaults(do_sample=True, num_return_sequences=3, top_k=0).replace(temperature=0) == GREEDY
+    with pytest.raises(RequestError, match="leave out temperature, or give beams=1"):
+        beams.replace(temperature=0.5)
 
 
 @pytest.mark.parametrize("stop", ["\n", ["\n", "###"]])
@@ -126,31 +178,25 @@ def test_stop_strings_without_a_tokenizer_are_warned_of(tmp_path):
 # ── what is not served ────────────────────────────────────────────────────────────────────────────────────
 
 UNSERVED = {
-    "bad_words_ids": [[1]],
     "begin_suppress_tokens": [1],
     "diversity_penalty": 0.5,
+    "encoder_no_repeat_ngram_size": 3,
     "encoder_repetition_penalty": 1.1,
     "exponential_decay_length_penalty": [5, 1.1],
     "forced_bos_token_id": 0,
     "forced_eos_token_id": 1,
     "guidance_scale": 1.5,
     "min_length": 5,
-    "min_new_tokens": 5,
-    "no_repeat_ngram_size": 3,
-    "num_beams": 4,
-    "num_return_sequences": 2,
     "penalty_alpha": 0.6,
-    "repetition_penalty": 1.05,
-    "sequence_bias": [[[1], -1.0]],
-    "suppress_tokens": [1],
+    "sequence_bias": [[[1, 2], -1.0]],
     "watermarking_config": {"bias": 1.0},
 }
-UNSERVED_SAMPLING = {"epsilon_cutoff": 1e-4, "eta_cutoff": 1e-4, "top_h": 0.4, "typical_p": 0.9}
+UNSERVED_SAMPLING = {"epsilon_cutoff": 1e-4, "eta_cutoff": 1e-4, "top_h": 0.4}
 
 
 @pytest.mark.parametrize("name", UNSERVED)
 def test_a_field_that_is_not_served_is_warned_of(name):
-    with pytest.warns(OnwardWarning, match=f"asks for {name}, which Onward does not have"):
+    with pytest.warns(OnwardWarning, match=rf"asks for {name}[a-z ]*, which Onward does not have"):
         defaults(**{name: UNSERVED[name]})
 
 
@@ -205,6 +251,34 @@ def test_what_transformers_writes_by_default_is_nothing_to_warn_of():
     assert defaults(**off | {"do_sample": True}) == GenerateOptions(eos=(), temperature=1.0, top_k=50)
 
 
+def test_the_second_checkpoint_of_a_process_is_warned_of_too(tmp_path):
+    """Python shows a text once a line; one message for all checkpoints would be silent for the second."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for name in ("one", "other", "one"):
+            folder = make_checkpoint(tmp_path / name)
+            write_json(folder / "generation_config.json", {"penalty_alpha": 0.6})
+            onward.load(folder)
+    assert [str(tmp_path / name) in str(w.message) for name, w in zip(("one", "other"), caught, strict=True)] == [
+        True
+    ] * 2
+
+
+def test_several_texts_of_greedy_decoding_are_warned_of():
+    with pytest.warns(OnwardWarning, match="num_return_sequences but neither for do_sample nor for beams"):
+        assert defaults(num_return_sequences=2) == GREEDY
+
+
+def test_min_new_tokens_takes_the_place_of_min_length():
+    assert defaults(min_length=5, min_new_tokens=2).min_new_tokens == 2
+
+
+def test_renormalized_scores_matter_to_beams_alone():
+    assert defaults(renormalize_logits=True) == GREEDY
+    with pytest.warns(OnwardWarning, match="renormalize_logits"):
+        defaults(renormalize_logits=True, num_beams=2)
+
+
 def test_sampling_options_without_do_sample_are_warned_of():
     with pytest.warns(OnwardWarning, match="sets temperature, top_p but not do_sample"):
         assert defaults(temperature=0.7, top_p=0.9) == GREEDY
@@ -212,10 +286,21 @@ def test_sampling_options_without_do_sample_are_warned_of():
 
 
 def test_a_warning_points_at_the_line_that_loads(folder):
-    write_json(folder / "generation_config.json", {"repetition_penalty": 1.1})
+    write_json(folder / "generation_config.json", {"penalty_alpha": 0.6})
     with pytest.warns(OnwardWarning) as caught:
         onward.load(folder)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+# How Onward's messages call them.
+NAMES = {
+    "bad_words_ids": "bad_words",
+    "max_time": "time_limit",
+    "num_beams": "beams",
+    "num_return_sequences": "n must",
+    "sequence_bias": "bias",
+    "stop_strings": "stop",
+}
 
 
 @pytest.mark.parametrize(
@@ -234,6 +319,25 @@ def test_a_warning_points_at_the_line_that_loads(folder):
         ("top_p", float("nan")),
         ("min_p", -0.1),
         ("min_p", 1.1),
+        ("typical_p", 0),
+        ("repetition_penalty", 0),
+        ("no_repeat_ngram_size", -1),
+        ("bad_words_ids", [1]),
+        ("bad_words_ids", [[]]),
+        ("bad_words_ids", {"a": 1}),
+        ("suppress_tokens", 5),
+        ("suppress_tokens", [[1]]),
+        ("suppress_tokens", ["a"]),
+        ("sequence_bias", [[1, 2.0]]),
+        ("sequence_bias", [[[1]]]),
+        ("sequence_bias", [[[1], "a"]]),
+        ("sequence_bias", [[[-1], 1.0]]),
+        ("max_new_tokens", -1),
+        ("min_new_tokens", 0.5),
+        ("max_time", 0),
+        ("num_beams", 0),
+        ("num_beams", "many"),
+        ("num_return_sequences", 0),
         ("stop_strings", 5),
         ("stop_strings", [""]),
         ("stop_strings", [5]),
@@ -243,12 +347,17 @@ def test_a_warning_points_at_the_line_that_loads(folder):
 )
 def test_a_value_out_of_range_is_refused(field, value, folder):
     write_json(folder / "generation_config.json", {"do_sample": True} | {field: value})
-    with refused(ConfigError, "generation_config.json", field.removesuffix("_strings")):
+    with refused(ConfigError, "generation_config.json", NAMES.get(field, field)):
         onward.load(folder)
 
 
-JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers()) | st.just({})
-FIELDS = ["do_sample", "temperature", "top_k", "top_p", "min_p", "stop_strings", *UNSERVED, *UNSERVED_SAMPLING, "other"]
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+JSON = SCALARS | st.integers(1, 5) | st.just({}) | st.recursive(SCALARS, st.lists, max_leaves=6)
+FIELDS = [
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "stop_strings", "max_new_tokens", "max_time",
+    "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "num_beams",
+    "num_return_sequences", "length_penalty", "early_stopping", *UNSERVED, *UNSERVED_SAMPLING, "other",
+]  # fmt: skip
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON))

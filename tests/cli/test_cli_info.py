@@ -55,6 +55,36 @@ def test_odd_shapes(cli: Cli, tmp_path: Path) -> None:
     assert "linear x 4" in shown
 
 
+def test_all_that_the_checkpoint_asks_for_is_shown(cli: Cli, tmp_path: Path) -> None:
+    folder = onward.testing.random_checkpoint(tmp_path, "llama")
+    asked = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "bad_words_ids": [[1, 2], [3]], "max_new_tokens": 9}
+    beams = {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5, "suppress_tokens": [5, 6]}
+    (folder / "generation_config.json").write_text(json.dumps(asked | beams | {"eos_token_id": 7}))
+    assert json.loads(cli("info", str(folder), "--json").out)["checkpoint"]["sampling"] == {
+        "temperature": 0,
+        "repetition_penalty": 1.1,
+        "logit_bias": [[5, None], [6, None]],
+        "no_repeat_ngram_size": 3,
+        "bad_words": [[1, 2], [3]],
+        "max_new_tokens": 9,
+        "n": 2,
+        "beams": 4,
+        "length_penalty": 0.5,
+    }
+    shown = cli("info", str(folder)).out
+    assert "repetition_penalty 1.1" in shown
+    assert "logit_bias of 2" in shown
+
+
+def test_a_checkpoint_that_asks_for_beams_generates_them(cli: Cli, tmp_path: Path) -> None:
+    folder = onward.testing.random_checkpoint(tmp_path, "llama")
+    lm = onward.load(folder)
+    wanted = [choice.token_ids for choice in lm.generate([5, 6], beams=3, n=2, max_new_tokens=4).choices]
+    (folder / "generation_config.json").write_text('{"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 4}')
+    said = cli("generate", "5 6", "--ids", "--model", str(folder)).out
+    assert [[int(token) for token in line.split()] for line in said.split("\n---\n")] == wanted
+
+
 def test_every_fact_is_shown_and_in_the_json(cli: Cli) -> None:
     shown, found = cli("info", "demo").out, json.loads(cli("info", "demo", "--json").out)
     for section, facts in found.items():

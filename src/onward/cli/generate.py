@@ -60,7 +60,7 @@ def generate(
     lm = load_model(model, drafting)
     start = lm.chat_prompt(_messages(text, system)) if chat else given
     as_ids = ids or lm.tokenizer is None
-    if not (as_json or (texts.n or 1) > 1 or (texts.beams or 1) > 1):
+    if not as_json and lm.defaults.replace(**options).rows == 1:
         _print_stream(lm.stream(start, **options), as_ids=as_ids)
         return
     request = lm.request(start, **options)

@@ -1,5 +1,6 @@
 """What a checkpoint holds, and the memory it takes. The weights are mapped and not read."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,12 +95,14 @@ class Holdings:
 
         folder = self.folder
         tokenizer = folder.tokenizer
-        defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None)
+        defaults = generation_defaults(
+            folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=folder.path
+        )
         return [
             Fact("tokenizer_size", None if tokenizer is None else tokenizer.vocab_size),
             Fact("chat_template", folder.chat_template is not None),
             Fact("eos", list(folder.eos)),
-            Fact("sampling", _sampling(defaults), ", ".join(f"{k} {v}" for k, v in _sampling(defaults).items())),
+            Fact("sampling", sampling := _sampling(defaults), ", ".join(map(_brief, sampling, sampling.values()))),
         ]
 
 
@@ -123,9 +126,16 @@ def _rope(config: "DecoderConfig") -> Fact:
     return Fact("rope", value, f"base {rope.base:,.0f}{scaled}")
 
 
-def _sampling(defaults: "GenerateOptions") -> dict[str, float]:
-    if defaults.temperature == 0:
-        return {"temperature": 0}
-    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    given = {name: getattr(defaults, name) for name, value in off.items() if getattr(defaults, name) != value}
-    return {"temperature": defaults.temperature} | given
+def _sampling(defaults: "GenerateOptions") -> dict[str, object]:
+    """The options that differ from Onward's own; the temperature always, eos has a line of its own."""
+    values = {field.name: (getattr(defaults, field.name), field.default) for field in dataclasses.fields(defaults)}
+    changed = {name: value for name, (value, own) in values.items() if value != own and name != "eos"}
+    shown: dict[str, object] = {"temperature": defaults.temperature} | changed
+    if "logit_bias" in shown:  # JSON has no infinity: null bans
+        bias = dict(defaults.logit_bias)
+        shown["logit_bias"] = [[token, None if value == float("-inf") else value] for token, value in bias.items()]
+    return shown
+
+
+def _brief(name: str, value: object) -> str:
+    return f"{name} of {len(value)}" if isinstance(value, list | tuple) else f"{name} {value}"

@@ -13,7 +13,7 @@ from onward.errors import RequestError
 from onward.models import Model
 from onward.option_names import check_option_names
 from onward.sampling import SamplingOptionsDict, SamplingParams
-from onward.sampling.params import as_tuple, check_whole
+from onward.sampling.params import as_tuple, check_whole, plain
 from onward.speculation import Drafter, Speculator
 
 
@@ -162,8 +162,9 @@ class GenerateOptions(SamplingParams):
     def replace(self, **options: Any) -> Self:
         """A copy with `options` changed, checked as a new one is.
 
-        A change between beams and no beams drops what the other kind alone uses (temperature, top_k, …;
-        length_penalty, early_stopping): a checkpoint's defaults are for one of them.
+        What a change leaves without meaning is dropped, for a checkpoint's defaults are of one kind: between beams and
+        no beams what the other alone uses (temperature, top_k, …; length_penalty, early_stopping); without beams and
+        temperature all texts but one; and min_new_tokens beyond a max_new_tokens that is given.
 
         Raises:
             RequestError: an unknown option, a value outside its range, or options that contradict each other.
@@ -171,7 +172,12 @@ class GenerateOptions(SamplingParams):
         if (beams := options.get("beams", self.beams)) != 1 and self.beams == 1:
             options = _OF_DRAWING | {"xtc_threshold": type(self).xtc_threshold} | options
         elif beams == 1 and self.beams != 1:
-            options = {name: getattr(type(self), name) for name in _OF_BEAMS} | options
+            options = {name: getattr(type(self), name) for name in _OF_BEAMS} | {"n": 1} | options
+        if self.n > 1 and beams == 1 and plain(options.get("temperature", self.temperature)) == 0:
+            options = {"n": 1} | options
+        most = plain(options.get("max_new_tokens"))
+        if isinstance(most, int) and 0 <= most < self.min_new_tokens:
+            options = {"min_new_tokens": most} | options
         return super().replace(**options)
 
     def _check_search(self) -> None:
@@ -183,7 +189,8 @@ class GenerateOptions(SamplingParams):
             drawing = [name for name, neutral in _OF_DRAWING.items() if getattr(self, name) != neutral]
             if drawing:
                 raise RequestError(
-                    f"beams={self.beams} takes the likeliest texts and draws none: leave out {', '.join(drawing)}"
+                    f"beams={self.beams} takes the likeliest texts and draws none: leave out {', '.join(drawing)}, "
+                    "or give beams=1"
                 )
         elif self.n > 1 and self.temperature == 0:
             raise RequestError(

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,11 +14,8 @@ from onward.cli.prompt import expanded
 from onward.cli.session import Answer, ChatSession
 from onward.cli.slash import COMMANDS, run_command
 from onward.cli.streaming import count
-from onward.cli.terminal import is_terminal, note, report, write
+from onward.cli.terminal import TextWriter, fitted, is_terminal, note, report, write
 from onward.errors import OnwardError, TokenizerError
-
-if TYPE_CHECKING:
-    from onward import Piece
 
 
 def chat(
@@ -77,7 +74,7 @@ def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bo
                 reply = run_command(session, line)
                 if reply is None:
                     return all_served
-                write(f"{reply}\n")
+                write(f"{fitted(reply)}\n")
             elif line.strip():
                 _answer(session, line.removeprefix("/"), on_terminal)
             session.keep()
@@ -92,18 +89,12 @@ def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bo
 
 
 def _answer(session: ChatSession, question: str, on_terminal: bool) -> None:
-    last = "\n"
-
-    def emit(piece: "Piece") -> None:
-        nonlocal last
-        last = piece.text or last
-        write(piece.text)
-
+    writer = TextWriter()
     try:
-        answer = session.ask(question, emit)
+        answer = session.ask(question, lambda piece: writer.write(piece.text))
     finally:
         # Also after an error in the midst of an answer, which is told on a line of its own.
-        if not last.endswith("\n"):
+        if not writer.at_line_start:
             write("\n")
     if answer.completion is None and not on_terminal:
         raise KeyboardInterrupt

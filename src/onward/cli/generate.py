@@ -15,7 +15,7 @@ from onward.cli.json_output import json_fields
 from onward.cli.loading import load_model
 from onward.cli.prompt import parse_ids, read_prompt
 from onward.cli.streaming import follow, summary
-from onward.cli.terminal import end_line, is_terminal, note, waiting, write
+from onward.cli.terminal import TextWriter, is_terminal, note, waiting, write
 from onward.errors import OnwardError, RequestError
 
 if TYPE_CHECKING:
@@ -80,19 +80,20 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _print_stream(stream: "Generator[Piece, None, Completion]", *, as_ids: bool) -> None:
-    shown: list[str] = []
+    writer = TextWriter()
+    before = ""
 
     def emit(piece: "Piece") -> None:
-        text = f"{' ' if shown else ''}{piece.token_id}" if as_ids else piece.text
-        shown.append(text)
-        write(text)
+        nonlocal before
+        writer.write(f"{before}{piece.token_id}" if as_ids else piece.text)
+        before = " "
 
     try:
         completion = follow(stream, emit)
     except OnwardError:
-        end_line("".join(shown))
+        writer.end_line()
         raise
-    end_line("".join(shown))
+    writer.end_line()
     _note_summary(completion)
 
 
@@ -101,8 +102,9 @@ def _print_texts(completions: "Sequence[Completion]", *, as_ids: bool) -> None:
         if number:
             write("---\n" if is_terminal(sys.stdout) else "\n---\n")
         text = " ".join(map(str, completion.token_ids)) if as_ids else completion.text
-        write(text)
-        end_line(text)
+        writer = TextWriter()
+        writer.write(text)
+        writer.end_line()
         _note_summary(completion)
 
 

@@ -15,8 +15,7 @@ from onward.errors import RequestError
 _KEYS = """\
   //TEXT         send TEXT with one slash in front
   Alt+Enter      begin a new line; so does Enter after a backslash
-  Ctrl-C         stop the answer (what is shown stays in the chat), or
-                 clear the line
+  Ctrl-C         stop the answer (what is shown stays), or clear the line
   Ctrl-D         leave"""
 
 

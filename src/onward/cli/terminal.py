@@ -1,14 +1,24 @@
 """What a terminal gets and a pipe does not: spinners, dim notes, and text made safe to show."""
 
+import os
+import re
+import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onward.cli.whole_words import WholeWords
 
 # Control characters, which untrained models emit and terminals obey, as the pictures that Unicode has for them.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+# The first column of a line of a table.
+_LABEL = re.compile(r" +\S.*? {2,}(?=\S)")
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
@@ -22,6 +32,68 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+class TextWriter:
+    """Text to stdout, a piece at a time: on a terminal with words kept whole at its edge, else as `write` does."""
+
+    def __init__(self) -> None:
+        self._last = "\n"
+        self._words = _whole_words() if is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb" else None
+
+    def write(self, text: str) -> None:
+        self._last = text[-1:] or self._last
+        if self._words is None:
+            write(text)
+        elif text:
+            sys.stdout.write(self._words.fit(text.translate(_PICTURES), _columns()))
+            sys.stdout.flush()
+
+    @property
+    def at_line_start(self) -> bool:
+        """Whether the text so far ends a line, or there is none."""
+        return self._last == "\n"
+
+    def end_line(self) -> None:
+        """On a terminal, leave the cursor at the start of a line."""
+        end_line(self._last)
+
+
+def _whole_words() -> "WholeWords":
+    from onward.cli.whole_words import WholeWords
+
+    return WholeWords()
+
+
+def _columns() -> int:
+    """The width of the terminal as it is now; 80 where it does not say."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def fitted(text: str) -> str:
+    """Lines for stdout; on a terminal those that are too long go on below their second column, if they have one."""
+    if not is_terminal(sys.stdout):
+        return text
+    lines = []
+    for line in text.split("\n"):
+        label = _LABEL.match(line)
+        indent = " " * (label.end() if label else len(line) - len(line.lstrip()))
+        lines.append(_filled(line, _columns(), indent))
+    return "\n".join(lines)
+
+
+def _filled(line: str, width: int, indent: str = "") -> str:
+    if len(line) <= width:
+        return line
+    # Names of files are cut nowhere: a terminal lets one be copied whole.
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+    wrapper.replace_whitespace = False
+    return wrapper.fill(line)
+
+
 def end_line(shown: str) -> None:
     """On a terminal, leave the cursor at the start of a line after `shown`."""
     if sys.stdout.isatty() and not shown.endswith("\n"):
@@ -33,7 +105,9 @@ def report(kind: str, text: str) -> None:
     """A line on stderr that is an "error" or a "warning"."""
     if sys.stderr is not None:  # which print would take for standard output
         with suppress(OSError):
-            print(f"{kind}: {' '.join(text.split())}", file=sys.stderr)
+            line = f"{kind}: {' '.join(text.split())}"
+            width = shutil.get_terminal_size().columns
+            print(_filled(line, width) if is_terminal(sys.stderr) else line, file=sys.stderr)
 
 
 def note(text: str) -> None:
@@ -42,8 +116,9 @@ def note(text: str) -> None:
         return
     from rich.console import Console
 
+    console = Console(stderr=True, highlight=False)
     with suppress(OSError):
-        Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)
+        console.print(text, style="dim", markup=False, soft_wrap=not is_terminal(sys.stderr))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typer.main import get_command
 
 import onward
 from onward.cli.main import app
+from onward.option_names import _ELSEWHERE
 
 MAPS = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 # A name before "=", outside a string, is an option; a bare name in a cell is one, too.
@@ -59,6 +60,15 @@ def test_the_options_and_flags_of_a_map_are_onwards(page):
                 assert {*KEYWORD.findall(code), *bare} <= known | {"ids"}, code
             count += 1
     assert count > 20
+
+
+@pytest.mark.parametrize("page", MAPS, ids=lambda page: page.stem)
+def test_a_map_says_what_the_error_of_an_unknown_option_says(page):
+    for theirs, ours in cells(page):
+        for name in KEYWORD.findall(theirs):
+            if name in _ELSEWHERE and not re.match(r"`\w+\(", theirs):
+                hint = re.split(r"\W", _ELSEWHERE[name])[0]
+                assert hint in ours, f"{theirs}: {ours}, but the error says {hint}"
 
 
 def test_every_public_name_is_in_the_reference():

@@ -4,6 +4,7 @@ import importlib.util
 import re
 
 import pytest
+import yaml
 from doc_pages import PAGES, ROOT, name_of
 
 from onward.cli.main import app
@@ -52,6 +53,19 @@ def test_a_mark_becomes_what_the_program_prints():
 )
 def test_a_link_of_the_repository_leads_to_the_same_page_of_the_site(uri, link, there):
     assert hooks.with_site_links(f"[name]({link}#part)", uri) == f"[name]({there}#part)"
+
+
+def test_every_page_is_in_the_navigation_once():
+    entries = list(paths_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    pages = [name_of(page).removeprefix("docs/") for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert {page for page in pages if not page.startswith("decisions/")} <= set(entries)
+    assert len(entries) == len(set(entries))
+
+
+def paths_of(navigation):
+    for entry in navigation:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            yield from paths_of(value) if isinstance(value, list) else [value]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,22 +1,26 @@
-"""Every error Onward raises on purpose.
+"""Every error that Onward raises on purpose.
 
-A message says what was got, what was wanted and what to do. The command line prints it as one line and
-exits with 2; anything that is not an `OnwardError` is a defect of ours and keeps its traceback.
+A message says what was got, what was wanted and what to do. The command line prints it as one line and exits with 2.
+Any other exception is a defect in Onward and keeps its traceback. Built-in bases stand in parentheses.
 
-    OnwardError
-    ├── RequestError (ValueError)        an option, a prompt or an argument that cannot be served
-    │   ├── ContextOverflowError              more positions asked for than the context or the cache holds
-    │   └── NothingToDrawError                bans that leave no id
-    ├── ConfigError (ValueError)         config.json: missing, unreadable or contradicting fields
-    │   └── UnsupportedArchitectureError      a family that Onward does not have
-    ├── CheckpointError                  weights: missing, truncated, mis-shaped, of a wrong dtype
-    ├── SessionError                     a saved session: unreadable, damaged, something else or of another model
-    ├── TokenizerError                   no tokenizer, an unreadable one, or one without what was asked of it
-    ├── DraftError                       a drafter that failed, or proposed what no draft can be
-    ├── ProgramError                     a forward that cannot become a program, or one used otherwise
-    └── SourceError                      a folder or hub id that cannot be reached
+    OnwardError                              itself: logits that are NaN or infinite where a token is chosen
+    ├── RequestError (ValueError)            an option, a prompt or an argument cannot be served
+    │   ├── ContextOverflowError             a request needs more positions than the context or the cache holds
+    │   └── NothingToDrawError               bans leave no id to choose
+    ├── ConfigError (ValueError)             config.json is missing, unreadable or contradicts itself
+    │   └── UnsupportedArchitectureError     Onward does not have the checkpoint's family
+    ├── CheckpointError                      weights are missing, truncated, mis-shaped or of a wrong dtype
+    ├── SessionError                         a session cannot be saved, or a file is no session of this model
+    ├── TokenizerError                       there is no tokenizer, or it or its template cannot be read or lacks a part
+    ├── DraftError                           a drafter failed, or proposed ids that are no draft
+    ├── ProgramError                         a forward cannot be compiled, or a program does not fit the call
+    │   ├── TraceError                       a forward cannot be traced (onward.program)
+    │   └── MissingKernelsError              a forward uses operators that have no kernel (onward.program)
+    ├── NativeUnavailableError (ValueError)  there is no native library, or not the one asked for (onward.native)
+    ├── NativeError                          a kernel refused its arguments or found no memory (onward.native)
+    └── SourceError                          a folder or hub id does not exist or cannot be reached
 
-    OnwardWarning (UserWarning)          legal, but probably not what was meant
+    OnwardWarning (UserWarning)              something is legal, but probably not what was meant
 """
 
 import functools
@@ -30,47 +34,47 @@ class OnwardError(Exception):
 
 
 class RequestError(OnwardError, ValueError):
-    """A request that cannot be served as asked: an option, a prompt or an argument."""
+    """An option, a prompt or an argument cannot be served."""
 
 
 class ContextOverflowError(RequestError):
-    """More positions are asked for than the context or the cache holds."""
+    """A request needs more positions than the context or the cache holds."""
 
 
 class NothingToDrawError(RequestError):
-    """Bans, of ids, words and repetitions, leave no id at some position."""
+    """The bans of ids, words and repetitions leave no id to choose at some position."""
 
 
 class ConfigError(OnwardError, ValueError):
-    """A model configuration that is missing, unreadable or contradicts itself."""
+    """A model's configuration is missing, unreadable or contradicts itself."""
 
 
 class UnsupportedArchitectureError(ConfigError):
-    """A checkpoint of a family that Onward does not have."""
+    """Onward does not have the checkpoint's family."""
 
 
 class CheckpointError(OnwardError):
-    """Weights that are missing, truncated, mis-shaped or of a dtype that cannot be read."""
+    """Weights are missing, truncated, mis-shaped or of a dtype that cannot be read."""
 
 
 class TokenizerError(OnwardError):
-    """No tokenizer, an unreadable one, or one that lacks what was asked of it."""
+    """There is no tokenizer, or it or its chat template cannot be read or lacks what is asked of it."""
 
 
 class SessionError(OnwardError):
-    """A saved session that cannot be written or read, is damaged, something else, or of another model."""
+    """A session cannot be saved; or a file cannot be read, is damaged, is no session or is one of another model."""
 
 
 class SourceError(OnwardError):
-    """A folder or hub id that does not exist or cannot be reached."""
+    """A folder or hub id does not exist or cannot be reached."""
 
 
 class DraftError(OnwardError):
-    """A drafter that failed, or proposed what no draft can be."""
+    """A drafter failed, or proposed ids or probabilities that are no draft."""
 
 
 class ProgramError(OnwardError):
-    """A forward that cannot become a program, or a program used otherwise than it was compiled for."""
+    """A forward cannot be compiled, or a program does not fit the call: it was compiled for other inputs."""
 
 
 class OnwardWarning(UserWarning):
@@ -78,28 +82,28 @@ class OnwardWarning(UserWarning):
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of another library says, as part of one of our one-line messages."""
+    """The message of another library's error on one line, to quote in a message of ours."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# Whose lines a warning is never about: the package's own, and functools', which stands between a cached
-# property and its caller.
-_NOT_THE_USERS = (str(Path(__file__).parent), functools.__file__)
+# Files that a warning never points at: the package's own, and functools.py, which stands between a cached property and
+# its caller.
+_INTERNAL_FILES = (str(Path(__file__).parent), functools.__file__)
 
 
 _warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """`warn`, for what is said once in a process; another message is another warning."""
+    """`warn`, but the same message only once in a process."""
     if message not in _warned:
         _warned.add(message)
         warn(message)
 
 
 def warn(message: str) -> None:
-    """An `OnwardWarning` that points at the user's line, however deep in the package it arises."""
+    """Issue an `OnwardWarning` that points at the user's line, however deep in the package it arises."""
     depth = 1
-    while (frame := sys._getframe(depth)).f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while (frame := sys._getframe(depth)).f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL_FILES):
         depth += 1
     warnings.warn(message, OnwardWarning, stacklevel=depth + 1)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Write a file whole or not at all."""
 
 import os
 import tempfile
@@ -8,10 +8,11 @@ from pathlib import Path
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a neighbour of `file`, which takes the file's place once it is complete and on the disk.
+    """Write a temporary file beside `file`, and rename it to `file` once it is complete and on the disk.
 
-    Whenever this is interrupted, `file` is what it was or what it was to become. It is then readable by its owner
-    alone. A link stays a link.
+    `write` is called with the temporary file's path and fills it. If this is interrupted, `file` has either its old
+    content or all of the new. The owner alone can read the new file. A symbolic link stays one: what it points to is
+    replaced.
 
     Raises:
         OSError, ValueError: the file cannot be written, or cannot be a file's name.
@@ -19,20 +20,20 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
     file = file.resolve()
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     os.close(handle)
-    neighbour = Path(name)
+    temporary = Path(name)
     try:
-        write(neighbour)
-        with neighbour.open("rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(neighbour, file)
+        write(temporary)
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
     except BaseException:
-        neighbour.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     _sync_folder(file.parent)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the new name on the disk too, where the system can: what it names is there already."""
+    """Flush the new name to the disk too, where the system can; the content is there already."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

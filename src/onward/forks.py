@@ -1,8 +1,8 @@
-"""What a forked child does not take over: locks that are held in the parent, and what is half done there.
+"""Renews locks in a forked child, and drops what the parent's other threads had half done.
 
-A fork copies the memory and one thread. What another thread had locked nobody unlocks in the child, and what it was
-about to write stays as it is. (Locks stay those of `threading`, replaced in the child: a lock of our own with an
-`__enter__` in Python would stay locked after an interrupt in it.)
+A fork copies the memory, but only one thread. A lock that another thread held stays locked in the child for ever, and
+what that thread was writing stays half written. (The locks are plain ones of `threading`, which the child replaces. A
+class of our own, with an `__enter__` in Python, would stay locked after an interrupt in that method.)
 """
 
 import os
@@ -12,10 +12,10 @@ from typing import Protocol
 
 
 class Renewable(Protocol):
-    """Something with a lock."""
+    """An object that has a lock."""
 
     def renew(self) -> None:
-        """In a forked child: take another lock and, if this one was locked, drop what it guards."""
+        """In a forked child: make a new lock and, if the old one was locked, drop what it guards."""
         ...
 
 
@@ -24,16 +24,16 @@ _callbacks: list[Callable[[], None]] = []
 
 
 def renew_in_forks(renewable: Renewable) -> None:
-    """Have it renewed in every child that is forked while it lives."""
+    """Call `renewable.renew` in every child that is forked while the object lives."""
     _renewables.add(renewable)
 
 
 def call_in_forks(callback: Callable[[], None]) -> None:
-    """Have it called in every child that is forked from now on."""
+    """Call `callback` in every child that is forked from now on."""
     _callbacks.append(callback)
 
 
-def _in_child() -> None:
+def _renew_child() -> None:
     for renewable in list(_renewables):
         renewable.renew()
     for callback in _callbacks:
@@ -41,4 +41,4 @@ def _in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(after_in_child=_renew_child)

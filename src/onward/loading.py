@@ -1,4 +1,4 @@
-"""From a name to a language model ready to decode."""
+"""Load a language model, ready to decode, from a folder, a hub id or a name."""
 
 import logging
 import os
@@ -53,30 +53,30 @@ def load(
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
 
-    Weights are mapped from their files; on a CPU each matrix is then packed into the layout that decoding walks
-    fastest, and the pages it was read from are given back, so that memory holds the weights once.
+    Weights are mapped from their files. On a CPU each matrix is then packed into the layout that the kernels read
+    fastest, and the file's pages are released, so that memory holds the weights once.
 
     Args:
-        source: a folder in the Hugging Face layout, one that torch.distributed.checkpoint wrote with a config.json
-            added, a hub id ("Qwen/Qwen3-0.6B", with "@revision" if wanted), or "demo", the model that comes with the
-            package.
+        source: a folder in the Hugging Face layout; a folder that torch.distributed.checkpoint wrote, with a
+            config.json added; a hub id ("Qwen/Qwen3-0.6B", optionally with "@revision"); or "demo", the model that
+            comes with the package.
         dtype: "bfloat16", "float16", "float32" or a torch dtype; the checkpoint's own by default.
         device: "auto" (CUDA where there is one), "cpu", "cuda", …
         max_seq_len: the most positions a request may use; the checkpoint's max_position_embeddings by default.
         progress: show downloads; by default only on a terminal.
-        quantize: "int8" or "int4" to hold all matrices in 8 or 4 bits (docs/quantization.md); a folder that
+        quantize: "int8" or "int4" holds all matrices in 8 or 4 bits (docs/quantization.md). A folder that
             `quantize_folder` wrote is quantized already.
-        name_map: for a torch.distributed.checkpoint folder, from the trainer's names of weights to Hugging Face's, a
-            JSON file or a mapping (docs/training.md); the folder's name_map.json, if any, by default.
+        name_map: from the trainer's names of weights to Hugging Face's, for a torch.distributed.checkpoint folder: a
+            JSON file or a mapping (docs/training.md). By default it is the folder's name_map.json, if any.
         compile: what runs the model: "auto", "native", "cuda", "inductor" or "eager" (docs/programs.md).
-        draft: who guesses the next tokens (docs/speculation.md): "lookup", "suffix", or a smaller model of the same
-            vocabulary, as a source to load with the same dtype, device and quantization ("demo-draft" for "demo") or
-            loaded already.
+        draft: what guesses the next tokens (docs/speculation.md): "lookup", "suffix", or a smaller model of the same
+            vocabulary. The model is loaded already, or a source to load with the same dtype, device and quantization
+            ("demo-draft" for "demo").
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
-        used. CheckpointError: the weights or the tokenizer do not fit it. TokenizerError: the tokenizer or the chat
-        template cannot be read. RequestError: a bad argument.
+        used. CheckpointError: the weights or the tokenizer do not fit config.json. TokenizerError: the tokenizer or
+        the chat template cannot be read. RequestError: a bad argument.
     """
     began = time.perf_counter()
     if max_seq_len is not None:
@@ -113,7 +113,7 @@ def _read_params(
     format: str | None,
     name_map: NameMapSource,
 ) -> DecoderParams:
-    """The weights in the form that decoding walks: quantized where the folder or the caller says so, else packed."""
+    """The weights: quantized where the folder or the caller says so, else packed for the kernels on a CPU."""
     manifest = read_manifest(folder.path, folder.config)
     if manifest is not None:
         if name_map is not None:
@@ -123,11 +123,11 @@ def _read_params(
         if format not in (None, manifest.format):
             raise RequestError(f"{folder.path} is {manifest.format} already: load it without quantize={format!r}")
         params = read_quantized(folder.path, manifest, config, dtype=dtype, device=device)
-        # A matrix that a converter left in floats; those that are quantized stay the file's own pages.
+        # This packs the matrices that a converter left in floats; quantized ones stay the pages of the mapped file.
         return pack_params(params) if device.type == "cpu" else params
-    # What is read and not mapped is packed layer by layer, so that memory holds it once.
-    lean = pack_layer if is_distributed(folder.path) and device.type == "cpu" and format is None else None
-    params = read_weights(folder.path, config, dtype=dtype, device=device, name_map=name_map, each_layer=lean)
+    # A distributed checkpoint is read, not mapped: each layer is packed at once, so that memory holds it once.
+    each_layer = pack_layer if is_distributed(folder.path) and device.type == "cpu" and format is None else None
+    params = read_weights(folder.path, config, dtype=dtype, device=device, name_map=name_map, each_layer=each_layer)
     if format is not None:
         return quantize_params(params, format, release=page_releaser(folder.path))[0]
     return pack_params(params, release=page_releaser(folder.path)) if device.type == "cpu" else params
@@ -154,21 +154,21 @@ def _as_device(device: torch.device | str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        torch_device = torch.device(device)
+        torch.empty(0, device=torch_device)
     except (RuntimeError, AssertionError, TypeError) as error:
         # PyTorch adds a dump of its backends on further lines.
         reason = next(iter(str(error).splitlines()), "")
-        if isinstance(error, NotImplementedError):  # and on that line, too
+        if isinstance(error, NotImplementedError):  # here the dump begins on the first line
             reason = f"this PyTorch has no {str(device).partition(':')[0]} backend"
         raise RequestError(f"device {str(device)!r} cannot be used here ({reason}): try 'auto' or 'cpu'") from error
-    if found.type == "meta":
+    if torch_device.type == "meta":
         raise RequestError("device 'meta' holds shapes without numbers, which decode to nothing: try 'auto' or 'cpu'")
-    return found
+    return torch_device
 
 
 def _check_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, eos: tuple[int, ...]) -> None:
-    """The tokenizer's ids and those that end a text must be the model's; it may have more (padding)."""
+    """Raise unless the model's vocabulary has the tokenizer's ids and the EOS ids; it may have more (padding)."""
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
             f"{path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
@@ -183,8 +183,8 @@ def _check_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, 
 def _keep_freed_memory() -> None:
     """Let malloc keep what a prefill frees, instead of returning every activation's pages to the system.
 
-    glibc raises the size it keeps to the largest block it has seen freed, up to 32 MB: so one such block is
-    allocated and freed. Faulting the pages in again cost a fifth of a prefill (benchmarks/LOG.md).
+    glibc keeps blocks up to the size of the largest one that was freed, at most 32 MB. So one such block is allocated
+    and freed. Faulting the pages in again cost a fifth of a prefill (benchmarks/LOG.md).
     """
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 
@@ -193,7 +193,7 @@ def _context(config: DecoderConfig, max_seq_len: int | None) -> int:
     trained: int = config.max_position_embeddings
     if max_seq_len is None:
         return trained
-    # Dynamic RoPE is made for going past the trained length; the others fall apart there.
+    # Dynamic RoPE is made for lengths past the trained one; with the other schedules texts get poor there.
     if max_seq_len > trained and config.rope.kind != "dynamic":
         warn(
             f"max_seq_len {max_seq_len} is more than the model's max_position_embeddings {trained}: "

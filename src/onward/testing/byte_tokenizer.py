@@ -10,8 +10,8 @@ BYTES = 256
 class ByteTokenizer:
     """A `Tokenizer` whose ids are the bytes of UTF-8, then a BOS and an EOS.
 
-    A character outside ASCII is several tokens, and most sequences of ids are no valid UTF-8: what a streaming
-    detokenizer has to be right about.
+    A character outside ASCII is several tokens, and most sequences of ids are no valid UTF-8. A streaming detokenizer
+    has to get both right.
 
     bos_id, eos_id: None for a tokenizer without one. add_bos: begin every encoded text with the BOS.
     """

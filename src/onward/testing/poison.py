@@ -1,4 +1,4 @@
-"""Make what must not be read unbearable to read."""
+"""Fill a cache with values that show in the logits if a model reads them."""
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -9,10 +9,10 @@ EMPTY = -1
 
 
 def poison(cache: Cache) -> Cache:
-    """Fill every tensor of a cache in place with NaN (-1 where it holds whole numbers); returns the cache.
+    """Fill every tensor of a cache in place with NaN (-1 where it holds whole numbers), and return the cache.
 
-    A model that reads an entry at or past a row's offset reads poison, and says so by its logits; one that keeps
-    the contract decodes over a poisoned cache as over a new one.
+    The logits of a model that reads an entry at or past a row's offset become NaN. A model that keeps the contract
+    decodes over a poisoned cache as over a new one.
     """
     for leaf in pytree.tree_leaves(cache):
         if isinstance(leaf, Tensor):

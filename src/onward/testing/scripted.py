@@ -1,4 +1,4 @@
-"""A model that says what it is told to: tests of loops, drafters and samplers, with nothing left to chance."""
+"""A model that predicts what a script says, for tests of loops, drafters and samplers without chance."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from onward.models import Model
 from onward.models.contract import take_positions
 from onward.testing.poison import EMPTY
 
-# What follows a row's tokens, of which the last stands at position p:
-# a function of all of them, to the next id or to logits float [V]; or a list of ids, of which p picks one (again
-# from its start when it is used up), so that a prompt of one token is answered with the list itself.
-# It is asked wherever the forward runs: within a prompt, after padding and in rows that have ended, too.
+# What the model predicts after a row's tokens, the last of which stands at position p. A function maps all of the
+# row's tokens to the next id, or to logits float [V]. A list of N ids predicts ids[p % N], so that a prompt of one
+# token is answered with the list itself.
+# The forward asks at every position that it processes: also within a prompt, in padding and in rows that have ended.
 Script = Callable[[list[int]], int | Tensor] | Sequence[int]
 
-# Logit of the scripted id, the others' being 0: at temperature 1 another one is drawn once in 10^13 / V times.
+# The logit of the scripted id; all others are 0. At temperature 1 another id is drawn once in 10^13 / V draws.
 CERTAIN = 30.0
 
 
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 class ScriptedCache(NamedTuple):
-    """Remembers the tokens themselves: int32 [B, S], -1 where there is none."""
+    """Holds the tokens themselves: int32 [B, S], -1 where there is none."""
 
     tokens: Tensor
 
@@ -56,7 +56,7 @@ class ScriptedCache(NamedTuple):
 class ScriptedModel(Model):
     """A `Model` that follows a script.
 
-    calls: what its forward was asked so far, in order.
+    calls: the calls of its forward so far, in order.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -67,9 +67,9 @@ def scripted_model(
 ) -> ScriptedModel:
     """A model whose next token is `script`'s, over a cache that holds the tokens themselves.
 
-    The forward knows of a row's past only what its cache holds below the row's offset, and forgets everything
-    past the tokens of each call. So a loop that loses a cache, miscounts an offset or trusts a stale entry is
-    found out: the forward raises `ContractError`, as for tokens that do not fit the cache or the vocabulary.
+    The forward knows of a row's past only what its cache holds below the row's offset, and clears everything past the
+    tokens of each call. So it raises `ContractError` where a loop loses a cache, miscounts an offset or trusts a stale
+    entry. It also raises it for tokens that do not fit the cache or the vocabulary.
 
     Args:
         script: see `Script`.
@@ -78,7 +78,7 @@ def scripted_model(
         selects_logits: take `logits_at`, as the built-in families do; otherwise be a plain four-argument forward.
     """
     if not callable(script) and not script:
-        raise ValueError("a script wants at least one id")
+        raise ValueError("a script needs at least one id")
     calls: list[Call] = []
 
     def forward(
@@ -98,7 +98,7 @@ def scripted_model(
         vocab_size=vocab_size,
         max_seq_len=max_seq_len,
         selects_logits=selects_logits,
-        compiles=False,  # its checks read values
+        compiles=False,  # its checks read the values of tensors
         calls=calls,
     )
 
@@ -122,12 +122,12 @@ def _check_call(tokens: Tensor, offsets: Tensor, cache: ScriptedCache, vocab_siz
 
 
 def _row_logits(script: Script, vocab_size: int, row: int, tokens: Tensor, offset: int, cache: ScriptedCache) -> Tensor:
-    """Writes a row's tokens into its cache and follows the script after each of them: float32 [T, V]."""
-    held = cache.tokens[row]
+    """Write a row's tokens into its cache, and follow the script after each of them: float32 [T, V]."""
+    row_cache = cache.tokens[row]
     end = offset + tokens.shape[1]
-    held[offset:end] = tokens[row]
-    held[end:] = EMPTY
-    history: list[int] = held[:end].tolist()
+    row_cache[offset:end] = tokens[row]
+    row_cache[end:] = EMPTY
+    history: list[int] = row_cache[:end].tolist()
     return torch.stack([_next_logits(script, vocab_size, history[: at + 1]) for at in range(offset, end)])
 
 

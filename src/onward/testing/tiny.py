@@ -58,11 +58,11 @@ def random_checkpoint(
     shards: int = 1,
     **overrides: Any,
 ) -> Path:
-    """Write the model that `tiny_model` makes of the same arguments, in the Hugging Face layout.
+    """Write the model that `tiny_model` makes from the same arguments, in the Hugging Face layout.
 
     Args:
-        folder: made if it is absent; gets config.json and the weights, and no tokenizer.
-        family, seed, dtype, overrides: as of `tiny_model`.
+        folder: created if it is absent. It gets config.json and the weights, but no tokenizer.
+        family, seed, dtype, overrides: as for `tiny_model`.
         shards: 1 writes model.safetensors; more write an index and that many files.
 
     Returns:
@@ -75,17 +75,17 @@ def random_checkpoint(
     read_params(read_config(config), tensors)
     (path / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2))
     if shards == 1:
-        save_file(tensors.made, path / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors.by_name, path / "model.safetensors", metadata={"format": "pt"})
     else:
-        _save_shards(path, tensors.made, shards)
+        _save_shards(path, tensors.by_name, shards)
     return path
 
 
 class _RandomTensors:
-    """Gives every tensor that a family asks for, and remembers them under their stock names."""
+    """Makes every tensor that a family asks for, and keeps them under their stock names."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        self.made: dict[str, Tensor] = {}
+        self.by_name: dict[str, Tensor] = {}
         self._generator = torch.Generator().manual_seed(seed)
         self._dtype = dtype
 
@@ -93,18 +93,18 @@ class _RandomTensors:
         noise = torch.randn(shape, generator=self._generator)
         # Activations and logits keep a size of about 1 through every layer.
         tensor = 1 + 0.1 * noise if name.endswith("norm.weight") else noise * shape[-1] ** -0.5
-        self.made[name] = tensor.to(self._dtype)
-        return self.made[name]
+        self.by_name[name] = tensor.to(self._dtype)
+        return self.by_name[name]
 
 
 def _save_shards(path: Path, tensors: dict[str, Tensor], shards: int) -> None:
     names = list(tensors)
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for index in range(shards):
         file = f"model-{index + 1:05}-of-{shards:05}.safetensors"
-        held = names[index::shards]
-        save_file({name: tensors[name] for name in held}, path / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(held, file)
+        shard = names[index::shards]
+        save_file({name: tensors[name] for name in shard}, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    index_json = {"metadata": {"total_size": total}, "weight_map": where}
+    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))

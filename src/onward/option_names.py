@@ -1,7 +1,7 @@
 """Names of options: what a name that Onward does not have was probably meant to be."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 from onward.errors import RequestError
@@ -37,9 +37,9 @@ _ELSEWHERE = {
 }
 
 
-def check_option_names(names: Iterable[str], known: Sequence[str]) -> None:
+def check_option_names(names: Iterable[str], known: Collection[str]) -> None:
     """Raise `RequestError` unless all `names` are `known`. The error names the option that was probably meant."""
-    unknown = sorted(set(names) - set(known))
+    unknown = sorted(name for name in names if name not in known)
     if not unknown:
         return
     meant = [_meant(name, known) for name in unknown]
@@ -49,7 +49,7 @@ def check_option_names(names: Iterable[str], known: Sequence[str]) -> None:
     raise RequestError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(known)}")
 
 
-def _meant(name: str, known: Sequence[str]) -> str | None:
+def _meant(name: str, known: Collection[str]) -> str | None:
     """What to give instead of `name`, where that is likely enough to say."""
     hint = _ELSEWHERE.get(name, "")
     if hint and re.split(r"\W", hint)[0] in known:

@@ -26,4 +26,4 @@ class CompactableCache(Protocol):
 
 def length_of(cache: object) -> int | None:
     """Positions that a cache holds a row; None where it does not say."""
-    return cache.max_len if isinstance(cache, SizedCache) else None
+    return cache.max_len if cache is not None and isinstance(cache, SizedCache) else None

@@ -1,6 +1,7 @@
 """All that a request may ask for beside its prompt, checked when it is given."""
 
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -201,10 +202,11 @@ class GenerateOptions(SamplingParams):
             raise RequestError(f"{', '.join(changed)} would change nothing without a beam search: give beams=2 or more")
 
 
-def option_names() -> list[str]:
+@functools.cache
+def option_names() -> tuple[str, ...]:
     """Every option of a request, those that say how long the text is first."""
     names = [field.name for field in dataclasses.fields(GenerateOptions)]
-    return ["max_new_tokens", *(name for name in names if name != "max_new_tokens")]
+    return ("max_new_tokens", *(name for name in names if name != "max_new_tokens"))
 
 
 def split_chat_options(

@@ -101,8 +101,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Users write eos=2, lists, arrays and dicts too; one form inside, which can be hashed.
-        for field in dataclasses.fields(self):
-            self._set(field.name, plain(getattr(self, field.name)))
+        for name, value in vars(self).items():
+            if type(value) not in _PYTHONS_OWN:
+                self._set(name, plain(value))
         self._set("dry_sequence_breakers", as_tuple("dry_sequence_breakers", self.dry_sequence_breakers, int))
         self._set("logit_bias", _as_pairs(self.logit_bias))
         self._set("bad_words", tuple(_as_word(word) for word in as_tuple("bad_words", self.bad_words, str)))
@@ -137,8 +138,8 @@ class SamplingParams:
 
     def replace(self, **options: Any) -> Self:
         """A copy with `options` changed; an unknown option raises and names those that exist."""
-        check_option_names(options, [field.name for field in dataclasses.fields(self)])
-        return dataclasses.replace(self, **options)
+        check_option_names(options, vars(self))
+        return type(self)(**vars(self) | options)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -206,9 +207,16 @@ def check_whole(name: str, value: object, *, low: int) -> None:
         raise RequestError(f"{name} must be a whole number of {low} or more; got {value!r}")
 
 
+# What almost every option is, told apart without asking torch's metaclass.
+_PYTHONS_OWN = frozenset((int, float, bool, str, tuple, type(None)))
+_OTHERS = (np.generic, np.ndarray, Tensor)
+
+
 def plain(value: Any) -> Any:
     """numpy's scalars, arrays and tensors as Python's numbers and lists; anything else as it is."""
-    return value.tolist() if isinstance(value, np.generic | np.ndarray | Tensor) else value
+    if type(value) in _PYTHONS_OWN:
+        return value
+    return value.tolist() if isinstance(value, _OTHERS) else value
 
 
 def as_tuple(name: str, value: object, single: type) -> tuple[Any, ...]:

@@ -106,9 +106,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
+# The extra's own packages: the package itself, whose kernels would be compiled again, is there.
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@echo "installing what builds the site …"
-	@$(PIP) --editable '.[docs]'
+	@$(PIP) $$($(BIN)/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 $(VENV)/.installed-release: $(VENV)/.installed

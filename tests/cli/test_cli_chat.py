@@ -68,7 +68,8 @@ def test_the_system_message_is_sent(cli: Cli, loaded: onward.LanguageModel) -> N
 def test_every_command(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     file = tmp_path / "a chat.json"
     chat = ["Hello there!", "/stats", f"/save {file}", "/reset", "/stats", f"/load {file}"]
-    lines = [*chat, "/system Be brief.", "/system", "/help", "/exit", "never read"]
+    after = ["/retry", "/undo", "/set temperature 0.5"]
+    lines = [*chat, *after, "/system Be brief.", "/system", "/help", "/exit", "never read"]
     result = cli("chat", *FLAGS, input="\n".join(lines))
     assert (result.code, {name for line in lines if (name := line.split()[0]) in COMMANDS}) == (0, set(COMMANDS))
     told = iter(result.out.splitlines())
@@ -78,6 +79,8 @@ def test_every_command(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -
         "forgot 1 question",
         "0 questions, 0 of 1,024 tokens",
         f"loaded 2 messages from {file}",
+        "took back 'Hello there!' and its answer",
+        "temperature 0.5",
         "system message: Be brief.",
         *COMMANDS,
     ):

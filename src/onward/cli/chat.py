@@ -1,30 +1,51 @@
 """`onward chat`: a conversation on a terminal, or line by line through a pipe."""
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onward.cli.chat_input import ChatInput, PipedInput, TerminalInput
 from onward.cli.conversation import Conversation
-from onward.cli.flags import DraftFlags, ModelFlags, SamplingFlags, SourceArgument, options_of, with_source
+from onward.cli.flags import (
+    DraftFlags,
+    ModelFlags,
+    SamplingFlags,
+    SourceArgument,
+    TemplateFlags,
+    options_of,
+    with_source,
+)
+from onward.cli.help import CHAT
 from onward.cli.loading import load_model
 from onward.cli.prompt import expanded
 from onward.cli.session import Answer, ChatSession
-from onward.cli.slash import COMMANDS, run_command
+from onward.cli.slash import COMMANDS, Retry, run_command
 from onward.cli.streaming import count
-from onward.cli.terminal import TextWriter, fitted, is_terminal, note, report, write
-from onward.errors import OnwardError, TokenizerError
+from onward.cli.template import template_variables
+from onward.cli.terminal import TextWriter, columns, fitted, is_terminal, note, report, shortened, write
+from onward.errors import OnwardError
+
+if TYPE_CHECKING:
+    from onward import Piece
+
+_chat = partial(typer.Option, rich_help_panel=CHAT)
+
+# Turns of a resumed chat that are shown again.
+_RECAP = 2
 
 
 def chat(
     source: SourceArgument = None,
     *,
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
+    system: Annotated[str | None, _chat("--system", metavar="TEXT", help="The system message.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--session", metavar="FILE", help="Go on with the chat in FILE, and keep it there.")
+        Path | None, _chat("--session", metavar="FILE", help="Go on with the chat in FILE, and keep it there.")
     ] = None,
+    template: TemplateFlags,
     sampling: SamplingFlags,
     model: ModelFlags,
     drafting: DraftFlags,
@@ -39,9 +60,8 @@ def chat(
     options = options_of(sampling)
     model = with_source(model, source)
     lm = load_model(model, drafting)
-    if lm.chat_template is None:
-        raise TokenizerError(f"{model.model} has no chat template: use `onward generate` with a plain prompt")
-    session = ChatSession(lm, model.model, options, Conversation())
+    variables = template_variables(template, lm, model.model)
+    session = ChatSession(lm, model.model, options, Conversation(), variables)
     if file is not None:
         session.keep_in(expanded(file))
     if system is not None:
@@ -56,7 +76,8 @@ def _converse_here(session: ChatSession, model: str) -> None:
     if is_terminal(sys.stdin) and is_terminal(sys.stdout):
         note(f"{model}, a context of {session.context:,} tokens. /help lists the commands, Ctrl-D leaves.")
         if turns := len(session.conversation.turns):
-            note(f"going on after {count(turns, 'question')} and the answers")
+            note(f"going on after {count(turns, 'question')} and the answers:")
+            note(recap(session.conversation, columns()))
         converse(session, TerminalInput(COMMANDS), on_terminal=True)
     elif not converse(session, PipedInput(), on_terminal=False):
         raise typer.Exit(2)
@@ -74,9 +95,14 @@ def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bo
                 reply = run_command(session, line)
                 if reply is None:
                     return all_served
-                write(f"{fitted(reply)}\n")
+                if isinstance(reply, Retry):
+                    _answer(session, session.retry, on_terminal)
+                else:
+                    write(f"{fitted(reply)}\n")
+                    if on_terminal and line.split()[0] == "/load":
+                        note(recap(session.conversation, columns()))
             elif line.strip():
-                _answer(session, line.removeprefix("/"), on_terminal)
+                _answer(session, partial(session.ask, line.removeprefix("/")), on_terminal)
             session.keep()
         except OnwardError as error:
             report("error", str(error))
@@ -88,10 +114,10 @@ def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bo
             note("Ctrl-D or /exit leaves")
 
 
-def _answer(session: ChatSession, question: str, on_terminal: bool) -> None:
+def _answer(session: ChatSession, ask: "Callable[[Callable[[Piece], None]], Answer]", on_terminal: bool) -> None:
     writer = TextWriter()
     try:
-        answer = session.ask(question, lambda piece: writer.write(piece.text))
+        answer = ask(lambda piece: writer.write(piece.text))
     finally:
         # Also after an error in the midst of an answer, which is told on a line of its own.
         if not writer.at_line_start:
@@ -102,14 +128,24 @@ def _answer(session: ChatSession, question: str, on_terminal: bool) -> None:
         note(remark)
 
 
+def recap(conversation: Conversation, width: int) -> str:
+    """The end of a conversation, a line or two for each message."""
+    lines = []
+    for asked, answered in conversation.turns[-_RECAP:]:
+        lines += [shortened(f"> {asked}", width), shortened(answered, 2 * width - 20)]
+    return "\n".join(lines)
+
+
 def _remark(session: ChatSession, answer: Answer) -> str:
     """What should be known of an answer that did not end by itself."""
     if answer.completion is None:
         return "stopped; what is shown stays in the chat" if answer.text else "stopped; the message is not kept"
     if answer.completion.finish_reason != "length":
+        if answer.same_as_before:
+            return "the same answer again; /set temperature 0.8 lets others be drawn"
         return "" if answer.text else "the model ended its answer before it began"
     if not session.is_full(answer.completion):
-        return f"cut at {count(len(answer.completion.token_ids), 'token')}, as --max-new-tokens says"
+        return f"cut at {count(len(answer.completion.token_ids), 'token')}, as max_new_tokens says"
     return (
         f"cut: the context of {session.context:,} tokens is full. /reset begins a new chat, /save FILE keeps this one"
     )

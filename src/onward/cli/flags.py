@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, Option
 
-from onward.cli.help import LENGTH, MODEL, OUTPUT, REPETITION, SAMPLING, TEXTS
+from onward.cli.help import CHAT, LENGTH, MODEL, OUTPUT, REPETITION, SAMPLING, TEXTS
 from onward.cli.terminal import waiting
 from onward.errors import RequestError
 
@@ -21,8 +21,8 @@ def _one_of(*names: str) -> Callable[[], list[str]]:
 
 
 # An option in a group of the help.
-_model, _length, _sampling, _repetition, _texts, _output = (
-    partial(Option, rich_help_panel=group) for group in (MODEL, LENGTH, SAMPLING, REPETITION, TEXTS, OUTPUT)
+_chat, _model, _length, _sampling, _repetition, _texts, _output = (
+    partial(Option, rich_help_panel=group) for group in (CHAT, MODEL, LENGTH, SAMPLING, REPETITION, TEXTS, OUTPUT)
 )
 
 
@@ -213,6 +213,33 @@ def with_source(flags: ModelFlags, source: str | None) -> ModelFlags:
     if flags.model != ModelFlags.model:
         raise RequestError(f"the model is named twice, {source!r} and --model {flags.model}: give one")
     return dataclasses.replace(flags, model=source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateFlags:
+    """Variables of the chat template; None means not given."""
+
+    thinking: Annotated[
+        bool | None,
+        _chat(
+            "--thinking/--no-thinking",
+            show_default=False,
+            help="Let the model think before it answers, or not; else as its chat template has it.",
+        ),
+    ] = None
+    template_option: Annotated[
+        list[str] | None,
+        _chat(
+            "--template-option",
+            metavar="NAME=VALUE",
+            help="A variable of the chat template, its value JSON or text. Repeatable.",
+        ),
+    ] = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether one is given."""
+        return self.thinking is not None or bool(self.template_option)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.cli.flags import DraftFlags, GenerateFlags, ModelFlags, SamplingFlags, options_of
-from onward.cli.help import OUTPUT, PROMPT
+from onward.cli.flags import DraftFlags, GenerateFlags, ModelFlags, SamplingFlags, TemplateFlags, options_of
+from onward.cli.help import CHAT, OUTPUT, PROMPT
 from onward.cli.json_output import json_fields
 from onward.cli.loading import load_model
 from onward.cli.prompt import parse_ids, read_prompt
 from onward.cli.streaming import follow, summary
+from onward.cli.template import template_variables
 from onward.cli.terminal import TextWriter, is_terminal, note, waiting, write
 from onward.errors import OnwardError, RequestError
 
 if TYPE_CHECKING:
     from onward import Completion, Piece
 
-_prompt, _output = (partial(typer.Option, rich_help_panel=group) for group in (PROMPT, OUTPUT))
+_prompt, _chat, _output = (partial(typer.Option, rich_help_panel=group) for group in (PROMPT, CHAT, OUTPUT))
 
 
 def generate(
@@ -30,10 +31,11 @@ def generate(
     ] = None,
     *,
     file: Annotated[Path | None, _prompt("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")] = None,
-    chat: Annotated[bool, _prompt("--chat", help="Send the prompt as a user's message of a chat.")] = False,
-    system: Annotated[str | None, _prompt("--system", metavar="TEXT", help="The system message of that chat.")] = None,
+    chat: Annotated[bool, _chat("--chat", help="Send the prompt as a user's message of a chat.")] = False,
+    system: Annotated[str | None, _chat("--system", metavar="TEXT", help="The system message of that chat.")] = None,
     ids: Annotated[bool, _prompt("--ids", help="The prompt is token ids, and so is what is printed.")] = False,
     as_json: Annotated[bool, _output("--json", help="Print one JSON object: texts, tokens, seeds, timing …")] = False,
+    template: TemplateFlags,
     sampling: SamplingFlags,
     texts: GenerateFlags,
     model: ModelFlags,
@@ -48,6 +50,8 @@ def generate(
     """
     if system is not None and not chat:
         raise RequestError("--system is the system message of a chat: add --chat")
+    if template.is_set and not chat:
+        raise RequestError("--no-thinking, --thinking and --template-option are for a chat: add --chat")
     if chat and ids:
         raise RequestError("--chat writes a text around the prompt, --ids takes it as ids: give one of them")
     text = read_prompt(prompt, file)
@@ -58,7 +62,7 @@ def generate(
     if drafting.draft is not None and (texts.beams or 1) > 1:
         raise RequestError("beams cannot use a draft: give --beams or --draft")
     lm = load_model(model, drafting)
-    start = lm.chat_prompt(_messages(text, system)) if chat else given
+    start = lm.chat_prompt(_messages(text, system), template_variables(template, lm, model.model)) if chat else given
     as_ids = ids or lm.tokenizer is None
     if not as_json and lm.defaults.replace(**options).rows == 1:
         _print_stream(lm.stream(start, **options), as_ids=as_ids)

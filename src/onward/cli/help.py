@@ -5,6 +5,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 PROMPT = "Prompt"
+CHAT = "Chat"
 MODEL = "Model"
 LENGTH = "Length and stops"
 SAMPLING = "Sampling"
@@ -12,7 +13,7 @@ REPETITION = "Repetition and bans"
 TEXTS = "Several texts"
 OUTPUT = "Output"
 # In the order of the help; what a command has for itself alone stands first, without a group.
-GROUPS = (PROMPT, MODEL, LENGTH, SAMPLING, REPETITION, TEXTS, OUTPUT)
+GROUPS = (PROMPT, MODEL, CHAT, LENGTH, SAMPLING, REPETITION, TEXTS, OUTPUT)
 
 
 class GroupedCommand(TyperCommand):

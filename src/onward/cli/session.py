@@ -5,14 +5,14 @@ it adds.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onward
 from onward.cli.conversation import Conversation, from_json, to_json
 from onward.cli.streaming import follow
-from onward.errors import ContextOverflowError, OnwardError, SessionError
+from onward.errors import ContextOverflowError, OnwardError, RequestError, SessionError
 
 if TYPE_CHECKING:
     from onward import Completion, LanguageModel, Piece
@@ -23,26 +23,38 @@ _NOTE = "conversation"
 
 @dataclass(frozen=True)
 class Answer:
-    """text: what was emitted, and stays in the conversation. completion: None for an answer that was interrupted."""
+    """text: what was emitted, and stays in the conversation. completion: None for an answer that was interrupted.
+    same_as_before: of an answer that was asked for again."""
 
     text: str
     completion: "Completion | None"
+    same_as_before: bool = False
 
 
 class ChatSession:
     """The state of `onward chat`.
 
     lm: has a chat template. model: its name, for people. options: of every answer; without max_new_tokens an answer
-    may take what is left of the context. last: the last answer that was not interrupted. generated: tokens so far.
+    may take what is left of the context. variables: of the chat template. last: the last answer that was not
+    interrupted. generated: tokens so far.
     """
 
-    def __init__(self, lm: "LanguageModel", model: str, options: Mapping[str, Any], conversation: Conversation) -> None:
+    def __init__(
+        self,
+        lm: "LanguageModel",
+        model: str,
+        options: Mapping[str, Any],
+        conversation: Conversation,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         self.lm = lm
         self.model = model
         self.conversation = conversation
         self.last: Completion | None = None
         self.generated = 0
-        self._options = dict(options)
+        self.options = dict(options)
+        self.variables = dict(variables or {})
+        self._retries = 0  # of the last question
         self._session = onward.Session(lm)
         self._file: Path | None = None
         self._kept: tuple[str, int] | None = None
@@ -87,7 +99,7 @@ class ChatSession:
     def tokens(self) -> int:
         """How long the conversation is: the prompt of a next message, less its words."""
         messages = self.conversation.messages("")
-        return len(self.lm.chat_prompt(messages)) if len(messages) > 1 else 0
+        return len(self.lm.chat_prompt(messages, self.variables)) if len(messages) > 1 else 0
 
     def reset(self) -> None:
         """Begin anew, with the same system message; what was said is in no file that `keep` writes from now on."""
@@ -116,14 +128,54 @@ class ChatSession:
         Raises:
             ContextOverflowError: no room is left for an answer; the conversation is as it was.
         """
-        prompt = self.lm.chat_prompt(self.conversation.messages(question))
+        self._retries = 0
+        return self._answer(question, emit, {})
+
+    def retry(self, emit: "Callable[[Piece], None]") -> Answer:
+        """Answer the last question again, in the place of the answer it has; with a seed, with one derived from it.
+
+        An answer that is interrupted before it began leaves the one that was there.
+
+        Raises:
+            RequestError: no question was asked yet. ContextOverflowError: as of `ask`.
+        """
+        before = self.undo()
+        self._retries += 1
+        try:
+            answer = self._answer(before[0], emit, self._seed_of_retry())
+        except BaseException:
+            self.conversation.turns.append(before)
+            raise
+        if not answer.text and answer.completion is None:
+            self.conversation.turns.append(before)
+        return replace(answer, same_as_before=answer.text == before[1])
+
+    def undo(self) -> tuple[str, str]:
+        """Take back the last question and its answer; returns them.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if not self.conversation.turns:
+            raise RequestError("nothing was asked yet")
+        return self.conversation.turns.pop()
+
+    def _seed_of_retry(self) -> dict[str, int]:
+        from onward.sampling import sample_seed
+
+        seed = self.options.get("seed")
+        return {} if seed is None else {"seed": sample_seed(seed, self._retries)}
+
+    def _answer(self, question: str, emit: "Callable[[Piece], None]", changes: Mapping[str, Any]) -> Answer:
+        prompt = self.lm.chat_prompt(self.conversation.messages(question), self.variables)
         room = self.context - len(prompt)
         if room < 1:
             raise ContextOverflowError(
                 f"not sent: with this message the chat is {len(prompt):,} tokens long, and the context holds "
                 f"{self.context:,}. /reset begins a new chat, /save FILE keeps this one, a shorter message may fit"
             )
-        limit = min(room, self._options.get("max_new_tokens", room))
+        most = self.options.get("max_new_tokens")
+        options = {**self.options, **changes, "max_new_tokens": room if most is None else min(room, most)}
         shown: list[str] = []
 
         def show(piece: "Piece") -> None:
@@ -133,7 +185,7 @@ class ChatSession:
 
         completion: Completion | None
         try:
-            completion = follow(self._session.stream(prompt, **self._options | {"max_new_tokens": limit}), show)
+            completion = follow(self._session.stream(prompt, **options), show)
         except KeyboardInterrupt:
             completion = None
         text = "".join(shown)

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from onward.cli import conversation
+from onward.cli import conversation, settings
 from onward.cli.conversation import Conversation
 from onward.cli.prompt import expanded
 from onward.cli.session import ChatSession
 from onward.cli.streaming import count, summary
+from onward.cli.terminal import shortened
 from onward.errors import RequestError
 
 _KEYS = """\
@@ -25,11 +26,15 @@ class SlashCommand:
 
     argument: str
     help: str
-    run: Callable[[ChatSession, str], str | None]
+    run: "Callable[[ChatSession, str], str | Retry | None]"
 
 
-def run_command(session: ChatSession, line: str) -> str | None:
-    """Run a line that begins with a slash; returns what to print, or None for leaving.
+class Retry:
+    """What a command returns after which the last question is to be answered again."""
+
+
+def run_command(session: ChatSession, line: str) -> str | Retry | None:
+    """Run a line that begins with a slash; returns what to print, what to do, or None for leaving.
 
     Raises:
         RequestError: an unknown command, or one that cannot be done.
@@ -65,6 +70,24 @@ def _system(session: ChatSession, argument: str) -> str:
         session.adopt(Conversation(system, session.conversation.turns))
     system = session.conversation.system
     return "no system message" if system is None else f"system message: {system}"
+
+
+def _set(session: ChatSession, argument: str) -> str:
+    name, value = [*argument.split(maxsplit=1), "", ""][:2]
+    if not name:
+        return settings.show_all(session)
+    return settings.change(session, name, value) if value else settings.show_one(session, name)
+
+
+def _retry(session: ChatSession, argument: str) -> Retry:
+    if not session.conversation.turns:
+        raise RequestError("/retry answers the last question again, and nothing was asked yet")
+    return Retry()
+
+
+def _undo(session: ChatSession, argument: str) -> str:
+    question, _ = session.undo()
+    return f"took back {shortened(question, 60)!r} and its answer; {_used(session)}"
 
 
 def _save(session: ChatSession, argument: str) -> str:
@@ -112,6 +135,9 @@ COMMANDS = {
     "/help": SlashCommand("", "show this", _help),
     "/reset": SlashCommand("", "begin a new chat", _reset),
     "/system": SlashCommand("TEXT", "set the system message ('-' removes it), or show it", _system),
+    "/set": SlashCommand("NAME X", "set an option ('-': the model's own), or show it, or all", _set),
+    "/retry": SlashCommand("", "answer the last question again", _retry),
+    "/undo": SlashCommand("", "take back the last question and its answer", _undo),
     "/save": SlashCommand("FILE", "write the chat to FILE as JSON", _save),
     "/load": SlashCommand("FILE", "go on with the chat that was saved in FILE", _load),
     "/stats": SlashCommand("", "how long the chat is, and how fast the last answer was", _stats),

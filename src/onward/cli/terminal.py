@@ -44,7 +44,7 @@ class TextWriter:
         if self._words is None:
             write(text)
         elif text:
-            sys.stdout.write(self._words.fit(text.translate(_PICTURES), _columns()))
+            sys.stdout.write(self._words.fit(text.translate(_PICTURES), columns()))
             sys.stdout.flush()
 
     @property
@@ -63,7 +63,7 @@ def _whole_words() -> "WholeWords":
     return WholeWords()
 
 
-def _columns() -> int:
+def columns() -> int:
     """The width of the terminal as it is now; 80 where it does not say."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or 80
@@ -79,7 +79,7 @@ def fitted(text: str) -> str:
     for line in text.split("\n"):
         label = _LABEL.match(line)
         indent = " " * (label.end() if label else len(line) - len(line.lstrip()))
-        lines.append(_filled(line, _columns(), indent))
+        lines.append(_filled(line, columns(), indent))
     return "\n".join(lines)
 
 
@@ -92,6 +92,18 @@ def _filled(line: str, width: int, indent: str = "") -> str:
     )
     wrapper.replace_whitespace = False
     return wrapper.fill(line)
+
+
+def shortened(text: str, width: int) -> str:
+    """The text on one line of `width` columns at most, with … where it was cut."""
+    from wcwidth import wcswidth
+
+    line = " ".join(text.split()).translate(_PICTURES)
+    if wcswidth(line) <= width:
+        return line
+    while line and wcswidth(line) >= width:
+        line = line[:-1]
+    return f"{line.rstrip()}…"
 
 
 def end_line(shown: str) -> None:

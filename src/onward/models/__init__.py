@@ -1,4 +1,4 @@
-"""Families as forwards: a function, its weights and its cache."""
+"""Models: a forward function, its weights and its cache; and the families that Onward has."""
 
 from onward.models.config import DecoderConfig
 from onward.models.decoder import DecoderParams, LayerParams, decoder_model

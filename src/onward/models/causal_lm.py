@@ -1,11 +1,10 @@
-"""A causal language model of transformers as it is: called as its own `generate` calls it, over a cache of ours.
+"""A causal language model of transformers, called as its own `generate` calls it, but over an `onward.KVCache`.
 
-Our offsets are each row's own, and transformers knows one length for all rows of a cache. So rows that hold less are
-shown to the module as those of a batch that is padded on the left: what a row holds ends where its new tokens begin,
-and an attention mask hides the columns before. Causality, sliding windows and chunks of attention then hold column by
-column, whatever attention the module is set to.
+In Onward each row has its own offset; in transformers all rows of a cache have one length. So the module sees shorter
+rows as padded on the left: a row's past ends where its new tokens begin, and an attention mask hides the columns before
+it. Causality, sliding windows and chunked attention then hold column by column, whichever attention the module uses.
 
-Nothing of transformers is imported here: whoever has a module of it has loaded it.
+This file does not import transformers: whoever has one of its modules has loaded it.
 """
 
 import inspect
@@ -26,7 +25,7 @@ from onward.models.module import eval_mode
 
 
 def is_causal_lm(module: nn.Module) -> bool:
-    """Whether it is a model of transformers, which from_module can call without being told how."""
+    """Whether it is a model of transformers, which `from_module` can call without `call=`."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
 
@@ -42,10 +41,10 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True)
 class CausalLM:
-    """How Onward calls a model of transformers: a `ModuleCall`, and what makes its cache.
+    """How Onward calls a model of transformers (a `ModuleCall`) and makes its cache.
 
-    layers: of each layer, found by processing one token. inputs: the arguments that its forward takes by name.
-    max_seq_len: None where its config does not say.
+    layers: what each layer caches, found by processing one token. inputs: the names of its forward's arguments.
+    max_seq_len: None where its config has none.
     """
 
     layers: Sequence[LayerShape]
@@ -56,22 +55,22 @@ class CausalLM:
 
     @classmethod
     def of(cls, module: Any) -> "CausalLM":
-        """Processes one token, to see what the module caches of it.
+        """Process one token, to see what the module caches for it.
 
         Raises:
-            RequestError: a module that is no decoder with a head, or whose past is more than keys and values.
+            RequestError: the module is no decoder with a head, or caches more than keys and values.
         """
         name = type(module).__name__
         inputs = frozenset(inspect.signature(module.forward).parameters)
         if getattr(module.config, "is_encoder_decoder", False):
-            raise RequestError(f"{name} is an encoder-decoder, and Onward decodes models of one sequence alone")
+            raise RequestError(f"{name} is an encoder-decoder, and Onward decodes decoder-only models")
         if not {"input_ids", "past_key_values"} <= inputs:
             raise _not_served(name, "it takes no past_key_values")
         config = module.config.get_text_config()
         if other := sorted(kind for kind in set(getattr(config, "layer_types", None) or ()) if not _is_attention(kind)):
             raise _not_served(name, f"layers of the type {', '.join(other)} keep a recurrent state")
         if not all(getattr(part, "is_causal", True) for part in module.modules()):
-            raise _not_served(name, "its attention is not causal; BERT and its kin want is_decoder=True")
+            raise _not_served(name, "its attention is not causal; BERT and its kin need is_decoder=True")
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         past = _library().DynamicCache()
         token = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -89,14 +88,14 @@ class CausalLM:
         layers = [_layer_shape(layer) for layer in past.layers]
         # The last layers of some models read keys and values of earlier ones.
         expected = getattr(config, "num_hidden_layers", 0) - (getattr(config, "num_kv_shared_layers", None) or 0)
-        held = [layer for layer in layers if layer is not None]
-        if not held or len(held) < max(expected, len(layers)):
-            raise _not_served(name, f"{len(held)} of {max(expected, len(layers))} layers cached keys and values")
+        caching = [layer for layer in layers if layer is not None]
+        if not caching or len(caching) < max(expected, len(layers)):
+            raise _not_served(name, f"{len(caching)} of {max(expected, len(layers))} layers cached keys and values")
         limit = getattr(config, "max_position_embeddings", None)
-        return cls(held, device, inputs, logits.shape[-1], limit if isinstance(limit, int) and limit > 0 else None)
+        return cls(caching, device, inputs, logits.shape[-1], limit if isinstance(limit, int) and limit > 0 else None)
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache, of the shapes that the module's layers cache."""
+        """An empty cache in the shapes and dtypes of the module's layers."""
         shapes = [(batch, layer.num_kv_heads, max_len) for layer in self.layers]
         return KVCache(
             tuple(
@@ -119,25 +118,25 @@ class CausalLM:
         inputs: dict[str, Any] = {"input_ids": tokens.long(), "past_key_values": past, "use_cache": True}
         positions = offsets.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         if self.max_seq_len is not None:
-            # Padding behind a row's last token may reach past the context, and nobody reads what comes of it.
+            # Padding behind a row's last token may reach past the context; nobody reads its logits.
             positions = positions.clamp(max=self.max_seq_len - 1)
         optional: dict[str, Any] = {"attention_mask": rows.mask, "position_ids": positions}
-        place = logits_at
+        indices = logits_at
         if logits_at is not None and "logits_to_keep" in self.inputs:
-            # Its head takes positions for all rows alike: those that any row asks for.
-            optional["logits_to_keep"], place = torch.unique(logits_at, return_inverse=True)
+            # The module takes the same positions for all rows: here all those that any row asks for.
+            optional["logits_to_keep"], indices = torch.unique(logits_at, return_inverse=True)
         inputs |= {name: value for name, value in optional.items() if name in self.inputs}
         logits: Tensor = module(**inputs).logits
-        return (logits if place is None else take_positions(logits, place)), cache
+        return (logits if indices is None else take_positions(logits, indices)), cache
 
 
 @dataclass(frozen=True)
 class LeftPadded:
-    """Rows of different offsets as columns that end together.
+    """Rows of different offsets, aligned so that their last columns agree.
 
-    offset: columns before the new tokens. length: columns in all. mask: int64 [B, length], 0 where a row has nothing.
-    positions: int64 [B, length], the position in each column (0 where there is none); None where column i is position
-    i in every row.
+    offset: columns before the new tokens. length: columns in all. mask: int64 [B, length], 0 where a row is padded.
+    positions: int64 [B, length], the row's position in each column (0 in padding); None where column i is position i
+    in every row.
     """
 
     offset: int
@@ -147,7 +146,7 @@ class LeftPadded:
 
     @classmethod
     def of(cls, offsets: Tensor, new: int) -> "LeftPadded":
-        """offsets: int [B]. new: tokens that follow in each row."""
+        """offsets: int [B]. new: the number of new tokens in each row."""
         starts = offsets.tolist()
         offset = max(starts)
         columns = torch.arange(offset + new, device=offsets.device) - (offset - offsets.long()).unsqueeze(1)
@@ -155,7 +154,7 @@ class LeftPadded:
         return cls(offset, offset + new, (columns >= 0).long(), positions)
 
     def columns(self, layer: Tensor) -> Tensor:
-        """[B, G, S, D] of a cache -> [B, G, length, D]; a view where all rows hold as much."""
+        """[B, G, S, D] of a cache -> [B, G, length, D]; a view where all offsets are equal."""
         if self.positions is None:
             return layer[:, :, : self.length]
         index = self.positions[:, None, :, None].expand(-1, layer.shape[1], -1, layer.shape[3])
@@ -163,7 +162,7 @@ class LeftPadded:
 
 
 class _Layer:
-    """A layer of transformers' cache over one of ours, for one forward; mixed into its class of that kind."""
+    """A layer of transformers' cache that writes to a `KVCache`, for one forward; `_layer_class` adds its base."""
 
     def __init__(self, cache: KVCache, index: int, offsets: Tensor, rows: LeftPadded) -> None:
         super().__init__()
@@ -172,7 +171,7 @@ class _Layer:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; returns all that the rows hold with them."""
+        """Write new keys and values, and return those of all columns."""
         buffers = self._cache.keys[self._index], self._cache.values[self._index]
         new = [_as_cached(x, buffer) for x, buffer in zip((key_states, value_states), buffers, strict=True)]
         self._cache.write(self._index, new[0], new[1], self._offsets)
@@ -184,11 +183,11 @@ class _Layer:
         return self._length
 
     def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        """(columns, the first of them)."""
+        """How many columns attention sees, and the index of the first."""
         return self._rows.length, 0
 
     def lazy_initialization(self, *_: Any) -> None:
-        """There is nothing left to make."""
+        """Do nothing: the buffers are there already."""
 
 
 def _is_attention(layer_type: str) -> bool:
@@ -221,6 +220,6 @@ def _layer_class() -> Any:
 
 def _not_served(name: str, why: str) -> RequestError:
     return RequestError(
-        f"{name} cannot be decoded as it is ({why}): Onward needs a decoder whose past is keys and values, from which "
+        f"{name} cannot be decoded as it is ({why}): Onward needs a decoder that caches keys and values alone, so that "
         "tokens can be taken back; for another module give call= and new_cache="
     )

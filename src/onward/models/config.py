@@ -1,4 +1,4 @@
-"""The shape of a decoder, read and checked out of a checkpoint's config.json."""
+"""The shape of a decoder, read from a checkpoint's config.json and checked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from onward.errors import ConfigError
 from onward.models.fields import flag, positive_int, positive_number
 from onward.models.rope import RotarySchedule, rotary_schedule
 
-# Far more than any model has, and a tuple of so many windows still fits the memory.
+# Far more than any model has, yet a tuple of so many windows still fits in memory.
 _MOST_LAYERS = 10_000
 
 
@@ -16,7 +16,7 @@ _MOST_LAYERS = 10_000
 class DecoderConfig:
     """The numbers that the pre-norm decoder of `onward.models.decoder` is built from.
 
-    `windows` holds, for each layer, the positions its attention sees (None: all of them).
+    `windows` holds, for each layer, how many positions its attention sees (None: all).
     """
 
     vocab_size: int
@@ -38,7 +38,7 @@ class DecoderConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the whole model, a tied head counted once."""
+        """The number of weights in the model; a tied head counts once."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_out, kv_out = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = hidden * (q_out + 2 * kv_out) + q_out * hidden
@@ -60,9 +60,9 @@ def common_fields(config: Mapping[str, Any], *, default_head_dim: int | None = N
         raise ConfigError(
             f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
-    head_dim = positive_int(config, "head_dim", default_head_dim or _divided(config, hidden_size, num_heads))
+    head_dim = positive_int(config, "head_dim", default_head_dim or _default_head_dim(config, hidden_size, num_heads))
     if head_dim % 2:
-        raise ConfigError(f"config.json: head_dim must be even, for RoPE turns pairs of features; got {head_dim}")
+        raise ConfigError(f"config.json: head_dim must be even, since RoPE rotates pairs of features; got {head_dim}")
     max_position = positive_int(config, "max_position_embeddings")
     return {
         "vocab_size": positive_int(config, "vocab_size"),
@@ -80,16 +80,16 @@ def common_fields(config: Mapping[str, Any], *, default_head_dim: int | None = N
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """The positions a windowed layer sees: null is all of them; a config without the field means 4096, as it does
-    to the library these checkpoints come from."""
+    """How many positions a windowed layer sees; None for all, which the config writes as null. A config without the
+    field means 4096, as in transformers."""
     if "sliding_window" in config and config["sliding_window"] is None:
         return None
     return positive_int(config, "sliding_window", 4096)
 
 
 def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Qwen: a window only where `use_sliding_window`, in the layers that `layer_types` names, or else from
-    `max_window_layers` on."""
+    """The window of each layer of a Qwen model; none without `use_sliding_window`. The layers that `layer_types` names
+    have one, or else the layers from `max_window_layers` on."""
     window = sliding_window(config) if flag(config, "use_sliding_window") else None
     types = config.get("layer_types")
     if types is None:
@@ -109,13 +109,13 @@ def _check_layer_types(types: Any, num_layers: int) -> None:
     if not isinstance(types, list) or len(types) != num_layers or not all(kind in known for kind in types):
         got = f"{len(types)}: {sorted(set(map(str, types)))}" if isinstance(types, list) else repr(types)
         raise ConfigError(
-            f"config.json: layer_types wants {num_layers} entries (num_hidden_layers) of 'full_attention' or "
+            f"config.json: layer_types must have {num_layers} entries (num_hidden_layers) of 'full_attention' or "
             f"'sliding_attention'; got {got}"
         )
 
 
-def _divided(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int | None:
-    """hidden_size / num_heads, the head_dim of a config that names none."""
+def _default_head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int | None:
+    """hidden_size / num_heads: the head_dim of a config that names none."""
     if hidden_size % num_heads and config.get("head_dim") is None:
         raise ConfigError(
             f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}), "

@@ -1,4 +1,4 @@
-"""What a forward must return (`onward.models.model`), and the positions picked out of it."""
+"""Checks of what a forward returns (`onward.models.model`), and the choice of positions in its logits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from onward.errors import RequestError
 
 
 def logits_and_cache(result: object, source: str = "forward", advice: str = "") -> tuple[Tensor, Any]:
-    """The result of a forward as the pair that it must be; `source` and `advice` are for the message.
+    """The result of a forward, checked to be (logits, cache). `source` and `advice` begin and end the error's message.
 
     Raises:
-        RequestError: no tuple of two, or no tensor in the first place.
+        RequestError: it is no tuple of two, or the first item is no tensor.
     """
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
-        raise RequestError(f"{source} must return (logits, cache); it returned {_kind(result)}{advice}")
+        raise RequestError(f"{source} must return (logits, cache); it returned {_type_names(result)}{advice}")
     return result
 
 
@@ -32,7 +32,7 @@ def take_positions(x: Tensor, positions: Tensor) -> Tensor:
     return x[rows, positions]
 
 
-def _kind(value: object) -> str:
+def _type_names(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(type(item).__name__ for item in value)})"
     return "None" if value is None else f"a {type(value).__name__}"

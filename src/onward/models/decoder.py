@@ -17,14 +17,17 @@ from onward.models.model import Model
 
 
 class Linear(NamedTuple):
-    """weight [out, in], stock or packed, and, in some families, bias [out]."""
+    """A linear layer: weight [out, in], stock or packed, and in some families bias [out]."""
 
     weight: ops.Weight
     bias: Tensor | None = None
 
 
 class LayerParams(NamedTuple):
-    """The weights of one layer. q_norm and k_norm [E] are None in families without them."""
+    """The weights of one layer. q_norm and k_norm [E] are None in families without them.
+
+    post_attention_norm has the checkpoint's name: it is applied after the attention's residual sum, before the MLP.
+    """
 
     input_norm: Tensor
     q_proj: Linear
@@ -40,7 +43,7 @@ class LayerParams(NamedTuple):
 
 
 class DecoderParams(NamedTuple):
-    """All weights. A tied head is the embedding itself, one weight with two names."""
+    """All weights. A tied head is the embedding itself: one weight under two names."""
 
     embed_tokens: ops.Table
     layers: tuple[LayerParams, ...]
@@ -90,7 +93,7 @@ def _attention(
 
 
 def _heads(x: Tensor, head_dim: int, norm: Tensor | None, eps: float) -> Tensor:
-    """[B, T, heads * E] -> [B, heads, T, E], each head normalised where the family does so."""
+    """[B, T, heads * E] -> [B, heads, T, E], each head normalised if there is a norm."""
     heads = x.view(*x.shape[:-1], -1, head_dim)
     if norm is not None:
         heads = ops.rms_norm(heads, norm, eps=eps)

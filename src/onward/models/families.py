@@ -1,4 +1,4 @@
-"""The table of families: an architecture's name in config.json -> how its config and weights are read."""
+"""The table of families: an architecture's name in config.json -> the function that reads its config."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -39,11 +39,11 @@ def read_params(
 ) -> DecoderParams:
     """Take every weight of the decoder from `tensors`, under the names Hugging Face checkpoints use.
 
-    each_layer: what is made of a layer (a packed one, say) before the next is taken.
+    each_layer: converts each layer (packs it, say) before the next is taken.
     """
     embed_tokens = tensors.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-    read = (_read_layer(config, tensors, f"model.layers.{i}") for i in range(config.num_layers))
-    layers = tuple(read if each_layer is None else map(each_layer, read))
+    stock_layers = (_read_layer(config, tensors, f"model.layers.{i}") for i in range(config.num_layers))
+    layers = tuple(stock_layers if each_layer is None else map(each_layer, stock_layers))
     norm = tensors.take("model.norm.weight", (config.hidden_size,))
     tied = config.tie_word_embeddings
     lm_head = embed_tokens if tied else tensors.take("lm_head.weight", (config.vocab_size, config.hidden_size))
@@ -54,15 +54,15 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every weight that `read_params` takes, under its name; no memory is used."""
     shapes = _Shapes()
     read_params(config, shapes)
-    return shapes.asked
+    return shapes.by_name
 
 
 class _Shapes:
     def __init__(self) -> None:
-        self.asked: dict[str, tuple[int, ...]] = {}
+        self.by_name: dict[str, tuple[int, ...]] = {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        self.asked[name] = shape
+        self.by_name[name] = shape
         return torch.empty(shape, device="meta")
 
 

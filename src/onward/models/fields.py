@@ -1,4 +1,4 @@
-"""Fields of a config.json by kind: a value of another kind is an error that names the field, never a guess."""
+"""Fields of a config.json by kind: a value of another kind raises an error that names the field."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +16,8 @@ _FLOAT = torch.finfo(torch.float32)
 def positive_int(
     fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, where: str = "config.json", most: int = LARGEST
 ) -> int:
-    """A required (or defaulted) whole number from 1 to `most`. null is as absent."""
-    value = _given(fields, name, default, where)
+    """A required (or defaulted) whole number from 1 to `most`. null counts as absent."""
+    value = _value_or_default(fields, name, default, where)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
         raise ConfigError(f"{where}: {name!r} must be a whole number from 1 to {most}; got {value!r}")
     return value
@@ -26,8 +26,8 @@ def positive_int(
 def positive_number(
     fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, where: str = "config.json"
 ) -> float:
-    """A required (or defaulted) number above zero that float32, in which it is used, can hold. null is as absent."""
-    value = _given(fields, name, default, where)
+    """A required (or defaulted) number above zero within the range of float32. null counts as absent."""
+    value = _value_or_default(fields, name, default, where)
     if not isinstance(value, int | float) or isinstance(value, bool) or not _FLOAT.tiny <= value <= _FLOAT.max:
         raise ConfigError(
             f"{where}: {name!r} must be a positive number within the range of float32 ({_FLOAT.tiny:.3g} to "
@@ -37,7 +37,7 @@ def positive_number(
 
 
 def flag(fields: Mapping[str, Any], name: str) -> bool:
-    """true or false; null and absent are false."""
+    """true or false; null and absent mean false."""
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"config.json: {name!r} must be true or false; got {value!r}")
@@ -45,14 +45,14 @@ def flag(fields: Mapping[str, Any], name: str) -> bool:
 
 
 def json_object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object; null and absent are an empty one."""
+    """An object; null and absent mean an empty one."""
     value = fields.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"config.json: {name!r} must be an object; got {value!r}")
     return dict(value or {})
 
 
-def _given(fields: Mapping[str, Any], name: str, default: Any, where: str) -> Any:
+def _value_or_default(fields: Mapping[str, Any], name: str, default: Any, where: str) -> Any:
     value = fields.get(name)
     if value is not None:
         return value

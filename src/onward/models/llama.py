@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (arXiv 2307.09288, 2407.21783); Llama 3.1's RoPE scaling comes with the schedule."""
+"""Llama 2 and 3 (arXiv 2307.09288, 2407.21783); `onward.models.rope` has Llama 3.1's RoPE scaling."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mistral (arXiv 2310.06825): a sliding window in every layer, where the checkpoint asks for one."""
+"""Mistral (arXiv 2310.06825): a sliding window in every layer, if the config has one."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The one contract. Everything above this floor knows a model only as what stands here.
+"""The contract between a model and everything that decodes with it. The layers above know nothing else of a model.
 
     forward(tokens, offsets, cache, params) -> (logits, cache)
         tokens   int32 [B, T]   the ids to process
@@ -10,9 +10,9 @@
 A forward is shape-stable: no shape depends on the VALUE of `offsets`. Entries of the cache at or past a
 row's offset are never read.
 
-The head is the dearest matrix of a small model and a prompt needs it at one position only, so a forward may
+The head is the largest matrix of a small model, and a prompt needs logits at one position only. So a forward may
 also take `logits_at`, int64 [B, N] indices into T, and return logits [B, N, V] of those positions alone.
-It says so with `Model(selects_logits=True)`; a plain four-argument function is served by picking its rows.
+`Model(selects_logits=True)` says that it does. A plain four-argument forward computes all logits, and Onward picks.
 """
 
 from collections.abc import Callable
@@ -47,12 +47,12 @@ class NewCache(Protocol):
 class Model:
     """A forward, its weights and how to make its cache.
 
-    vocab_size: V. max_seq_len: the most positions it can serve, None where it does not say.
+    vocab_size: V. max_seq_len: the most positions it can serve; None if it does not say.
     selects_logits: whether forward takes the keyword `logits_at`.
     device: where its tokens and offsets go.
-    num_parameters: weights, a tied one counted once; None where nobody counted.
-    compiles: whether its forward may become a program (`onward.compile`), which reads params where they lay when it
-        was traced: changes in place are seen, other tensors in their place are not.
+    num_parameters: the number of weights, a tied one counted once; None if unknown.
+    compiles: whether its forward may become a program (`onward.compile`). A program reads params where they lay when it
+        was traced: it sees changes in place, but not tensors that take their place.
     """
 
     forward: Forward
@@ -85,12 +85,12 @@ class Model:
     ) -> "Model":
         """A `torch.nn.Module` with a cache argument as a Model.
 
-        The module is called as `module(tokens, offsets, cache) -> (logits, cache)`, shapes and rules as above. Its
-        weights are not copied: what a training step changes, the next decode sees. Each forward runs without
-        gradients and with every submodule in eval mode; afterwards each has its former mode again, also when an
-        error is raised. (The flags `training` are set; a `train` or `eval` of the module's own is not called.)
+        The module is called as `module(tokens, offsets, cache) -> (logits, cache)`, with shapes and rules as above. Its
+        weights are not copied: the next decode sees what a training step changes. Each forward runs without
+        gradients and with every submodule in eval mode. Afterwards each submodule has its former mode again, also
+        after an error. (The flags `training` are set; a `train` or `eval` of the module's own is not called.)
 
-        A causal language model of transformers is taken as it is: it keeps its own forward and attention, over an
+        A causal language model of transformers needs nothing more: it keeps its own forward and attention, over an
         `onward.KVCache`. One token is processed here, to see what it caches.
 
         Args:
@@ -102,9 +102,9 @@ class Model:
             selects_logits: whether the module, or `call`, takes the keyword `logits_at`.
 
         Raises:
-            RequestError: no module, or neither given nor found in it what is needed; a model of transformers that is no
-                decoder with keys and values alone. Each forward raises it for what is no (logits, cache), or logits
-                of another shape.
+            RequestError: not a module; new_cache or vocab_size is neither an argument nor an attribute of the module; a
+                model of transformers that is no decoder, or caches more than keys and values. A forward raises it when
+                the module returns no (logits, cache), or logits of another shape.
         """
         if not isinstance(module, nn.Module):
             raise RequestError(f"from_module takes a torch.nn.Module; got {type(module).__name__}")
@@ -113,8 +113,8 @@ class Model:
             call, new_cache, selects_logits = causal_lm, causal_lm.new_cache, True
             vocab_size = causal_lm.vocab_size if vocab_size is None else vocab_size
             max_seq_len = causal_lm.max_seq_len if max_seq_len is None else max_seq_len
-        new_cache = _asked(module, "new_cache", new_cache)
-        vocab_size = _asked(module, "vocab_size", vocab_size)
+        new_cache = _option_or_attribute(module, "new_cache", new_cache)
+        vocab_size = _option_or_attribute(module, "vocab_size", vocab_size)
         max_seq_len = getattr(module, "max_seq_len", None) if max_seq_len is None else max_seq_len
         if not callable(new_cache):
             raise RequestError(f"new_cache must be a function (batch, max_len) -> cache; got {new_cache!r}")
@@ -131,7 +131,7 @@ class Model:
             selects_logits=selects_logits,
             device=next((tensor.device for tensor in forward.params.values()), CPU),
             num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-            # Whoever trains may give the module other tensors at any time.
+            # Training may replace the module's tensors at any time.
             compiles=False,
         )
 
@@ -139,31 +139,31 @@ class Model:
         return described(self, *self.facts())
 
     def facts(self) -> list[str]:
-        """What a repr says of it."""
-        counted = "" if self.num_parameters is None else f"{self.num_parameters:,} parameters"
+        """The facts that a repr shows."""
+        parameters = "" if self.num_parameters is None else f"{self.num_parameters:,} parameters"
         context = "" if self.max_seq_len is None else f"context {self.max_seq_len:,}"
         vocabulary = f"vocabulary {self.vocab_size:,}"
-        return [counted, in_bytes(self.nbytes), vocabulary, context, f"on {self.device}"]
+        return [parameters, in_bytes(self.nbytes), vocabulary, context, f"on {self.device}"]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights held in memory or mapped, each tensor once."""
+        """Bytes of the weights, in memory or mapped; each tensor counts once."""
         leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(self.params) if isinstance(leaf, Tensor)}
         return sum(leaf.numel() * leaf.element_size() for leaf in leaves.values())
 
 
-def _asked(module: nn.Module, name: str, given: Any) -> Any:
-    """What was given, or else the module's own attribute of that name."""
-    found = getattr(module, name, None) if given is None else given
-    if found is None:
+def _option_or_attribute(module: nn.Module, name: str, option: Any) -> Any:
+    """The option, or if it is None the module's own attribute of that name."""
+    value = getattr(module, name, None) if option is None else option
+    if value is None:
         raise RequestError(f"from_module needs {name}, and this {type(module).__name__} has no such attribute: give it")
-    return found
+    return value
 
 
 def run_plain(
     forward: Forward, params: Params, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
 ) -> tuple[Tensor, Cache]:
-    """Call a four-argument forward and pick the logits asked for out of all of them."""
+    """Call a four-argument forward and pick the logits at `logits_at`, if any, out of all."""
     logits, cache = logits_and_cache(forward(tokens, offsets, cache, params))
     if logits_at is None:
         return logits, cache

@@ -1,4 +1,4 @@
-"""From stock weights to the layouts that decoding walks: done once, at load, tensor by tensor."""
+"""Pack stock weights into the layouts that the kernels read: once, at load, tensor by tensor."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from onward.models.decoder import DecoderParams, LayerParams, Linear
 def pack_params(params: DecoderParams, release: Callable[[], None] = lambda: None) -> DecoderParams:
     """The same weights with every matrix packed.
 
-    A tied pair stays one weight. An embedding apart stays as it is: its rows are looked up one by one. `release` is
+    A tied pair stays one weight. An untied embedding is not packed: its rows are looked up one by one. `release` is
     called after each layer, when its stock weights have been read for the last time.
     """
     layers = []
@@ -26,7 +26,7 @@ def pack_params(params: DecoderParams, release: Callable[[], None] = lambda: Non
 
 
 def pack_layer(layer: LayerParams) -> LayerParams:
-    """The same layer with every matrix packed; those that are packed already stay as they are."""
+    """The same layer with every matrix packed; packed ones stay as they are."""
     packed: dict[str, Any] = {
         name: Linear(ops.pack(part.weight), part.bias)
         for name, part in layer._asdict().items()

@@ -1,11 +1,11 @@
-"""From a checkpoint's RoPE fields to the angle of every position.
+"""Rotary position embedding: from a checkpoint's RoPE fields to the angles of every position.
 
 Schedules: `default`; `linear` (positions divided by a factor); `llama3` (low frequencies divided, high ones
 kept, a ramp between); `dynamic` (the NTK rule: past the trained length the base grows with the length).
 
-The dynamic rule depends on "the length", and peers take it from whatever forward happens to run, so that
-the same text gets other angles when its prompt is cut in chunks. Here the length of a token is its own
-position + 1: what feeding token by token gives everywhere, and the same for every chunking
+The dynamic rule depends on "the length". Other libraries take it from the forward that happens to run, so that the
+same text gets other angles when its prompt is cut into chunks. Here the length at a token is its own position + 1.
+Other libraries agree when they are fed token by token, and every chunking gives the same
 (docs/decisions/0003-dynamic-rope.md).
 """
 
@@ -29,8 +29,8 @@ _SCALED = {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "
 class RotarySchedule:
     """The angles of one model: position -> cos and sin for every rotated pair.
 
-    `original_max_position` is the length trained at (`dynamic`: past it the base grows; `llama3`: wavelengths
-    are compared with it).
+    `original_max_position` is the trained length. `dynamic` lets the base grow past it; `llama3` compares wavelengths
+    with it.
     """
 
     head_dim: int
@@ -42,7 +42,7 @@ class RotarySchedule:
     original_max_position: int = 0
 
     def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
-        """float32 [head_dim / 2]: radians a position, for every schedule but the part of `dynamic` past its length."""
+        """float32 [head_dim / 2]: radians per position. `dynamic` has others past its trained length."""
         inverse = self._powers(torch.tensor(self.base, device=device))
         if self.kind == "linear":
             return inverse / self.factor
@@ -85,7 +85,7 @@ def rotary_schedule(config: Mapping[str, Any], head_dim: int, max_position: int)
     if not isinstance(kind, str) or (kind != "default" and kind not in _SCALED):
         supported = ", ".join(["default", *_SCALED])
         raise ConfigError(f"config.json: RoPE type {kind!r} is not supported; supported are {supported}")
-    # A field may stand among the RoPE's own or, in older files, beside them.
+    # Older files have some fields beside the RoPE object and not in it.
     fields = {name: config.get(name) for name in _EITHER_PLACE} | {k: v for k, v in fields.items() if v is not None}
     if positive_number(fields, "partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("config.json: partial_rotary_factor is not supported in these families; it must be 1")
@@ -97,12 +97,12 @@ def rotary_schedule(config: Mapping[str, Any], head_dim: int, max_position: int)
         original = max_position
         if head_dim == 2:
             raise ConfigError(
-                "config.json: dynamic RoPE scaling wants a head_dim above 2: one pair has no base to grow"
+                "config.json: dynamic RoPE scaling needs a head_dim above 2: one pair has no base to grow"
             )
     schedule = RotarySchedule(head_dim, base, kind, original_max_position=original, **numbers)
     if kind == "llama3" and schedule.low_freq_factor >= schedule.high_freq_factor:
         raise ConfigError(
-            f"config.json: llama3 RoPE wants low_freq_factor below high_freq_factor; "
+            f"config.json: llama3 RoPE needs low_freq_factor below high_freq_factor; "
             f"got {schedule.low_freq_factor} and {schedule.high_freq_factor}"
         )
     return schedule

@@ -1,4 +1,4 @@
-"""A model as the loop calls it: through its program, where its forward can be one."""
+"""A model as the decoding loop calls it: compiled where its forward can be traced, else op by op."""
 
 import os
 import sys
@@ -18,14 +18,14 @@ from onward.program import compile as compile_forward
 class ModelRun:
     """Callable as (tokens int32 [B, T], offsets int32 [B], cache, logits_at int64 [B, N] or None) -> (logits, cache).
 
-    compile: "auto" takes the best backend of `onward.compile` and, for a forward that cannot be traced, runs it
-        eagerly (`why_eager` says why); a backend by name insists on it; "eager" traces nothing.
-    programs: those of an earlier run of the same forward and params.
+    compile: "auto" takes the best backend of `onward.compile`, and runs a forward that cannot be traced eagerly
+        (`why_eager` says why). The name of a backend insists on it. "eager" traces nothing.
+    programs: those of an earlier `ModelRun` of the same forward and params.
     """
 
     def __init__(self, model: Model, compile: str = "auto", programs: Programs | None = None) -> None:
         check_backend(compile)
-        _mind_forks()
+        _limit_threads_in_forks()
         self.model = model
         self.compile = compile
         self._programs = Programs() if programs is None else programs
@@ -39,16 +39,20 @@ class ModelRun:
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Cache]:
         if not self._eager:
-            return self._run(self._prepared(cache), tokens, offsets, cache, logits_at)
+            return self._run(self._compiled(cache), tokens, offsets, cache, logits_at)
         return self.model(tokens, offsets, cache, logits_at)
 
     def picked(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: Pick, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Cache]:
-        """A step of one token a row, with what `pick` finds in its logits (`Program.picked`)."""
+        """Process one token a row and choose the next with `pick` (`Program.picked`).
+
+        Returns:
+            logits [B, 1, V]; the ids int64 [B], None where the caller has to choose; the cache.
+        """
         if not self._eager:
             try:
-                return self._prepared(cache).picked(tokens, offsets, cache, pick, positions)
+                return self._compiled(cache).picked(tokens, offsets, cache, pick, positions)
             except TraceError as error:
                 self._refuse(error)
         logits, cache = self.model(tokens, offsets, cache, None)
@@ -59,7 +63,7 @@ class ModelRun:
         cache = self.model.new_cache(batch, padded_length(offset + tokens, self.model))
         if not self._eager:
             try:
-                return self._prepared(cache).explain(cache, batch, tokens, offset)
+                return self._compiled(cache).explain(cache, batch, tokens, offset)
             except TraceError as error:
                 self._refuse(error)
         return Report("eager", [], [], self.why_eager)
@@ -70,19 +74,19 @@ class ModelRun:
         try:
             if self.model.selects_logits:
                 return program(tokens, offsets, cache, logits_at)
-            bound = partial(_without_params, program)
-            return run_plain(bound, None, tokens, offsets, cache, logits_at)
-        except TraceError as error:  # another shape of tokens than the first, another path through the forward
+            forward = partial(_without_params, program)
+            return run_plain(forward, None, tokens, offsets, cache, logits_at)
+        except TraceError as error:  # for another shape of tokens the forward may take another path
             self._refuse(error)
             return self.model(tokens, offsets, cache, logits_at)
 
-    def _prepared(self, cache: Cache) -> Program:
+    def _compiled(self, cache: Cache) -> Program:
         if self._program is None:
             self._program = compile_forward(
                 self.model.forward,
                 params=self.model.params,
                 cache=cache,
-                tokens=0,  # the shapes that come are traced as they come
+                tokens=0,  # each shape is traced when it first comes
                 backend=self.compile,  # type: ignore[arg-type]  # checked above
                 selects_logits=self.model.selects_logits,
                 programs=self._programs,
@@ -101,17 +105,17 @@ class ModelRun:
 
 
 @cache
-def _mind_forks() -> None:
-    """From now on forked children run torch's operators on one thread.
+def _limit_threads_in_forks() -> None:
+    """Make children that are forked from now on run torch's operators on one thread.
 
-    The threads of torch's OpenMP pool are not in the child, which would wait for them forever. (`DataLoader` does the
-    same to its workers.) The team of the native kernels starts anew by itself.
+    The child does not have the threads of torch's OpenMP pool and would wait for them forever. (`DataLoader` does the
+    same to its workers.) The native kernels start their threads anew by themselves.
     """
     call_in_forks(lambda: torch.set_num_threads(1))
 
 
 def _warn_without_kernels() -> None:
-    """Where they could be: not where the user chose to do without, nor on a system that they are not written for."""
+    """Warn if no kernels were built, unless the user turned them off or the system (Windows) has none."""
     if sys.platform != "win32" and os.environ.get("ONWARD_OPS") != "definition" and not native.built_isas():
         warn_once(
             f"no native kernels were built when onward was installed (none in {native.library_folder()}), so torch's "
@@ -126,7 +130,7 @@ def check_backend(compile: str) -> None:
 
 
 def reused_run(model: Model, compile: str = "auto") -> ModelRun:
-    """A `ModelRun` for one call: what calls before it with the same forward and params have made is used again.
+    """A `ModelRun` for one call. It reuses the programs of earlier calls with the same forward and params.
 
     On a GPU "auto" is eager: a CUDA graph belongs to a cache, and one call seldom repays capturing it.
     """
@@ -142,8 +146,8 @@ def _without_params(
     return program(tokens, offsets, cache)
 
 
-# Lengths of caches are rounded up to few, for each is a shape of its own to compile for. Memory is only taken as
-# it is written.
+# Cache lengths are rounded up to a few values, since each length is another shape to compile for. Memory that is never
+# written is never allocated.
 _SHORTEST = 256
 
 

@@ -1,4 +1,4 @@
-"""Whether a model's weights are still those that a cache was filled with."""
+"""Tells whether a model's weights have changed since a cache was filled with them."""
 
 import weakref
 from typing import final
@@ -12,10 +12,10 @@ from onward.models.module import ModuleForward
 
 @final
 class WeightsVersion:
-    """The weights of a model as they are now: which tensors, and how often each was written to. Compared with ==.
+    """A snapshot of a model's weights: which tensors, and how often each was written to. Compare two with ==.
 
-    It keeps none of them in memory. A step of an optimizer, `load_state_dict` and whatever else writes to a tensor
-    is seen; writing through `tensor.data`, a NumPy array or a mapped file is not.
+    It keeps no tensor in memory. It sees an optimizer's step, `load_state_dict` and every other write to a tensor,
+    except writes through `tensor.data`, a NumPy array or a mapped file.
     """
 
     def __init__(self, model: Model) -> None:
@@ -24,28 +24,28 @@ class WeightsVersion:
         if isinstance(model.forward, ModuleForward) and params is model.forward.params:
             params = model.forward.look_up()
         tensors = [leaf for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor)]
-        self._seen = [(weakref.ref(tensor), _writes(tensor)) for tensor in tensors]
+        self._tensors = [(weakref.ref(tensor), _count_writes(tensor)) for tensor in tensors]
 
     def is_of(self, model: Model) -> bool:
-        """Whether they are, or were, the weights of this model."""
+        """Whether the snapshot is of this model's weights, now or earlier."""
         return self._model() is model
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WeightsVersion) or len(self._seen) != len(other._seen):
+        if not isinstance(other, WeightsVersion) or len(self._tensors) != len(other._tensors):
             return False
         model = self._model()
         return (
             model is not None
             and other.is_of(model)
             and all(
-                one() is two() is not None and written == written_by_then
-                for (one, written), (two, written_by_then) in zip(self._seen, other._seen, strict=True)
+                mine() is theirs() is not None and writes == their_writes
+                for (mine, writes), (theirs, their_writes) in zip(self._tensors, other._tensors, strict=True)
             )
         )
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _writes(tensor: Tensor) -> int:
-    # Tensors made in inference mode do not count theirs.
+def _count_writes(tensor: Tensor) -> int:
+    # Tensors created in inference mode do not count writes.
     return -1 if tensor.is_inference() else tensor._version

@@ -33,7 +33,7 @@ def test_the_options_stand_in_groups_and_the_model_near_the_top(cli: Cli) -> Non
     assert sections[:3] == ["Arguments:", "Prompt:", "Model:"]
     assert {f"{group}:" for group in GROUPS} <= set(sections)
     place = {text: at for at, line in enumerate(lines) for text in ("Model:", "--top-p", "Sampling:") if text in line}
-    assert place["Model:"] < 24
+    assert place["Model:"] < 30
     assert place["Sampling:"] < place["--top-p"] < place["Sampling:"] + 12
 
 

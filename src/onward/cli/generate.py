@@ -12,6 +12,7 @@ import typer
 from onward.cli.flags import DraftFlags, GenerateFlags, ModelFlags, SamplingFlags, TemplateFlags, options_of
 from onward.cli.help import CHAT, OUTPUT, PROMPT
 from onward.cli.json_output import json_fields
+from onward.cli.jsonl import LinePrompts, generate_lines
 from onward.cli.loading import load_model
 from onward.cli.prompt import parse_ids, read_prompt
 from onward.cli.streaming import follow, summary
@@ -31,6 +32,11 @@ def generate(
     ] = None,
     *,
     file: Annotated[Path | None, _prompt("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")] = None,
+    jsonl: Annotated[
+        Path | None,
+        _prompt("--jsonl", metavar="FILE", help='Prompts of many lines, {"prompt": …} or {"messages": …}; see above.'),
+    ] = None,
+    batch: Annotated[int, _prompt("--batch", metavar="N", help="With --jsonl: N prompts at a time.")] = 8,
     chat: Annotated[bool, _chat("--chat", help="Send the prompt as a user's message of a chat.")] = False,
     system: Annotated[str | None, _chat("--system", metavar="TEXT", help="The system message of that chat.")] = None,
     ids: Annotated[bool, _prompt("--ids", help="The prompt is token ids, and so is what is printed.")] = False,
@@ -47,22 +53,36 @@ def generate(
     end of the latter two is dropped. Into a pipe goes the text and nothing
     else. Options not given are the model's own. Several texts, and those of
     beams, are printed when all are finished.
+
+    With --jsonl FILE (or '-') every line is a JSON object with a "prompt" (a
+    text or ids) or "messages", and options of its own, such as "seed", which
+    win over the flags. For each a line of JSON is printed, in order, with its
+    "index" and its "id". One that fails has an "error", and the code is 2.
     """
     if system is not None and not chat:
         raise RequestError("--system is the system message of a chat: add --chat")
-    if template.is_set and not chat:
+    if template.is_set and not chat and jsonl is None:
         raise RequestError("--no-thinking, --thinking and --template-option are for a chat: add --chat")
     if chat and ids:
         raise RequestError("--chat writes a text around the prompt, --ids takes it as ids: give one of them")
-    text = read_prompt(prompt, file)
+    if jsonl is not None and (prompt is not None or file is not None or ids):
+        raise RequestError("with --jsonl the prompts are its lines: leave out PROMPT, --file and --ids")
+    if batch < 1:
+        raise RequestError(f"--batch must be 1 or more; got {batch}")
+    text = "" if jsonl is not None else read_prompt(prompt, file)
     given = parse_ids(text) if ids else text
     options = options_of(sampling, texts)
-    if not as_json and (texts.logprobs is not None or texts.prompt_logprobs is not None):
+    if not (as_json or jsonl is not None) and (texts.logprobs is not None or texts.prompt_logprobs is not None):
         raise RequestError("logprobs are part of what --json prints: add it")
     if drafting.draft is not None and (texts.beams or 1) > 1:
         raise RequestError("beams cannot use a draft: give --beams or --draft")
     lm = load_model(model, drafting)
-    start = lm.chat_prompt(_messages(text, system), template_variables(template, lm, model.model)) if chat else given
+    variables = template_variables(template, lm, model.model) if chat or template.is_set else {}
+    if jsonl is not None:
+        if not generate_lines(jsonl, LinePrompts(lm, options, variables, chat, system), batch):
+            raise typer.Exit(2)
+        return
+    start = lm.chat_prompt(_messages(text, system), variables) if chat else given
     as_ids = ids or lm.tokenizer is None
     if not as_json and lm.defaults.replace(**options).rows == 1:
         _print_stream(lm.stream(start, **options), as_ids=as_ids)

@@ -1,4 +1,4 @@
-"""Where keys and values of past positions live."""
+"""Caches: where the keys and values of past positions are kept."""
 
 from onward.cache.kv import KVCache
 from onward.cache.sized import CompactableCache, SizedCache, length_of

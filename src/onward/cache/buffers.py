@@ -1,4 +1,4 @@
-"""Memory that costs nothing until it is written."""
+"""Zeros that take no memory until they are written."""
 
 import math
 import mmap
@@ -8,24 +8,24 @@ from torch import Tensor
 
 from onward.native import advise_huge_pages
 
-# Below this a fill is cheaper than a map and its page faults.
-_WORTH_A_MAP = 4 << 20
-# Up to this a buffer may take its memory 2 MB at a time, which fills half a cache of this size in half the time; above
-# it, 4 KB at a time, so that a long context costs what is written of it.
-_IN_HUGE_PAGES = 128 << 20
+# Bytes. Filling a smaller buffer is cheaper than mapping it and faulting its pages in.
+_SMALLEST_MAP = 4 << 20
+# Bytes. A buffer up to this size may take its memory 2 MB at a time, which halves the time to fill half of it. A larger
+# one takes 4 KB at a time, so that a long context takes no more memory than is written.
+_LARGEST_IN_HUGE_PAGES = 128 << 20
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [shape] of which, on the CPU, the system hands out a page when it is first written.
+    """Zeros of `shape`. On the CPU the system provides each page when it is first written.
 
-    `torch.zeros` writes all of them: a cache for a long context would take its whole memory for a short text.
+    `torch.zeros` writes all of them: a cache for a long context would take all its memory, even for a short text.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or nbytes < _WORTH_A_MAP or not hasattr(mmap, "MAP_PRIVATE"):
+    if device.type != "cpu" or nbytes < _SMALLEST_MAP or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Private: after a fork, each process has its own. The tensor keeps the map, and gives it back at its end.
+    # Private: after a fork each process has its own copy. The tensor keeps the map alive and frees it with itself.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found = torch.frombuffer(memory, dtype=dtype)
-    if nbytes <= _IN_HUGE_PAGES:
-        advise_huge_pages(found.data_ptr(), nbytes)
-    return found.view(shape)
+    buffer = torch.frombuffer(memory, dtype=dtype)
+    if nbytes <= _LARGEST_IN_HUGE_PAGES:
+        advise_huge_pages(buffer.data_ptr(), nbytes)
+    return buffer.view(shape)

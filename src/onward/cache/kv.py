@@ -1,7 +1,7 @@
 """The dense key/value cache: one buffer of `max_len` positions a row, written in place.
 
-Entries at or past a row's offset are never read, so taking tokens back is lowering a number: nothing is
-moved or cleared.
+Entries at or past a row's offset are never read. So to take tokens back is to lower the offset: nothing is moved or
+cleared.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ class KVCache(NamedTuple):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> "KVCache":
-        """An empty cache, all layers in one buffer. A large one takes its memory as it is written."""
+        """An empty cache, all layers in one buffer. A large one takes memory only as it is written."""
         shape = (2 * num_layers, batch, num_kv_heads, max_len, head_dim)
         layers = lazy_zeros(shape, dtype, torch.device(device)).unbind()
         return cls(layers[:num_layers], layers[num_layers:])
@@ -58,7 +58,7 @@ class KVCache(NamedTuple):
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
     def copy_row(self, source: int, to: int, positions: int) -> None:
-        """Have row `to` hold the first `positions` positions of row `source`."""
+        """Copy the first `positions` positions of row `source` to row `to`."""
         for layer in (*self.keys, *self.values):
             layer[to, :, :positions] = layer[source, :, :positions]
 
@@ -67,7 +67,7 @@ class KVCache(NamedTuple):
         return KVCache(tuple(layer[:batch] for layer in self.keys), tuple(layer[:batch] for layer in self.values))
 
     def write(self, layer: int, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v [B, G, T, D] of a layer from `offsets` int32 [B] on; returns the layer's whole buffers."""
+        """Store k and v [B, G, T, D] of a layer at positions from `offsets` int32 [B] on; return its whole buffers."""
         keys, values = self.keys[layer], self.values[layer]
         ops.write_cache(keys, k, offsets)
         ops.write_cache(values, v, offsets)

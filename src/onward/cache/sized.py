@@ -1,11 +1,11 @@
-"""What any cache may tell about itself."""
+"""Protocols that a cache may follow, so that Onward can check its length and move its rows."""
 
 from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
 class SizedCache(Protocol):
-    """A cache that knows how many positions a row holds: a request that would overflow it raises beforehand."""
+    """A cache that knows how many positions a row holds. A request that would overflow it raises before it runs."""
 
     @property
     def max_len(self) -> int: ...
@@ -13,10 +13,10 @@ class SizedCache(Protocol):
 
 @runtime_checkable
 class CompactableCache(Protocol):
-    """A cache whose rows can be moved and narrowed: rows that have ended then cost no more."""
+    """A cache whose rows can be moved and dropped, so that rows that have ended cost nothing more."""
 
     def copy_row(self, source: int, to: int, positions: int) -> None:
-        """Have row `to` hold the first `positions` positions of row `source`."""
+        """Copy the first `positions` positions of row `source` to row `to`."""
         ...
 
     def first_rows(self, batch: int) -> Any:
@@ -25,5 +25,5 @@ class CompactableCache(Protocol):
 
 
 def length_of(cache: object) -> int | None:
-    """Positions that a cache holds a row; None where it does not say."""
+    """How many positions a row of the cache holds; None where the cache does not say."""
     return cache.max_len if cache is not None and isinstance(cache, SizedCache) else None

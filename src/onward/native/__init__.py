@@ -1,7 +1,7 @@
 """The CPU kernels: C++ behind a plain C interface, called through ctypes. Knows no torch.
 
-Without a compiler at installation there are no libraries: everything here still imports, `isa()`
-says "none" and `library()` is None. The sources are in native/, whose README says how to add a kernel.
+Without a compiler at installation there are no libraries. Then everything here still imports, `isa()` is "none" and
+`library()` is None. The sources are in native/, whose README says how to add a kernel.
 """
 
 from onward.native.caches import last_level_cache_bytes

@@ -8,7 +8,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the largest cache that the first processor reads through; 0 where the system does not say."""
+    """The bytes of the first processor's largest cache; 0 where the system does not say."""
     sizes = [0]
     for file in folder.glob("index*/size"):
         try:

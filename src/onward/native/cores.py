@@ -14,13 +14,13 @@ MOST_THREADS = 256
 
 
 def default_threads() -> tuple[int, str]:
-    """Threads that kernels use where nobody sets another number, and why that many.
+    """The number of threads that kernels use where the program sets none, and the limit that decided it.
 
-    ONWARD_NUM_THREADS if it is set; else one for each physical core that this process may run on, no more than the CPU
-    quota of its control groups and than OMP_NUM_THREADS.
+    ONWARD_NUM_THREADS if it is set. Else one thread for each physical core that this process may run on, but no more
+    than OMP_NUM_THREADS and than the CPU quota of its control groups.
 
     Raises:
-        RequestError: an ONWARD_NUM_THREADS that is no number of threads.
+        RequestError: ONWARD_NUM_THREADS is not a number of threads.
     """
     text = os.environ.get("ONWARD_NUM_THREADS")
     if text is not None:
@@ -31,14 +31,14 @@ def default_threads() -> tuple[int, str]:
         "physical cores": _allowed_cores(),
         "OMP_NUM_THREADS": _omp_threads(),
         "the control group's CPU quota": cpu_quota(),
-        "the most there can be": MOST_THREADS,
+        "the most that kernels can use": MOST_THREADS,
     }
     reason = min(limits, key=limits.__getitem__)
     return max(1, math.ceil(limits[reason])), reason
 
 
 def _allowed_cores() -> int:
-    """Physical cores this process may run on: its CPU affinity, hyperthreads counted once."""
+    """How many physical cores this process may run on, by its CPU affinity. Hyperthreads of a core count once."""
     if sys.platform == "linux":
         cpus = os.sched_getaffinity(0)
     else:
@@ -56,7 +56,7 @@ def _siblings(cpu: int) -> str:
 
 
 def _omp_threads() -> float:
-    """What OMP_NUM_THREADS says of the outermost loops; infinite where it says nothing that OpenMP would take."""
+    """The threads that OMP_NUM_THREADS gives the outermost loops; infinite where it names no number of threads."""
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(outermost) if _is_whole(outermost) and int(outermost) >= 1 else math.inf
 
@@ -66,13 +66,13 @@ def _is_whole(text: str) -> bool:
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """CPUs that the control groups of this process grant, of version 1 or 2; infinite without a limit.
+    """How many CPUs the control groups (cgroups, version 1 or 2) of this process grant; infinite without a limit.
 
-    A group has no more than those around it, so the least of all counts. In a container the process's own group is
+    A group has no more than the groups around it, so the least quota counts. In a container the process's own group is
     mounted as the outermost one.
     """
     quotas = [math.inf]
-    for mount, group in _groups(root):
+    for mount, group in _cgroups(root):
         folder = mount / group.strip("/")
         while folder.is_relative_to(mount):
             quotas += [_quota_v2(folder), _quota_v1(folder)]
@@ -82,10 +82,10 @@ def cpu_quota(root: Path = Path("/")) -> float:
     return min(quotas)
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, str]]:
-    """Where the groups that may limit CPUs are mounted, each with this process's path below it."""
+def _cgroups(root: Path) -> Iterator[tuple[Path, str]]:
+    """Folders where the groups that may limit CPUs are mounted, each with this process's path below it."""
     mounts = root / "sys/fs/cgroup"
-    for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
+    for line in (_read_text(root / "proc/self/cgroup") or "0::/").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if not controllers:
@@ -97,21 +97,21 @@ def _groups(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _quota_v2(folder: Path) -> float:
-    return _ratio(*(_read(folder / "cpu.max").split() or ("max", "")))
+    return _num_cpus(*(_read_text(folder / "cpu.max").split() or ("max", "")))
 
 
 def _quota_v1(folder: Path) -> float:
-    return _ratio(_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip())
+    return _num_cpus(_read_text(folder / "cpu.cfs_quota_us").strip(), _read_text(folder / "cpu.cfs_period_us").strip())
 
 
-def _ratio(quota: str, period: str = "") -> float:
-    """Infinite for the "max" of version 2, the -1 of version 1, and where there is nothing to read."""
+def _num_cpus(quota: str, period: str = "") -> float:
+    """quota / period. Infinite for the "max" of version 2, the -1 of version 1 and an absent file."""
     if not (_is_whole(quota) and _is_whole(period)) or int(period) == 0:
         return math.inf
     return int(quota) / int(period)
 
 
-def _read(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text()
     except (OSError, ValueError):

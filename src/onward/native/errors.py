@@ -8,4 +8,4 @@ class NativeUnavailableError(OnwardError, ValueError):
 
 
 class NativeError(OnwardError):
-    """A kernel refused its arguments, or found no memory for its work."""
+    """A kernel refused its arguments, or could not allocate memory."""

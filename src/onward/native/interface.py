@@ -1,9 +1,9 @@
 """The C interface of the native library: its codes and the signature of every function.
 
 Kernels take addresses as integers (`tensor.data_ptr()`), sizes and strides as integers in elements
-unless a name says bytes, and codes of element types from `DType`. They check little: whoever calls
-them has compared shapes and dtypes before, where an error can name them. Almost every function
-returns a status, which `Library.check` turns into an exception.
+unless a name says bytes, and codes of element types from `DType`. They check little: the caller
+checks shapes and dtypes, because its error can name the tensors. Almost every function returns a
+status, which `Library.check` turns into an exception.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class DType(IntEnum):
 
 
 class Element(IntEnum):
-    """Codes of element types in the generic kernels, DType and more; as native/src/generic/elements.h has them."""
+    """Codes of element types in the generic kernels: those of DType, and more. native/src/generic/elements.h has the
+    same list."""
 
     F32 = 0
     BF16 = 1
@@ -34,7 +35,7 @@ class Element(IntEnum):
 
 
 class Unary(IntEnum):
-    """Operations of onward_unary; native/src/generic/unary.cpp has the same list. SOFTPLUS: beta 1, threshold 20."""
+    """Operations of onward_unary; native/src/generic/unary.cpp has the same list. SOFTPLUS has beta 1, threshold 20."""
 
     COPY = 0
     NEG = 1
@@ -114,7 +115,7 @@ class Format(IntEnum):
 
 
 class Status(IntEnum):
-    """What a kernel returns."""
+    """Codes that a kernel returns."""
 
     OK = 0
     BAD_ARGUMENT = 1
@@ -178,7 +179,7 @@ class HeadsArguments(Structure):
     )
 
 
-# How the generic kernels take a tensor: address, code of Element, address of int64 strides.
+# The arguments that stand for a tensor in the generic kernels: address, code of Element, address of int64 strides.
 _TENSOR = (Pointer, Code, Pointer)
 
 # name -> (result, arguments). The comments name the arguments; the sources say what they mean.

@@ -1,8 +1,8 @@
 """Finding, choosing and loading the native library.
 
 One shared library is built per instruction set (ISA). The best one that the processor can run is
-loaded when a kernel is first wanted; `ONWARD_ISA` or `select_isa` choose another, or none. Only the
-chosen library's team of threads runs.
+loaded when a kernel is first called. `ONWARD_ISA` or `select_isa` choose another, or none. Only the
+chosen library's threads run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Library:
         raise AttributeError(f"the native library has no function {name!r}")
 
     def check(self, status: int, name: str) -> None:
-        """Raises if the kernel `name` did not return OK."""
+        """Raise NativeError if the kernel `name` did not return OK."""
         if status != Status.OK:
             raise NativeError(f"{name} failed: {Status(status).name.lower().replace('_', ' ')}")
 
@@ -56,8 +56,8 @@ class Library:
 _lock = threading.Lock()
 _loaded: dict[str, Library] = {}
 _current: Library | None = None
-_chosen = False  # whether _current (which may be None) is a decision
-_threads: int | None = None  # set by the user, or None for the default
+_chosen = False  # whether _current has been decided; it may be None
+_threads: int | None = None  # the number that the program set, or None for the default
 
 
 def library_folder() -> Path:
@@ -65,7 +65,7 @@ def library_folder() -> Path:
     override = os.environ.get("ONWARD_NATIVE_DIR")
     if override:
         return Path(override)
-    # An editable install has two folders for the package: the sources, and what was built beside the other packages.
+    # An editable install has two folders for the package: the sources, and what was built, in site-packages.
     folders = [Path(folder) / "lib" for folder in sys.modules["onward.native"].__path__]
     return next((folder for folder in folders if folder.is_dir()), folders[0])
 
@@ -84,7 +84,7 @@ def available_isas() -> list[str]:
 
 
 def library() -> Library | None:
-    """The library in use, loaded at the first call; None if there is none or none is wanted."""
+    """The library in use, loaded at the first call. None if none was built, or if "none" was chosen."""
     if not _chosen:
         with _lock:
             if not _chosen:
@@ -99,12 +99,13 @@ def isa() -> str:
 
 
 def select_isa(name: str) -> None:
-    """Uses the library `name`: one of `ISAS`, "auto" for the best, or "none" to use no kernels.
+    """Use the library of an instruction set: one of `ISAS`, "auto" for the best, or "none" to use no kernels.
 
     Meant for tests and measurements: bits may differ between instruction sets.
 
-    Raises NativeUnavailableError if the processor cannot run it or it was not built, and RequestError
-    for any other name.
+    Raises:
+        NativeUnavailableError: it was not built, or the processor cannot run it.
+        RequestError: any other name.
     """
     with _lock:
         _choose(name)
@@ -117,14 +118,14 @@ def num_threads() -> int:
 
 
 def set_num_threads(count: int) -> None:
-    """Sets the number of threads of every later kernel call, 1 … 256. Results do not depend on it.
+    """Set the number of threads of every later kernel call, 1 … 256. Results do not depend on it.
 
-    More threads than cores are allowed and seldom help: they then sleep instead of spin.
+    More threads than cores are allowed but seldom help: they sleep while they wait, and do not spin.
     """
     global _threads
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_THREADS:
         raise RequestError(f"the number of threads must be an integer in 1 … {MOST_THREADS}, got {count!r}")
-    _threads = count  # first: a library that is loaded now need not ask the environment
+    _threads = count  # before library(): if that loads one now, it takes this number and not the environment's
     current = library()
     if current:
         current.check(current.onward_set_num_threads(count), "onward_set_num_threads")
@@ -149,7 +150,7 @@ def _load(isa: str) -> Library:
 
 
 def _choose(name: str) -> None:
-    """Makes `name` the library in use. The caller holds the lock."""
+    """Make the library of instruction set `name` the one in use. The caller holds the lock."""
     global _current, _chosen
     if name not in (*ISAS, "auto", "none"):
         raise RequestError(f"unknown instruction set {name!r}: choose one of {', '.join(ISAS)}, auto, none")
@@ -166,12 +167,12 @@ def _choose(name: str) -> None:
             )
         chosen = _load(name) if name != "none" else None
     if _current is not None and _current is not chosen:
-        _current.onward_set_num_threads(1)  # its workers go home
+        _current.onward_set_num_threads(1)  # ends its worker threads
     if chosen is not None:
         chosen.check(chosen.onward_set_num_threads(threads_wanted()[0]), "onward_set_num_threads")
     _current, _chosen = chosen, True
 
 
 def threads_wanted() -> tuple[int, str]:
-    """The threads that kernels use from their first call on, and why that many."""
+    """The number of threads that kernels use from their first call on, and what decided it."""
     return default_threads() if _threads is None else (_threads, "set by the program")

@@ -10,10 +10,10 @@ _HUGE_PAGE = 2 << 20
 
 
 def advise_huge_pages(address: int, count: int) -> bool:
-    """Asks for huge pages under `count` bytes at `address`, for the whole ones within.
+    """Ask the system to use huge pages (2 MB) for the whole ones among `count` bytes at `address`.
 
-    Worth it for weights of many MB, before they are first written: fewer misses of the page table while
-    they stream by. Says whether the system took the advice; nothing else changes either way.
+    Call it for weights of many MB, before they are first written: reading them then misses the TLB less.
+    Returns whether the system took the advice; results do not depend on it.
     """
     start = -(-address // _HUGE_PAGE) * _HUGE_PAGE
     length = (address + count - start) // _HUGE_PAGE * _HUGE_PAGE

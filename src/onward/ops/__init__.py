@@ -1,8 +1,9 @@
-"""What a transformer spends its time in: one file an op, each with a readable definition and a fast form that agree.
+"""The operations that a transformer spends its time in, one file an op.
 
-Shapes and dtypes are checked, unknown options raise. Every op works eagerly, under `torch.compile(fullgraph=True)`,
-under autograd (through its definition), on the CPU and on CUDA (there the definition). `choice()` says which form
-runs on the CPU; `choose()` and the variables ONWARD_OPS and ONWARD_ISA decide.
+An op has a readable definition in plain torch and usually a native kernel that agrees with it. It checks shapes and
+dtypes and refuses unknown options. It works eagerly, under `torch.compile(fullgraph=True)` and under autograd, on the
+CPU and on CUDA. Autograd and CUDA take the definition. On the CPU `choice()` says which form runs; `choose()` and the
+variables ONWARD_OPS and ONWARD_ISA decide it.
 """
 
 from onward.ops.add import add

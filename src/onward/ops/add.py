@@ -22,6 +22,10 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     return _add(a, b)
 
 
+def _definition(a: Tensor, b: Tensor) -> Tensor:
+    return a + b
+
+
 def _native(library: Library, a: Tensor, b: Tensor) -> Tensor:
     a, b = a.contiguous(), b.contiguous()
     out, width = torch.empty_like(a), a.shape[-1]
@@ -35,7 +39,7 @@ def _native(library: Library, a: Tensor, b: Tensor) -> Tensor:
 
 _add = Operator(
     "add(Tensor a, Tensor b) -> Tensor",
-    lambda a, b: a + b,
+    _definition,
     _native,
     lambda a, b: torch.empty_like(a, memory_format=torch.contiguous_format),
 )

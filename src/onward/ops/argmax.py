@@ -8,8 +8,12 @@ from onward.ops.operators import DTYPES, Operator
 
 
 def argmax(x: Tensor) -> Tensor:
-    """float [..., V] -> int64 [...]: the lowest index among equal largest; of a NaN, where there is one."""
+    """float [..., V] -> int64 [...]. Of equal values the lowest index counts. A NaN counts as the largest value."""
     return _argmax(x) if x.dtype in DTYPES and x.numel() else x.argmax(-1)
+
+
+def _definition(x: Tensor) -> Tensor:
+    return x.argmax(-1)
 
 
 def _native(library: Library, x: Tensor) -> Tensor:
@@ -24,7 +28,7 @@ def _native(library: Library, x: Tensor) -> Tensor:
 
 _argmax = Operator(
     "argmax(Tensor x) -> Tensor",
-    lambda x: x.argmax(-1),
+    _definition,
     _native,
     lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64),
 )

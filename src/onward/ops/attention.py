@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
         k, v: float [B, G, S, D], of q's dtype.
         mask: float, broadcast to [B, H, T, S] and added to the scaled products; -inf hides a key.
         causal: hide the keys after each query.
-        scale: of the products; 1/sqrt(D) by default.
+        scale: the factor of the products q k^T; 1/sqrt(D) by default.
         sinks: float [H]: logits that take part in each head's softmax and have no value (arXiv 2309.17453).
         window: keys a query sees, itself included; it makes the attention causal.
 
@@ -80,14 +80,14 @@ def cached_attention(
         q: float [B, H, T, D].
         keys, values: float [B, G, S, D], of q's dtype; T + offsets[b] <= S for every row.
         offsets: int32 [B].
-        scale, sinks: as of `scaled_dot_product_attention`.
+        scale, sinks: as in `scaled_dot_product_attention`.
         window: positions a query sees, itself included; all of them by default.
 
     Returns:
         [B, H, T, D] in q's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit; when run, a row that reaches past the cache.
+        RequestError: shapes or dtypes that do not fit; when the op runs, a row that reaches past the cache.
     """
     dtype = autocast_dtype(q)
     if dtype is not None:
@@ -112,7 +112,7 @@ def reference(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The definition, in float32, keys repeated for their group."""
+    """The definition written out: in float32, with the keys and values repeated for each head of their group."""
     check_shapes(q, k, v)
     group = q.shape[1] // k.shape[1]
     q32, k32, v32 = (t.to(torch.float32) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
@@ -140,7 +140,7 @@ def causal_visibility(queries: int, keys: int, window: int | None, device: torch
 # ── in torch's operators ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _composed(
+def _definition(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -150,13 +150,13 @@ def _composed(
     scale: float,
     window: int,
 ) -> Tensor:
-    """The definition, in the fastest torch operators for each case. A window of 0 is none."""
-    out = _composed_heads(q, k, v, mask, sinks, causal, scale, window)
-    # [B, T, H, D] in memory, as the kernel lays it: the order in which the output projection reads it.
+    """The definition in the torch operators that are fastest for each case. A window of 0 means no window."""
+    out = _torch_attention(q, k, v, mask, sinks, causal, scale, window)
+    # [B, T, H, D] in memory, as the kernel writes it: the order in which the output projection reads it.
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _composed_heads(
+def _torch_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -166,20 +166,20 @@ def _composed_heads(
     scale: float,
     window: int,
 ) -> Tensor:
-    seen = window or None
+    window_or_none = window or None
     if mask is not None or sinks is not None:
-        return reference(q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=seen)
+        return reference(q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=window_or_none)
     if q.shape[2] == 1:
         # One query a row sees every key. The heads of a group go in as queries, so each key is read once.
         k, v = (k[:, :, -window:], v[:, :, -window:]) if window else (k, v)
         return F.scaled_dot_product_attention(_grouped(q, k.shape[1]), k, v, scale=scale).reshape(q.shape)
     if not causal:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
-    return _causal_blocks(q, k, v, scale, seen)
+    return _causal_blocks(q, k, v, scale, window_or_none)
 
 
-# Queries taken at once by `_causal_blocks`: enough for full speed, few enough that half of the products above the
-# diagonal are never made. Faster than torch's own causal kernel on a CPU (benchmarks/LOG.md).
+# Queries that `_causal_blocks` takes at once: enough for full speed, few enough that half of the products above the
+# diagonal are never computed. This is faster than torch's own causal kernel on a CPU (benchmarks/LOG.md).
 _BLOCK = 128
 
 
@@ -207,17 +207,17 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.reshape(batch, groups, heads // groups * queries, width)
 
 
-def _cached_composed(
+def _cached_definition(
     q: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, sinks: Tensor | None, scale: float, window: int
 ) -> Tensor:
-    """Row by row, so that no row's arithmetic depends on another's length."""
+    """Each row by itself, so that no row's arithmetic depends on another row's length."""
     _check_lengths(q, keys, offsets)
     rows = []
     for b, offset in enumerate(offsets.tolist()):
-        # Keys older than the first query's window are seen by none.
+        # No query sees keys older than the first query's window.
         start, end = max(0, offset + 1 - window) if window else 0, offset + q.shape[2]
         k, v = keys[b : b + 1, :, start:end], values[b : b + 1, :, start:end]
-        rows.append(_composed(q[b : b + 1], k, v, None, sinks, True, scale, window))
+        rows.append(_definition(q[b : b + 1], k, v, None, sinks, True, scale, window))
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
@@ -302,8 +302,8 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         got = ", ".join(f"{name} {list(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
         raise RequestError(f"attention: q [B, H, T, D] wants k and v [B, G, S, D] with H a multiple of G; got {got}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise RequestError(f"attention: q, k and v must be of one dtype of {wanted}; got {shapes(q=q, k=k, v=v)}")
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise RequestError(f"attention: q, k and v must be of one dtype of {names}; got {shapes(q=q, k=k, v=v)}")
 
 
 def _check_extras(q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
@@ -311,12 +311,12 @@ def _check_extras(q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | Non
         raise RequestError(f"attention: sinks must be float [H]; got {shapes(sinks=sinks, q=q)}")
     if mask is None:
         return
-    wanted = (*q.shape[:3], k.shape[2])
-    fits = mask.dim() <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], wanted[::-1], strict=False))
+    full_shape = (*q.shape[:3], k.shape[2])
+    fits = mask.dim() <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], full_shape[::-1], strict=False))
     if not fits or not mask.is_floating_point():
         raise RequestError(
-            f"attention: mask must be float and broadcast to [B, H, T, S] = {list(wanted)} (it is added: -inf hides a "
-            f"key); got {shapes(mask=mask)}"
+            f"attention: mask must be float and broadcast to [B, H, T, S] = {list(full_shape)} (it is added: -inf "
+            f"hides a key); got {shapes(mask=mask)}"
         )
 
 
@@ -324,12 +324,13 @@ def _check_lengths(q: Tensor, keys: Tensor, offsets: Tensor) -> None:
     end = int(offsets.max()) + q.shape[2]
     if end > keys.shape[2] or int(offsets.min()) < 0:
         raise RequestError(
-            f"attention: positions {int(offsets.min())} to {end - 1} were asked of a cache of {keys.shape[2]}"
+            f"attention: the queries stand at positions {int(offsets.min())} to {end - 1}; the cache has room for 0 to "
+            f"{keys.shape[2] - 1}"
         )
 
 
 def _checked_window(window: int | None) -> int:
-    """The window, 0 where there is none."""
+    """The window, or 0 for no window."""
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise RequestError(f"attention: window must be a whole number of 1 or more; got {window!r}")
     return window or 0
@@ -347,14 +348,14 @@ def _fake(q: Tensor, *_: object) -> Tensor:
 _attention = Operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, bool causal, float scale, int window)"
     " -> Tensor",
-    _composed,
+    _definition,
     _native,
     _fake,
 )
 _cached_attention = Operator(
     "cached_attention(Tensor q, Tensor keys, Tensor values, Tensor offsets, Tensor? sinks, float scale, int window)"
     " -> Tensor",
-    _cached_composed,
+    _cached_definition,
     _cached_native,
     _fake,
 )

@@ -28,7 +28,7 @@ def write_cache(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
     if torch.compiler.is_compiling() or type(new) is not Tensor or new.device.type != "cpu":
         torch.ops.onward.write_cache(cache, new, offsets)
     else:
-        _write(cache, new, offsets)
+        _write_rows(cache, new, offsets)
 
 
 def _definition(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
@@ -38,7 +38,7 @@ def _definition(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
     cache[rows, :, positions] = new.transpose(1, 2)
 
 
-def _write(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
+def _write_rows(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
     queries = new.shape[2]
     for b, offset in enumerate(offsets.tolist()):
         if not 0 <= offset <= cache.shape[2] - queries:
@@ -47,7 +47,7 @@ def _write(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
 
 
 def _copy(to: Tensor, new: Tensor) -> None:
-    """new [G, T, D] into a part of a row of the cache, by the native threads where there are any."""
+    """Copy new [G, T, D] into part of a row of the cache, with the native threads where there is a library."""
     library = usable_library()
     if library is None or new.dtype not in DTYPES or new.stride(-1) != 1 or to.stride(-1) != 1:
         to.copy_(new)
@@ -62,4 +62,4 @@ def _copy(to: Tensor, new: Tensor) -> None:
         library.check(status, "onward_convert")
 
 
-define_in_place("write_cache(Tensor(a!) cache, Tensor new, Tensor offsets) -> ()", _definition, on_cpu=_write)
+define_in_place("write_cache(Tensor(a!) cache, Tensor new, Tensor offsets) -> ()", _definition, on_cpu=_write_rows)

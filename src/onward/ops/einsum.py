@@ -7,13 +7,13 @@ from onward.errors import RequestError
 
 
 def einsum(subscripts: str, *operands: Tensor) -> Tensor:
-    """Products summed over the indices that `subscripts` leaves out of its result, such as "bij,bjk->bik".
+    """Products summed over the indices that the result of `subscripts` leaves out, such as j of "bij,bjk->bik".
 
-    Three operands or more are contracted pair by pair in an optimised order where opt_einsum is installed (torch
-    takes it by itself), else from left to right; the result is the same but for rounding.
+    Three operands or more are contracted pair by pair: in an optimised order where opt_einsum is installed (torch
+    takes it by itself), else from left to right. The results differ in rounding only.
 
     Args:
-        subscripts: as of `torch.einsum`: letters, "...", repeated indices for diagonals.
+        subscripts: as in `torch.einsum`: letters, "...", repeated indices for diagonals.
         operands: at least one, of one dtype.
 
     Raises:
@@ -24,5 +24,5 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
     try:
         return torch.einsum(subscripts, *operands)
     except (RuntimeError, ValueError) as error:
-        given = ", ".join(str(list(t.shape)) for t in operands)
-        raise RequestError(f"einsum {subscripts!r} does not fit operands {given}: {error}") from error
+        operand_shapes = ", ".join(str(list(t.shape)) for t in operands)
+        raise RequestError(f"einsum {subscripts!r} does not fit operands {operand_shapes}: {error}") from error

@@ -12,7 +12,7 @@ from onward.ops.operators import DTYPES, Operator, shapes
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise; both float [..., D] of one shape and dtype."""
-    gate, up = _of_one_dtype(gate, up)
+    gate, up = _autocast_to_one_dtype(gate, up)
     _check("swiglu", gate, up)
     return _swiglu(gate, up)
 
@@ -20,22 +20,22 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def geglu(gate: Tensor, up: Tensor, *, approximate: bool = True) -> Tensor:
     """gelu(gate) * up, elementwise; both float [..., D] of one shape and dtype.
 
-    approximate: gelu by its tanh form, as Gemma's; otherwise exact.
+    approximate: take gelu's tanh form, as Gemma does; otherwise the exact one.
     """
-    gate, up = _of_one_dtype(gate, up)
+    gate, up = _autocast_to_one_dtype(gate, up)
     _check("geglu", gate, up)
     return _geglu(gate, up, bool(approximate))
 
 
-def _of_one_dtype(gate: Tensor, up: Tensor) -> list[Tensor] | tuple[Tensor, Tensor]:
+def _autocast_to_one_dtype(gate: Tensor, up: Tensor) -> list[Tensor] | tuple[Tensor, Tensor]:
     return widened(gate, up) if gate.dtype != up.dtype and autocast_dtype(gate) is not None else (gate, up)
 
 
-def _swiglu_composed(gate: Tensor, up: Tensor) -> Tensor:
+def _swiglu_definition(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _geglu_composed(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
+def _geglu_definition(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
     return F.gelu(gate, approximate="tanh" if approximate else "none") * up
 
 
@@ -70,5 +70,5 @@ def _fake(gate: Tensor, *_: object) -> Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
-_swiglu = Operator("swiglu(Tensor gate, Tensor up) -> Tensor", _swiglu_composed, _swiglu_native, _fake)
-_geglu = Operator("geglu(Tensor gate, Tensor up, bool approximate) -> Tensor", _geglu_composed, _geglu_native, _fake)
+_swiglu = Operator("swiglu(Tensor gate, Tensor up) -> Tensor", _swiglu_definition, _swiglu_native, _fake)
+_geglu = Operator("geglu(Tensor gate, Tensor up, bool approximate) -> Tensor", _geglu_definition, _geglu_native, _fake)

@@ -1,4 +1,4 @@
-"""A matrix product with a weight stored as rows of outputs, and the layouts it is fastest in."""
+"""The product with a weight matrix of one row an output, and the layouts in which the product is fastest."""
 
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ from onward.ops.quantized import QuantizedWeight, quantized_linear
 class OneDnnWeight(NamedTuple):
     """A weight [N, K] in the blocked layout of torch's own CPU product, for machines without the native library.
 
-    A row-major weight has to be reordered, or walked badly, on every call: at one token that costs half of the
-    memory bandwidth (benchmarks/LOG.md). This layout serves every number of tokens.
+    Torch reorders a row-major weight, or reads it badly, on every call: at one token that costs half of the memory
+    bandwidth (benchmarks/LOG.md). This layout serves every number of tokens.
     """
 
     blocks: Tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch can neither copy nor pickle its blocked layouts: the stock weight goes, and is packed where it arrives.
+        # torch can neither copy nor pickle its blocked layouts. So the stock weight travels and is packed again.
         return _pack_onednn, (self.blocks.to_dense(),)
 
 
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: float [..., K].
-        weight: float [N, K] of x's dtype, what `pack` made of it, or a `QuantizedWeight`.
+        weight: float [N, K] of x's dtype, the result of `pack` of it, or a `QuantizedWeight`.
         bias: float [N], of x's dtype, or None.
 
     Returns:
@@ -48,12 +48,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     dtype = autocast_dtype(x)
     if dtype is not None:
         with off(x):
-            return _autocast(dtype, x, weight, bias)
+            return _linear_under_autocast(dtype, x, weight, bias)
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(x, weight, bias)
-    rows, inputs, dtype = _described(weight)
-    biased = bias is None or (bias.shape == (rows,) and bias.dtype == dtype)
-    if x.shape[-1:] != (inputs,) or x.dtype != dtype or not biased:
+    rows, inputs, dtype = _shape_and_dtype(weight)
+    bias_fits = bias is None or (bias.shape == (rows,) and bias.dtype == dtype)
+    if x.shape[-1:] != (inputs,) or x.dtype != dtype or not bias_fits:
         raise RequestError(
             f"linear: a weight {dtype} {[rows, inputs]} wants x [..., {inputs}] and a bias [{rows}] or none, of its "
             f"dtype; got {shapes(x=x, bias=bias)}"
@@ -66,42 +66,42 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def _autocast(dtype: torch.dtype, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def _linear_under_autocast(dtype: torch.dtype, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):
         x, weight, bias = lowered(dtype, x, weight, bias)
     elif not isinstance(weight, QuantizedWeight):
-        # Packed once for all calls: computed in the dtype that it was packed in.
-        x, bias = lowered(_described(weight)[2], x, bias)
+        # The weight was packed once for all calls, so the product is computed in the dtype it was packed in.
+        x, bias = lowered(_shape_and_dtype(weight)[2], x, bias)
     out: Tensor = lowered(dtype, linear(x, weight, bias))[0]
     return out
 
 
 def pack(weight: Weight) -> Weight:
-    """The weight [N, K] in the layout that this machine's `linear` walks fastest; itself where there is no better."""
+    """The weight [N, K] in the layout that this machine's `linear` reads fastest; itself where none is faster."""
     if not isinstance(weight, Tensor):
         return weight
     return pack_native(weight) or _pack_onednn(weight)
 
 
 def _pack_onednn(weight: Tensor) -> Weight:
-    if not _onednn_computes_in(weight):
+    if not _onednn_supports(weight):
         return weight
     return OneDnnWeight(torch.ops.mkldnn._reorder_linear_weight(weight, 1))
 
 
-def _onednn_computes_in(weight: Tensor) -> bool:
+def _onednn_supports(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.float32:
         return True
-    native = {
+    supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
-    return weight.dtype in native and bool(native[weight.dtype]())
+    return weight.dtype in supported and bool(supported[weight.dtype]())
 
 
-def _described(weight: Tensor | NativeWeight | OneDnnWeight) -> tuple[int, int, torch.dtype]:
+def _shape_and_dtype(weight: Tensor | NativeWeight | OneDnnWeight) -> tuple[int, int, torch.dtype]:
     """(N, K, dtype) of a float weight in any layout."""
     if isinstance(weight, NativeWeight):
         return weight.rows, weight.inputs, weight.data.dtype

@@ -14,8 +14,8 @@ from onward.ops.operators import DTYPES, Operator, shapes
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) in float32, times offset + weight.
 
-    With offset 0 the quotient is cast back to x's dtype first, THEN multiplied, as Llama and Qwen do; with another
-    offset (1 for the families that learn 1 + w, as Gemma) all of it is float32 and cast back once.
+    With offset 0 the quotient is cast back to x's dtype first and THEN multiplied, as Llama and Qwen do. With another
+    offset (1 for families that learn 1 + w, such as Gemma) all of it is computed in float32 and cast back once.
 
     Args:
         x: float [..., D].
@@ -68,8 +68,8 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
     return (normed * weight.to(torch.float32) + bias.to(torch.float32)).to(x.dtype)
 
 
-def _rms_norm_composed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """The definition in fewer calls: without a weight torch computes in float32 and casts back once."""
+def _rms_norm_definition(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`rms_norm_reference` in fewer calls: torch's norm without a weight computes in float32 and casts back once."""
     return rms_norm_reference(x, weight, eps, offset) if offset else F.rms_norm(x, x.shape[-1:], None, eps) * weight
 
 
@@ -99,13 +99,13 @@ def _layer_norm_native(library: Library, x: Tensor, weight: Tensor, bias: Tensor
 def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     wrong = [t for t in (weight, bias) if t is not None and (t.shape != x.shape[-1:] or t.dtype != x.dtype)]
     if wrong or x.dim() == 0 or x.dtype not in DTYPES:
-        wanted = "float x [..., D] with a weight [D] of its dtype" + ("" if bias is None else ", and such a bias")
-        raise RequestError(f"{name} wants {wanted}; got {shapes(x=x, weight=weight, bias=bias)}")
+        operands = "float x [..., D] with a weight [D] of its dtype" + ("" if bias is None else ", and such a bias")
+        raise RequestError(f"{name} wants {operands}; got {shapes(x=x, weight=weight, bias=bias)}")
 
 
 _rms_norm = Operator(
     "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor",
-    _rms_norm_composed,
+    _rms_norm_definition,
     _rms_norm_native,
     lambda x, weight, eps, offset: torch.empty_like(x, memory_format=torch.contiguous_format),
 )

@@ -1,9 +1,10 @@
 """How an op is registered and which of its forms runs.
 
 An op has a definition, in plain torch for every device, and usually a kernel in the native library. Both are
-registered under `torch.ops.onward`, so that the op stands as one node in `torch.compile`, `make_fx` and programs.
-Called eagerly on plain CPU tensors the kernel is entered directly: the dispatcher would cost as much again as a
-small kernel takes. Where a gradient is wanted the definition runs, and torch differentiates it.
+registered under `torch.ops.onward`, so that the op is one node in `torch.compile`, `make_fx` and programs. An eager
+call on plain CPU tensors enters the kernel directly: the dispatcher takes as long as a small kernel. Where an argument
+requires a gradient the definition runs, and torch differentiates it. Where the fastest plain torch is hard to read, a
+function `reference` in the op's file is the same written out.
 """
 
 import os
@@ -36,12 +37,13 @@ _forced: str | None = None
 
 
 def choice() -> Choice:
-    """What runs now. ONWARD_OPS (native, definition) and ONWARD_ISA (avx512, avx2, portable, none) decide at start."""
+    """The form that runs now. At start ONWARD_OPS (native, definition) and ONWARD_ISA (an instruction set, or none)
+    decide it."""
     return Choice("definition", "none") if usable_library() is None else Choice("native", native.isa())
 
 
 def choose(form: str) -> Choice:
-    """Force a form from now on: "definition", "native" (the best library), or an instruction set by name.
+    """Use one form from now on: "definition", "native" (the best library), or the library of an instruction set.
 
     Raises:
         RequestError: an unknown form. NativeUnavailableError: no such library, or the processor cannot run it.
@@ -63,8 +65,8 @@ def usable_library() -> native.Library | None:
     if _forced is None:
         _forced = os.environ.get("ONWARD_OPS", "native")
         if _forced not in _FORMS:
-            wrong, _forced = _forced, None
-            raise RequestError(f"ONWARD_OPS must be one of {', '.join(_FORMS)}; got {wrong!r}")
+            value, _forced = _forced, None
+            raise RequestError(f"ONWARD_OPS must be one of {', '.join(_FORMS)}; got {value!r}")
     return None if _forced == "definition" else native.library()
 
 
@@ -113,5 +115,5 @@ _library = torch.library.Library("onward", "FRAGMENT")  # type: ignore[no-untype
 
 
 def shapes(**tensors: Tensor | None) -> str:
-    """For messages: each tensor's dtype and shape."""
+    """Each tensor's name, dtype and shape, for messages."""
     return ", ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items() if t is not None)

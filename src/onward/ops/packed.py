@@ -16,12 +16,12 @@ from onward.ops.operators import DTYPES, Operator, shapes, usable_library
 
 BLOCK = 16
 FORMATS = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
-# Neighbouring inputs of a row that lie side by side.
+# How many inputs of one row lie side by side before the next row's.
 _NEIGHBOURS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 
 
 class NativeWeight(NamedTuple):
-    """A float weight [N, K] as the native `linear` walks it.
+    """A float weight [N, K] in the layout that the native `linear` reads.
 
     data: [blocks, units, 16, neighbours] in the weight's dtype; the last block and unit are padded with zeros.
     rows: N. inputs: K.
@@ -36,7 +36,7 @@ class NativeWeight(NamedTuple):
         return _unpacked(self.data, self.rows, self.inputs)
 
     def take(self, ids: Tensor) -> Tensor:
-        """Rows as of an embedding: int32 or int64 ids [...] -> [..., K] in the weight's dtype."""
+        """Look rows up, as an embedding does: int32 or int64 ids [...] -> [..., K] in the weight's dtype."""
         check_id_dtype(ids)
         return _packed_rows(self.data, ids, self.rows, self.inputs)
 
@@ -50,7 +50,7 @@ class NativeWeight(NamedTuple):
 
 
 def pack_native(weight: Tensor) -> NativeWeight | None:
-    """A float CPU weight [N, K] packed by the native library; None where none is in use or it has no such format."""
+    """A float CPU weight [N, K] packed by the native library; None without a library or a format for it."""
     library = usable_library()
     if library is None or weight.device.type != "cpu" or weight.dtype not in FORMATS:
         return None
@@ -70,7 +70,7 @@ def pack_native(weight: Tensor) -> NativeWeight | None:
 
 
 def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
-    """x [..., K] times the packed weight -> [..., N]; x and bias of the weight's dtype."""
+    """x [..., K] times the packed weight, plus bias -> [..., N]; x and bias have the weight's dtype."""
     return _packed_linear(x, weight.data, bias, weight.rows, weight.inputs)
 
 
@@ -78,11 +78,11 @@ def _unpacked(data: Tensor, rows: int, inputs: int) -> Tensor:
     return data.permute(0, 2, 1, 3).reshape(data.shape[0] * BLOCK, -1)[:rows, :inputs]
 
 
-def _definition(x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int) -> Tensor:
+def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int) -> Tensor:
     return F.linear(x, _unpacked(data, rows, inputs), bias)
 
 
-def _native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int) -> Tensor:
+def _linear_native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int) -> Tensor:
     x = x.contiguous()
     out, code = x.new_empty((*x.shape[:-1], rows)), DTYPES[x.dtype]
     if bias is not None:
@@ -97,17 +97,20 @@ def _native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, rows
 
 def check_id_dtype(ids: Tensor) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
-        raise RequestError(f"rows of a weight are taken by int32 or int64 ids; got {shapes(ids=ids)}")
+        raise RequestError(f"rows of a weight are looked up by int32 or int64 ids; got {shapes(ids=ids)}")
 
 
 def check_ids(ids: Tensor, rows: int) -> None:
-    """An id outside the table would read padding, or another row. Where asking makes us wait, the device checks."""
+    """Raise for an id outside the table, which would read padding or another row.
+
+    Another device than the CPU checks by itself: this process would have to wait for its answer.
+    """
     if ids.device.type != "cpu":
         torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"an id lies outside 0 … {rows - 1}")
     elif ids.numel():
         lowest, highest = int(ids.min()), int(ids.max())
         if lowest < 0 or highest >= rows:
-            raise RequestError(f"ids of {rows} rows lie in 0 … {rows - 1}; got {lowest} … {highest}")
+            raise RequestError(f"ids of a table of {rows} rows lie in 0 … {rows - 1}; got {lowest} … {highest}")
 
 
 def _rows_definition(data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tensor:
@@ -118,7 +121,7 @@ def _rows_definition(data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tenso
 def native_rows(
     library: Library, format: Format, data: Tensor, ids: Tensor, rows: int, inputs: int, dtype: torch.dtype
 ) -> Tensor:
-    """Rows, in `dtype`, of a weight [rows, inputs] packed in any format."""
+    """The rows at `ids`, in `dtype`, of a weight [rows, inputs] packed in any format."""
     check_ids(ids, rows)
     wide = ids.to(torch.int64).contiguous()
     out = torch.empty((*ids.shape, inputs), dtype=dtype)
@@ -135,8 +138,8 @@ def _rows_native(library: Library, data: Tensor, ids: Tensor, rows: int, inputs:
 
 _packed_linear = Operator(
     "packed_linear(Tensor x, Tensor data, Tensor? bias, int rows, int inputs) -> Tensor",
-    _definition,
-    _native,
+    _linear_definition,
+    _linear_native,
     lambda x, data, bias, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
 )
 _packed_rows = Operator(

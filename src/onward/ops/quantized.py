@@ -21,17 +21,17 @@ from onward.ops.operators import DTYPES, Operator, shapes
 from onward.ops.packed import check_id_dtype, check_ids, native_rows
 
 FORMATS = {"int8": Format.INT8, "int4": Format.INT4}
+_SCALE_DTYPES = {"int8": torch.float32, "int4": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """A weight [N, K] in int8 or int4, packed. A pytree whose one tensor is `data`.
 
-    data: uint8, of the shape and meaning that `quantized_layout` gives; contiguous, and 64-byte aligned where the
-        kernels are to be fast.
+    data: uint8, laid out as `quantized_layout` says; contiguous. The kernels are fast where it is 64-byte aligned.
     format: "int8" or "int4".
     shape: (N, K).
-    dtype: of the weight it stands for, in which `rows` and `dequantize` give it back.
+    dtype: the dtype of the weight that this one stands for; `rows` and `dequantize` return it.
     """
 
     data: Tensor
@@ -41,21 +41,25 @@ class QuantizedWeight:
 
     @classmethod
     def pack(cls, format: str, q: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> "QuantizedWeight":
-        """From integers: int8 q [N, K] and the scales [N, groups], float32 for int8 and float16 for int4.
+        """Pack integers, int8 q [N, K], and their scales [N, groups]: float32 for int8, float16 for int4.
+
+        Integers outside the format's range are not noticed.
 
         Raises:
-            RequestError: what does not fit the format; integers outside its range are for the caller to avoid.
+            RequestError: an unknown format, or shapes and dtypes that do not fit it.
         """
         rows, inputs = q.shape if q.dim() == 2 else (0, 0)
         if format not in FORMATS:
             raise RequestError(f"a weight is packed as {' or '.join(FORMATS)}; got {format!r}")
         if not 1 <= inputs <= layout.MAX_INPUTS or rows < 1 or q.dtype != torch.int8:
-            wanted = f"int8 [N, K] with 1 … {layout.MAX_INPUTS} inputs"
-            raise RequestError(f"the integers of a weight must be {wanted}; got {shapes(q=q)}")
-        groups, kind = layout.num_groups(format, inputs), torch.float32 if format == "int8" else torch.float16
-        if scales.shape != (rows, groups) or scales.dtype != kind:
             raise RequestError(
-                f"{format} integers {[rows, inputs]} want scales {kind} {[rows, groups]}; got {shapes(scales=scales)}"
+                f"the integers of a weight must be int8 [N, K] with 1 … {layout.MAX_INPUTS} inputs; got {shapes(q=q)}"
+            )
+        groups, dtype_of_scales = layout.num_groups(format, inputs), _SCALE_DTYPES[format]
+        if scales.shape != (rows, groups) or scales.dtype != dtype_of_scales:
+            raise RequestError(
+                f"{format} integers {[rows, inputs]} want scales {dtype_of_scales} {[rows, groups]}; "
+                f"got {shapes(scales=scales)}"
             )
         return cls(layout.pack(format, q.contiguous(), scales.contiguous()), format, (rows, inputs), dtype)
 
@@ -65,10 +69,10 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """[N, K] in `dtype`."""
-        return torch.cat([values.to(self.dtype) for _, values in _runs(self.data, self.format, *self.shape)])
+        return torch.cat([values.to(self.dtype) for _, values in _row_slices(self.data, self.format, *self.shape)])
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows as of an embedding: int32 or int64 ids [...] -> [..., K] in `dtype`."""
+        """Look rows up, as an embedding does: int32 or int64 ids [...] -> [..., K] in `dtype`."""
         check_id_dtype(ids)
         return _rows(self.data, ids, self.format, *self.shape, self.dtype)
 
@@ -87,11 +91,11 @@ class QuantizedWeight:
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, x itself quantized on the way.
+    """`x @ weight.T + bias`, with x rounded to 8 bits, so that the products are of integers.
 
-    x is rounded to 8 bits, so that the products are of integers: for int8 each token with the scale absmax / 127, for
-    int4 each group of 32 inputs of a token with that scale rounded up to a power of two (as MXINT8 of the OCP
-    Microscaling Formats, arXiv 2310.10537, but never clipped). Gradients pass to x as if it had not been rounded.
+    For int8 each token is rounded with the scale absmax / 127. For int4 each group of 32 inputs of a token is rounded
+    with that scale, itself rounded up to a power of two (as MXINT8 of the OCP Microscaling Formats, arXiv 2310.10537,
+    but never clipped). Gradients pass to x as if it had not been rounded.
 
     Args:
         x: float32, bfloat16 or float16 [..., K]. A token with an infinity or a NaN comes out as NaN. (For int4 1e35
@@ -108,7 +112,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     if bias is not None and (bias.shape != (rows,) or bias.dtype not in DTYPES):
         raise RequestError(f"linear: a weight {[rows, inputs]} wants a float bias [{rows}]; got {shapes(bias=bias)}")
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        # Through the definition no gradient would come: rounding has none.
+        # The definition would give no gradient: rounding has none.
         out: Tensor = _Differentiable.apply(x, weight.data, bias, weight.format, rows)  # type: ignore[no-untyped-call]
         return out
     return _linear(x, weight.data, bias, weight.format, rows)
@@ -127,7 +131,7 @@ def round_activations(x: Tensor, format: str) -> Tensor:
     absmax = grouped.abs().amax(-1, keepdim=True)
     if format == "int8":
         scale, smallest, largest = absmax / 127.0, 1e-36, math.inf
-        # torch takes a number over a tensor as number times reciprocal, which rounds twice; the kernels divide.
+        # torch computes number / tensor as number * reciprocal, which rounds twice; the kernels divide.
         q = (grouped * (torch.full_like(absmax, 127.0) / absmax)).round()
     else:
         # The least power of two that takes absmax to 127 or less. Within these bounds its products are exact.
@@ -136,13 +140,13 @@ def round_activations(x: Tensor, format: str) -> Tensor:
         scale = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
         smallest, largest = 2.0**-95, 2.0**117
         q = (grouped / scale).round()
-    # Smaller ones count as zeros; what is not finite makes its whole group, and so the token, NaN.
+    # A group of smaller values counts as zeros. A value that is not finite makes its group, and so its token, NaN.
     rounded = torch.where(absmax >= smallest, q * scale, 0.0)
     return torch.where(absmax < largest, rounded, torch.nan).flatten(1)[:, :inputs]
 
 
-def _runs(data: Tensor, format: str, rows: int, inputs: int) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of rows with their float32 values [some rows, K], few enough at once to stay in the cache."""
+def _row_slices(data: Tensor, format: str, rows: int, inputs: int) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of rows with their float32 values [some rows, K], few enough at once to stay in the cache."""
     blocks = math.ceil(2**20 / (layout.BLOCK * inputs))
     for block in range(0, len(data), blocks):
         first = block * layout.BLOCK
@@ -157,7 +161,7 @@ def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, format: str
     inputs = x.shape[-1]
     rounded = round_activations(x.reshape(x.numel() // inputs, inputs).to(torch.float32), format)
     out = x.new_empty((len(rounded), rows))
-    for run, values in _runs(data, format, rows, inputs):
+    for run, values in _row_slices(data, format, rows, inputs):
         sums = rounded @ values.T
         out[:, run] = sums if bias is None else sums + bias[run]
     return out.view(*x.shape[:-1], rows)
@@ -203,7 +207,7 @@ _rows = Operator(
 
 
 class _Differentiable(torch.autograd.Function):
-    """The operator with the gradient of the product of unrounded activations."""
+    """The operator, with the gradient that the product with unrounded activations has."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
@@ -217,7 +221,7 @@ class _Differentiable(torch.autograd.Function):
         (data,) = ctx.saved_tensors
         flat = grad.reshape(grad.numel() // ctx.rows, ctx.rows).to(torch.float32)
         to_x = flat.new_zeros((len(flat), ctx.inputs))
-        for run, values in _runs(data, ctx.format, ctx.rows, ctx.inputs):
+        for run, values in _row_slices(data, ctx.format, ctx.rows, ctx.inputs):
             to_x += flat[:, run] @ values
         to_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
         return to_x.to(ctx.x_dtype).view(*grad.shape[:-1], ctx.inputs), None, to_bias, None, None

@@ -4,8 +4,8 @@ Both formats are symmetric, value = scale * q: int8 with a float32 scale for eac
 a float16 scale (of either sign) for each row and group of 32 inputs and q in [-8, 7]. The layout is that of
 native/src/linear/layout.h; docs/quantization.md draws it.
 
-Shapes: N rows (outputs), K inputs. Rows come in blocks of 16, and what fills up N and K is zeros. `data` is uint8
-[blocks, bytes of a block]; functions that take it take any run of its blocks.
+Shapes: N rows (outputs), K inputs. Rows come in blocks of 16; N and K are padded with zeros. `data` is uint8
+[blocks, bytes of a block]. Functions that take data take any slice of its blocks.
 """
 
 import math
@@ -31,7 +31,7 @@ def data_shape(format: str, shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def num_groups(format: str, inputs: int) -> int:
-    """Scales of a row."""
+    """The number of scales of a row."""
     return 1 if format == "int8" else math.ceil(inputs / GROUP)
 
 
@@ -48,13 +48,13 @@ def unpack(format: str, data: Tensor, shape: tuple[int, int]) -> tuple[Tensor, T
 
 
 def values(format: str, data: Tensor, inputs: int) -> Tensor:
-    """float32 [blocks * 16, K]."""
+    """The values of all rows in `data`, padding rows included: float32 [blocks * 16, K]."""
     q, scales = _unpack_int8(data) if format == "int8" else _unpack_int4(data)
     return _scaled(q, scales, inputs)
 
 
 def row_values(format: str, data: Tensor, ids: Tensor, inputs: int) -> Tensor:
-    """float32 [count, K]: the rows at int64 ids [count], read from nowhere else."""
+    """The values of the rows at int64 ids [count]: float32 [count, K]. No other row is read."""
     block, row = ids // BLOCK, ids % BLOCK
     if format == "int8":
         q = _signed(_int8_lines(data)[block, :, row]).flatten(1)
@@ -83,7 +83,7 @@ def _pack_int8(q: Tensor, scales: Tensor) -> Tensor:
 
 
 def _unpack_int8(data: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [rows, padded K], float32 [rows, 1], padding included."""
+    """q int8 [rows, padded K] and scales float32 [rows, 1], padding included."""
     rows = len(data) * BLOCK
     return _signed(_int8_lines(data)).transpose(1, 2).reshape(rows, -1), _int8_scales(data).reshape(rows, 1)
 
@@ -119,7 +119,7 @@ def _pack_int4(q: Tensor, scales: Tensor) -> Tensor:
 
 
 def _unpack_int4(data: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [rows, padded K], float16 [rows, padded groups], padding included."""
+    """q int8 [rows, padded K] and scales float16 [rows, padded groups], padding included."""
     rows = len(data) * BLOCK
     q = _split(_int4_lines(data)).permute(0, 3, 1, 2, 4, 5)
     return q.reshape(rows, -1), _int4_scales(data).permute(0, 3, 1, 2).reshape(rows, -1)

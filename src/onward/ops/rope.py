@@ -26,9 +26,9 @@ def rope(
 
     Args:
         x: float [B, H, T, D].
-        offsets: position of x[:, :, 0], an int for all rows or int32 [B].
-        dims: features that turn, even and at most D; those past them are unchanged.
-        base: of the geometric schedule of inverse frequencies, base ** (-2i / dims).
+        offsets: the position of x[:, :, 0], an int for all rows or int32 [B].
+        dims: how many features turn, even and at most D; those past them are unchanged.
+        base: the base of the geometric schedule of inverse frequencies, base ** (-2i / dims).
         inv_freqs: float32 [dims / 2], radians a position, instead of that schedule ("frequencies" elsewhere).
         scale: multiplies the position.
         interleaved: pairs are (2i, 2i + 1), as Meta stores them; else (i, i + dims/2), as Hugging Face does.
@@ -46,23 +46,24 @@ def rope(
         inv_freqs = (float(base) ** -exponents).to(torch.float32)
     if inv_freqs.shape != (dims // 2,):
         raise RequestError(f"rope: dims {dims} wants inv_freqs [{dims // 2}]; got {shapes(inv_freqs=inv_freqs)}")
-    at = torch.as_tensor(offsets, dtype=torch.int32, device=x.device)
-    if at.dim() == 0:
-        at = at.expand(x.shape[0])
-    if at.shape != x.shape[:1]:
-        raise RequestError(f"rope: offsets must be an int or int32 [B]; got {shapes(offsets=at, x=x)}")
-    return _rope(x, at, inv_freqs.to(torch.float32), float(scale), bool(interleaved))
+    row_offsets = torch.as_tensor(offsets, dtype=torch.int32, device=x.device)
+    if row_offsets.dim() == 0:
+        row_offsets = row_offsets.expand(x.shape[0])
+    if row_offsets.shape != x.shape[:1]:
+        raise RequestError(f"rope: offsets must be an int or int32 [B]; got {shapes(offsets=row_offsets, x=x)}")
+    return _rope(x, row_offsets, inv_freqs.to(torch.float32), float(scale), bool(interleaved))
 
 
 def angles(radians: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [B, T, R] radians -> the cos and sin that `rotate` takes, each float32 [B, T, 2R].
 
-    Both halves of a pair need them, the first with its sin negated: laid out once here, for all layers and heads.
+    Both features of a pair need the values, the first with its sin negated. They are laid out once here, for all layers
+    and heads.
     """
     if radians.dim() != 3 or radians.dtype != torch.float32:
         raise RequestError(f"angles wants float32 radians [B, T, R]; got {shapes(radians=radians)}")
-    both = _angles(radians)
-    return both[0], both[1]
+    cos_sin = _angles(radians)
+    return cos_sin[0], cos_sin[1]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -81,14 +82,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     fits = x.dim() == 4 and cos.shape == sin.shape and cos.dim() == 3 and cos.shape[:2] == (x.shape[0], x.shape[2])
     fits = fits and x.dtype in DTYPES and cos.dtype == sin.dtype == torch.float32
     if not fits or cos.shape[-1] > x.shape[-1] or cos.shape[-1] % 2:
-        wanted = "float x [B, H, T, D] and float32 cos, sin [B, T, 2R]"
-        raise RequestError(f"rotate wants {wanted}; got {shapes(x=x, cos=cos, sin=sin)}")
+        operands = "float x [B, H, T, D] and float32 cos, sin [B, T, 2R]"
+        raise RequestError(f"rotate wants {operands}; got {shapes(x=x, cos=cos, sin=sin)}")
     return _rotate(x, cos, sin)
 
 
-def _angles_composed(radians: Tensor) -> Tensor:
+def _angles_definition(radians: Tensor) -> Tensor:
     """float32 [2, B, T, 2R]: cos, then sin."""
-    # In float64, so that every machine and form rounds to the same float32, or to its neighbour.
+    # In float64, so that every machine, and the kernel, rounds to the same float32 or to its neighbour.
     exact = radians.to(torch.float64)
     cos, sin = exact.cos().to(torch.float32), exact.sin().to(torch.float32)
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
@@ -97,15 +98,15 @@ def _angles_composed(radians: Tensor) -> Tensor:
 def _angles_native(library: Library, radians: Tensor) -> Tensor:
     radians = radians.contiguous()
     pairs = radians.shape[-1]
-    both = radians.new_empty((2, *radians.shape[:-1], 2 * pairs))
+    cos_sin = radians.new_empty((2, *radians.shape[:-1], 2 * pairs))
     status = library.onward_rotary_angles(
-        radians.numel() // max(pairs, 1), pairs, radians.data_ptr(), both[0].data_ptr(), both[1].data_ptr()
+        radians.numel() // max(pairs, 1), pairs, radians.data_ptr(), cos_sin[0].data_ptr(), cos_sin[1].data_ptr()
     )
     library.check(status, "onward_rotary_angles")
-    return both
+    return cos_sin
 
 
-def _rotate_composed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_definition(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     dims = cos.shape[-1]
     turning = x[..., :dims]
     partners = torch.cat((turning[..., dims // 2 :], turning[..., : dims // 2]), dim=-1)
@@ -114,7 +115,7 @@ def _rotate_composed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if dims == x.shape[-1] else torch.cat((turned, x[..., dims:]), dim=-1)
 
 
-def _rope_composed(x: Tensor, offsets: Tensor, inv_freqs: Tensor, scale: float, interleaved: bool) -> Tensor:
+def _rope_definition(x: Tensor, offsets: Tensor, inv_freqs: Tensor, scale: float, interleaved: bool) -> Tensor:
     dims = 2 * inv_freqs.shape[0]
     positions = offsets.unsqueeze(1) + torch.arange(x.shape[2], device=x.device)
     radians = (positions * scale).to(torch.float64).unsqueeze(-1) * inv_freqs.to(torch.float64)
@@ -168,16 +169,16 @@ def _fake(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_rotate = Operator("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate_composed, _rotate_native, _fake)
+_rotate = Operator("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate_definition, _rotate_native, _fake)
 _rope = Operator(
     "rope(Tensor x, Tensor offsets, Tensor inv_freqs, float scale, bool interleaved) -> Tensor",
-    _rope_composed,
+    _rope_definition,
     _rope_native,
     _fake,
 )
 _angles = Operator(
     "rotary_angles(Tensor radians) -> Tensor",
-    _angles_composed,
+    _angles_definition,
     _angles_native,
     lambda radians: radians.new_empty((2, *radians.shape[:-1], 2 * radians.shape[-1])),
 )

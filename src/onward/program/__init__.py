@@ -1,4 +1,4 @@
-"""Programs: a forward as one call a step."""
+"""Programs: a model's forward as one native call (or CUDA graph) a step."""
 
 from onward.program.compiled import Programs
 from onward.program.cuda_graph import CudaGraphs

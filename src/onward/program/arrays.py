@@ -16,17 +16,17 @@ class Kind(Enum):
     LOGITS_AT = "logits_at"
     CACHE = "cache"
     PARAM = "param"
-    CONSTANT = "constant"  # made by the forward itself, of nothing but numbers
+    CONSTANT = "constant"  # tensors that the forward makes of numbers alone
     LOGITS = "logits"
-    TEMPORARY = "temporary"  # what ops compute
+    TEMPORARY = "temporary"  # results of operators
 
 
 @dataclass(eq=False)
 class Storage:
     """A run of memory.
 
-    index: its place among the trace's storages. nbytes: of the traced shapes. constant: what the forward made.
-    param: the tensor among params; whoever calls the program holds it.
+    index: its place among the trace's storages. nbytes: its size for the traced shapes. constant: the tensor, for a
+    constant. param: the tensor among params; the program's caller holds it.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Storage:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The memory itself, where it is the same in every run: of params and constants."""
+        """The tensor that holds the memory, for params and constants: they are the same in every run."""
         return self.constant if self.param is None else self.param()
 
 
@@ -69,12 +69,12 @@ class Array:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements lie one after another in order; sizes of 1 may have any stride."""
-        wanted = 1
+        """Whether its elements lie one after another in order. The stride of a dimension of size 1 does not count."""
+        expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != wanted:
+            if size != 1 and stride != expected:
                 return False
-            wanted *= size
+            expected *= size
         return True
 
     def __str__(self) -> str:

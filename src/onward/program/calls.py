@@ -20,17 +20,14 @@ def address(array: Array) -> Address:
     return Address(array.storage, array.byte_offset)
 
 
-# An argument of a kernel: a number; an address; integers in memory of the program's own, of which the kernel gets
-# the address; structures there, one mapping of field to argument for each.
+# An argument of a kernel: a number, an address, a list of integers, or a list of structures (each a mapping of field to
+# argument). Lists lie in the program's own memory, and the kernel gets their address.
 Argument = int | float | Address | None | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(eq=False)
 class KernelCall:
-    """A call of the native library. node: what it was made from, for messages and `explain`.
-
-    nbytes: of weights and caches that it reads, for reports.
-    """
+    """A call of the native library. node: the operator it was made from, for messages and `explain`."""
 
     kernel: str
     args: tuple[Argument, ...]
@@ -42,7 +39,7 @@ class KernelCall:
 
 @dataclass(eq=False)
 class TorchCall:
-    """An operator that has no kernel: run by torch, on tensors over the program's memory. why: what is missing."""
+    """An operator that has no kernel: torch runs it, on tensors over the program's memory. why: what is missing."""
 
     node: Node
     why: str

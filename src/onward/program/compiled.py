@@ -1,4 +1,4 @@
-"""A forward with its programs: traced for the shapes it meets, when it meets them."""
+"""A forward with its programs: it is traced for a shape when it is first called with it."""
 
 import logging
 import threading
@@ -16,43 +16,47 @@ from onward.native import Library
 from onward.program.arrays import Kind
 from onward.program.calls import KernelCall, TorchCall
 from onward.program.encode import Image, encode
-from onward.program.leaves import CacheLeaves, for_any_rows, imagined
+from onward.program.leaves import CacheLeaves, for_any_rows, without_memory
 from onward.program.lower import fallbacks, is_whole, lower
 from onward.program.lowering import INFER
 from onward.program.lowering.builder import contiguous_strides
 from onward.program.memory import Arena
 from onward.program.native import NativeProgram, Pick, Signature
-from onward.program.shapes import MOST_ROWS, Grid, Shape, through
+from onward.program.shapes import MOST_ROWS, Grid, Shape, TraceShape, make_grid
 from onward.program.trace import trace
 
 Forward = Callable[..., tuple[Tensor, Any]]
 T = TypeVar("T")
 
-# Programs kept, and families of them: of a prompt's odd lengths only the last ones matter.
-_KEPT = 32
-# Traced shapes that a family remembers, to confirm a grid with.
-_REMEMBERED = 4
+# How many programs, and how many families, are kept. Prompts have all lengths, and only the last ones matter.
+_MOST_KEPT = 32
+# How many traced shapes a family keeps, to confirm a grid with.
+_MOST_TRACED = 4
 
 _log = logging.getLogger(__name__)
 
 
 class MissingKernelsError(ProgramError):
-    """A forward uses operators that have no kernel, and that was not allowed."""
+    """A forward uses operators that have no kernel, and the caller refused to let torch run them."""
 
 
 @dataclass(eq=False)
 class _Family:
-    """Programs that differ in their numbers of rows and tokens. known: some that were traced. grids: for all shapes."""
+    """Programs that differ in their numbers of rows and tokens only.
 
-    known: dict[Shape, tuple[Image, Signature]] = field(default_factory=dict)
+    traced: programs of single shapes. grids: programs for all shapes. tried: the (free axes, fixed sizes) of grids that
+    were tried.
+    """
+
+    traced: dict[Shape, tuple[Image, Signature]] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)
     tried: set[Hashable] = field(default_factory=set)
 
 
 class Programs:
-    """The programs of one forward and its params. They hold neither: `CompiledForward` does, or whoever calls.
+    """The programs of one forward and its params. They hold neither: `CompiledForward` or the caller does.
 
-    One arena, so one run at a time: `lock`. refused: why the forward cannot be traced, once that was tried.
+    All share one arena, so `lock` lets one run at a time. refused: why the forward could not be traced, if so.
     """
 
     def __init__(self) -> None:
@@ -62,7 +66,7 @@ class Programs:
         renew_in_forks(self)
 
     def renew(self) -> None:
-        """In a forked child: a program that another thread was running, or making, is not run on."""
+        """In a forked child: drop all programs if another thread was running or making one during the fork."""
         if self.lock.locked():
             self._clear()
         self.lock = threading.Lock()
@@ -71,18 +75,18 @@ class Programs:
         self.arena = Arena()
         self.families: OrderedDict[Hashable, _Family] = OrderedDict()
         self.by_shape: OrderedDict[Hashable, NativeProgram] = OrderedDict()
-        self.leaves: CacheLeaves | None = None  # of the cache seen last
-        self.last: tuple[CacheLeaves, Hashable, NativeProgram] | None = None  # what ran last, and for which shapes
+        self.leaves: CacheLeaves | None = None  # of the last cache
+        self.last: tuple[CacheLeaves, Hashable, NativeProgram] | None = None  # what ran last
 
 
 class CompiledForward:
     """Callable as (tokens int32 [B, T], offsets int32 [B], cache, logits_at or None) -> (logits, cache).
 
-    forward, params: as of the contract in `onward.models.model`.
+    forward, params: as `onward.models.model` describes them.
     selects_logits: whether forward takes the keyword `logits_at`.
     fallback: "eager" lets torch run the operators that have no kernel, "raise" refuses them.
-    most_tokens: the largest T that one program for every T is made for.
-    programs: those that were made before, of the same forward and the same tensors in params.
+    most_tokens: the largest T that the one program for every T serves.
+    programs: programs made before, of the same forward and the same tensors in params; new ones are added to them.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class CompiledForward:
         self._library = library
         self._selects_logits = selects_logits
         self._fallback = fallback
-        self._most = most_tokens
+        self._most_tokens = most_tokens
         self._programs = Programs() if programs is None else programs
 
     def __call__(
@@ -115,7 +119,7 @@ class CompiledForward:
     def picked(
         self, tokens: Tensor, offsets: Tensor, cache: Any, pick: Pick, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Any]:
-        """As a call, with the ids int64 [B] that `pick` finds in the logits of a single token; None if it cannot."""
+        """Call it for one token a row; also return the ids int64 [B] that `pick` picks, or None if it cannot."""
         with self._programs.lock:
             leaves = self._leaves(cache)
             program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves)
@@ -126,16 +130,16 @@ class CompiledForward:
     def timed(
         self, tokens: Tensor, offsets: Tensor, cache: Any, rounds: int
     ) -> list[tuple[KernelCall | TorchCall, float]]:
-        """Run it `rounds` times; the mean seconds of each of its calls."""
+        """Run it `rounds` times; return its kernel and torch calls, each with its mean seconds."""
         with self._programs.lock:
             leaves = self._leaves(cache)
-            # Of exactly this shape: the calls of a grid's program know the sizes of its largest only.
-            image, made = self._traced(Shape(*tokens.shape), None, cache)
-            program = NativeProgram(image, made, self._library, self._programs.arena)
+            # Traced for exactly this shape: the calls of a grid's program know the sizes of its largest shape only.
+            image, signature = self._traced(Shape(*tokens.shape), None, cache)
+            program = NativeProgram(image, signature, self._library, self._programs.arena)
             return program.timed(tokens, offsets, leaves, rounds)
 
     def prepare(self, batch: int, tokens: int, cache: Any) -> NativeProgram:
-        """The program for these shapes, made where there is none."""
+        """The program for these shapes; it is made if there is none."""
         with self._programs.lock:
             return self._program(batch, tokens, cache, self._leaves(cache))
 
@@ -148,95 +152,97 @@ class CompiledForward:
     def _program(
         self, batch: int, tokens: int, cache: Any, leaves: CacheLeaves, logits_at: Tensor | None = None
     ) -> NativeProgram:
-        wanted = None if logits_at is None or not self._selects_logits else logits_at.shape[1]
-        shape, last = (batch, tokens, wanted), self._programs.last
-        # Mostly the same again. A signature is as long as the model is deep, and would be hashed at every step.
+        num_logits = None if logits_at is None or not self._selects_logits else logits_at.shape[1]
+        shape, last = (batch, tokens, num_logits), self._programs.last
+        # Mostly the last program serves again. A look-up by key would hash all layers' layouts at every step.
         if last is not None and last[0] is leaves and last[1] == shape:
             return last[2]
         key = (*shape, leaves.signature)
-        program = _kept(self._programs.by_shape, key, lambda: self._make(Shape(batch, tokens), wanted, cache, leaves))
+        program = _get_or_make(
+            self._programs.by_shape, key, lambda: self._make(Shape(batch, tokens), num_logits, cache, leaves)
+        )
         self._programs.last = (leaves, shape, program)
         return program
 
-    def _make(self, shape: Shape, wanted: int | None, cache: Any, leaves: CacheLeaves) -> NativeProgram:
+    def _make(self, shape: Shape, num_logits: int | None, cache: Any, leaves: CacheLeaves) -> NativeProgram:
         several = shape.batch > 1
-        signature = for_any_rows(leaves.signature, shape.batch) if several else leaves.signature
-        family = _kept(self._programs.families, (several, shape.tokens > 1, wanted, signature), _Family)
+        layouts = for_any_rows(leaves.signature, shape.batch) if several else leaves.signature
+        family = _get_or_make(self._programs.families, (several, shape.tokens > 1, num_logits, layouts), _Family)
 
-        def traced(shape: Shape) -> tuple[Image, Signature]:
-            return self._traced(shape, wanted, imagined(cache, signature, shape.batch))
+        def trace_shape(shape: Shape) -> tuple[Image, Signature]:
+            return self._traced(shape, num_logits, without_memory(cache, layouts, shape.batch))
 
-        grid = self._grid(family, shape, traced)
+        grid = self._grid(family, shape, trace_shape)
         if grid is not None:
-            image, made = grid.image(shape), _resized(grid.signature, shape, wanted)
+            image, signature = grid.image(shape), _resized(grid.signature, shape, num_logits)
         else:
-            image, made = family.known.get(shape) or traced(shape)
-            if len(family.known) < _REMEMBERED:
-                family.known[shape] = image, made
-        return NativeProgram(image, made, self._library, self._programs.arena)
+            image, signature = family.traced.get(shape) or trace_shape(shape)
+            if len(family.traced) < _MOST_TRACED:
+                family.traced[shape] = image, signature
+        return NativeProgram(image, signature, self._library, self._programs.arena)
 
-    def _grid(self, family: _Family, shape: Shape, traced: Callable[[Shape], tuple[Image, Signature]]) -> Grid | None:
-        """The programs for all shapes of a family, this one among them, as soon as a second one is asked for."""
+    def _grid(self, family: _Family, shape: Shape, trace_shape: TraceShape) -> Grid | None:
+        """A grid of the family that covers the shape. It is made when a second shape of the family is asked for."""
         for grid in family.grids:
             if grid.covers(shape):
                 return grid
-        if shape in family.known or shape.tokens > self._most or shape.batch > MOST_ROWS:
+        if shape in family.traced or shape.tokens > self._most_tokens or shape.batch > MOST_ROWS:
             return None
-        for free in _axes(family, shape):
+        for free in _free_axes(family, shape):
             fixed = Shape(0 if free[0] else shape.batch, 0 if free[1] else shape.tokens)
             if (free, fixed) not in family.tried:
-                known = {each: image for each, (image, _) in family.known.items()}
-                made = through(traced, fixed, free, self._most, known)
+                images = {traced_shape: image for traced_shape, (image, _) in family.traced.items()}
+                new_grid = make_grid(trace_shape, fixed, free, self._most_tokens, images)
                 family.tried.add((free, fixed))
-                if made is not None:
-                    family.grids.append(made)
-                    return made
+                if new_grid is not None:
+                    family.grids.append(new_grid)
+                    return new_grid
         return None
 
-    def _traced(self, shape: Shape, wanted: int | None, cache: Any) -> tuple[Image, Signature]:
+    def _traced(self, shape: Shape, num_logits: int | None, cache: Any) -> tuple[Image, Signature]:
         began = time.perf_counter()
-        traced = trace(self._forward, self._params, cache, *shape, wanted, whole=is_whole, infer=INFER)
+        traced = trace(self._forward, self._params, cache, *shape, num_logits, whole=is_whole, infer=INFER)
         calls = lower(traced)
         missing = fallbacks(calls)
         if missing and self._fallback == "raise":
-            raise MissingKernelsError(f"no kernels for: {_listed(missing)}")
+            raise MissingKernelsError(f"no kernels for: {_named(missing)}")
         assert traced.logits is not None
-        made = Signature(traced.inputs, traced.cache, traced.logits.shape, traced.logits.dtype)
+        signature = Signature(traced.inputs, traced.cache, traced.logits.shape, traced.logits.dtype)
         image = encode(calls, traced.storages, self._library)
         seconds = time.perf_counter() - began
         _log.debug("a program of %d calls for [%d, %d] tokens was made in %.3f s", len(calls), *shape, seconds)
-        return image, made
+        return image, signature
 
 
-def _axes(family: _Family, shape: Shape) -> list[tuple[bool, bool]]:
-    """Along which axes, rows and tokens, shapes were asked for that differ from this one: both, or one alone."""
-    differing = {(known.batch != shape.batch, known.tokens != shape.tokens) for known in family.known}
+def _free_axes(family: _Family, shape: Shape) -> list[tuple[bool, bool]]:
+    """The axes (rows, tokens) along which traced shapes differ from this one: both together, then one alone."""
+    differing = {(traced.batch != shape.batch, traced.tokens != shape.tokens) for traced in family.traced}
     both = {(True, True)} if any(rows for rows, _ in differing) and any(tokens for _, tokens in differing) else set()
     return sorted((differing | both) - {(False, False)}, reverse=True)
 
 
-def _resized(made: Signature, shape: Shape, wanted: int | None) -> Signature:
-    """The signature of a grid's largest program for another shape."""
-    count = shape.tokens if wanted is None else wanted
+def _resized(largest: Signature, shape: Shape, num_logits: int | None) -> Signature:
+    """The signature of a grid's largest program, changed to another shape."""
+    count = shape.tokens if num_logits is None else num_logits
     sizes = {Kind.TOKENS: shape, Kind.OFFSETS: (shape.batch,), Kind.LOGITS_AT: (shape.batch, count)}
     inputs = {
         kind: replace(array, shape=tuple(sizes[kind]), strides=contiguous_strides(sizes[kind]))
-        for kind, array in made.inputs.items()
+        for kind, array in largest.inputs.items()
     }
-    return replace(made, inputs=inputs, logits_shape=(shape.batch, count, made.logits_shape[2]))
+    return replace(largest, inputs=inputs, logits_shape=(shape.batch, count, largest.logits_shape[2]))
 
 
-def _kept(among: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
-    """What was made for the key before, or is now; the one used longest ago makes room."""
-    found = among.get(key)
-    if found is None:
-        found = among[key] = make()
-        if len(among) > _KEPT:
-            among.popitem(last=False)
+def _get_or_make(entries: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
+    """The entry of the key, made if there is none. The entry that was used longest ago makes room for a new one."""
+    entry = entries.get(key)
+    if entry is None:
+        entry = entries[key] = make()
+        if len(entries) > _MOST_KEPT:
+            entries.popitem(last=False)
     else:
-        among.move_to_end(key)
-    return found
+        entries.move_to_end(key)
+    return entry
 
 
-def _listed(calls: list[TorchCall]) -> str:
+def _named(calls: list[TorchCall]) -> str:
     return "; ".join(f"{call.node.name} at {call.node.where} ({call.why})" for call in calls[:8])

@@ -29,12 +29,13 @@ class _Captured:
 
 
 class CudaGraphs:
-    """Callable as a program; a graph for every shape of tokens and every cache.
+    """Callable as a program. It captures a graph for every shape of tokens and every cache.
 
-    A graph holds addresses, so it belongs to the cache tensors it was captured with: another cache means another
+    A graph holds addresses, so it belongs to the cache tensors it was captured with: another cache needs another
     graph. Prompts (T above `graphed_tokens`) run eagerly: their launches are hidden behind the work, and a graph for
     every length would cost more than it saves.
-    capture: records the kernels that a function launches and returns what replays them; given by tests without a GPU.
+    capture: records the kernels that a function launches; returns a function that replays them, and the tensor that
+        they write. Tests pass their own where there is no GPU.
     """
 
     def __init__(
@@ -64,12 +65,13 @@ class CudaGraphs:
         if tokens.shape[1] > self._graphed_tokens:
             return self._call(tokens, offsets, cache, logits_at)
         leaves = [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor)]
-        wanted = None if logits_at is None else logits_at.shape
-        key = (tokens.shape, wanted, tuple(leaf.data_ptr() for leaf in leaves), tuple(leaf.shape for leaf in leaves))
+        logits_shape = None if logits_at is None else logits_at.shape
+        addresses, shapes = tuple(leaf.data_ptr() for leaf in leaves), tuple(leaf.shape for leaf in leaves)
+        key = (tokens.shape, logits_shape, addresses, shapes)
         with self._lock:
             graph = self._graphs.get(key)
             if graph is None:
-                # A new cache has taken the old one's place: its graphs point at memory that may be gone.
+                # Where this cache replaces another, that one's memory may be freed: drop its graphs.
                 self._graphs = {k: g for k, g in self._graphs.items() if k[2] == key[2]}
                 graph = self._graphs[key] = self._captured(tokens, offsets, cache, logits_at)
             graph.tokens.copy_(tokens)
@@ -80,10 +82,10 @@ class CudaGraphs:
             return graph.logits.clone(), cache
 
     def _captured(self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None) -> _Captured:
-        given = tokens.clone(), offsets.clone(), None if logits_at is None else logits_at.clone()
+        inputs = tokens.clone(), offsets.clone(), None if logits_at is None else logits_at.clone()
 
         def step() -> Tensor:
-            logits, returned = self._call(given[0], given[1], cache, given[2])
+            logits, returned = self._call(inputs[0], inputs[1], cache, inputs[2])
             before, after = pytree.tree_leaves(cache), pytree.tree_leaves(returned)
             if len(before) != len(after) or any(
                 isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
@@ -92,12 +94,12 @@ class CudaGraphs:
                 raise TraceError("a forward in a CUDA graph must write its cache in place and return that cache")
             return logits
 
-        # Running it changes nothing but the positions that this very call will write.
+        # The warm-up runs write only the cache positions that this call writes anyway.
         try:
             replay, logits = self._capture(step)
-        except RuntimeError as error:  # it synchronises, or reads a value
+        except RuntimeError as error:  # the forward synchronises with the device, or reads a value
             raise TraceError(f"the forward cannot be captured as a CUDA graph: {one_line(error)}") from error
-        return _Captured(replay, *given, logits)
+        return _Captured(replay, *inputs, logits)
 
     def _call(self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None) -> tuple[Tensor, Any]:
         if self._selects_logits:
@@ -108,7 +110,7 @@ class CudaGraphs:
 
 
 def capture_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Record what `step` launches: (what replays it, the tensor its result will be in)."""
+    """Record the kernels that `step` launches: (a function that replays them, the tensor that holds the result)."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

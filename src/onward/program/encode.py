@@ -1,7 +1,7 @@
-"""Calls as the words that the native library runs (native/src/program.cpp), and memory shared among them.
+"""Encode calls as the words that the native library runs (native/src/program.cpp), and plan their shared memory.
 
 A program's memory image is its code followed by the arrays and structures that its kernels take by address. Words
-that hold addresses are listed apart, as a base and an offset, so that an image can be moved to other tensors.
+that hold addresses are listed apart, as a base and an offset, so that an image can be bound to other tensors.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 
 @dataclass(eq=False)
 class Segment:
-    """words[begin:end] of the image, which are `calls` kernel calls, then an operator for torch, if any."""
+    """words[begin:end] of the image, which hold `calls` kernel calls. then: the operator that torch runs after them."""
 
     begin: int
     end: int
@@ -37,8 +37,8 @@ class Image:
     """A program without its addresses.
 
     words: code and data. places, bases, offsets: words[places[i]] is to hold the address of bases[i] plus offsets[i].
-    A base is 0 for the image itself, then a number for each slot, then one for each other storage.
-    slot_bytes: sizes of the memory that temporaries share. slots: the slot of each temporary, by storage index.
+    Base 0 is the image itself; then comes a base for each slot, then one for each storage.
+    slot_bytes: the size of each slot; temporaries share slots. slots: the slot of each temporary, by storage index.
     """
 
     words: Words
@@ -58,18 +58,18 @@ class Image:
 
     @property
     def numbers(self) -> Words:
-        """All that may depend on the number of tokens."""
+        """All numbers that may depend on the numbers of rows and tokens."""
         return np.concatenate((self.words, self.offsets, self.slot_bytes))
 
     def with_numbers(self, numbers: Words) -> "Image":
-        """The same program for another number of tokens."""
+        """The same program for other numbers of rows and tokens."""
         words, offsets, slots = np.split(numbers, np.cumsum((len(self.words), len(self.offsets))))
         return Image(
             words, self.places, self.bases, offsets, slots, self.slots, self.storages, self.segments, self.calls
         )
 
 
-# Words behind the code for a call that is not part of the program: what picks from its logits.
+# Words kept free behind the code for one more call, which picks ids from the logits.
 ROOM_AT_END = 16
 
 
@@ -97,9 +97,9 @@ def encode(calls: Sequence[Call], storages: list[Storage], library: Library) -> 
 
 
 def plan_slots(calls: Sequence[Call]) -> tuple[dict[int, int], list[int]]:
-    """A slot for every temporary, from its first call to its last; (slot by storage index, bytes of each slot).
+    """Give every temporary a slot from its first call to its last: (slot by storage index, bytes of each slot).
 
-    Only temporaries of one size share a slot: the plan is then the same for every number of tokens.
+    Only temporaries of one size share a slot, so that the plan is the same for every number of rows and tokens.
     """
     last: dict[int, int] = {}
     for at, call in enumerate(calls):
@@ -161,9 +161,9 @@ class _Encoder:
 
     def _instruction(self, kernel: str) -> int:
         if kernel not in self._instructions:
-            found = self._library.onward_program_instruction(kernel.encode())
-            assert found, f"{kernel} is no instruction"
-            self._instructions[kernel] = found
+            instruction = self._library.onward_program_instruction(kernel.encode())
+            assert instruction, f"{kernel} is not an instruction"
+            self._instructions[kernel] = instruction
         return self._instructions[kernel]
 
     def _word(self, kind: Any, argument: Any, place: int) -> int:
@@ -201,16 +201,16 @@ def _data(kind: Any, values: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _structure(structure: type[ctypes.Structure], fields: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """A structure cut into words of 64 bits: addresses as such, numbers as C lays them out."""
+    """A structure cut into words of 64 bits: addresses stay addresses, numbers lie as C lays them out."""
     numbers = structure()
-    known = {name: kind for name, kind, *_ in structure._fields_}
-    assert not set(fields) - set(known), (structure, set(fields) - set(known))
+    kinds = {name: kind for name, kind, *_ in structure._fields_}
+    assert not set(fields) - set(kinds), (structure, set(fields) - set(kinds))
     addresses = {}
     for name, value in fields.items():
-        if isinstance(value, Address) or (value is None and known[name] is ctypes.c_void_p):
+        if isinstance(value, Address) or (value is None and kinds[name] is ctypes.c_void_p):
             addresses[getattr(structure, name).offset] = value
         elif isinstance(value, list | tuple):
-            setattr(numbers, name, known[name](*value))
+            setattr(numbers, name, kinds[name](*value))
         else:
             setattr(numbers, name, value)
     raw = bytes(numbers)
@@ -222,7 +222,7 @@ def _structure(structure: type[ctypes.Structure], fields: Mapping[str, Any]) -> 
 
 
 def arena_offsets(slot_bytes: Words) -> tuple[Words, int]:
-    """(offset of each slot in one block of memory, bytes of it); slots are aligned to cache lines."""
+    """(offset of each slot in one block of memory, bytes of the block). Slots are aligned to cache lines."""
     padded = (slot_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
     ends = np.cumsum(padded)
     return ends - padded, int(ends[-1]) if len(ends) else 0

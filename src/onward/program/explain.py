@@ -22,7 +22,7 @@ _LOOKUPS = ("onward_gather_rows", "onward_linear_rows")
 
 @dataclass(frozen=True)
 class Row:
-    """Calls of one kernel for one operator. nbytes: of params read. seconds: of all the calls together."""
+    """All calls of one kernel for one operator. nbytes, seconds: params read and time spent by all of them."""
 
     op: str
     kernel: str
@@ -42,7 +42,8 @@ class Missing:
 
 @dataclass(frozen=True)
 class Report:
-    """backend: what runs. rows: most time first. missing: what torch runs. note: why another backend was not taken."""
+    """backend: the one that runs. rows: those with most time first. missing: operators that torch runs. note: why
+    another backend was not taken."""
 
     backend: str
     rows: Sequence[Row]
@@ -58,7 +59,7 @@ class Report:
         if self.rows:
             lines.append(f"{'op':<24} {'kernel':<16} {'calls':>5} {'MB':>8} {'us':>9} {'share':>6} {'GB/s':>6}")
             total = self.seconds or 1.0
-            # What stays in a cache is not read from memory: a rate of it could be compared with nothing.
+            # Params that stay in the processor's cache are not read from memory: their rate says nothing about it.
             cached = sum(row.nbytes for row in self.rows) <= last_level_cache_bytes()
             for row in self.rows:
                 rate = f"{row.nbytes / row.seconds / 1e9:6.1f}" if row.nbytes and row.seconds else " " * 6
@@ -76,7 +77,7 @@ class Report:
 
 
 def explain_native(run: CompiledForward, cache: Any, batch: int, tokens: int, offset: int) -> Report:
-    """Run the program of these shapes a few times on memory of its own and time its calls."""
+    """Run the program of these shapes a few times, on a scratch cache, and time its calls."""
     scratch = pytree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, cache)
     ids = torch.zeros((batch, tokens), dtype=torch.int32)
     offsets = torch.full((batch,), offset, dtype=torch.int32)
@@ -98,7 +99,7 @@ def _report(times: Sequence[tuple[KernelCall | TorchCall, float]]) -> Report:
 
 
 def _nbytes(call: KernelCall | TorchCall) -> int:
-    """Of weights that the call reads."""
+    """The bytes of weights that the call reads."""
     if isinstance(call, KernelCall) and call.kernel in _LOOKUPS:
         return sum(array.nbytes for array in call.node.outputs)
     return sum(storage.nbytes for storage in set(call.storages()) if storage.kind is Kind.PARAM)

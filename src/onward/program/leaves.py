@@ -1,4 +1,4 @@
-"""The tensors of a cache: known again at the next step, and what shapes they would have for other rows."""
+"""The tensors of a cache: recognise them at the next step, and tell their shapes for other numbers of rows."""
 
 import weakref
 from collections.abc import Hashable
@@ -11,27 +11,27 @@ from torch.utils import _pytree as pytree
 
 
 class Layout(NamedTuple):
-    """Of a tensor. shape: None where it is the number of rows. strides: None where it is contiguous."""
+    """How a tensor lies in memory. shape: None for the number of rows. strides: None if contiguous."""
 
     shape: tuple[int | None, ...]
     strides: tuple[int, ...] | None
     dtype: torch.dtype
 
 
-# A layout for each tensor of a cache; what else is in it stands for itself.
-Signature = tuple[Hashable, ...]
+# The layout of each tensor of a cache; other leaves as they are.
+CacheSignature = tuple[Hashable, ...]
 
 
 class CacheLeaves:
     """The tensors of a cache, held weakly: a program must not keep the memory of a request that is over.
 
-    signature: shapes, strides and dtypes.
+    signature: the shapes, strides and dtypes of all leaves.
     """
 
     def __init__(self, cache: Any) -> None:
         leaves = tensors_of(cache)
-        self.signature: Signature = tuple(map(_layout, pytree.tree_leaves(cache)))
-        # When one of them dies another may get its id.
+        self.signature: CacheSignature = tuple(map(_layout, pytree.tree_leaves(cache)))
+        # When a tensor is freed, a new one may get its id.
         self._ids = ids = list(map(id, leaves))
         self._references = [weakref.ref(leaf, lambda _: ids.clear()) for leaf in leaves]
 
@@ -40,9 +40,9 @@ class CacheLeaves:
         return bool(self._ids) and self._ids == list(map(id, tensors_of(cache)))
 
     def tensors(self) -> list[Tensor]:
-        found = [reference() for reference in self._references]
-        assert all(leaf is not None for leaf in found), "a cache is used that is gone"
-        return found  # type: ignore[return-value]
+        leaves = [reference() for reference in self._references]
+        assert all(leaf is not None for leaf in leaves), "the cache of a program has been freed"
+        return leaves  # type: ignore[return-value]
 
 
 def tensors_of(cache: Any) -> list[Tensor]:
@@ -66,10 +66,11 @@ def leaves_of(tree: Any) -> list[Any]:
     return pytree.tree_leaves(tree)
 
 
-def for_any_rows(signature: Signature, batch: int) -> Signature:
-    """The signature of such a cache for any number of rows, told from one for `batch` rows, 2 or more.
+def for_any_rows(signature: CacheSignature, batch: int) -> CacheSignature:
+    """The signature of a cache with the number of rows left open. The given one has `batch` rows, 2 or more.
 
-    Of several sizes that equal `batch` the first is taken for it; a wrong guess fits no cache for other rows.
+    The first size that equals `batch` is taken for the number of rows. Where that is wrong, the result fits no cache of
+    another number of rows.
     """
     return tuple(_for_any_rows(leaf, batch) if isinstance(leaf, Layout) else leaf for leaf in signature)
 
@@ -81,19 +82,19 @@ def _for_any_rows(leaf: Layout, batch: int) -> Layout:
     return leaf._replace(shape=(*leaf.shape[:rows], None, *leaf.shape[rows + 1 :]))
 
 
-def imagined(cache: Any, signature: Signature, batch: int) -> Any:
-    """A cache of this structure for `batch` rows, without memory. signature: for any number of rows."""
+def without_memory(cache: Any, signature: CacheSignature, batch: int) -> Any:
+    """A cache of this structure with `batch` rows, on the meta device. signature: for any number of rows."""
     leaves, spec = pytree.tree_flatten(cache)
     return pytree.tree_unflatten(
         [
-            _without_memory(layout, batch) if isinstance(layout, Layout) else leaf
+            _meta_tensor(layout, batch) if isinstance(layout, Layout) else leaf
             for leaf, layout in zip(leaves, signature, strict=True)
         ],
         spec,
     )
 
 
-def _without_memory(layout: Layout, batch: int) -> Tensor:
+def _meta_tensor(layout: Layout, batch: int) -> Tensor:
     shape = [batch if size is None else size for size in layout.shape]
     if layout.strides is None:
         return torch.empty(shape, dtype=layout.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""From a trace to the calls of a program."""
+"""Turn a trace into the calls of a program."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def is_whole(op: OpOverload) -> bool:
-    """Whether the recorder is to keep a composite operator as it is: there is a rule for it."""
+    """Whether the recorder keeps a composite operator whole: it does where there is a rule for it."""
     return op in RULES
 
 
@@ -49,17 +49,17 @@ def _lower(builder: Builder, item: Item) -> None:
 
 
 def _return_cache(builder: Builder) -> None:
-    """A forward that makes a new cache instead of writing into the one it got: the new values are copied back."""
+    """Copy the values of a returned cache into the given one, where the forward made new tensors."""
     trace = builder.trace
     changed = [(old, new) for old, new in zip(trace.cache, trace.returned_cache, strict=True) if old != new]
-    # Copied away first: a forward may return its caches in another order.
-    kept = []
+    # First into temporaries: a forward may return the tensors of its cache in another order.
+    copies = []
     for old, new in changed:
         builder.node = _return_node(old)
         copy = builder.temporary(new.shape, new.dtype)
         builder.copy(new, copy)
-        kept.append(copy)
-    for (old, _), copy in zip(changed, kept, strict=True):
+        copies.append(copy)
+    for (old, _), copy in zip(changed, copies, strict=True):
         builder.node = _return_node(old)
         builder.copy(copy, old)
 

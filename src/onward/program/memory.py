@@ -1,4 +1,4 @@
-"""Where a program's memory is: one arena for temporaries, and tensors that others own."""
+"""A program's memory: one arena for temporaries, and tensors that others own."""
 
 import weakref
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _PAGE = 4096
 
 
 class Arena:
-    """Memory that programs which never run at the same time share; it grows to the largest's need."""
+    """Memory for temporaries. Programs that never run at the same time share it; it grows as the largest one needs."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -26,9 +26,9 @@ class Arena:
 
 
 class Addresses:
-    """The memory behind the storages of one image, and its words with the addresses in.
+    """The words of one image with their addresses filled in, and the tensors that the addresses belong to.
 
-    Inputs, cache and logits are given and held weakly; params and constants stay.
+    Inputs, cache and logits are bound for a run and held weakly; params and constants stay.
     """
 
     def __init__(self, image: Image, arena: Arena) -> None:
@@ -38,37 +38,37 @@ class Addresses:
         self._arena = arena
         self._slot_offsets, self._arena_bytes = arena_offsets(image.slot_bytes)
         self._fixed = [s for s in image.storages if s.kind in (Kind.PARAM, Kind.CONSTANT)]
-        self._given: dict[int, weakref.ref[Tensor]] = {}
-        self._bound: Tensor | None = None
+        self._bound: dict[int, weakref.ref[Tensor]] = {}
+        self._bound_arena: Tensor | None = None
         logits = [s for s in image.storages if s.kind is Kind.LOGITS]
         self._logits = logits[0]
         of_logits = image.bases == image.base_of(self._logits)
-        # Numbers and no arrays: there are few, and this is done at every step.
+        # Python numbers, not arrays: there are few, and every step writes them.
         self._logits_at = list(zip(image.places[of_logits].tolist(), image.offsets[of_logits].tolist(), strict=True))
 
     def stale(self) -> bool:
         """Whether the arena has moved since the last `bind`, or there was none."""
-        return self._arena.memory is not self._bound
+        return self._arena.memory is not self._bound_arena
 
-    def bind(self, given: Sequence[tuple[Storage, Tensor]]) -> None:
-        """Point every address at the memory it means."""
+    def bind(self, inputs: Sequence[tuple[Storage, Tensor]]) -> None:
+        """Fill in every address. inputs: the tensors of all storages but params, constants, temporaries and logits."""
         self._arena.reserve(self._arena_bytes)
         tensors = {storage.index: storage.tensor for storage in self._fixed}
-        tensors |= {storage.index: tensor for storage, tensor in given}
-        self._given = {storage.index: weakref.ref(tensor) for storage, tensor in given}
+        tensors |= {storage.index: tensor for storage, tensor in inputs}
+        self._bound = {storage.index: weakref.ref(tensor) for storage, tensor in inputs}
         image = self._image
         addresses = np.zeros(1 + len(self._slot_offsets) + len(image.storages), dtype=np.int64)
         addresses[0] = self.start
         addresses[1 : 1 + len(self._slot_offsets)] = self._arena.memory.data_ptr() + self._slot_offsets
         for index, tensor in tensors.items():
-            assert tensor is not None, "params that a program was traced with are gone"
+            assert tensor is not None, "params that a program was traced with have been freed"
             addresses[1 + len(self._slot_offsets) + index] = tensor.data_ptr()
         self.words[image.places] = addresses[image.bases] + image.offsets
-        self._bound = self._arena.memory
+        self._bound_arena = self._arena.memory
 
     def point_logits(self, logits: Tensor) -> None:
-        """Have the logits written into this tensor."""
-        self._given[self._logits.index] = weakref.ref(logits)
+        """Let the program write its logits into this tensor."""
+        self._bound[self._logits.index] = weakref.ref(logits)
         address = logits.data_ptr()
         for place, offset in self._logits_at:
             self.words[place] = address + offset
@@ -78,7 +78,7 @@ class Addresses:
         self.words[place : place + len(words)] = words
 
     def tensor(self, array: Array) -> Tensor:
-        """A torch tensor over an array's memory, as bound last."""
+        """A torch tensor over an array's memory, as of the last `bind`."""
         size = array.dtype.itemsize
         if array.storage.kind is Kind.TEMPORARY:
             slot = self._image.slots[array.storage.index]
@@ -86,12 +86,12 @@ class Addresses:
             raw = self._arena.memory[begin : begin + int(self._image.slot_bytes[slot]) // size * size]
             memory = raw.view(array.dtype)
         else:
-            given = self._given.get(array.storage.index)
-            owned = array.storage.tensor if given is None else given()
-            assert owned is not None
-            # A leaf's own shape says nothing of the array's: both count from the leaf's first element.
-            memory = owned if owned.dtype == array.dtype else owned.view(array.dtype)
-            return torch.as_strided(memory, array.shape, array.strides, owned.storage_offset() + array.offset)
+            reference = self._bound.get(array.storage.index)
+            owner = array.storage.tensor if reference is None else reference()
+            assert owner is not None
+            # The array counts from the owner's first element, whatever the owner's own shape is.
+            memory = owner if owner.dtype == array.dtype else owner.view(array.dtype)
+            return torch.as_strided(memory, array.shape, array.strides, owner.storage_offset() + array.offset)
         return torch.as_strided(memory, array.shape, array.strides, memory.storage_offset() + array.offset)
 
 
@@ -99,9 +99,9 @@ def _aligned(nbytes: int) -> Tensor:
     """uint8 memory that begins on a page."""
     memory = torch.empty(nbytes + _PAGE, dtype=torch.uint8)
     skip = -memory.data_ptr() % _PAGE
-    found = memory[skip : skip + nbytes]
-    advise_huge_pages(found.data_ptr(), nbytes)
-    return found
+    pages = memory[skip : skip + nbytes]
+    advise_huge_pages(pages.data_ptr(), nbytes)
+    return pages
 
 
 __all__ = ["Addresses", "Arena", "Words"]

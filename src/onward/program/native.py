@@ -22,9 +22,9 @@ from onward.program.memory import Addresses, Arena
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """What goes into a program and what comes out.
+    """The inputs of a program and its result.
 
-    inputs: tokens, offsets and perhaps logits_at. cache: the leaves, in order.
+    inputs: tokens, offsets and perhaps logits_at. cache: its tensors, in order.
     """
 
     inputs: dict[Kind, Array]
@@ -34,11 +34,11 @@ class Signature:
 
 
 class Pick(Protocol):
-    """A kernel that finds an id for each row of logits: what a program may call at its end.
+    """A kernel that picks an id from each row of logits; a program may call it at its end.
 
-    kernel: its name. It takes rows, columns, logits, their dtype and stride, what `operands` gives for the positions
-        [B] of the tokens to pick, and the int64 [B] to write ids into.
-    most_ids: the longest row it can look at.
+    kernel: its name. It takes rows, columns, logits, their dtype and stride, the tensors that `operands` returns for
+        the positions [B] of the picked tokens, and the int64 [B] to write ids into.
+    most_ids: the longest row that it takes.
     """
 
     kernel: str
@@ -47,8 +47,12 @@ class Pick(Protocol):
     def operands(self, positions: Tensor) -> tuple[Tensor, ...]: ...
 
 
+# Which argument of the kernels that look rows up is the number of the table's rows.
+_TABLE_ROWS = {"onward_gather_rows": 4, "onward_linear_rows": 1}
+
+
 class NativeProgram:
-    """Runs one image. Not for two threads at once: whoever shares an arena shares its lock."""
+    """Runs one image. It is not for two threads at once: programs that share an arena share a lock."""
 
     def __init__(self, image: Image, signature: Signature, library: Library, arena: Arena) -> None:
         self.image = image
@@ -64,20 +68,20 @@ class NativeProgram:
         self._seconds: list[float] | None = None  # of each call, while it is timed
 
     def __call__(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:
-        """Run it over a cache of the signature it was made for; logits of their own memory."""
+        """Run it over a cache of the signature it was made for. The logits are a new tensor."""
         logits = self._prepared(tokens, offsets, leaves, logits_at)
         self._run(offsets)
         return logits
 
     def serves(self, pick: Pick) -> bool:
-        """Whether `pick` takes the logits: they are of one position a row."""
+        """Whether `pick` takes the logits: one position a row, of a length and dtype that it can read."""
         shape, dtype = self.signature.logits_shape, self.signature.logits_dtype
         return len(shape) == 3 and shape[1] == 1 and 0 < shape[2] <= pick.most_ids and dtype in DTYPES
 
     def picked(
         self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, pick: Pick, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As a call, and the ids int64 [B] that `pick` finds in the logits, in the same native call."""
+        """Run it, and in the same native call pick the ids int64 [B] from its logits: (logits, ids)."""
         logits = self._prepared(tokens, offsets, leaves, None)
         rows, _, columns = logits.shape
         ids, operands = torch.empty(rows, dtype=torch.int64), pick.operands(positions)
@@ -90,7 +94,7 @@ class NativeProgram:
         return logits, ids
 
     def _prepared(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:
-        """All addresses and inputs in place; the logits to be written."""
+        """Put inputs and addresses in place; return the tensor that the logits will be written to."""
         logits = torch.empty(self.signature.logits_shape, dtype=self.signature.logits_dtype)
         self._inputs[Kind.TOKENS].copy_(tokens)
         self._inputs[Kind.OFFSETS].copy_(offsets)
@@ -104,11 +108,11 @@ class NativeProgram:
     def _instruction(self, kernel: str) -> int:
         if kernel not in self._instructions:
             self._instructions[kernel] = self._library.onward_program_instruction(kernel.encode())
-            assert self._instructions[kernel], f"{kernel} is no instruction"
+            assert self._instructions[kernel], f"{kernel} is not an instruction"
         return self._instructions[kernel]
 
     def _bind(self, leaves: CacheLeaves) -> None:
-        self._leaves = None  # until all is done: an interrupt may come in between
+        self._leaves = None  # until the end: an interrupt may leave the binding half done
         inputs = [(self._input_storages[kind], tensor) for kind, tensor in self._inputs.items()]
         storages = [array.storage for array in self.signature.cache]
         self._addresses.bind([*inputs, *zip(storages, leaves.tensors(), strict=True)])
@@ -117,7 +121,7 @@ class NativeProgram:
     def timed(
         self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, rounds: int
     ) -> list[tuple[KernelCall | TorchCall, float]]:
-        """Run it `rounds` times after a first; each call with its mean seconds."""
+        """Run it once, then `rounds` times; return each call with its mean seconds over the rounds."""
         self(tokens, offsets, leaves, None)
         calls = self.image.calls
         self._seconds = [0.0] * len(calls)
@@ -129,7 +133,7 @@ class NativeProgram:
             self._seconds = None
 
     def _run(self, offsets: Tensor, words_at_end: int = 0) -> None:
-        """words_at_end: of a call that has been put behind the program."""
+        """Run all segments. words_at_end: the words of the call that was put behind the program."""
         done = 0
         for segment in self.image.segments:
             end = segment.end + (words_at_end if segment is self.image.segments[-1] else 0)
@@ -158,24 +162,23 @@ class NativeProgram:
                 self._seconds[first + index] += spent * 1e-9
 
     def _run_torch(self, call: TorchCall) -> None:
-        """Run an operator on tensors over the program's memory; they are made anew, for they would hold the cache."""
+        """Run an operator on tensors over the program's memory. They are made anew: kept ones would hold the cache."""
         node = call.node
 
-        def real(leaf: Any) -> Any:
+        def to_tensor(leaf: Any) -> Any:
             return self._addresses.tensor(leaf) if isinstance(leaf, Array) else leaf
 
-        args, kwargs = pytree.tree_map(real, (node.args, node.kwargs))
-        made = pytree.tree_leaves(node.op(*args, **kwargs))
-        results = [leaf for leaf in made if isinstance(leaf, Tensor)]
+        args, kwargs = pytree.tree_map(to_tensor, (node.args, node.kwargs))
+        results = [leaf for leaf in pytree.tree_leaves(node.op(*args, **kwargs)) if isinstance(leaf, Tensor)]
         for array, result in zip(node.outputs, results, strict=False):
             self._addresses.tensor(array).copy_(result)
 
     def _fail(self, status: int, place: int, offsets: Tensor) -> None:
-        what = Status(status).name.lower().replace("_", " ")
+        reason = Status(status).name.lower().replace("_", " ")
         if place == self._end:
-            raise ProgramError(f"picking a token failed ({what}); please report it")
+            raise ProgramError(f"the kernel that picks a token failed ({reason}); please report it")
         call = self._call_at(place)
-        raise ProgramError(f"{call.kernel} failed ({what}) at {call.node.where}: {_likely_cause(call, offsets)}")
+        raise ProgramError(f"{call.kernel} failed ({reason}) at {call.node.where}: {_likely_cause(call, offsets)}")
 
     def _call_at(self, place: int) -> KernelCall:
         at = 0
@@ -193,9 +196,9 @@ def _likely_cause(call: KernelCall, offsets: Tensor) -> str:
             f"offsets {offsets.tolist()} and the tokens after them must lie within the cache: make a longer cache, or "
             "stop before it is full"
         )
-    if call.kernel in ("onward_gather_rows", "onward_linear_rows"):
-        rows = call.args[4 if call.kernel == "onward_gather_rows" else 1]
+    if call.kernel in _TABLE_ROWS:
+        rows = call.args[_TABLE_ROWS[call.kernel]]
         return (
             f"an index outside a table of {rows} rows: a token id outside the vocabulary, or a position past the last"
         )
-    return "arguments it cannot take; this is a defect of onward, please report it"
+    return "the kernel cannot take these arguments; this is a defect of onward, please report it"

@@ -1,33 +1,36 @@
-"""What a trace consists of: operators in order, on arrays."""
+"""Traces: operators in order, on arrays."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from torch import Tensor
 from torch._ops import OpOverload
 
 from onward.program.arrays import Array, Kind, Storage
 
 T = TypeVar("T")
+Infer = Callable[..., Tensor]  # an operator on meta tensors: gives the shape, dtype and strides of its result
 
 
-def found(kind: type[T], value: Any) -> Iterator[T]:
-    """The instances of `kind` in what operators take and return: lists, tuples, and a dict of keywords."""
+def instances(kind: type[T], value: Any) -> Iterator[T]:
+    """The instances of `kind` in an operator's arguments or results: in lists, tuples and the dict of keywords."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from found(kind, item)
+            yield from instances(kind, item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from found(kind, item)
+            yield from instances(kind, item)
 
 
 @dataclass(eq=False)
 class Node:
     """One operator call. Tensors among args and kwargs are `Array`s.
 
-    outputs: what it makes. writes: the inputs it changes in place. where: "file:line in function" of the user's code.
+    outputs: arrays that it makes. writes: inputs that it changes in place. where: "file:line in function" of the
+    user's code.
     """
 
     op: OpOverload
@@ -42,12 +45,15 @@ class Node:
         return str(self.op).removesuffix(".default")
 
     def reads(self) -> Iterator[Array]:
-        yield from found(Array, (self.args, self.kwargs))
+        yield from instances(Array, (self.args, self.kwargs))
 
 
 @dataclass(eq=False)
 class Trace:
-    """nodes in order; every storage; the result, and where each leaf of the returned cache lies."""
+    """A forward's nodes in order, all storages, and the arrays that it takes and returns.
+
+    cache, returned_cache: an array for each tensor of the cache that was given and of the one that was returned.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)

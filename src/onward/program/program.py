@@ -1,4 +1,4 @@
-"""`onward.compile`: a forward becomes one call a step."""
+"""`onward.compile`: turn a forward into a program, one call a step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,8 +33,8 @@ class _Run(Protocol):
 class Program:
     """A forward bound to its params: (tokens, offsets, cache) -> (logits, cache), as one call.
 
-    It is made for one shape of tokens and serves others too: what it has no program for is traced when it comes.
-    backend: what runs it, "native", "cuda", "inductor" or "eager".
+    It is made for one shape of tokens and serves others too: a shape that it cannot serve yet is traced when it comes.
+    backend: the one that runs it, "native", "cuda", "inductor" or "eager".
     """
 
     def __init__(self, backend: str, run: _Run, fell_back: str = "") -> None:
@@ -55,45 +55,45 @@ class Program:
 
         Args:
             tokens: int32 [B, T]. offsets: int32 [B]. cache: of the structure compiled with; written in place.
-            logits_at: int64 [B, N], the places in T whose logits are wanted, for forwards that take it.
+            logits_at: int64 [B, N], the places in T to return logits for; for forwards that take it.
 
         Returns:
-            logits [B, T, V], or [B, N, V], in memory of their own; and the cache.
+            A new tensor of logits, [B, T, V] or [B, N, V]; and the cache.
 
         Raises:
             ProgramError: another cache than compiled for, tokens past the cache, ids outside the vocabulary.
         """
-        _check(tokens, offsets)
+        _check_inputs(tokens, offsets)
         return self._run(tokens, offsets, cache, logits_at)
 
     def picked(
         self, tokens: Tensor, offsets: Tensor, cache: Any, pick: Pick, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Any]:
-        """A step of one token a row and, in the same native call, what `pick` makes of its logits.
+        """Run a step of one token a row and, in the same native call, let `pick` pick the next ids from its logits.
 
         Args:
-            tokens: int32 [B, 1]. positions: int [B], of the tokens that are picked.
+            tokens: int32 [B, 1]. positions: int [B], the positions of the tokens that are picked.
 
         Returns:
-            logits [B, 1, V]; the ids int64 [B], None where another backend runs; the cache.
+            logits [B, 1, V]; the ids int64 [B], or None where a backend other than native runs; the cache.
         """
-        _check(tokens, offsets)
+        _check_inputs(tokens, offsets)
         if isinstance(self._run, CompiledForward):
             return self._run.picked(tokens, offsets, cache, pick, positions)
         logits, cache = self._run(tokens, offsets, cache, None)
         return logits, None, cache
 
     def explain(self, cache: Any, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
-        """What runs for [batch, tokens] over a cache of this shape, where the time goes, and what has no kernel.
+        """Report what runs for [batch, tokens] over a cache of this shape, how long it takes, and what has no kernel.
 
-        It is run a few times on memory of its own, at position `offset` of every row; print the report for a table.
+        It is run a few times on a scratch cache, at position `offset` of every row. Print the report for a table.
         """
         if isinstance(self._run, CompiledForward):
             return explain_native(self._run, cache, batch, tokens, offset)
         return Report(self.backend, [], [], self.fell_back)
 
 
-def _check(tokens: Tensor, offsets: Tensor) -> None:
+def _check_inputs(tokens: Tensor, offsets: Tensor) -> None:
     if tokens.dim() != 2 or tokens.dtype != torch.int32 or offsets.shape != tokens.shape[:1]:
         raise ProgramError(
             f"a program wants tokens int32 [B, T] and offsets int32 [B]; got {tokens.dtype} {list(tokens.shape)} "
@@ -119,24 +119,24 @@ def compile(
 ) -> Program:
     """A forward as a program: on the CPU a flat list of native kernel calls, on CUDA a graph.
 
-    The forward is traced once, on tensors without memory, for `batch` rows of `tokens` tokens; nothing is compiled and
-    nothing written to disk. Programs give the same bits as eager calls of the same `onward.ops`.
+    The forward is traced once, on tensors without memory, for `batch` rows of `tokens` tokens. Nothing is compiled and
+    nothing is written to disk. Programs give the same bits as eager calls of the same `onward.ops`.
 
     Args:
         forward: (tokens int32 [B, T], offsets int32 [B], cache, params) -> (logits [B, T, V], cache), shape-stable.
         params: its weights; the program keeps them and sees later changes in place.
-        cache: one of the shapes that it will be called with; only looked at.
-        batch, tokens: the shape to trace now, B and T; with tokens=0 none is traced before it is called.
+        cache: one of the shapes that it will be called with; it is not changed.
+        batch, tokens: the shape to trace now, B and T. With tokens=0 nothing is traced before the first call.
         backend: "native" (CPU kernels), "cuda" (a CUDA graph), "inductor" (`torch.compile`), "eager"; "auto" takes the
             first that the machine and the params' device allow.
         fallback: what to do with operators that have no kernel: "eager" has torch run them in the middle of the
             program, "inductor" compiles the whole forward with `torch.compile`, "raise" refuses.
         selects_logits: whether forward takes the keyword `logits_at` (`onward.models.model`).
-        programs: those to begin with and to add to, of the same forward and the same tensors (`programs_of`).
+        programs: programs of the same forward and the same tensors (`programs_of`), used and added to.
 
     Raises:
-        ProgramError: a forward that reads the value of a tensor, closes over tensors or returns something else than
-            (logits, cache of the same structure); with fallback="raise", operators without a kernel.
+        ProgramError: the forward reads the value of a tensor, closes over tensors, or returns something other than
+            (logits, cache of the same structure); with fallback="raise", it uses operators without a kernel.
         RequestError: an unknown option. NativeUnavailableError: "native" where there are no kernels.
     """
     if backend not in BACKENDS or fallback not in FALLBACKS:
@@ -146,17 +146,17 @@ def compile(
         )
     if backend == "auto":
         backend = _best_backend(params)
-    eager = partial(_eager, forward, params, selects_logits)
+    eager = partial(_run_eager, forward, params, selects_logits)
     if backend == "eager":
         return Program("eager", eager)
     if backend == "inductor":
-        return Program("inductor", partial(_eager, torch.compile(forward, fullgraph=True), params, selects_logits))
+        return Program("inductor", partial(_run_eager, torch.compile(forward, fullgraph=True), params, selects_logits))
     if backend == "cuda":
         return Program("cuda", CudaGraphs(forward, params, selects_logits))
-    return _native(forward, params, cache, batch, tokens, fallback, selects_logits, programs)
+    return _native_program(forward, params, cache, batch, tokens, fallback, selects_logits, programs)
 
 
-def _native(
+def _native_program(
     forward: Forward,
     params: Any,
     cache: Any,
@@ -169,16 +169,15 @@ def _native(
     library = usable_library()
     if library is None:
         raise NativeUnavailableError(
-            "no native kernels are in use here: install onward where there is a compiler, unset ONWARD_OPS, or take "
+            "no native kernels are in use here: install onward where there is a compiler, unset ONWARD_OPS, or choose "
             "another backend"
         )
-    refuse = fallback != "eager"
     run = CompiledForward(
         forward,
         params,
         library,
         selects_logits=selects_logits,
-        fallback="raise" if refuse else "eager",
+        fallback="eager" if fallback == "eager" else "raise",
         programs=programs,
     )
     try:
@@ -187,7 +186,7 @@ def _native(
     except MissingKernelsError as missing:
         if fallback == "raise":
             raise
-        compiled = partial(_eager, torch.compile(forward, fullgraph=True), params, selects_logits)
+        compiled = partial(_run_eager, torch.compile(forward, fullgraph=True), params, selects_logits)
         return Program("inductor", compiled, str(missing))
     return Program("native", run)
 
@@ -200,7 +199,7 @@ def _best_backend(params: Any) -> Backend:
 
 
 @torch.no_grad()
-def _eager(
+def _run_eager(
     forward: Forward,
     params: Any,
     selects_logits: bool,

@@ -1,8 +1,8 @@
 """The dispatch mode that lists operators instead of running them.
 
-The tensors that a forward is given know their shapes, dtypes and strides and nothing else (`torch`'s meta device
-computes those), so a trace costs milliseconds, no arithmetic, and shows every place where a forward would depend on a
-value. What the forward makes of numbers alone (an `arange`, a mask) is computed for real, once, and kept.
+The forward gets tensors that know their shapes, dtypes and strides and have no values; torch's meta device computes
+these. So a trace takes milliseconds and no arithmetic, and it shows every place where a forward depends on a value.
+Tensors that the forward makes of numbers alone (an `arange`, a mask) are computed once, for real, and kept.
 
 Operators come as the user wrote them (linear, softmax, scaled_dot_product_attention, …), not decomposed: that is
 what a dispatch mode sees in torch's inference mode. Views need no operator: an `Array` says where its elements lie.
@@ -19,14 +19,12 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward.program.arrays import Array, Kind, Storage
-from onward.program.nodes import Node, Trace, found
+from onward.program.nodes import Infer, Node, Trace, instances
 from onward.program.source_lines import TraceError, users_line
 
 aten = torch.ops.aten
 
-Infer = Callable[..., Tensor]
-
-# Operators whose result depends on values: their meta forms raise, or would lie.
+# Operators whose result depends on values: their meta forms raise, or return something wrong.
 _READS_VALUES = {
     aten.item.default,
     aten._local_scalar_dense.default,
@@ -42,7 +40,7 @@ _READS_VALUES = {
 
 
 class Traced(Tensor):
-    """A tensor without memory that says it is on the CPU; `meta` is the same on the meta device."""
+    """A tensor without memory whose device is the CPU. `meta` is the same tensor on the meta device."""
 
     meta: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -68,15 +66,15 @@ class Traced(Tensor):
         cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise TraceError(
-            f"{func} was called on a tensor of a forward that has been traced: a forward must not keep its tensors"
+            f"{func} was called on a tensor that a traced forward kept: a forward must not keep its tensors"
         )
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, operators on `Traced` tensors are listed instead of run.
 
-    whole: says which composite operators to list as they are; others are taken apart by torch.
-    infer: what gives the result of an operator on meta tensors faster than torch does.
+    whole: whether to list a composite operator as it is; torch takes the others apart.
+    infer: for some operators, a function on meta tensors that gives the result faster than torch does.
     """
 
     def __init__(self, whole: Callable[[OpOverload], bool], infer: Mapping[OpOverload, Infer]) -> None:
@@ -85,13 +83,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._whole = whole
         self._infer = infer
         self._storages: dict[int, Storage] = {}  # by the address of torch's own storage
-        self._kept: list[Tensor] = []  # while they live, no other storage takes their address
+        self._alive: list[Tensor] = []  # meta tensors; while they live, no other storage takes their address
         self._constants: dict[int, Tensor] = {}  # real tensors that the forward made, by id
         self._stand_ins: dict[int, Tensor] = {}  # their meta tensors, by the address of their storage
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would import its compiler (a second) to keep it away from this mode, and nothing here is compiled.
+        # Otherwise torch imports its compiler, in a second, to keep it out of this mode. Nothing is compiled here.
         return False
 
     # ── inputs ────────────────────────────────────────────────────────────────────────────────────────────
@@ -119,7 +117,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Traced(meta)
 
     def array(self, tensor: Tensor) -> Array:
-        """Where a traced tensor, or a constant, lies."""
+        """The array that a traced tensor or a constant is."""
         meta = self._meta_of(tensor)
         storage = self._storages[meta.untyped_storage()._cdata]
         return Array(storage, meta.dtype, tuple(meta.shape), tuple(meta.stride()), int(meta.storage_offset()))
@@ -128,12 +126,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = list(found(Tensor, (args, kwargs)))
-        if func is aten.lift_fresh.default:  # torch.tensor(…): a constant is born
+        tensors = list(instances(Tensor, (args, kwargs)))
+        if func is aten.lift_fresh.default:  # torch.tensor(…) makes a constant
             return self._constant(args[0])
         if not any(isinstance(t, Traced) or self._promoted(t) for t in tensors):
             return self._compute(func, args, kwargs, tensors)
-        self._refuse_strangers(func, tensors)
+        self._refuse_closed_over(func, tensors)
         if func in _READS_VALUES:
             raise TraceError(
                 f"the forward reads the value of a tensor ({_plain_name(func)}) at {users_line()}: shapes and control "
@@ -142,11 +140,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._record(func, args, kwargs, tensors)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        self._refuse_strangers(func, tensors)
-        made = func(*args, **kwargs)
-        for tensor in found(Tensor, made):
+        self._refuse_closed_over(func, tensors)
+        result = func(*args, **kwargs)
+        for tensor in instances(Tensor, result):
             self._constant(tensor)
-        return made
+        return result
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         written = _written(func, args, kwargs)
@@ -160,12 +158,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.get("device") is not None:
             meta_kwargs["device"] = torch.device("meta")
         infer: Infer = self._infer.get(func, func)
-        made = infer(*meta_args, **meta_kwargs)
-        # An operator in place returns what it was given.
-        given = {id(metas[id(tensor)]): tensor for tensor in tensors}
-        known = {meta.untyped_storage()._cdata for meta in metas.values()}
-        results = _replaced(made, lambda meta: given.get(id(meta)) if id(meta) in given else Traced(meta))
-        new = [meta for meta in found(Tensor, made) if meta.untyped_storage()._cdata not in known]
+        meta_results = infer(*meta_args, **meta_kwargs)
+        # An in-place operator returns one of its operands.
+        operands = {id(metas[id(tensor)]): tensor for tensor in tensors}
+        known_storages = {meta.untyped_storage()._cdata for meta in metas.values()}
+        results = _replaced(meta_results, lambda meta: operands[id(meta)] if id(meta) in operands else Traced(meta))
+        new = [meta for meta in instances(Tensor, meta_results) if meta.untyped_storage()._cdata not in known_storages]
         for meta in new:
             if meta.untyped_storage()._cdata not in self._storages:
                 self._add_storage(meta, Kind.TEMPORARY, None, "")
@@ -176,7 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     func,
                     node_args,
                     node_kwargs,
-                    tuple(map(self.array, found(Tensor, results))) if new else (),
+                    tuple(map(self.array, instances(Tensor, results))) if new else (),
                     tuple(map(self.array, written)),
                     users_line(),
                 )
@@ -189,7 +187,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = Storage(len(self.trace.storages), kind, meta.untyped_storage().nbytes(), name, constant)
         self.trace.storages.append(storage)
         self._storages[meta.untyped_storage()._cdata] = storage
-        self._kept.append(meta)
+        self._alive.append(meta)
         return storage
 
     def _constant(self, tensor: Tensor) -> Tensor:
@@ -212,27 +210,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _promoted(self, tensor: Tensor) -> bool:
-        """Whether it is a constant that traced values have been written into."""
+        """Whether a tensor is traced, or a constant that traced values have been written into."""
         if isinstance(tensor, Traced):
             return True
         meta = self._stand_ins.get(tensor.untyped_storage()._cdata)
         return meta is not None and self._storages[meta.untyped_storage()._cdata].kind is Kind.TEMPORARY
 
     def _promote(self, tensor: Tensor) -> None:
-        """Before a traced value is written into a constant it becomes memory of the program, with a copy's value."""
+        """Turn a constant into a temporary with the same value, before a traced value is written into it."""
         if self._promoted(tensor):
             return
-        now = self.array(tensor).storage
-        assert now.tensor is not None
-        elements = (now.tensor.numel(),)
-        temporary = torch.empty(elements, dtype=now.tensor.dtype, device="meta")
+        constant = self.array(tensor).storage
+        assert constant.tensor is not None
+        elements = (constant.tensor.numel(),)
+        temporary = torch.empty(elements, dtype=constant.tensor.dtype, device="meta")
         self._add_storage(temporary, Kind.TEMPORARY, None, "")
         self._stand_ins[tensor.untyped_storage()._cdata] = temporary
-        to = Array(self.trace.storages[-1], now.tensor.dtype, elements, (1,), 0)
-        source = replace(to, storage=now)
+        to = Array(self.trace.storages[-1], constant.tensor.dtype, elements, (1,), 0)
+        source = replace(to, storage=constant)
         self.trace.nodes.append(Node(aten.copy_.default, (to, source), {}, (), (to,), users_line()))
 
-    def _refuse_strangers(self, func: Any, tensors: list[Tensor]) -> None:
+    def _refuse_closed_over(self, func: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             if not isinstance(tensor, Traced) and id(tensor) not in self._constants:
                 raise TraceError(
@@ -242,7 +240,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(func: OpOverload) -> bool:
-    """reshape, flatten, … : they share memory where they can, which only trying shows."""
+    """Whether the result may be a view. Of reshape, flatten and their like only a call shows whether it is."""
     return func in _MAYBE_VIEWS or func.is_view
 
 
@@ -280,13 +278,13 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     schema = func._schema
     if not schema.is_mutable:
         return []
-    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+    arguments = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [given[name] for name in names if isinstance(given.get(name), Tensor)]
+    return [arguments[name] for name in names if isinstance(arguments.get(name), Tensor)]
 
 
 def _replaced(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
-    """The same with something else for each tensor. (pytree's own map takes three times as long.)"""
+    """`value` with tensor(t) in place of each tensor t. (pytree's own map takes three times as long.)"""
     if isinstance(value, Tensor):
         return tensor(value)
     if isinstance(value, list):

@@ -1,9 +1,9 @@
-"""Programs of forwards that are called again and again, as `onward.stream` is once a prompt.
+"""Keep the programs of forwards that are called again and again, as `onward.stream` calls one for each prompt.
 
-A trace takes milliseconds, as long as a few tokens, so its result is kept for the next call with the same forward and
-the same tensors in params. It holds neither of them: it is gone when either is. As with any tracing, what a forward
-reads from elsewhere is read once; numbers, strings and flags among its closure and its module's globals are compared,
-and where one has changed the forward is traced anew.
+A trace takes milliseconds, as long as a few tokens. So programs are kept for the next call with the same forward and
+the same tensors in params. They hold neither of them, and are freed with either. As with any tracing, a value that a
+forward reads from elsewhere is read once. But numbers, strings and flags in its closure and its module's globals are
+compared, and the forward is traced anew where one has changed.
 """
 
 import threading
@@ -21,15 +21,15 @@ from onward.ops import choice
 from onward.program.compiled import Programs
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
-# Of one forward: with other params (an adapter swapped in and out) or other settings.
-_KEPT = 4
+# Entries kept of one forward, which differ in params (an adapter swapped in and out) or settings.
+_MOST_ENTRIES = 4
 
 
 @dataclass(eq=False)
 class _Entry:
-    """seen: what the forward was traced with. lives: whether the tensors in it do, which the references tell."""
+    """key: what the forward was traced with. lives: whether all tensors of params live; the references report it."""
 
-    seen: tuple[Any, ...]
+    key: tuple[Any, ...]
     programs: Programs
     lives: bool = True
     references: "list[weakref.ref[Tensor]]" = field(default_factory=list)
@@ -48,38 +48,40 @@ call_in_forks(_renew_lock)
 
 
 def programs_of(forward: Callable[..., Any], params: Any) -> Programs:
-    """The programs made so far of this forward with these params; new ones, empty yet, where there are none."""
+    """The `Programs` of this forward with these params; empty ones where there are none yet."""
     tensors: list[Tensor] = []
     described: list[Any] = []
     if not _describe(params, tensors, described):
         return Programs()
-    seen = (described, _settings(forward), choice())
+    key = (described, _settings(forward), choice())
     with _lock:
         try:
             entries = _entries.setdefault(forward, [])
-        except TypeError:  # no hash, or no weak reference: then nothing says when it is gone
+        except TypeError:  # it has no hash, or takes no weak reference that says when it is freed
             return Programs()
         entries[:] = [entry for entry in entries if entry.lives]
         for entry in entries:
-            if entry.seen == seen:
+            if entry.key == key:
                 return entry.programs
-        entry = _Entry(seen, Programs())
+        entry = _Entry(key, Programs())
         entry.references += [weakref.ref(leaf, partial(_forget, weakref.ref(entry))) for leaf in tensors]
         entries.append(entry)
-        del entries[:-_KEPT]
+        del entries[:-_MOST_ENTRIES]
         return entry.programs
 
 
 def _forget(reference: "weakref.ref[_Entry]", _: object) -> None:
-    """A tensor of params is gone: free the memory that its programs take. (No lock: this thread may hold it.)"""
+    """Free an entry's programs when a tensor of its params is freed. (It takes no lock: this thread may hold it.)"""
     entry = reference()
     if entry is not None:
         entry.lives, entry.programs = False, Programs()
 
 
 def _describe(tree: Any, tensors: list[Tensor], described: list[Any]) -> bool:
-    """List what a trace depends on in params: the tensors by identity and place, other leaves by value, and the
-    structure. False for a leaf of which nobody can tell whether it has changed."""
+    """List what a trace depends on in params: tensors by identity and address, other leaves by value, the structure.
+
+    Returns False where a leaf is of another kind: nothing says whether it has changed.
+    """
     if isinstance(tree, Tensor):
         tensors.append(tree)
         described.append((id(tree), tree.data_ptr(), tree.shape, tree.stride(), tree.dtype))
@@ -99,17 +101,16 @@ def _describe(tree: Any, tensors: list[Tensor], described: list[Any]) -> bool:
 
 
 def _settings(forward: Callable[..., Any]) -> tuple[Any, ...]:
-    """The plain values that a function of Python's sees around it: its closure, defaults and globals."""
+    """The plain values that a Python function reads besides its arguments: its closure, defaults and globals."""
     if isinstance(forward, partial):
         return (*_plain([*forward.args, *forward.keywords.values()]), *_settings(forward.func))
     code = getattr(forward, "__code__", None)
     if code is None:
         return ()
     closure = [_content(cell) for cell in forward.__closure__ or ()]
-    names = forward.__globals__
-    around = [names.get(name) for name in code.co_names]
+    global_values = [forward.__globals__.get(name) for name in code.co_names]
     defaults = [*(forward.__defaults__ or ()), *(forward.__kwdefaults__ or {}).values()]
-    return _plain([*closure, *around, *defaults])
+    return _plain([*closure, *global_values, *defaults])
 
 
 def _plain(values: list[Any]) -> tuple[Any, ...]:
@@ -119,5 +120,5 @@ def _plain(values: list[Any]) -> tuple[Any, ...]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a name that has no value yet
+    except ValueError:  # the name has no value yet
         return None

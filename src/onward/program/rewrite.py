@@ -1,7 +1,7 @@
-"""Nodes joined where one kernel does what several would: the same arithmetic, fewer passes.
+"""Join nodes where one kernel does the work of several: the same arithmetic in fewer passes.
 
-Every operator of a trace writes memory of its own, unless it works in place, so an array that one node wrote and
-nobody changed since is as good as a value.
+Every operator of a trace writes new memory, unless it works in place. So an array that one node writes and no node
+changes is as good as a value.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ _ADDS = (ops.add.default, torch.ops.aten.add.Tensor)
 
 @dataclass(eq=False)
 class Joined:
-    """Nodes that become one call, and how."""
+    """Nodes that become one call. lower: emits it."""
 
     nodes: list[Node]
     lower: Callable[[Builder], None]
@@ -38,7 +38,7 @@ Item = Node | Joined
 
 
 def rewrite(trace: Trace) -> list[Item]:
-    """The nodes of a trace, unneeded ones left out, joined where a kernel serves several."""
+    """The nodes of a trace without those that nobody needs, joined where one kernel serves several."""
     nodes = needed(trace)
     uses = Uses(nodes)
     return join_heads(join_residuals(join_linears(nodes, uses), uses), uses)
@@ -50,21 +50,21 @@ def touched(node: Node) -> Iterator[Storage]:
 
 
 def needed(trace: Trace) -> list[Node]:
-    """Without the nodes whose results nobody reads. What is written into the cache is always read."""
+    """The nodes whose results are read. What a node writes into the cache counts as read."""
     assert trace.logits is not None
-    wanted = {array.storage for array in (trace.logits, *trace.returned_cache)}
-    kept = []
+    needed_storages = {array.storage for array in (trace.logits, *trace.returned_cache)}
+    needed_nodes = []
     for node in reversed(trace.nodes):
-        changes = {array.storage for array in node.writes}
-        lasting = any(s.kind is not Kind.TEMPORARY or s in wanted for s in changes)
-        if lasting or any(array.storage in wanted and array.numel for array in node.outputs):
-            kept.append(node)
-            wanted.update(array.storage for array in node.reads())
-    return kept[::-1]
+        changed = {array.storage for array in node.writes}
+        lasting = any(s.kind is not Kind.TEMPORARY or s in needed_storages for s in changed)
+        if lasting or any(array.storage in needed_storages and array.numel for array in node.outputs):
+            needed_nodes.append(node)
+            needed_storages.update(array.storage for array in node.reads())
+    return needed_nodes[::-1]
 
 
 class Uses:
-    """Who writes and who reads each storage."""
+    """The nodes that write and that read each storage."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self._writers: dict[Storage, list[Node]] = defaultdict(list)
@@ -76,17 +76,17 @@ class Uses:
                 self._readers[storage].append(node)
 
     def constant(self, array: Array) -> bool:
-        """Whether nothing changes after it has been made."""
+        """Whether no node changes the array's storage after it was made."""
         return len(self._writers[array.storage]) <= (array.storage.kind is Kind.TEMPORARY)
 
     def only_for(self, array: Array, reader: Node) -> Node | None:
-        """The node that made a temporary, if nobody but `reader` looks at it."""
+        """The node that made a temporary, if only `reader` reads it."""
         writers, readers = self._writers[array.storage], self._readers[array.storage]
         return writers[0] if len(writers) == 1 and readers == [reader] and writers[0].outputs else None
 
 
 def join_linears(nodes: list[Node], uses: Uses) -> list[Item]:
-    """Products that share their input, at the place of the first: one look at x, one round of the threads."""
+    """Join products of the same x, at the place of the first: x is read once, and the threads start once."""
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in nodes:
         if node.op in _LINEARS:
@@ -112,7 +112,7 @@ def _joined_linears(group: list[Node]) -> Joined:
 
 
 def join_residuals(items: list[Item], uses: Uses) -> list[Item]:
-    """A residual sum and the norm of it, at the place of the sum: one pass over the row."""
+    """Join a residual sum with the norm of it, at the place of the sum: one pass over the row."""
     adds = {item.outputs[0]: item for item in items if isinstance(item, Node) and _is_residual(item, uses)}
     norms: dict[int, Node] = {}  # by the node of the sum
     for item in items:
@@ -133,7 +133,7 @@ def join_residuals(items: list[Item], uses: Uses) -> list[Item]:
 
 
 def _is_residual(node: Node, uses: Uses) -> bool:
-    """Whether it adds two arrays that lie alike, and nobody changes the sum later."""
+    """Whether the node adds two arrays of one layout, and no node changes the sum later."""
     if node.op not in _ADDS or node.kwargs:
         return False
     left, right = node.args[:2]
@@ -153,7 +153,7 @@ def _joined_norm(add: Node, norm: Node) -> Joined:
 
 @dataclass(eq=False)
 class _Part:
-    """What becomes of the heads of one projection: nodes in order, and the part of `onward_heads`."""
+    """The nodes, in order, that handle the heads of one projection, and their part of a call of `onward_heads`."""
 
     nodes: list[Node]
     fields: dict[str, Any]
@@ -167,9 +167,9 @@ class _Part:
 
 
 def join_heads(items: list[Item], uses: Uses) -> list[Item]:
-    """norm -> rotate -> cache write of queries, keys and values: one pass over the heads."""
+    """Join norm, rotation and cache write of queries, keys and values: one pass over the heads."""
     parts = {id(part.nodes[-1]): part for item in items if isinstance(item, Node) for part in _part(item, uses)}
-    # A rotation that ends in a cache write, or a norm that ends in a rotation, is no part of its own.
+    # A rotation before a cache write, or a norm before a rotation, belongs to the part of what follows it.
     inside = {id(node) for part in parts.values() for node in part.nodes[:-1]}
     joined: list[Item] = []
     pending: list[_Part] = []
@@ -184,12 +184,12 @@ def join_heads(items: list[Item], uses: Uses) -> list[Item]:
             continue
         part = parts.get(id(item))
         if part is not None:
-            if pending and not _fit(pending, part):
+            if pending and not _fit_in_one_call(pending, part):
                 flush()
             pending.append(part)
             continue
         storages = item.storages() if isinstance(item, Joined) else set(touched(item))
-        if any(_disturbs(storages, item, waiting) for waiting in pending):
+        if any(_depends_on(storages, item, pending_part) for pending_part in pending):
             flush()
         joined.append(item)
     flush()
@@ -241,8 +241,8 @@ def _swapped(whole: Array, view: Array) -> bool:
     return view.shape == tuple(whole.shape[i] for i in order) and view.strides == tuple(whole.strides[i] for i in order)
 
 
-def _fit(pending: list[_Part], part: _Part) -> bool:
-    """Whether one call can do both: the same rows, angles and offsets."""
+def _fit_in_one_call(pending: list[_Part], part: _Part) -> bool:
+    """Whether `part` fits into one call with the pending ones: it has their rows, angles and offsets."""
     angles = next((p.angles for p in pending if p.angles is not None), None)
     offsets = next((p.offsets for p in pending if p.offsets is not None), None)
     return (
@@ -252,14 +252,14 @@ def _fit(pending: list[_Part], part: _Part) -> bool:
     )
 
 
-def _disturbs(storages: set[Storage], item: Item, part: _Part) -> bool:
-    """Whether `item` must come after a part that waits: it touches what the part writes, or changes what it reads."""
+def _depends_on(storages: set[Storage], item: Item, part: _Part) -> bool:
+    """Whether `item` must come after a pending part: it touches what the part writes, or changes what it reads."""
     last = part.nodes[-1]
     written = {array.storage for array in (*last.outputs, *last.writes)}
     if storages & written:
         return True
-    changes = {array.storage for node in _nodes(item) for array in node.writes}
-    return bool(changes & {array.storage for node in part.nodes for array in node.reads()})
+    changed = {array.storage for node in _nodes(item) for array in node.writes}
+    return bool(changed & {array.storage for node in part.nodes for array in node.reads()})
 
 
 def _nodes(item: Item) -> list[Node]:

@@ -1,8 +1,8 @@
 """One program for every number of tokens and rows.
 
-Of a forward written for any B and T, every number in its program (sizes, strides, offsets) is a + bB + cT + dBT: with
-one of them fixed, a line in the other. Programs traced at the ends of the range give the coefficients, one more in
-between confirms them. What is of no such form (a mask [T, T], a branch on T) is traced for each shape instead.
+In the program of a forward that is written for any B and T, every number (size, stride, offset) is a + bB + cT + dBT:
+with B or T fixed, it is linear in the other. Programs traced at the ends of the range give the coefficients, and one
+in between confirms them. A forward of another form (a mask [T, T], a branch on T) is traced for each shape instead.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,22 +20,22 @@ from onward.program.native import Signature
 
 
 class Shape(NamedTuple):
-    """Of tokens [B, T]."""
+    """The shape of tokens [B, T]."""
 
     batch: int
     tokens: int
 
 
-Traced = Callable[[Shape], tuple[Image, Signature]]
+TraceShape = Callable[[Shape], tuple[Image, Signature]]
 
-# Where programs are traced. Odd and coprime to the sizes of models, so that no two sizes are equal by chance.
+# Shapes to trace programs at. Odd and coprime to the sizes of models, so that no two sizes are equal by chance.
 _LOW = Shape(17, 11)
 _BETWEEN = Shape(19, 13)
 MOST_ROWS = 67
 
 
 class Grid:
-    """A program for every shape that differs from `base` along the free axes only. (`through` makes them.)"""
+    """A program for every shape that differs from `base` along the free axes only. `make_grid` makes it."""
 
     def __init__(self, image: Image, signature: Signature, free: tuple[bool, bool], base: Shape, most: Shape) -> None:
         self.signature = signature  # of `most`
@@ -43,11 +43,14 @@ class Grid:
         self._free = free
         self._base = base
         self._most = most
-        self._coefficients: list[tuple[int, int, Words]] = []  # powers of B and T beyond the base, and what they add
+        # (power of B - base B, power of T - base T, coefficient for each number of the program)
+        self._coefficients: list[tuple[int, int, Words]] = []
 
     def covers(self, shape: Shape) -> bool:
-        """Whether the shape lies in the confirmed range. One row and one token are shapes of their own: of a size of
-        1 strides mean nothing, and rules choose other kernels."""
+        """Whether the shape lies in the confirmed range.
+
+        B = 1 and T = 1 do not: the stride of a dimension of size 1 means nothing, and rules choose other kernels.
+        """
         return all(
             1 < size <= most if free else size == base
             for size, free, base, most in zip(shape, self._free, self._base, self._most, strict=True)
@@ -64,30 +67,36 @@ class Grid:
         return total
 
     def fit(self, corners: dict[tuple[int, int], Words]) -> bool:
-        """Take the coefficients from the numbers at the corners, (0 or 1, 0 or 1) each; False if they are no whole
-        numbers."""
+        """Compute the coefficients from the numbers at the corners, each at (0 or 1, 0 or 1).
+
+        Returns whether all are whole numbers.
+        """
         steps = tuple(most - base for most, base in zip(self._most, self._base, strict=True))
-        left = dict(corners)
-        for axis in (0, 1):  # differences along one axis, then of those along the other
-            for at in [at for at in left if at[axis] == 1]:
-                begin = left[(0, at[1]) if axis == 0 else (at[0], 0)]
-                left[at], rest = np.divmod(left[at] - begin, steps[axis])
+        differences = dict(corners)
+        for axis in (0, 1):  # differences along one axis, then their differences along the other
+            for at in [at for at in differences if at[axis] == 1]:
+                begin = differences[(0, at[1]) if axis == 0 else (at[0], 0)]
+                differences[at], rest = np.divmod(differences[at] - begin, steps[axis])
                 if rest.any():
                     return False
-        self._coefficients = [(*powers, numbers) for powers, numbers in left.items()]
+        self._coefficients = [(*powers, numbers) for powers, numbers in differences.items()]
         return True
 
     def confirms(self, shape: Shape, image: Image) -> bool:
-        return _alike(image, self._image) and np.array_equal(self._numbers(shape), image.numbers)
+        """Whether the grid's numbers for the shape are those of `image`, a program that was traced for it."""
+        return _differ_in_numbers_only(image, self._image) and np.array_equal(self._numbers(shape), image.numbers)
 
 
-def through(
-    traced: Traced, fixed: Shape, free: tuple[bool, bool], most_tokens: int, known: Mapping[Shape, Image]
+def make_grid(
+    trace_shape: TraceShape, fixed: Shape, free: tuple[bool, bool], most_tokens: int, traced: Mapping[Shape, Image]
 ) -> Grid | None:
-    """The programs of all shapes along the free axes (rows, tokens); None where they are no family.
+    """A program for all shapes along the free axes (rows, tokens); None where one program cannot serve them.
 
-    traced: traces the forward for a shape. fixed: the sizes of the axes that are not free. most_tokens: the largest T.
-    known: programs that were traced before; one of them may confirm.
+    Args:
+        trace_shape: traces the forward for a shape.
+        fixed: the sizes of the axes that are not free.
+        most_tokens: the largest T.
+        traced: programs that were traced before; one of them may confirm the grid.
     """
     most = _along(free, Shape(MOST_ROWS, most_tokens), fixed)
     base, between = _along(free, _LOW, fixed), _along(free, _BETWEEN, fixed)
@@ -97,26 +106,27 @@ def through(
     try:
         for at in product(range(1 + free[0]), range(1 + free[1])):
             shape = Shape(*(high if end else low for end, low, high in zip(at, base, most, strict=True)))
-            images[at], signature = traced(shape)
-        last = images[at]
-        grid = Grid(last, signature, free, base, most)
-        if not all(_alike(image, last) for image in images.values()):
+            images[at], signature = trace_shape(shape)
+        largest = images[at]
+        grid = Grid(largest, signature, free, base, most)
+        if not all(_differ_in_numbers_only(image, largest) for image in images.values()):
             return None
         if not grid.fit({at: image.numbers for at, image in images.items()}):
             return None
-        if any(grid.covers(shape) and grid.confirms(shape, image) for shape, image in known.items()):
+        if any(grid.covers(shape) and grid.confirms(shape, image) for shape, image in traced.items()):
             return grid
-        return grid if grid.confirms(between, traced(between)[0]) else None
-    except OnwardError:  # this forward serves its own shapes only
+        return grid if grid.confirms(between, trace_shape(between)[0]) else None
+    except OnwardError:  # the forward does not run for all shapes
         return None
 
 
 def _along(free: tuple[bool, bool], varied: Shape, fixed: Shape) -> Shape:
+    """The sizes of `varied` on the free axes, those of `fixed` on the others."""
     return Shape(*(new if axis else old for axis, new, old in zip(free, varied, fixed, strict=True)))
 
 
-def _alike(image: Image, largest: Image) -> bool:
-    """Whether two programs differ in numbers only, and torch runs nothing in them."""
+def _differ_in_numbers_only(image: Image, largest: Image) -> bool:
+    """Whether two programs have the same calls, differ in their numbers only, and let torch run no operator."""
     return (
         all(len(each.segments) == 1 and each.segments[0].then is None for each in (image, largest))
         and len(image.words) == len(largest.words)
@@ -124,15 +134,15 @@ def _alike(image: Image, largest: Image) -> bool:
         and np.array_equal(image.bases, largest.bases)
         and image.slots == largest.slots
         and len(image.storages) == len(largest.storages)
-        and all(map(_extends, image.storages, largest.storages))
+        and all(map(_same_or_beginning, image.storages, largest.storages))
     )
 
 
-def _extends(mine: Storage, largest: Storage) -> bool:
-    """Whether a constant is that of the largest shape, or the beginning of it (as of an arange)."""
-    if mine.kind is not largest.kind:
+def _same_or_beginning(storage: Storage, largest: Storage) -> bool:
+    """Whether a constant equals that of the largest shape, or the beginning of it, as a shorter arange does."""
+    if storage.kind is not largest.kind:
         return False
-    return mine.kind is not Kind.CONSTANT or _begins(_flat(largest), _flat(mine))
+    return storage.kind is not Kind.CONSTANT or _begins(_flat(largest), _flat(storage))
 
 
 def _flat(storage: Storage) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which line of the user's source a message is about."""
+"""Find the line of the user's source that a message is about."""
 
 import functools
 import sys
@@ -12,7 +12,7 @@ import torch
 from onward.errors import ProgramError
 
 _PACKAGE = Path(__file__).parent.parent
-# Frames that are never the line a message is about. The built-in families' lines are.
+# Frames of these files are skipped. Those of the built-in families are not: they are forwards, too.
 _NOT_THE_FORWARD = (
     str(Path(torch.__file__).parent),
     *(str(_PACKAGE / part) for part in ("ops", "program", "cache")),
@@ -24,13 +24,13 @@ class TraceError(ProgramError):
     """A forward that cannot be traced: it is not shape-stable, or not a function of its arguments."""
 
 
-def run(forward: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """Call the forward: lines are looked for from here inwards."""
-    return forward(*given, **options)
+def run(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call the forward. `users_line` looks at the frames inside this call only."""
+    return forward(*arguments, **options)
 
 
 def users_line() -> str:
-    """The innermost line of the traced forward that is neither torch's nor this package's operators'."""
+    """The innermost line of the running forward that belongs neither to torch nor to this package's operators."""
     frame = sys._getframe(1)
     while frame.f_code is not run.__code__ and frame.f_back is not None:
         if _of_the_forward(frame.f_code.co_filename):
@@ -41,11 +41,11 @@ def users_line() -> str:
 
 def line_of(error: BaseException) -> str:
     """The innermost line of the forward in the traceback of an error."""
-    found = "an unknown line"
+    innermost = "an unknown line"
     for frame, line in traceback.walk_tb(error.__traceback__):
         if _of_the_forward(frame.f_code.co_filename):
-            found = f"{_short(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
-    return found
+            innermost = f"{_short(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
+    return innermost
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A forward run once on tensors without memory: the list of what it does."""
+"""Run a forward once on tensors without memory, and list its operators."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from onward.errors import OnwardError, ProgramError, one_line
 from onward.program.arrays import Kind
-from onward.program.nodes import Trace
-from onward.program.recorder import Infer, Recorder
+from onward.program.nodes import Infer, Trace
+from onward.program.recorder import Recorder
 from onward.program.source_lines import TraceError, line_of, run
 
 
@@ -30,29 +30,31 @@ def trace(
 
     Args:
         forward: (tokens int32 [B, T], offsets int32 [B], cache, params) -> (logits [B, T, V], cache).
-        params, cache: as they will be given; only their shapes, dtypes and strides matter.
+        params, cache: like those of later calls; only their shapes, dtypes and strides matter.
         batch, tokens: B, T.
-        logits_at: with N, the keyword `logits_at`, int64 [B, N], is given, and logits are [B, N, V].
-        whole, infer: as of `Recorder`.
+        logits_at: N; the forward gets the keyword `logits_at`, int64 [B, N], and returns logits [B, N, V].
+        whole, infer: as in `Recorder`.
 
     Raises:
-        TraceError: the forward reads values, closes over tensors, or returns something else than the contract says.
+        TraceError: the forward reads values, closes over tensors, or returns something other than the contract says.
     """
     recorder = Recorder(whole, infer)
-    # Autocast is off: a program is kept, and serves calls with it and without.
+    # Autocast is off: a program is kept, and serves calls under autocast and without.
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-        given = {
+        inputs = {
             Kind.TOKENS: recorder.declare((batch, tokens), None, torch.int32, Kind.TOKENS, "tokens"),
             Kind.OFFSETS: recorder.declare((batch,), None, torch.int32, Kind.OFFSETS, "offsets"),
         }
         if logits_at is not None:
-            given[Kind.LOGITS_AT] = recorder.declare((batch, logits_at), None, torch.int64, Kind.LOGITS_AT, "logits_at")
-        options = {} if logits_at is None else {"logits_at": given[Kind.LOGITS_AT]}
+            inputs[Kind.LOGITS_AT] = recorder.declare(
+                (batch, logits_at), None, torch.int64, Kind.LOGITS_AT, "logits_at"
+            )
+        options = {} if logits_at is None else {"logits_at": inputs[Kind.LOGITS_AT]}
         traced_params = _stand_ins(recorder, params, Kind.PARAM)
         traced_cache = _stand_ins(recorder, cache, Kind.CACHE)
         with recorder:
             try:
-                result = run(forward, given[Kind.TOKENS], given[Kind.OFFSETS], traced_cache, traced_params, **options)
+                result = run(forward, inputs[Kind.TOKENS], inputs[Kind.OFFSETS], traced_cache, traced_params, **options)
             except ProgramError as error:
                 if isinstance(error, TraceError):
                     raise
@@ -61,15 +63,15 @@ def trace(
                 raise
             except Exception as error:
                 raise TraceError(f"the forward cannot be traced: {one_line(error)} ({line_of(error)})") from error
-        made = recorder.trace
-        made.inputs = {kind: recorder.array(tensor) for kind, tensor in given.items()}
-        made.cache = [recorder.array(leaf) for leaf in pytree.tree_leaves(traced_cache) if isinstance(leaf, Tensor)]
+        traced = recorder.trace
+        traced.inputs = {kind: recorder.array(tensor) for kind, tensor in inputs.items()}
+        traced.cache = [recorder.array(leaf) for leaf in pytree.tree_leaves(traced_cache) if isinstance(leaf, Tensor)]
         _check_result(result, traced_cache, (batch, tokens if logits_at is None else logits_at))
-        made.logits = recorder.array(result[0])
-        made.returned_cache = [
+        traced.logits = recorder.array(result[0])
+        traced.returned_cache = [
             recorder.array(leaf) for leaf in pytree.tree_leaves(result[1]) if isinstance(leaf, Tensor)
         ]
-    return made
+    return traced
 
 
 def _stand_ins(recorder: Recorder, tree: Any, kind: Kind) -> Any:
@@ -81,12 +83,12 @@ def _stand_ins(recorder: Recorder, tree: Any, kind: Kind) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _check_result(result: Any, cache: Any, wanted: tuple[int, int]) -> None:
+def _check_result(result: Any, cache: Any, logits_shape: tuple[int, int]) -> None:
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
         raise TraceError(f"a forward must return (logits, cache); got {_described(result)}")
     logits, returned = result
-    if logits.dim() != 3 or tuple(logits.shape[:2]) != wanted or not logits.is_floating_point():
-        raise TraceError(f"a forward must return float logits {[*wanted, 'V']}; got {_described(logits)}")
+    if logits.dim() != 3 or tuple(logits.shape[:2]) != logits_shape or not logits.is_floating_point():
+        raise TraceError(f"a forward must return float logits {[*logits_shape, 'V']}; got {_described(logits)}")
     before, spec_before = pytree.tree_flatten(cache)
     after, spec_after = pytree.tree_flatten(returned)
     if spec_before != spec_after:

@@ -1,4 +1,4 @@
-"""From operators to kernel calls: one rule an operator."""
+"""Turn operators into kernel calls, with one rule for each operator."""
 
 from onward.program.lowering import fused, infer, matrices, pointwise
 from onward.program.lowering.builder import RULES, Builder, Unsupported

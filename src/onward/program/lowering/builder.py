@@ -1,4 +1,4 @@
-"""What rules use to turn an operator into kernel calls, and the table of rules."""
+"""The builder with which rules turn an operator into kernel calls, and the table of rules."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ ELEMENTS = {
 }
 
 
-class Unsupported(Exception):  # noqa: N818 - it is no error: torch runs the operator instead
+class Unsupported(Exception):  # noqa: N818 - not an error: torch runs the operator instead
     """There is no kernel for this use of an operator; the message says what is missing."""
 
 
@@ -34,7 +34,7 @@ class Builder:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.calls: list[Call] = []
-        self.node: Node | None = None  # what is being lowered
+        self.node: Node | None = None  # the one that is being lowered
         self._scalars: dict[tuple[float, torch.dtype], Array] = {}
 
     def call(self, kernel: str, *args: Argument) -> None:
@@ -44,7 +44,7 @@ class Builder:
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────
 
     def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
-        """Contiguous memory of the program's own."""
+        """A contiguous array in the program's own memory."""
         strides = contiguous_strides(shape)
         array = Array(self._storage(Kind.TEMPORARY, 0), dtype, tuple(shape), strides, 0)
         array.storage.nbytes = array.nbytes
@@ -57,7 +57,7 @@ class Builder:
         return Array(storage, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
 
     def scalar(self, value: float | int | bool, dtype: torch.dtype) -> Array:
-        """A constant of no dimensions."""
+        """A constant without dimensions."""
         key = (value, dtype)
         if key not in self._scalars:
             self._scalars[key] = self.constant(torch.tensor(value, dtype=dtype))
@@ -78,13 +78,13 @@ class Builder:
         return copy
 
     def rows(self, array: Array) -> tuple[Array, int, int, int]:
-        """An array [..., D] as rows: (itself or a copy, rows, D, elements from row to row)."""
-        found = uniform_rows(array)
-        if found is None:
+        """An array [..., D] as rows: (it or a copy, number of rows, D, elements from row to row)."""
+        layout = uniform_rows(array)
+        if layout is None:
             array = self.contiguous(array)
-            found = uniform_rows(array)
-            assert found is not None
-        return (array, *found)
+            layout = uniform_rows(array)
+            assert layout is not None
+        return (array, *layout)
 
     def copy(self, source: Array, to: Array) -> None:
         """to[...] = source[...], broadcast and cast."""
@@ -121,16 +121,16 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def broadcast(array: Array, shape: Sequence[int]) -> list[int]:
-    """Strides of an array over a shape that it broadcasts to: 0 where it repeats."""
+    """The strides of an array over a shape that it broadcasts to: 0 where it repeats."""
     missing = len(shape) - len(array.shape)
     return [0] * missing + [
-        0 if size == 1 and wanted != 1 else stride
-        for size, stride, wanted in zip(array.shape, array.strides, shape[missing:], strict=True)
+        0 if size == 1 and full_size != 1 else stride
+        for size, stride, full_size in zip(array.shape, array.strides, shape[missing:], strict=True)
     ]
 
 
 def uniform_rows(array: Array) -> tuple[int, int, int] | None:
-    """(rows, columns, elements from row to row) of [..., D]; None where the rows are not evenly spaced."""
+    """(rows, columns, elements from row to row) of an array [..., D]; None where its rows are not evenly spaced."""
     *leading, columns = array.shape
     *steps, last = array.strides
     if columns > 1 and last != 1:
@@ -156,7 +156,7 @@ RULES: dict[OpOverload, Rule] = {}
 
 
 def lowers(*ops: OpOverload) -> Callable[[Rule], Rule]:
-    """Register a rule for operators. It emits calls, or raises `Unsupported` having emitted none."""
+    """Register a rule for operators. A rule emits calls, or raises `Unsupported`; then its calls are dropped."""
 
     def register(rule: Rule) -> Rule:
         for op in ops:
@@ -166,11 +166,11 @@ def lowers(*ops: OpOverload) -> Callable[[Rule], Rule]:
     return register
 
 
-def named(node: Node) -> dict[str, Any]:
+def named_arguments(node: Node) -> dict[str, Any]:
     """The arguments of a node by name, defaults filled in."""
-    given = {argument.name: argument.default_value for argument in node.op._schema.arguments}
-    given |= dict(zip(given, node.args, strict=False))
-    return given | node.kwargs
+    arguments = {argument.name: argument.default_value for argument in node.op._schema.arguments}
+    arguments |= dict(zip(arguments, node.args, strict=False))
+    return arguments | node.kwargs
 
 
 __all__ = [
@@ -185,6 +185,6 @@ __all__ = [
     "element_code",
     "float_code",
     "lowers",
-    "named",
+    "named_arguments",
     "uniform_rows",
 ]

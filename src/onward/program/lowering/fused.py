@@ -1,4 +1,4 @@
-"""Onward's own operators: each has its kernel."""
+"""Rules for Onward's own operators, each of which has a kernel."""
 
 from typing import Any
 
@@ -31,9 +31,9 @@ def emit_rms_norm(
     offset: float = 0.0,
     residual: Node | None = None,
 ) -> None:
-    """residual: the node that adds one, if the sum is to be made here too."""
+    """Emit the norm of x. residual: the node that computes x as a sum, if this call is to compute the sum too."""
     b.call(
-        "onward_rms_norm", *_normalised(b, x, residual),
+        "onward_rms_norm", *_norm_input(b, x, residual),
         None if weight is None else address(b.contiguous(weight)), offset, not offset, eps, address(out), out.shape[-1],
     )  # fmt: skip
 
@@ -45,7 +45,7 @@ def layer_norm(b: Builder, node: Node) -> None:
 
 
 def norm_of_sum(b: Builder, norm: Node, residual: Node) -> None:
-    """What `residual` adds and `norm` normalises, in one call."""
+    """The sum of node `residual` and the norm of it of node `norm`, in one call."""
     if norm.op is ops.rms_norm.default:
         x, weight, eps, offset = norm.args
         emit_rms_norm(b, x, weight, eps, norm.outputs[0], offset, residual)
@@ -54,13 +54,16 @@ def norm_of_sum(b: Builder, norm: Node, residual: Node) -> None:
         emit_layer_norm(b, x, weight, bias, eps, norm.outputs[0], residual)
 
 
-def _normalised(b: Builder, x: Array, residual: Node | None) -> tuple[Any, ...]:
-    """How many rows a norm is given, of what; then addresses and strides: theirs, the residual's, their sum's."""
-    rows_of, rows, columns, stride = b.rows(x)
+def _norm_input(b: Builder, x: Array, residual: Node | None) -> tuple[Any, ...]:
+    """The arguments of a norm kernel that say what it normalises.
+
+    Rows, columns and dtype; then an address and a stride for the input, the residual and their sum.
+    """
+    x_rows, rows, columns, stride = b.rows(x)
     size = rows, columns, float_code(x)
     if residual is None:
-        return *size, address(rows_of), stride, None, 0, None, 0
-    left, right = residual.args[:2]  # like the sum they are contiguous
+        return *size, address(x_rows), stride, None, 0, None, 0
+    left, right = residual.args[:2]  # contiguous, as the sum is
     return *size, address(left), columns, address(right), columns, address(x), columns
 
 
@@ -74,7 +77,7 @@ def emit_layer_norm(
     residual: Node | None = None,
 ) -> None:
     b.call(
-        "onward_layer_norm", *_normalised(b, x, residual),
+        "onward_layer_norm", *_norm_input(b, x, residual),
         None if weight is None else address(b.contiguous(weight)),
         None if bias is None else address(b.contiguous(bias)), eps, address(out), out.shape[-1],
     )  # fmt: skip
@@ -97,8 +100,8 @@ def rotate(b: Builder, node: Node) -> None:
 
 def positive_half(sin: Array) -> Address:
     """The half of `sin` that is not negated."""
-    found = address(sin)
-    return found._replace(offset=found.offset + sin.shape[-1] // 2 * sin.dtype.itemsize)
+    start = address(sin)
+    return start._replace(offset=start.offset + sin.shape[-1] // 2 * sin.dtype.itemsize)
 
 
 @lowers(ops.rotary_angles.default)
@@ -124,7 +127,7 @@ def rope(b: Builder, node: Node) -> None:
 
 
 def linear_format(node: Node) -> Format:
-    """How the weight of a linear node is packed."""
+    """The format in which the weight of a linear node is packed."""
     if node.op is ops.packed_linear.default:
         data: Array = node.args[1]
         return PACKED_FORMATS[data.dtype]
@@ -198,7 +201,7 @@ def add(b: Builder, node: Node) -> None:
 
 
 def _elementwise(b: Builder, node: Node, kernel: str, *options: float) -> None:
-    """A kernel of two operands of one shape; its options stand after the dtype."""
+    """Call a kernel of two operands of one shape. Its options come after the dtype."""
     left, rows, columns, left_stride = b.rows(node.args[0])
     right, _, _, right_stride = b.rows(node.args[1])
     b.call(
@@ -242,7 +245,7 @@ def emit_attention(
 ) -> None:
     q, k, v = (a if a.strides[-1] == 1 else b.contiguous(a) for a in (q, k, v))
     if out.strides[-1] != 1:
-        raise Unsupported("an output whose features are not neighbours")
+        raise Unsupported("an output whose features are not contiguous")
     batch, heads, queries, dim = q.shape
     arguments = {
         "batch": batch, "heads": heads, "kv_heads": k.shape[1], "queries": queries, "positions": k.shape[2], "dim": dim,
@@ -290,7 +293,7 @@ def cache_part(node: Node) -> dict[str, object]:
 def heads(
     b: Builder, parts: list[dict[str, object]], offsets: Array | None, angles: tuple[Array, Array] | None
 ) -> None:
-    """`onward_heads`; in the parts "x" is an array [B, H, T, D] still."""
+    """Call `onward_heads`. In the parts "x" is an array [B, H, T, D]; this puts its address in its place."""
     sample = parts[0]["x"]
     assert isinstance(sample, Array)
     if any(isinstance(x, Array) and x.strides[-1] != 1 for part in parts for x in (part["x"],)):

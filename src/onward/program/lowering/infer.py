@@ -1,7 +1,7 @@
-"""Shapes and dtypes of what operators with a kernel return.
+"""Infer the shapes and dtypes that operators with a kernel return.
 
-torch has meta forms of them all, but most are written in Python, and the first one called imports sympy: a second at
-every start. The elementwise operators' stand with their rules (`pointwise.py`).
+torch has meta forms of them all. But most are written in Python, and the first call of one imports sympy: a second at
+every start. Those of elementwise operators are in `pointwise.py`, with their rules.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ def _infers(*ops: OpOverload) -> Callable[[Callable[..., Tensor]], Callable[...,
 
 @_infers(aten.linear.default)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    made = _product(x, weight.mT if weight.dim() == 2 else weight.unsqueeze(-1))
-    return made if weight.dim() == 2 else made.squeeze(-1)
+    product = _product(x, weight.mT if weight.dim() == 2 else weight.unsqueeze(-1))
+    return product if weight.dim() == 2 else product.squeeze(-1)
 
 
 @_infers(aten.matmul.default, aten.mm.default, aten.bmm.default)
@@ -41,7 +41,7 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     left: tuple[int, ...] = tuple(x.shape) if x.dim() > 1 else (1, *x.shape)
     right: tuple[int, ...] = tuple(y.shape) if y.dim() > 1 else (*y.shape, 1)
     if x.dtype != y.dtype or not x.dim() or not y.dim() or left[-1] != right[-2]:
-        raise ProgramError(f"a product of {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
+        raise ProgramError(f"{x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)} have no matrix product")
     rows = left[-2:-1] if x.dim() > 1 else ()
     columns = right[-1:] if y.dim() > 1 else ()
     batch = broadcast_shapes([left[:-2], right[:-2]])
@@ -50,16 +50,19 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 @_infers(aten.addmm.default, aten.baddbmm.default)
 def _plus_product(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    made = _product(x, y)
-    _check_fits(bias, made)
-    return made
+    product = _product(x, y)
+    _check_fits(bias, product)
+    return product
 
 
 @_infers(aten.scaled_dot_product_attention.default)
-def _attention(q: Tensor, k: Tensor, v: Tensor, *given: Any, **options: Any) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Tensor:
     """[B, H, T, D], with the features of a token's heads side by side in memory, as torch returns it."""
     if q.dim() != 4 or v.dim() != 4 or q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
-        raise ProgramError(f"attention of queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)}")
+        raise ProgramError(
+            f"attention wants q [B, H, T, D] and k and v [B, G, S, D]; got {list(q.shape)}, {list(k.shape)} and "
+            f"{list(v.shape)}"
+        )
     batch, heads, queries, _ = q.shape
     return empty_meta((batch, queries, heads, v.shape[-1]), q.dtype).transpose(1, 2)
 
@@ -81,42 +84,42 @@ def _softmax_of_halves(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 @_infers(aten.layer_norm.default, aten.rms_norm.default)
 def _norm(x: Tensor, normalized_shape: Sequence[int], *weights: Any, **_: Any) -> Tensor:
     if list(x.shape[-len(normalized_shape) :]) != list(normalized_shape):
-        raise ProgramError(f"a norm over {list(normalized_shape)} of a tensor {list(x.shape)}")
+        raise ProgramError(f"a norm over {list(normalized_shape)} does not fit a tensor {list(x.shape)}")
     for weight in weights:
         if isinstance(weight, Tensor) and list(weight.shape) != list(normalized_shape):
-            raise ProgramError(f"a norm over {list(normalized_shape)} with a weight {list(weight.shape)}")
+            raise ProgramError(f"a norm over {list(normalized_shape)} wants such a weight; got {list(weight.shape)}")
     return empty_meta(x.shape, x.dtype)
 
 
 @_infers(aten.cumsum.default)
 def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     _dims(x, dim)
-    return empty_meta(x.shape, dtype or _summed(x))
+    return empty_meta(x.shape, dtype or _sum_dtype(x))
 
 
 @_infers(aten.sum.dim_IntList, aten.mean.dim)
 def _reduced(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    return empty_meta(_without(x, dim, keepdim), dtype or _summed(x))
+    return empty_meta(_reduced_shape(x, dim, keepdim), dtype or _sum_dtype(x))
 
 
 @_infers(aten.sum.default, aten.mean.default)
 def _reduced_whole(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return empty_meta((), dtype or _summed(x))
+    return empty_meta((), dtype or _sum_dtype(x))
 
 
 @_infers(aten.amax.default, aten.amin.default)
 def _extreme(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return empty_meta(_without(x, dim, keepdim), x.dtype)
+    return empty_meta(_reduced_shape(x, dim, keepdim), x.dtype)
 
 
 @_infers(aten.argmax.default)
 def _argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return empty_meta(_without(x, dim, keepdim), torch.int64)
+    return empty_meta(_reduced_shape(x, dim, keepdim), torch.int64)
 
 
 @_infers(aten.any.dim, aten.all.dim)
 def _truth(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    return empty_meta(_without(x, dim, keepdim), torch.bool)
+    return empty_meta(_reduced_shape(x, dim, keepdim), torch.bool)
 
 
 @_infers(aten.gather.default)
@@ -126,19 +129,19 @@ def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) ->
 
 
 def _dims(x: Tensor, dim: Any) -> list[int]:
-    """The dimensions meant, counted from the front; all of them for none."""
-    given = list(dim) if isinstance(dim, Sequence) else [] if dim is None else [dim]
-    if any(not -x.dim() <= each < max(x.dim(), 1) for each in given):
-        raise ProgramError(f"dimension {given} of a tensor {list(x.shape)}")
-    return [each % max(x.dim(), 1) for each in given] or list(range(x.dim()))
+    """The dimensions that `dim` names, counted from the front; all of them for None or an empty list."""
+    dims = list(dim) if isinstance(dim, Sequence) else [] if dim is None else [dim]
+    if any(not -x.dim() <= each < max(x.dim(), 1) for each in dims):
+        raise ProgramError(f"a tensor {list(x.shape)} has no dimension {dims}")
+    return [each % max(x.dim(), 1) for each in dims] or list(range(x.dim()))
 
 
-def _without(x: Tensor, dim: Any, keepdim: bool) -> list[int]:
-    gone = _dims(x, dim)
-    return [1 if i in gone else size for i, size in enumerate(x.shape) if keepdim or i not in gone]
+def _reduced_shape(x: Tensor, dim: Any, keepdim: bool) -> list[int]:
+    reduced = _dims(x, dim)
+    return [1 if i in reduced else size for i, size in enumerate(x.shape) if keepdim or i not in reduced]
 
 
-def _summed(x: Tensor) -> torch.dtype:
+def _sum_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_floating_point() else torch.int64
 
 
@@ -173,7 +176,7 @@ def _rsub(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
 
 @_infers(aten.cat.default, aten.concat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    parts = [t for t in tensors if tuple(t.shape) != (0,)] or list(tensors)  # an empty vector fits everything
+    parts = [t for t in tensors if tuple(t.shape) != (0,)] or list(tensors)  # torch lets an empty vector pass
     first = parts[0]
     at = _dims(first, dim)[0]
     dtype = first.dtype
@@ -181,7 +184,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         if part.dim() != first.dim() or any(
             part.shape[i] != first.shape[i] for i in range(first.dim()) if i != at
         ):  # fmt: skip
-            raise ProgramError(f"cat along dimension {dim} of shapes {[list(t.shape) for t in tensors]}")
+            raise ProgramError(f"cat along dimension {dim} does not fit shapes {[list(t.shape) for t in tensors]}")
         dtype = torch.promote_types(dtype, part.dtype)
     shape = list(first.shape)
     shape[at] = sum(part.shape[at] for part in parts)
@@ -192,7 +195,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     first = tensors[0]
     if any(part.shape != first.shape for part in tensors):
-        raise ProgramError(f"stack of shapes {[list(t.shape) for t in tensors]}")
+        raise ProgramError(f"stack wants tensors of one shape; got {[list(t.shape) for t in tensors]}")
     dtype = first.dtype
     for part in tensors:
         dtype = torch.promote_types(dtype, part.dtype)

@@ -1,4 +1,4 @@
-"""Products, attention, norms, reductions and look-ups in torch's own operators."""
+"""Rules for torch's products, attention, norms, reductions and look-ups."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from onward.program.lowering.builder import (
     element_code,
     float_code,
     lowers,
-    named,
+    named_arguments,
 )
 from onward.program.lowering.fused import as_float32, emit_attention, emit_layer_norm, emit_rms_norm
 from onward.program.lowering.pointwise import INFER, broadcast_shapes, choose, empty_meta
@@ -32,10 +32,10 @@ aten = torch.ops.aten
 
 @lowers(aten.linear.default)
 def linear(b: Builder, node: Node) -> None:
-    given = named(node)
-    x, weight, bias = given["input"], given["weight"], given["bias"]
+    arguments = named_arguments(node)
+    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     if len(weight.shape) != 2:
-        raise Unsupported("a weight that is no matrix")
+        raise Unsupported("a weight that is not a matrix")
     x, rows, inputs, stride = b.rows(x)
     out = node.outputs[0]
     flat = Array(x.storage, x.dtype, (rows, inputs), (stride, 1), x.offset)
@@ -58,11 +58,11 @@ def matmul(b: Builder, node: Node) -> None:
 
 @lowers(aten.addmm.default, aten.baddbmm.default)
 def addmm(b: Builder, node: Node) -> None:
-    given = named(node)
+    arguments = named_arguments(node)
     bias, x, y = node.args
     if node.op is aten.baddbmm.default and len([s for s in bias.shape if s > 1]) > 2:
         raise Unsupported("a bias for each of a batch")
-    product(b, x, y, node.outputs[0], bias, given["alpha"], given["beta"])
+    product(b, x, y, node.outputs[0], bias, arguments["alpha"], arguments["beta"])
 
 
 def product(
@@ -91,21 +91,21 @@ def transposed(array: Array) -> Array:
 
 @lowers(aten.scaled_dot_product_attention.default)
 def attention(b: Builder, node: Node) -> None:
-    given = named(node)
-    q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
-    if given["dropout_p"] or len(q.shape) != 4 or k.shape != v.shape or q.shape[1] % k.shape[1]:
+    arguments = named_arguments(node)
+    q, k, v, mask = arguments["query"], arguments["key"], arguments["value"], arguments["attn_mask"]
+    if arguments["dropout_p"] or len(q.shape) != 4 or k.shape != v.shape or q.shape[1] % k.shape[1]:
         raise Unsupported("dropout, or shapes other than [B, H, T, D]")
-    scale = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    scale = q.shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
     offsets = None
-    if given["is_causal"]:  # aligned to the top left
+    if arguments["is_causal"]:  # aligned to the top left
         if k.shape[2] < q.shape[2]:
             raise Unsupported("causal with fewer keys than queries")
         offsets = b.constant(torch.zeros(q.shape[0], dtype=torch.int32))
     if mask is not None:
         if mask.dtype == torch.bool:
-            added = b.temporary(mask.shape, torch.float32)
-            choose(b, mask, 0.0, -math.inf, added)
-            mask = added
+            additive = b.temporary(mask.shape, torch.float32)
+            choose(b, mask, 0.0, -math.inf, additive)
+            mask = additive
         mask = as_float32(b, mask)
     emit_attention(b, q, k, v, node.outputs[0], offsets, mask, None, scale, 0)
 
@@ -115,18 +115,18 @@ def attention(b: Builder, node: Node) -> None:
 
 @lowers(aten.layer_norm.default)
 def layer_norm(b: Builder, node: Node) -> None:
-    given = named(node)
-    x, weight, bias = given["input"], given["weight"], given["bias"]
-    if len(given["normalized_shape"]) != 1 or any(a is not None and a.dtype != x.dtype for a in (weight, bias)):
+    arguments = named_arguments(node)
+    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
+    if len(arguments["normalized_shape"]) != 1 or any(a is not None and a.dtype != x.dtype for a in (weight, bias)):
         raise Unsupported("more than the last axis, or weights of another dtype")
-    emit_layer_norm(b, x, weight, bias, given["eps"], node.outputs[0])
+    emit_layer_norm(b, x, weight, bias, arguments["eps"], node.outputs[0])
 
 
 @lowers(aten.rms_norm.default)
 def rms_norm(b: Builder, node: Node) -> None:
-    given = named(node)
-    x, weight, eps = given["input"], given["weight"], given["eps"]
-    if len(given["normalized_shape"]) != 1 or (weight is not None and weight.dtype != x.dtype):
+    arguments = named_arguments(node)
+    x, weight, eps = arguments["input"], arguments["weight"], arguments["eps"]
+    if len(arguments["normalized_shape"]) != 1 or (weight is not None and weight.dtype != x.dtype):
         raise Unsupported("more than the last axis, or a weight of another dtype")
     emit_rms_norm(b, x, weight, torch.finfo(x.dtype).eps if eps is None else eps, node.outputs[0])
 
@@ -160,10 +160,10 @@ _REDUCTIONS = {
 @lowers(*_REDUCTIONS)
 def reduction(b: Builder, node: Node) -> None:
     x, out = node.args[0], node.outputs[0]
-    given = named(node)
-    dims = _dims(given.get("dim"), len(x.shape))
+    arguments = named_arguments(node)
+    dims = _dims(arguments.get("dim"), len(x.shape))
     outer = [i for i in range(len(x.shape)) if i not in dims]
-    keep = bool(given.get("keepdim"))
+    keep = bool(arguments.get("keepdim"))
     steps = [out.strides[i] for i in outer] if keep else list(out.strides)
     b.call(
         "onward_reduce", _REDUCTIONS[node.op], len(outer), [x.shape[i] for i in outer], len(dims),
@@ -199,7 +199,7 @@ def embedding(b: Builder, node: Node) -> None:
     table, ids = node.args[:2]
     out = node.outputs[0]
     if len(table.shape) != 2 or table.strides[1] != 1 or ids.dtype not in (torch.int32, torch.int64):
-        raise Unsupported("a table that is not rows of neighbours")
+        raise Unsupported("a table whose rows are not contiguous, or ids that are not int32 or int64")
     ids = b.contiguous(ids)
     b.call(
         "onward_gather_rows", ids.numel, table.shape[1], float_code(table), address(table), table.shape[0],
@@ -218,10 +218,10 @@ def index(b: Builder, node: Node) -> None:
 
 @lowers(aten.index_put_.default, aten.index_put.default)
 def index_put(b: Builder, node: Node) -> None:
-    given = named(node)
-    x, indices, values = given["self"], given["indices"], given["values"]
-    if given["accumulate"]:
-        raise Unsupported("accumulate")
+    arguments = named_arguments(node)
+    x, indices, values = arguments["self"], arguments["indices"], arguments["values"]
+    if arguments["accumulate"]:
+        raise Unsupported("accumulate=True")
     if node.op is aten.index_put.default:
         b.copy(x, node.outputs[0])
         x = node.outputs[0]
@@ -229,7 +229,7 @@ def index_put(b: Builder, node: Node) -> None:
 
 
 def advanced_index(b: Builder, x: Array, indices: Sequence[Array | None], other: Array, put: bool) -> None:
-    """other = x[indices], or x[indices] = other, by numpy's rules of where the indexed dims go."""
+    """other = x[indices], or with put x[indices] = other. The indexed dims go where numpy puts them."""
     arrays = [index for index in indices if index is not None]
     if any(index.dtype not in (torch.int32, torch.int64) for index in arrays):
         raise Unsupported("an index of another dtype than int32 or int64")
@@ -245,9 +245,9 @@ def advanced_index(b: Builder, x: Array, indices: Sequence[Array | None], other:
         along = [0] * len(before) + broadcast(index, spread) + [0] * len(after)
         words += [address(index), element_code(index), x.strides[i], x.shape[i], *along]
     if put and other.dtype != x.dtype:
-        same = b.temporary(other.shape, x.dtype)
-        b.copy(other, same)
-        other = same
+        cast = b.temporary(other.shape, x.dtype)
+        b.copy(other, cast)
+        other = cast
     b.call(
         "onward_index", len(shape), shape, address(other), broadcast(other, shape), address(x), x.dtype.itemsize,
         steps, len(used), words, put,
@@ -255,10 +255,10 @@ def advanced_index(b: Builder, x: Array, indices: Sequence[Array | None], other:
 
 
 def index_dims(count: int, indices: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
-    """What x[indices] of `count` dims is made of: dims of x, the shape of the indices broadcast, dims of x."""
+    """The dims of x[indices], for x of `count` dims: dims of x, the shape of the broadcast indices, dims of x."""
     used = [i for i, index in enumerate(indices) if index is not None]
     spread = list(broadcast_shapes([tuple(indices[i].shape) for i in used]))
-    # Indexed dims that stand together stay where they are; others come first.
+    # Indexed dims that are neighbours stay where they are; otherwise they come first.
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     plain = [i for i in range(count) if i not in used]
     return plain[:first], spread, plain[first:]

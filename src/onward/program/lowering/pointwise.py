@@ -1,4 +1,4 @@
-"""torch's elementwise operators."""
+"""Rules, and shapes and dtypes, for torch's elementwise operators."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +11,17 @@ from onward.errors import ProgramError
 from onward.native.interface import Binary, Unary
 from onward.program.arrays import Array
 from onward.program.calls import address
-from onward.program.lowering.builder import ELEMENTS, Builder, Unsupported, broadcast, element_code, lowers, named
-from onward.program.nodes import Node
+from onward.program.lowering.builder import (
+    ELEMENTS,
+    Builder,
+    Unsupported,
+    broadcast,
+    contiguous_strides,
+    element_code,
+    lowers,
+    named_arguments,
+)
+from onward.program.nodes import Infer, Node
 
 aten = torch.ops.aten
 
@@ -23,7 +32,7 @@ _UNARY = {
     "bitwise_not": Unary.BITWISE_NOT, "floor": Unary.FLOOR, "ceil": Unary.CEIL, "sign": Unary.SIGN,
     "log1p": Unary.LOG1P, "expm1": Unary.EXPM1, "exp2": Unary.EXP2, "isnan": Unary.ISNAN, "isinf": Unary.ISINF,
 }  # fmt: skip
-# Whole numbers come out as float32.
+# Operators that turn integers into float32.
 _TO_FLOAT = {
     "exp",
     "log",
@@ -46,42 +55,41 @@ _BINARY = {
     "ge": Binary.GE, "bitwise_and": Binary.AND, "bitwise_or": Binary.OR, "bitwise_xor": Binary.XOR,
     "logical_and": Binary.AND, "logical_or": Binary.OR, "floor_divide": Binary.FLOOR_DIV, "remainder": Binary.REMAINDER,
 }  # fmt: skip
-# x ** n as torch computes it for these n, in one operation of its own.
+# The operation in which torch computes x ** n for these n.
 _POWERS = {2: Unary.SQUARE, 0.5: Unary.SQRT, -0.5: Unary.RSQRT, -1: Unary.RECIPROCAL, 1: Unary.COPY}
 
-Infer = Callable[..., Tensor]
 INFER: dict[OpOverload, Infer] = {}  # shapes and dtypes, for the recorder
 
 
 def _overloads(name: str) -> list[OpOverload]:
     """The functional and the in-place overloads of an aten operator."""
-    found = []
+    overloads = []
     for packet_name in (name, f"{name}_"):
         packet = getattr(aten, packet_name, None)
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
             if not any(argument.is_out for argument in op._schema.arguments):
-                found.append(op)
-    return found
+                overloads.append(op)
+    return overloads
 
 
 def _unary_rule(code: Unary) -> Callable[[Builder, Node], None]:
     def rule(b: Builder, node: Node) -> None:
         element_code(node.args[0])
-        b.unary(code, node.args[0], _result(node))
+        b.unary(code, node.args[0], _output(node))
 
     return rule
 
 
 def _binary_rule(code: Binary) -> Callable[[Builder, Node], None]:
     def rule(b: Builder, node: Node) -> None:
-        given = named(node)
-        if given.get("alpha", 1) != 1 or given.get("rounding_mode") is not None:
+        arguments = named_arguments(node)
+        if arguments.get("alpha", 1) != 1 or arguments.get("rounding_mode") is not None:
             raise Unsupported("alpha or rounding_mode")
         x, y = node.args[:2]
         if node.op._schema.name.startswith("aten::logical"):
             x, y = (_as_bool(b, side) for side in (x, y))
-        binary(b, code, x, y, _result(node))
+        binary(b, code, x, y, _output(node))
 
     return rule
 
@@ -99,7 +107,7 @@ def binary(b: Builder, code: Binary, x: Any, y: Any, out: Array) -> None:
 
 
 def _compute(x: Any, y: Any, code: Binary) -> torch.dtype:
-    """What both operands are turned into first: torch's promoted type, with float32 for the short floats."""
+    """The dtype that both operands are cast to first: torch's promoted dtype, but float32 for the shorter floats."""
     kinds = [side.dtype if isinstance(side, Array) else type(side) for side in (x, y)]
     if torch.float64 in kinds:
         return torch.float64
@@ -121,7 +129,7 @@ def _as_bool(b: Builder, side: Any) -> Array:
     return truth
 
 
-def _result(node: Node) -> Array:
+def _output(node: Node) -> Array:
     """The new array, or for an in-place operator the one it changes."""
     return (node.outputs or node.writes)[0]
 
@@ -189,13 +197,13 @@ for _name, _binary_code in _BINARY.items():
             INFER[_op] = _infer(_name)
 
 
-# ── those that need a word of their own ───────────────────────────────────────────────────────────────────────
+# ── operators with rules of their own ───────────────────────────────────────────────────────────────────────
 
 
 @lowers(aten.gelu.default, aten.gelu_.default)
 def gelu(b: Builder, node: Node) -> None:
-    tanh = named(node)["approximate"] == "tanh"
-    b.unary(Unary.GELU_TANH if tanh else Unary.GELU, node.args[0], _result(node))
+    tanh = named_arguments(node)["approximate"] == "tanh"
+    b.unary(Unary.GELU_TANH if tanh else Unary.GELU, node.args[0], _output(node))
 
 
 INFER[aten.gelu.default] = _infer("gelu")
@@ -203,9 +211,9 @@ INFER[aten.gelu.default] = _infer("gelu")
 
 @lowers(aten.rsub.Scalar, aten.rsub.Tensor)
 def rsub(b: Builder, node: Node) -> None:
-    if named(node).get("alpha", 1) != 1:
+    if named_arguments(node).get("alpha", 1) != 1:
         raise Unsupported("alpha")
-    binary(b, Binary.SUB, node.args[1], node.args[0], _result(node))
+    binary(b, Binary.SUB, node.args[1], node.args[0], _output(node))
 
 
 @lowers(aten.pow.Tensor_Scalar, aten.pow_.Scalar)
@@ -213,7 +221,7 @@ def power(b: Builder, node: Node) -> None:
     x, exponent = node.args
     if exponent not in _POWERS or not x.dtype.is_floating_point:
         raise Unsupported(f"an exponent of {exponent}")
-    b.unary(_POWERS[exponent], x, _result(node))
+    b.unary(_POWERS[exponent], x, _output(node))
 
 
 INFER[aten.pow.Tensor_Scalar] = lambda x, exponent: empty_meta(x.shape, torch.result_type(x, exponent), x)
@@ -221,9 +229,9 @@ INFER[aten.pow.Tensor_Scalar] = lambda x, exponent: empty_meta(x.shape, torch.re
 
 @lowers(aten.clamp.default, aten.clamp_.default, aten.clamp_min.default, aten.clamp_max.default)
 def clamp(b: Builder, node: Node) -> None:
-    given, out = named(node), _result(node)
+    arguments, out = named_arguments(node), _output(node)
     x = node.args[0]
-    for bound, code in ((given.get("min"), Binary.MAX), (given.get("max"), Binary.MIN)):
+    for bound, code in ((arguments.get("min"), Binary.MAX), (arguments.get("max"), Binary.MIN)):
         if bound is not None:
             binary(b, code, x, bound, out)
             x = out
@@ -232,7 +240,7 @@ def clamp(b: Builder, node: Node) -> None:
 @lowers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 def where(b: Builder, node: Node) -> None:
     condition, x, y = node.args
-    choose(b, condition, x, y, _result(node))
+    choose(b, condition, x, y, _output(node))
 
 
 @lowers(
@@ -240,7 +248,7 @@ def where(b: Builder, node: Node) -> None:
 )  # fmt: skip
 def masked_fill(b: Builder, node: Node) -> None:
     x, mask, value = node.args
-    choose(b, mask, value, x, _result(node))
+    choose(b, mask, value, x, _output(node))
 
 
 def choose(b: Builder, condition: Array, x: Any, y: Any, out: Array) -> None:
@@ -265,19 +273,11 @@ def copy(b: Builder, node: Node) -> None:
     element_code(out)
     if x.shape == out.shape:
         b.copy(x, out)
-    elif out.contiguous:  # a reshape of what no view can reshape
-        flat = Array(out.storage, out.dtype, x.shape, _strides(x.shape), out.offset)
+    elif out.contiguous:  # a reshape that no view can do
+        flat = Array(out.storage, out.dtype, x.shape, contiguous_strides(x.shape), out.offset)
         b.copy(x, flat)
     else:
         raise Unsupported("a reshape into a layout that is not contiguous")
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 @lowers(aten.copy_.default)
@@ -290,24 +290,24 @@ def copy_(b: Builder, node: Node) -> None:
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.zero_.default,
 )  # fmt: skip
 def fill(b: Builder, node: Node) -> None:
-    out = _result(node)
+    out = _output(node)
     name = node.op._schema.name
-    given = named(node)
-    value: Any = 0 if "zero" in name else 1 if "ones" in name else given.get("fill_value", given.get("value"))
+    arguments = named_arguments(node)
+    value: Any = 0 if "zero" in name else 1 if "ones" in name else arguments.get("fill_value", arguments.get("value"))
     b.copy(value if isinstance(value, Array) else b.scalar(value, out.dtype), out)
 
 
 @lowers(aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default)
 def empty(b: Builder, node: Node) -> None:
-    """Nothing to do: whoever reads it before writing reads what nobody promised."""
+    """Emit nothing: the values of an empty tensor are undefined until they are written."""
 
 
 @lowers(aten.cat.default, aten.concat.default, aten.stack.default)
 def cat(b: Builder, node: Node) -> None:
-    given, out = named(node), node.outputs[0]
-    dim = given["dim"] % len(out.shape)
+    arguments, out = named_arguments(node), node.outputs[0]
+    dim = arguments["dim"] % len(out.shape)
     at = 0
-    for part in given["tensors"]:
+    for part in arguments["tensors"]:
         if node.op is aten.stack.default:
             part = Array(
                 part.storage, part.dtype, (*part.shape[:dim], 1, *part.shape[dim:]),
@@ -327,13 +327,13 @@ def along(array: Array, dim: int, start: int, length: int) -> Array:
 
 @lowers(aten.repeat_interleave.self_int)
 def repeat_interleave(b: Builder, node: Node) -> None:
-    given = named(node)
-    x, repeats, dim, out = given["self"], given["repeats"], given["dim"], node.outputs[0]
-    if dim is None or given["output_size"] is not None:
+    arguments = named_arguments(node)
+    x, repeats, dim, out = arguments["self"], arguments["repeats"], arguments["dim"], node.outputs[0]
+    if dim is None or arguments["output_size"] is not None:
         raise Unsupported("repeat_interleave without a dim")
     dim %= len(x.shape)
     shape = (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
     spread = Array(x.storage, x.dtype, shape, (*x.strides[: dim + 1], 0, *x.strides[dim + 1 :]), x.offset)
     if not out.contiguous:
         raise Unsupported("an output that is not contiguous")
-    b.copy(spread, Array(out.storage, out.dtype, shape, _strides(shape), out.offset))
+    b.copy(spread, Array(out.storage, out.dtype, shape, contiguous_strides(shape), out.offset))

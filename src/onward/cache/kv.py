@@ -1,6 +1,6 @@
 """The dense key/value cache: one buffer of `max_len` positions a row, written in place.
 
-Entries at or past a row's offset are never read. So to take tokens back is to lower the offset: nothing is moved or
+Entries at or past a row's offset are never read. Taking tokens back only lowers the offset: nothing is moved or
 cleared.
 """
 

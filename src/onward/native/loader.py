@@ -43,9 +43,18 @@ class Library:
             function.argtypes = arguments
             setattr(self, name, function)
         self.isa: str = self.onward_isa_name().decode()
+        self._instructions: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:  # for type checkers: the functions set in __init__
         raise AttributeError(f"the native library has no function {name!r}")
+
+    def instruction(self, kernel: str) -> int:
+        """The word that calls `kernel` in a program (native/src/program.cpp)."""
+        if kernel not in self._instructions:
+            word = self.onward_program_instruction(kernel.encode())
+            assert word, f"{kernel} is not an instruction"
+            self._instructions[kernel] = word
+        return self._instructions[kernel]
 
     def check(self, status: int, name: str) -> None:
         """Raise NativeError if the kernel `name` did not return OK."""

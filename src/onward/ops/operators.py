@@ -23,7 +23,7 @@ _FORMS = ("native", "definition")
 _PLAIN = (Tensor, Parameter)
 
 Definition = Callable[..., Tensor]
-Kernel = Callable[..., Tensor]  # takes the library first, then what the definition takes
+Kernel = Callable[..., Tensor]  # takes the library, then the arguments of the definition
 
 
 class Choice(NamedTuple):

@@ -135,13 +135,12 @@ class _Encoder:
         self._num_slots = num_slots
         self._begin = self._calls = 0
         self._data: list[tuple[int, list[Any]]] = []  # (place of the pointer, words of what it points to)
-        self._instructions: dict[str, int] = {}
 
     def add(self, call: KernelCall) -> None:
         _, kinds = SIGNATURES[call.kernel]
         assert len(kinds) == len(call.args), (call.kernel, len(kinds), len(call.args))
         self._calls += 1
-        self.words += (self._instruction(call.kernel), len(call.args))
+        self.words += (self._library.instruction(call.kernel), len(call.args))
         for kind, argument in zip(kinds, call.args, strict=True):
             self.words.append(self._word(kind, argument, len(self.words)))
 
@@ -158,13 +157,6 @@ class _Encoder:
             at = len(self.words)
             for index, (kind, value) in enumerate(data):
                 self.words.append(self._word(kind, value, at + index))
-
-    def _instruction(self, kernel: str) -> int:
-        if kernel not in self._instructions:
-            instruction = self._library.onward_program_instruction(kernel.encode())
-            assert instruction, f"{kernel} is not an instruction"
-            self._instructions[kernel] = instruction
-        return self._instructions[kernel]
 
     def _word(self, kind: Any, argument: Any, place: int) -> int:
         if argument is None:

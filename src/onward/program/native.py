@@ -63,7 +63,6 @@ class NativeProgram:
         self._input_storages = {kind: array.storage for kind, array in signature.inputs.items()}
         self._failed = ctypes.c_int64(-1)
         self._end = image.segments[-1].end
-        self._instructions: dict[str, int] = {}
         self._leaves: CacheLeaves | None = None  # of the cache whose addresses are in the code
         self._seconds: list[float] | None = None  # of each call, while it is timed
 
@@ -87,7 +86,7 @@ class NativeProgram:
         ids, operands = torch.empty(rows, dtype=torch.int64), pick.operands(positions)
         args = [rows, columns, logits.data_ptr(), DTYPES[logits.dtype], columns]
         args += [operand.data_ptr() for operand in operands]
-        words = [self._instruction(pick.kernel), len(args) + 1, *args, ids.data_ptr()]
+        words = [self._library.instruction(pick.kernel), len(args) + 1, *args, ids.data_ptr()]
         assert len(words) <= ROOM_AT_END, f"{pick.kernel} takes more arguments than there is room for"
         self._addresses.put(self._end, words)
         self._run(offsets, len(words))
@@ -104,12 +103,6 @@ class NativeProgram:
             self._bind(leaves)
         self._addresses.point_logits(logits)
         return logits
-
-    def _instruction(self, kernel: str) -> int:
-        if kernel not in self._instructions:
-            self._instructions[kernel] = self._library.onward_program_instruction(kernel.encode())
-            assert self._instructions[kernel], f"{kernel} is not an instruction"
-        return self._instructions[kernel]
 
     def _bind(self, leaves: CacheLeaves) -> None:
         self._leaves = None  # until the end: an interrupt may leave the binding half done

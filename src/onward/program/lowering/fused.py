@@ -31,7 +31,7 @@ def emit_rms_norm(
     offset: float = 0.0,
     residual: Node | None = None,
 ) -> None:
-    """Emit the norm of x. residual: the node that computes x as a sum, if this call is to compute the sum too."""
+    """Emit the norm of x. residual: the node that computes x as a sum; then the call computes the sum, too."""
     b.call(
         "onward_rms_norm", *_norm_input(b, x, residual),
         None if weight is None else address(b.contiguous(weight)), offset, not offset, eps, address(out), out.shape[-1],

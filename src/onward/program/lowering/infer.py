@@ -56,7 +56,7 @@ def _plus_product(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha:
 
 
 @_infers(aten.scaled_dot_product_attention.default)
-def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
     """[B, H, T, D], with the features of a token's heads side by side in memory, as torch returns it."""
     if q.dim() != 4 or v.dim() != 4 or q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
         raise ProgramError(

@@ -122,3 +122,32 @@ def test_the_demo_finds_a_sentence_likelier_than_its_words_backwards():
     sentence = "Once upon a time, there was a little girl who lived in a house."
     forwards, backwards = lm.score([sentence, " ".join(reversed(sentence.split()))])
     assert forwards.perplexity < backwards.perplexity / 3
+
+
+@pytest.mark.parametrize("stride", [1, 3, 7, 15])
+def test_windows_score_each_id_once_with_the_context_that_they_promise(lm, stride):
+    """The definition: an id past the first window is scored in the first window that holds it."""
+    short = LanguageModel(dataclasses.replace(lm.model, max_seq_len=16), lm.tokenizer)
+    for length in (16, 17, 18, 31, 40):
+        ids = lm.encode("The cat sat on the mat, and the mat lay on the floor.")[:length]
+        score = short.score(ids, stride=stride, logprobs=1)
+        assert score.token_ids == ids
+        assert score.logprobs[:16] == lm.score(ids[:16], logprobs=1).logprobs
+        for at in range(16, length):
+            begin = -(-(at - 15) // stride) * stride
+            assert at - begin >= 16 - stride
+            assert score.logprobs[at] == lm.score(ids[begin : at + 1], logprobs=1).logprobs[-1]
+
+
+def test_a_stride_changes_nothing_where_the_text_fits(lm):
+    assert lm.score(TEXTS, stride=4) == lm.score(TEXTS)
+    long = "The cat sat on the mat"
+    short = LanguageModel(dataclasses.replace(lm.model, max_seq_len=16), lm.tokenizer)
+    assert short.score([long, "AB"], stride=4) == [short.score(long, stride=4), lm.score("AB")]
+
+
+@pytest.mark.parametrize("stride", [0, -1, 16, 2.5, True])
+def test_a_stride_is_shorter_than_the_context(lm, stride):
+    short = LanguageModel(dataclasses.replace(lm.model, max_seq_len=16), lm.tokenizer)
+    with pytest.raises(RequestError, match="stride"):
+        short.score("AB", stride=stride)

@@ -30,11 +30,12 @@ from onward.requests import (
     Speculators,
     drained,
     only,
+    score_in_windows,
     score_texts,
     split_chat_options,
 )
 from onward.requests.request import as_list, check_top, checked_ids, needed_tokenizer
-from onward.sampling.params import plain
+from onward.sampling.params import check_whole, plain
 from onward.speculation import ModelDrafter, Speculator, check_same_tokens
 
 # One of several prompts; a list of them is not itself a prompt.
@@ -214,12 +215,16 @@ class LanguageModel:
         return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)
 
     @overload
-    def score(self, text: str | Ids, *, logprobs: int = 0) -> Score: ...
+    def score(self, text: str | Ids, *, logprobs: int = 0, stride: int | None = None) -> Score: ...
 
     @overload
-    def score(self, text: list[_Prompt] | tuple[_Prompt, ...], *, logprobs: int = 0) -> list[Score]: ...
+    def score(
+        self, text: list[_Prompt] | tuple[_Prompt, ...], *, logprobs: int = 0, stride: int | None = None
+    ) -> list[Score]: ...
 
-    def score(self, text: Prompt | Sequence[Prompt], *, logprobs: int = 0) -> Score | list[Score]:
+    def score(
+        self, text: Prompt | Sequence[Prompt], *, logprobs: int = 0, stride: int | None = None
+    ) -> Score | list[Score]:
         """How likely the model finds a text, or several: log-likelihood, perplexity, the logprob of each token.
 
         Memory is bounded by the prefill chunk and the cache; logits of a whole text are never held.
@@ -227,17 +232,26 @@ class LanguageModel:
         Args:
             text: as `generate` takes prompts, each of 2 ids at least.
             logprobs: how many of the likeliest ids to report at each token's place.
+            stride: for texts longer than the context: windows of the context's length, each `stride` ids after the one
+                before, score the ids that are new in them. Every id is scored once, given at least context - stride
+                ids before it (all of them, in the first window). From 1 to context - 1; smaller costs more.
 
         Raises:
-            RequestError: a text of fewer ids, or logprobs outside its range.
-            ContextOverflowError: a text longer than the context.
+            RequestError: a text of fewer ids, logprobs or a stride outside its range.
+            ContextOverflowError: a text longer than the context, and no stride.
         """
         texts, is_batch = as_list(text)
         check_top("logprobs", logprobs, self.model.vocab_size)
         ids = [self._reader.prompt_ids(one.prompt if isinstance(one, Request) else one) for one in texts]
-        for one in ids:
-            check_room(len(one), 0, self.model.max_seq_len)
-        scores = score_texts(self._model_run, ids, logprobs, self.prefill_chunk)
+        context = self.model.max_seq_len
+        if stride is None:
+            for one in ids:
+                check_room(len(one), 0, context)
+            scores = score_texts(self._model_run, ids, logprobs, self.prefill_chunk)
+        else:
+            stride = plain(stride)
+            check_whole("stride", stride, low=1)
+            scores = score_in_windows(self._model_run, ids, logprobs, self.prefill_chunk, context, stride)
         return scores if is_batch else scores[0]
 
     @torch.no_grad()

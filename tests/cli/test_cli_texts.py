@@ -119,3 +119,12 @@ def test_a_score_is_printed_for_people_and_for_programs(cli: Cli, loaded: onward
     said = json.loads(cli("score", PROMPT, "--json").out)
     assert said == {"perplexity": found.perplexity, "log_likelihood": found.log_likelihood, "tokens": tokens}
     assert "must have 2 ids at least" in cli("score", "--ids", "5").err
+
+
+def test_a_text_longer_than_the_context_is_scored_in_windows(cli: Cli) -> None:
+    text = "Once upon a time there was a little dragon who lived in a cave."
+    ask = ("score", text, "--json", "--max-seq-len", "8")
+    assert "holds 8" in cli(*ask).err
+    said = json.loads(cli(*ask, "--stride", "4").out)
+    found = onward.load("demo", max_seq_len=8).score(text, stride=4)
+    assert (said["log_likelihood"], said["tokens"]) == (found.log_likelihood, len(found.token_ids) - 1)

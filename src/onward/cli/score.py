@@ -21,6 +21,10 @@ def score(
     *,
     file: Annotated[Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the text from FILE.")] = None,
     ids: Annotated[bool, typer.Option("--ids", help="The text is token ids.")] = False,
+    stride: Annotated[
+        int | None,
+        typer.Option("--stride", metavar="N", help="For a text longer than the context: windows N tokens apart."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     model: ModelFlags,
 ) -> None:
@@ -29,12 +33,16 @@ def score(
     The first token is given: nothing predicts it, and it counts for nothing.
     The log-likelihood is the sum of the others' logprobs, in nats; the
     perplexity is exp of its mean, with the sign turned.
+
+    With --stride N windows as long as the context, each N tokens after the
+    one before, score what is new in them: every token once, given at least
+    context - N tokens before it. A smaller N is nearer the truth and slower.
     """
     given = read_prompt(text, file)
     prompt = parse_ids(given) if ids else given
     lm = load_model(model)
     with waiting("scoring …"):
-        found = lm.score(prompt)
+        found = lm.score(prompt, stride=stride)
     assert not isinstance(found, list)
     scored = len(found.token_ids) - 1
     if as_json:

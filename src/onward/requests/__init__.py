@@ -11,7 +11,7 @@ from onward.requests.options import (
 )
 from onward.requests.request import Ids, Prompt, Request, RequestReader
 from onward.requests.runner import Runner, drained, only
-from onward.requests.scoring import Score, score_texts
+from onward.requests.scoring import Score, score_in_windows, score_texts
 
 __all__ = [
     "LOOKUPS",
@@ -29,6 +29,7 @@ __all__ = [
     "drained",
     "generation_defaults",
     "only",
+    "score_in_windows",
     "score_texts",
     "split_chat_options",
 ]

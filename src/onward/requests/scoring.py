@@ -56,6 +56,42 @@ def score_texts(run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int)
     return [scores[at] for at in range(len(texts))]
 
 
+def score_in_windows(
+    run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int, context: int | None, stride: int
+) -> list[Score]:
+    """`score_texts`, with sliding windows over texts that are longer than the context.
+
+    The first window holds the first `context` ids, and each next one begins `stride` ids later and scores those that no
+    window before it held. So every id is scored once, the first `context` given all before them, the others given
+    context - stride at least.
+
+    Raises:
+        RequestError: a stride that is not from 1 to context - 1.
+    """
+    if context is not None and stride >= context:
+        raise RequestError(f"stride must be less than the context, {context} ids; got {stride}")
+    places = [_windows(len(ids), context, stride) for ids in texts]
+    windows = [ids[begin:end] for ids, of_text in zip(texts, places, strict=True) for begin, end in of_text]
+    scores = iter(score_texts(run, windows, top, chunk))
+    return [_joined(ids, of_text, [next(scores) for _ in of_text]) for ids, of_text in zip(texts, places, strict=True)]
+
+
+def _windows(length: int, context: int | None, stride: int) -> list[tuple[int, int]]:
+    """(first id, one past the last) of each window of a text."""
+    if context is None or length <= context:
+        return [(0, length)]
+    last = -(-(length - context) // stride)
+    return [(number * stride, min(number * stride + context, length)) for number in range(last + 1)]
+
+
+def _joined(ids: list[int], places: Sequence[tuple[int, int]], windows: Sequence[Score]) -> Score:
+    """The score of a text out of those of its windows."""
+    logprobs: list[TokenLogprobs | None] = []
+    for (begin, _), window in zip(places, windows, strict=True):
+        logprobs += window.logprobs[len(logprobs) - begin :]
+    return Score(ids, logprobs)
+
+
 def _logprobs(run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int) -> list[list[TokenLogprobs | None]]:
     model = run.model
     collected = PromptLogprobs(texts, top)

@@ -43,7 +43,7 @@ class RotarySchedule:
 
     def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
         """float32 [head_dim / 2]: radians per position. `dynamic` has others past its trained length."""
-        inverse = self._powers(torch.tensor(self.base, device=device))
+        inverse = self._powers(torch.full((), self.base, device=device))
         if self.kind == "linear":
             return inverse / self.factor
         return self._llama3(inverse) if self.kind == "llama3" else inverse

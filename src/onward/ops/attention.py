@@ -210,7 +210,25 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 def _cached_definition(
     q: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, sinks: Tensor | None, scale: float, window: int
 ) -> Tensor:
-    """Each row by itself, so that no row's arithmetic depends on another row's length."""
+    """All rows at once over the whole cache, what a row does not see hidden by a mask."""
+    queries, length = q.shape[2], keys.shape[2]
+    query_at = offsets.unsqueeze(1) + torch.arange(queries, device=q.device)  # [B, T]
+    key_at = torch.arange(length, device=q.device)
+    visible = key_at <= query_at.unsqueeze(2)  # [B, T, S]
+    if window:
+        visible &= key_at > query_at.unsqueeze(2) - window
+    # What lies past a row's end may be anything, NaN too, which no weight of 0 takes away.
+    empty = (key_at > query_at[:, -1:]).view(-1, 1, length, 1)
+    k, v = keys.masked_fill(empty, 0.0), values.masked_fill(empty, 0.0)
+    mask = torch.zeros(visible.shape, device=q.device).masked_fill(~visible, float("-inf")).unsqueeze(1)
+    out = reference(q, k, v, mask=mask, scale=scale, sinks=sinks)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _cached_by_row(
+    q: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, sinks: Tensor | None, scale: float, window: int
+) -> Tensor:
+    """Row by row over what each holds, so that no row's arithmetic depends on another's length."""
     _check_lengths(q, keys, offsets)
     rows = []
     for b, offset in enumerate(offsets.tolist()):
@@ -218,7 +236,7 @@ def _cached_definition(
         start, end = max(0, offset + 1 - window) if window else 0, offset + q.shape[2]
         k, v = keys[b : b + 1, :, start:end], values[b : b + 1, :, start:end]
         rows.append(_definition(q[b : b + 1], k, v, None, sinks, True, scale, window))
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+    return rows[0] if len(rows) == 1 else torch.cat([row.transpose(1, 2) for row in rows]).transpose(1, 2)
 
 
 # ── in the native library ─────────────────────────────────────────────────────────────────────────────────
@@ -358,4 +376,5 @@ _cached_attention = Operator(
     _cached_definition,
     _cached_native,
     _fake,
+    without_kernels=_cached_by_row,
 )

@@ -73,13 +73,23 @@ def usable_library() -> native.Library | None:
 class Operator:
     """An op under `torch.ops.onward`; called with the arguments of its schema, all by position.
 
-    definition: plain torch. kernel: the native form, which may assume plain tensors on the CPU. fake: gives the
-    result's shape and dtype.
+    definition: plain torch, which reads no tensor's value on the host: a GPU would wait for it, and a CUDA graph could
+    not be captured. kernel: the native form, which may assume plain tensors on the CPU. fake: gives the result's shape
+    and dtype. without_kernels: what runs on the CPU where there is no library, and no gradient is wanted; it may read
+    values, to do less than the definition.
     """
 
-    def __init__(self, schema: str, definition: Definition, kernel: Kernel, fake: Definition) -> None:
-        self._definition = definition
+    def __init__(
+        self,
+        schema: str,
+        definition: Definition,
+        kernel: Kernel,
+        fake: Definition,
+        without_kernels: Definition | None = None,
+    ) -> None:
+        self.definition = definition
         self._kernel = kernel
+        self._without_kernels = without_kernels or definition
         name = schema[: schema.index("(")]
         _library.define(schema)  # type: ignore[no-untyped-call]
         _library.impl(name, definition, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -93,13 +103,13 @@ class Operator:
         for argument in arguments:
             if isinstance(argument, Tensor):
                 if grad and argument.requires_grad:
-                    return self._definition(*arguments)
+                    return self.definition(*arguments)
                 plain = plain and type(argument) in _PLAIN and argument.device.type == "cpu"
         return self._on_cpu(*arguments) if plain else self._registered(*arguments)
 
     def _on_cpu(self, *arguments: Any) -> Tensor:
         library = usable_library()
-        return self._definition(*arguments) if library is None else self._kernel(library, *arguments)
+        return self._without_kernels(*arguments) if library is None else self._kernel(library, *arguments)
 
 
 def define_in_place(schema: str, definition: Callable[..., None], on_cpu: Callable[..., None]) -> None:

@@ -106,11 +106,16 @@ def check_ids(ids: Tensor, rows: int) -> None:
     Another device than the CPU checks by itself: this process would have to wait for its answer.
     """
     if ids.device.type != "cpu":
-        torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"an id lies outside 0 … {rows - 1}")
+        assert_ids(ids, rows)
     elif ids.numel():
         lowest, highest = int(ids.min()), int(ids.max())
         if lowest < 0 or highest >= rows:
             raise RequestError(f"ids of a table of {rows} rows lie in 0 … {rows - 1}; got {lowest} … {highest}")
+
+
+def assert_ids(ids: Tensor, rows: int) -> None:
+    """`check_ids` by the device itself, without a read on the host."""
+    torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"an id lies outside 0 … {rows - 1}")
 
 
 def _rows_definition(data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tensor:

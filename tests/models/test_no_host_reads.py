@@ -1,0 +1,138 @@
+"""What a GPU runs reads no tensor's value on the host and uploads none: it would wait, and no graph could be captured.
+
+No GPU is at hand, so the definitions run on the CPU as they would there, under modes in which such a read raises.
+"""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onward import native, ops
+from onward.models import FAMILIES
+from onward.ops import cache_write, packed, quantized
+from onward.ops.operators import Operator
+from onward.quantization import quantize
+from onward.testing import tiny_model
+
+_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "cpu"}
+_UPLOADS = {"tensor", "as_tensor", "from_numpy", "asarray"}
+
+
+class HostReadError(AssertionError):
+    pass
+
+
+class NoPythonReads(TorchFunctionMode):
+    """Methods that hand a value to Python, which the dispatcher does not see on the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        # A tensor given to as_tensor is no upload.
+        uploads = name in _UPLOADS and not (args and isinstance(args[0], torch.Tensor))
+        if name in _READS or uploads:
+            raise HostReadError(f"{name} in what a GPU would run")
+        return function(*args, **(kwargs or {}))
+
+
+class NoDispatchedReads(TorchDispatchMode):
+    """Operators that read a value, or whose result's shape depends on values."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.masked_select,
+            torch.ops.aten.equal,
+        ):
+            raise HostReadError(f"{function} in what a GPU would run")
+        indexing = function.overloadpacket in (
+            torch.ops.aten.index,
+            torch.ops.aten.index_put,
+            torch.ops.aten.index_put_,
+        )
+        if indexing and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+            raise HostReadError(f"{function} by a mask in what a GPU would run")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Ops run their definitions, as on every device but the CPU."""
+    ops.choose("definition")
+    monkeypatch.setattr(Operator, "__call__", lambda self, *arguments: self.definition(*arguments))
+    monkeypatch.setattr(cache_write, "_write", cache_write._definition)
+    for module in (packed, quantized):
+        monkeypatch.setattr(module, "check_ids", packed.assert_ids)
+    yield
+    ops.choose("native" if native.built_isas() else "definition")
+
+
+CONFIGS = [
+    ("qwen3", {}),
+    ("qwen2", {}),
+    ("llama", {}),
+    ("mistral", {}),
+    ("mistral", {"sliding_window": 3}),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 8}),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    (
+        "llama",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+]
+
+
+def test_the_modes_see_what_they_are_for():
+    x = torch.tensor([1, 0])
+    reads = [x.tolist, x.max().item, lambda: int(x[0]), lambda: bool(x[0]), lambda: x[x > 0], lambda: torch.tensor(1.0)]
+    for read in reads:
+        with pytest.raises(HostReadError), NoPythonReads(), NoDispatchedReads():
+            read()
+
+
+@pytest.mark.parametrize(("family", "overrides"), CONFIGS, ids=str)
+@pytest.mark.parametrize("weights", ["float", "int8", "int4"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_step_of_every_family_reads_nothing_on_the_host(as_on_a_gpu, family, overrides, weights, tokens):
+    model = tiny_model(family, seed=3, **overrides)
+    model = model if weights == "float" else quantize(model, weights)
+    cache = model.new_cache(2, 16)
+    ids, offsets = (
+        torch.tensor([[5] * tokens, [6] * tokens], dtype=torch.int32),
+        torch.tensor([0, 4], dtype=torch.int32),
+    )
+    at = torch.full((2, 1), tokens - 1)
+    with torch.no_grad(), NoPythonReads(), NoDispatchedReads():
+        logits, cache = model(ids, offsets, cache, at)
+    assert logits.isfinite().all()
+    assert len(FAMILIES) == 4, "a new family belongs into CONFIGS"
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_the_definition_over_all_rows_is_that_of_each_alone(tokens, window, with_sinks):
+    """Whatever lies past the rows' ends. Both sum S <= 24 products in float32, in orders of their own: each is within
+    S / 2 * 2^-23 of the exact sum of values below 4, so 24 * 2^-23 * 4 apart at the most; a softmax sums to 1."""
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(3, 4, tokens, 8, generator=generator)
+    keys, values = (torch.randn(3, 2, 24, 8, generator=generator) for _ in range(2))
+    offsets = torch.tensor([0, 5, 24 - tokens], dtype=torch.int32)
+    sinks = torch.randn(4, generator=generator) if with_sinks else None
+    arguments = (sinks, 8**-0.5, window or 0)
+    for row, offset in enumerate(offsets.tolist()):
+        keys[row, :, offset + tokens :], values[row, :, offset + tokens :] = float("nan"), float("inf")
+    whole = ops.attention._cached_definition(q, keys, values, offsets, *arguments)
+    by_row = ops.attention._cached_by_row(q, keys, values, offsets, *arguments)
+    torch.testing.assert_close(whole, by_row, rtol=0, atol=24 * 2**-23 * 4)
+    assert whole.transpose(1, 2).is_contiguous()
+    assert by_row.transpose(1, 2).is_contiguous()

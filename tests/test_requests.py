@@ -170,7 +170,7 @@ def test_variables_of_the_template_are_options_of_a_chat():
         assert [piece.token_id for piece in stream(messages, tools=tools)] == prompted("Hi[search]")
     with pytest.raises(RequestError, match="unknown option 'enable_thinkin': did you mean enable_thinking"):
         lm.chat(messages, enable_thinkin=False)
-    with pytest.raises(RequestError, match="unknown option 'reasoning_effort'"):
+    with pytest.raises(RequestError, match="template does not read reasoning_effort; it reads enable_thinking, tools"):
         lm.chat(messages, reasoning_effort="low")
 
 

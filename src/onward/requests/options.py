@@ -56,6 +56,11 @@ class ChatOptionsDict(GenerateOptionsDict, total=False):
     template: Mapping[str, Any] | None
 
 
+# Variables that many chat templates read.
+_TEMPLATE_VARIABLES = (
+    frozenset(ChatOptionsDict.__annotations__) - frozenset(GenerateOptionsDict.__annotations__) - {"template"}
+)
+
 # What draws a token; beams take the likeliest texts and draw none. To each the value that changes nothing.
 _OF_DRAWING: dict[str, Any] = {
     "temperature": 0.0,
@@ -219,6 +224,10 @@ def split_chat_options(
     """
     names = option_names()
     variables: frozenset[str] = frozenset() if template is None else template.variables
+    unread = sorted(set(options) & _TEMPLATE_VARIABLES - variables)
+    if unread and template is not None:
+        reads = ", ".join(sorted(variables)) or "no variables"
+        raise RequestError(f"this model's chat template does not read {', '.join(unread)}; it reads {reads}")
     check_option_names(set(options) - {"template", "cache"}, [*names, *sorted(variables - set(names))])
     of_template = {name: value for name, value in options.items() if name in variables and name not in names}
     others: Any = {name: value for name, value in options.items() if name not in {"template", *of_template}}

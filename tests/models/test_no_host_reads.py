@@ -61,7 +61,7 @@ def as_on_a_gpu(monkeypatch):
     """Ops run their definitions, as on every device but the CPU."""
     ops.choose("definition")
     monkeypatch.setattr(Operator, "__call__", lambda self, *arguments: self.definition(*arguments))
-    monkeypatch.setattr(cache_write, "_write", cache_write._definition)
+    monkeypatch.setattr(cache_write, "_write_rows", cache_write._definition)
     for module in (packed, quantized):
         monkeypatch.setattr(module, "check_ids", packed.assert_ids)
     yield

@@ -1,4 +1,4 @@
-"""Folders and hub ids to models, tokenizers and chat templates."""
+"""Read weights, tokenizers and chat templates from folders and hub ids."""
 
 from onward.checkpoint.chat_template import ChatTemplate, Message
 from onward.checkpoint.folder import CheckpointFolder

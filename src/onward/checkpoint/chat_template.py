@@ -1,11 +1,11 @@
-"""Messages to a prompt, by the checkpoint's own Jinja template in Jinja's sandbox.
+"""Render messages as a prompt with the checkpoint's own Jinja template, in a sandbox.
 
 The environment offers what Hugging Face templates expect: trimmed blocks, `break` and `continue`, `tojson` that
 keeps characters as they are, `raise_exception`, `strftime_now`, `tools` and `documents` that are none unless given,
 and the `generation` block (which marks the answer for training and changes nothing here).
 
-A template is a stranger's program. The sandbox keeps it from everything but its text: it is given plain JSON values
-only and cannot change them, a step outside is an error, and so is work without end
+A template is a stranger's program. The sandbox lets it make text and nothing else. It gets plain JSON values and cannot
+change them. Access to anything else is an error, and so is more work than a conversation needs
 (`onward.checkpoint.template_sandbox`).
 """
 
@@ -26,10 +26,10 @@ from onward.checkpoint.template_sandbox import SandboxedEnvironment
 from onward.errors import RequestError, TokenizerError, one_line
 from onward.reprs import described
 
-# Variables that the checkpoint sets, and no chat.
+# Variables that the checkpoint sets, not the chat.
 _SPECIAL_TOKENS = frozenset(f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
 
-# {"role": "user", "content": "…"}, and whatever else a template reads.
+# {"role": "user", "content": "…"}, and other keys that a template reads.
 Message = Mapping[str, Any]
 
 
@@ -43,7 +43,7 @@ class ChatTemplate:
 
     source: the template's text.
     special_tokens: such as {"bos_token": "<s>"}, variables of the template.
-    tool_source: the template to use instead where `tools` are given; None where one serves both.
+    tool_source: the template to use instead where `tools` are given; None if `source` serves both.
 
     Raises `TokenizerError` for a template that cannot be read.
     """
@@ -63,7 +63,7 @@ class ChatTemplate:
                 self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
                 sources = [source] if tool_source is None else [source, tool_source]
                 names = frozenset().union(*(find_undeclared_variables(environment.parse(each)) for each in sources))
-        except Exception as error:  # Jinja's own, and those of Python's compiler, which reads what Jinja writes
+        except Exception as error:  # Jinja's errors, and those of Python's compiler for the code that Jinja writes
             raise TokenizerError(f"the chat template cannot be read: {_brief(error)}") from error
         self._special_tokens = dict(special_tokens)
         self._sources = (source, self._special_tokens, tool_source)
@@ -96,11 +96,11 @@ class ChatTemplate:
         """
         check_messages(messages)
         template = self._tool_template if variables.get("tools") else self._template
-        given = {"tools": None, "documents": None, **self._special_tokens, **_plain(variables)}
-        given |= {"messages": _plain(messages), "add_generation_prompt": add_generation_prompt}
+        context = {"tools": None, "documents": None, **self._special_tokens, **_plain(variables)}
+        context |= {"messages": _plain(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            with budgeted(given):
-                return template.render(given)
+            with budgeted(context):
+                return template.render(context)
         except SecurityError as error:
             raise TokenizerError(f"the chat template does what its sandbox forbids: {_brief(error)}") from error
         except Exception as error:  # whatever a stranger's program may raise
@@ -118,12 +118,12 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise RequestError(f"a message must hold a 'content' beside its role; got {message!r}")
 
 
-# Subclasses (an enum, say) carry methods of their own; these give the value alone.
+# A subclass (an enum, say) has methods of its own; these functions give the bare value.
 _BARE: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
 def _plain(value: Any) -> Any:
-    """A copy in JSON's own types: a template may call the methods of what it is given."""
+    """A copy in JSON's own types, since a template may call the methods of its variables."""
     if value is None or isinstance(value, bool):
         return value
     for kind, bare in _BARE.items():
@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 def _brief(error: BaseException) -> str:
-    """What an error says, as far as it fits a line: a template may raise any text."""
+    """An error's message on one line, cut to a length: a template may raise any text."""
     return one_line(error)[:_LONGEST_ERROR]
 
 
@@ -152,7 +152,7 @@ def _to_json(
     if indent is None:
         return encoder.encode(value)
     pieces = []
-    for piece in encoder.iterencode(value):  # an indent stands on every line, as often as the value is deep
+    for piece in encoder.iterencode(value):  # indents can make the text far longer than the value
         budget().spend(len(piece))
         pieces.append(piece)
     return "".join(pieces)

@@ -1,12 +1,13 @@
-"""Whether boxes tile a tensor: they lie inside it, apart from each other, and leave nothing out."""
+"""Check that boxes tile a tensor: they lie inside it, do not overlap and leave nothing out."""
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 
 # A box: its offsets and its sizes, one of each for every dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-# Meshes cut a tensor once for each of their dimensions. Boxes that no cut divides are compared each with each.
+# A device mesh cuts a tensor once for each of its dimensions. Boxes that no plane divides are compared pair by pair.
 _MOST_CUTS = 64
 _MOST_COMPARED = 64
 
@@ -14,11 +15,10 @@ _MOST_COMPARED = 64
 def covers_once(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """Whether every element of `shape` is in exactly one box.
 
-    Time grows as the sorting of the boxes: they are divided where a plane cuts through none of them, again and again,
-    as whoever made the shards did.
+    It takes about the time of sorting the boxes: planes that cut through no box divide them, again and again.
 
     Raises:
-        ValueError: a box of another number of dimensions; or boxes so interlocked that no sharding makes them.
+        ValueError: a box has another number of dimensions, or the boxes interlock as no sharding makes them.
     """
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
         raise ValueError(f"a tensor of {len(shape)} dimensions has a chunk of another number")
@@ -26,39 +26,39 @@ def covers_once(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     # An empty shard, as the last ranks have of a small tensor, covers nothing.
     full = [box for box in boxes if math.prod(box[1])]
     volume = sum(math.prod(sizes) for _, sizes in full)
-    return ends_inside and volume == math.prod(shape) and _apart(full)
+    return ends_inside and volume == math.prod(shape) and _are_disjoint(full)
 
 
-def _apart(boxes: list[Box]) -> bool:
+def _are_disjoint(boxes: list[Box]) -> bool:
     groups = [boxes]
     for _ in range(_MOST_CUTS):
         groups = [group for group in groups if len(group) > 1]
         if not groups:
             return True
-        divided = [part for group in groups for part in _divided(group)]
-        if len(divided) == len(groups):
+        parts = [part for group in groups for part in _split_by_planes(group)]
+        if len(parts) == len(groups):
             break
-        groups = divided
+        groups = parts
     if any(len(group) > _MOST_COMPARED for group in groups):
         raise ValueError(f"{max(map(len, groups))} chunks of one tensor interlock as no sharding makes them")
-    return not any(_overlap(one, other) for group in groups for at, one in enumerate(group) for other in group[:at])
+    return not any(_overlap(*pair) for group in groups for pair in combinations(group, 2))
 
 
-def _divided(boxes: list[Box]) -> list[list[Box]]:
-    """The boxes in groups between which planes run that cut none of them; one group where there is no such plane."""
+def _split_by_planes(boxes: list[Box]) -> list[list[Box]]:
+    """The boxes in groups, separated by planes that cut no box; one group where there is no such plane."""
     for dim in range(len(boxes[0][0])):
         groups: list[list[Box]] = []
-        reached = -1
+        group_end = -1
         for box in sorted(boxes, key=lambda box: box[0][dim]):
             start = box[0][dim]
-            if not groups or start >= reached:
+            if not groups or start >= group_end:
                 groups.append([])
             groups[-1].append(box)
-            reached = max(reached, start + box[1][dim])
+            group_end = max(group_end, start + box[1][dim])
         if len(groups) > 1:
             return groups
     return [boxes]
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+def _overlap(first: Box, second: Box) -> bool:
+    return all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(*first, *second, strict=True))

@@ -1,6 +1,6 @@
 """The `.metadata` of a torch.distributed.checkpoint folder: which bytes of which file hold which part of a tensor.
 
-It is a pickle, out of which only data can come (`onward.checkpoint.dcp_pickle`). Every value of that is checked here.
+It is a pickle, from which only data can come (`onward.checkpoint.dcp_pickle`). This file checks every value of it.
 """
 
 import reprlib
@@ -18,7 +18,7 @@ METADATA = ".metadata"
 
 
 class StoredChunk(NamedTuple):
-    """A box of a tensor and where it is: `length` bytes from `start` on in `file`, as torch.save wrote it."""
+    """A box of a tensor, and where torch.save wrote it: `length` bytes of `file`, from `start` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -28,7 +28,7 @@ class StoredChunk(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in chunks that cover it, each element once."""
+    """A tensor in chunks, which cover each element once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -36,25 +36,25 @@ class StoredTensor(NamedTuple):
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by their dotted names. What is no tensor (a step, a schedule) is left out.
+    """The tensors of a checkpoint by their dotted names. Entries that are no tensor (a step, a schedule) are left out.
 
     Raises:
-        CheckpointError: a class that a checkpoint does not need, damage, or values that contradict each other.
+        CheckpointError: the file names a class that no checkpoint needs, is damaged, or contradicts itself.
     """
     file = folder / METADATA
     root = read_pickle(file)
     try:
         fields = root.fields("Metadata")
-        where = dict(_storage(*item) for item in fields["storage_data"].items())
+        places = dict(_storage(*item) for item in fields["storage_data"].items())
         tensors = {
             _text(name): entry.fields("TensorStorageMetadata")
             for name, entry in fields["state_dict_metadata"].items()
             if entry.kind != "BytesStorageMetadata"
         }
-        # A pickle can name one list of chunks a million times; in a real one each chunk has a place of its own.
-        if sum(len(entry["chunks"]) for entry in tensors.values()) > 2 * len(where):
-            raise ValueError("it has more chunks than places where they are")
-        return {name: _stored_tensor(name, entry, where) for name, entry in tensors.items()}
+        # A pickle can refer to one list of chunks a million times; in a real one each chunk has bytes of its own.
+        if sum(len(entry["chunks"]) for entry in tensors.values()) > 2 * len(places):
+            raise ValueError("it has more chunks than places in files")
+        return {name: _stored_tensor(name, entry, places) for name, entry in tensors.items()}
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is not the metadata of a torch.distributed.checkpoint folder ({type(error).__name__}: "
@@ -63,12 +63,15 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
 
 
 class _Bytes(NamedTuple):
+    """`length` bytes of `file`, from `start` on."""
+
     file: str
     start: int
     length: int
 
 
 def _storage(index: Record, info: Record) -> tuple[tuple[str, tuple[int, ...] | None], _Bytes]:
+    """One entry of the storage data: (a tensor's name, a chunk's offset), and its bytes."""
     key, place = index.fields("MetadataIndex"), info.fields("_StorageInfo")
     if place.get("transform_descriptors"):
         raise ValueError(
@@ -82,7 +85,7 @@ def _storage(index: Record, info: Record) -> tuple[tuple[str, tuple[int, ...] | 
 
 
 def _stored_tensor(
-    name: str, fields: dict[str, Any], where: dict[tuple[str, tuple[int, ...] | None], _Bytes]
+    name: str, fields: dict[str, Any], places: dict[tuple[str, tuple[int, ...] | None], _Bytes]
 ) -> StoredTensor:
     dtype = fields["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
@@ -91,7 +94,7 @@ def _stored_tensor(
     for record in fields["chunks"]:
         chunk = record.fields("ChunkStorageMetadata")
         offsets, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
-        place = where.get((name, offsets)) or where[name, None]
+        place = places.get((name, offsets)) or places[name, None]
         chunks.append(StoredChunk(offsets, sizes, *place))
     tensor = StoredTensor(dtype, _sizes(fields["size"]), tuple(chunks))
     if not covers_once(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
@@ -112,5 +115,5 @@ def _text(value: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    """A value of a stranger's pickle in some words: its whole repr may be longer than the memory."""
+    """A value of a stranger's pickle, shortened: its whole repr may not fit in memory."""
     return reprlib.repr(value)

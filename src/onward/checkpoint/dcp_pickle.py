@@ -1,10 +1,11 @@
 """The pickle in a torch.distributed.checkpoint folder, read as data.
 
-A pickle is a program. It is run by an unpickler that admits the names a checkpoint needs and no others; and what those
-stand for is not PyTorch's classes but records without behaviour, so that nothing but data can come out of it. Python's
-own unpickler is used, and not the one in C, because a few bytes can ask for endless work: a dozen nested tuples whose
-hash takes a second for every one more, a memo of gigabytes, a list copied a million times. Each such operation is
-checked before it is done.
+A pickle is a program. The unpickler here admits the names that a checkpoint needs and no others. The names stand for
+records without behaviour instead of PyTorch's classes, so that nothing but data can come out.
+
+A few bytes can ask for endless work: nested tuples whose hash takes many times longer with each level, a memo of
+gigabytes, a list that is copied a million times. So this extends the unpickler in Python, not the one in C, and checks
+each such operation before it runs.
 """
 
 import io
@@ -20,7 +21,7 @@ from onward.errors import CheckpointError, one_line
 
 
 class Record:
-    """What an instance of an admitted class becomes: its state, and no behaviour."""
+    """Stands for an instance of an admitted class: its state without behaviour."""
 
     kind = ""
     state: Any = None
@@ -41,7 +42,7 @@ def read_pickle(file: Path) -> Any:
     """The root object: `Record`s, dtypes and Python's own containers.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged, or wants what no checkpoint of tensors needs.
+        CheckpointError: the file cannot be read, is damaged, or names what no checkpoint of tensors needs.
     """
     try:
         return _Unpickler(file).load()
@@ -51,7 +52,7 @@ def read_pickle(file: Path) -> Any:
         raise CheckpointError(f"{file} cannot be read ({one_line(error)}): save the checkpoint again") from error
 
 
-# PyTorch before 2.3 kept the tensors' properties elsewhere; what is admitted of a path is its words.
+# PyTorch before 2.3 kept the tensors' properties elsewhere. Paths become records, too: of their parts.
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -76,7 +77,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
 _KEYS = (str, int, float, bytes, type(None), torch.dtype, Record)
-# Instructions that no checkpoint has: objects out of the stream, extensions, classes by protocol 0, bytearrays.
+# Instructions that no checkpoint uses: objects outside the stream, extensions, classes by protocol 0, bytearrays.
 _UNUSED = (
     pickle.PERSID,
     pickle.BINPERSID,
@@ -90,12 +91,12 @@ _UNUSED = (
     pickle.NEXT_BUFFER,
     pickle.READONLY_BUFFER,
 )
-# Elements that containers may be made of, for each byte of the file. A pickle by PyTorch copies one for several bytes.
+# How many elements may be copied into containers, for each byte of the file. PyTorch's pickles copy less than one.
 _COPIED_PER_BYTE = 4
 
 
 class _Unpickler(pickle._Unpickler):
-    # Which instruction does what; those that need a check get it below.
+    # The function of each instruction; those that need a check get it below.
     dispatch = dict(pickle._Unpickler.dispatch)  # noqa: RUF012 (the base class's own attribute)
     stack: list[Any]
 
@@ -116,7 +117,7 @@ class _Unpickler(pickle._Unpickler):
         )
 
     def _check_call(self) -> None:
-        """Before a class is called with the arguments on top of the stack: Python's containers copy, and hash."""
+        """Check the call of a class, with the arguments on top of the stack: Python's containers copy and hash them."""
         function, arguments = self.stack[-2:]
         if not isinstance(function, type) or issubclass(function, Record):
             return
@@ -128,7 +129,7 @@ class _Unpickler(pickle._Unpickler):
             raise ValueError("it copies more than it holds")
 
     def _check_items(self) -> None:
-        """Before an object gets the items on the stack above the mark, which is in `stack` itself."""
+        """Check the keys of a mapping's new items: `stack` holds those above the mark, key and value in turn."""
         self._check_keys(self.stack[::2])
 
     def _check_item(self) -> None:
@@ -138,9 +139,9 @@ class _Unpickler(pickle._Unpickler):
         self._check_keys(self.stack)
 
     def _check_keys(self, keys: Iterable[Any]) -> None:
-        """A key of nested tuples is hashed as a tree, however few objects it is made of: a flat one will do."""
+        """Refuse nested tuples as keys: they are hashed as a tree, however few objects they are made of."""
         for key in keys:
-            if not isinstance(key, _KEYS) and not (type(key) is tuple and all(isinstance(each, _KEYS) for each in key)):
+            if not isinstance(key, _KEYS) and not (type(key) is tuple and all(isinstance(part, _KEYS) for part in key)):
                 raise TypeError(f"a name, a number or a place was expected as a key; got a {type(key).__name__}")
 
 

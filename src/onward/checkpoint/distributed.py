@@ -21,7 +21,7 @@ from onward.models import DecoderConfig, parameter_shapes
 
 NameMapSource = str | PathLike[str] | Mapping[str, Any] | None
 
-# Parts of names under which trainers keep what is not the model; a family's weight has none of them in its name.
+# Parts of names under which trainers keep what is not the model. No weight of a family has one of them in its name.
 _TRAINING_STATE = {
     "dataloader",
     "grad_scaler",
@@ -38,7 +38,7 @@ _TRAINING_STATE = {
 
 
 def is_distributed(folder: Path) -> bool:
-    """Whether the weights are a torch.distributed.checkpoint; safetensors beside it are taken instead."""
+    """Whether the weights are a torch.distributed.checkpoint. Safetensors beside it win."""
     return (folder / METADATA).is_file() and not weight_files(folder)
 
 
@@ -55,7 +55,7 @@ class DistributedFolder:
     """The tensors of a torch.distributed.checkpoint folder under Hugging Face's names; remembers which were taken.
 
     Tensors are read one at a time, from all the files that hold a part of them. The optimizer's state and the like
-    are left where they are. Everything that the metadata can tell is checked before the first is read.
+    are not read. Everything that the metadata tells is checked before the first tensor is read.
 
     folder: holds .metadata and the files it names.
     config: what the weights must fit.
@@ -63,8 +63,8 @@ class DistributedFolder:
     name_map: a JSON file or a mapping (`onward.checkpoint.name_map`); None for the folder's name_map.json, if any.
 
     Raises:
-        CheckpointError: a pickle that wants what no checkpoint needs, a missing weight or file, two tensors for one
-            weight, or one that does not have the rows it is to be divided into. ConfigError: the name map.
+        CheckpointError: the pickle names what no checkpoint needs; a weight or file is missing; two tensors are for one
+            weight; or a tensor has not the rows that it is to be divided into. ConfigError: the name map is wrong.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DistributedFolder:
         self._places = self._locate(self._name_map)
         self._check_files()
         self._taken: set[str] = set()
-        self._last: tuple[str, Tensor] | None = None  # one that is divided is asked for several times in a row
+        self._last: tuple[str, Tensor] | None = None  # the last one read: several weights in a row may be its rows
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`, of `shape`, in the wanted dtype on the wanted device.
@@ -95,14 +95,15 @@ class DistributedFolder:
         """
         place = self._places[name]
         stored = self._stored[place.stored]
-        found = stored.shape if place.rows is None else (place.rows, *stored.shape[1:])
-        called = name if place.stored == name else f"{place.stored!r}, which is {name!r},"
-        if found != shape:
+        stored_shape = stored.shape if place.rows is None else (place.rows, *stored.shape[1:])
+        label = name if place.stored == name else f"{place.stored!r}, which is {name!r},"
+        if stored_shape != shape:
             raise CheckpointError(
-                f"{self._folder}: tensor {called!s} has shape {list(found)}, but config.json makes it {list(shape)}"
+                f"{self._folder}: tensor {label!s} has shape {list(stored_shape)}, but config.json makes it "
+                f"{list(shape)}"
             )
         check_float(self._folder, place.stored, stored.dtype)
-        tensor = self._whole(place.stored)
+        tensor = self._read_tensor(place.stored)
         if place.rows is not None:
             tensor = tensor[place.start : place.start + place.rows]
         if place.interleaved and is_rotated(name):
@@ -111,7 +112,7 @@ class DistributedFolder:
         return placed(self._folder, name, tensor, self.dtype, self._device)
 
     def left(self) -> list[str]:
-        """Names nobody took, but for what belongs to the training."""
+        """Names that were not taken, without those of the training's own state."""
         return sorted(
             name
             for name, place in self._places.items()
@@ -119,7 +120,7 @@ class DistributedFolder:
         )
 
     def proposal(self) -> str:
-        """The end of an error of names that do not fit: the name map that would make them fit, if there is one."""
+        """The end of an error about names that do not fit: a name map under which they fit, or nothing."""
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         proposed = proposed_map(self._name_map.entries, shapes, self._shapes, self._is_training_state)
         return "" if proposed is None else f"; they all fit with the name map {proposed}"
@@ -136,7 +137,7 @@ class DistributedFolder:
             target = name_map(stored)
             if target is None:
                 continue
-            for name, place in zip(target.names, self._divided(stored, *target), strict=True):
+            for name, place in zip(target.names, self._split_rows(stored, *target), strict=True):
                 if name in places:
                     raise CheckpointError(
                         f"{self._folder}: both {places[name].stored!r} and {stored!r} are to be {name!r}: map one of "
@@ -146,11 +147,11 @@ class DistributedFolder:
         if missing := [name for name in self._shapes if name not in places]:
             raise CheckpointError(
                 f"{self._folder}: {len(missing)} weights are missing, {missing[0]!r} of shape "
-                f"{list(self._shapes[missing[0]])} for one{self._unplaced(places)}"
+                f"{list(self._shapes[missing[0]])} for one{self._leftover_hint(places)}"
             )
         return places
 
-    def _divided(self, stored: str, names: tuple[str, ...], interleaved: bool) -> list[_Place]:
+    def _split_rows(self, stored: str, names: tuple[str, ...], interleaved: bool) -> list[_Place]:
         if len(names) == 1:
             return [_Place(stored, interleaved)]
         if unknown := [name for name in names if name not in self._shapes]:
@@ -166,8 +167,8 @@ class DistributedFolder:
         starts = [sum(rows[:at]) for at in range(len(rows))]
         return [_Place(stored, interleaved, start, count) for start, count in zip(starts, rows, strict=True)]
 
-    def _unplaced(self, places: dict[str, _Place]) -> str:
-        """What a reader who lacks a name map, or a line of it, needs to see."""
+    def _leftover_hint(self, places: dict[str, _Place]) -> str:
+        """The end of an error about missing weights: the tensors that are no weight, and what to do."""
         unknown = [place.stored for name, place in places.items() if name not in self._shapes]
         unknown = [name for name in unknown if not self._is_training_state(name)]
         if not unknown:
@@ -175,14 +176,14 @@ class DistributedFolder:
         return f"; it holds {', '.join(map(repr, unknown[:3]))}: give a name map (docs/training.md){self.proposal()}"
 
     def _check_files(self) -> None:
-        """Those that the weights need are there, and as long as the metadata says."""
+        """Raise unless the files that the weights need are there, and as long as the metadata says."""
         needed: dict[str, int] = {}
         for name in self._shapes:
             place = self._places[name]
             stored = self._stored[place.stored]
             for chunk in stored.chunks:
                 needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
-                # Before memory is taken for what no file holds.
+                # Otherwise memory would be allocated for numbers that no file holds.
                 if math.prod(chunk.sizes) * stored.dtype.itemsize > chunk.length:
                     raise CheckpointError(
                         f"{self._folder / METADATA}: {chunk.length} bytes of {chunk.file} cannot hold "
@@ -200,24 +201,24 @@ class DistributedFolder:
 
     # ── bytes to tensors ──────────────────────────────────────────────────────────────────────────────────
 
-    def _whole(self, name: str) -> Tensor:
+    def _read_tensor(self, name: str) -> Tensor:
         if self._last is not None and self._last[0] == name:
             return self._last[1]
-        self._last = None  # not two at a time
-        tensor = self._assembled(name, self._stored[name])
+        self._last = None  # memory holds one at a time
+        tensor = self._join_chunks(name, self._stored[name])
         self._last = (name, tensor)
         return tensor
 
-    def _assembled(self, name: str, stored: StoredTensor) -> Tensor:
+    def _join_chunks(self, name: str, stored: StoredTensor) -> Tensor:
         if len(stored.chunks) == 1:
-            return self._chunk(name, stored, stored.chunks[0])
+            return self._read_chunk(name, stored, stored.chunks[0])
         whole = torch.empty(stored.shape, dtype=stored.dtype)
         for chunk in stored.chunks:
             box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[box] = self._chunk(name, stored, chunk)
+            whole[box] = self._read_chunk(name, stored, chunk)
         return whole
 
-    def _chunk(self, name: str, stored: StoredTensor, chunk: StoredChunk) -> Tensor:
+    def _read_chunk(self, name: str, stored: StoredTensor, chunk: StoredChunk) -> Tensor:
         path = self._folder / chunk.file
         try:
             with path.open("rb") as file:
@@ -265,14 +266,14 @@ class _Slice(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._start + self._at)
-        wanted = max(0, min(len(buffer), self._length - self._at))
-        count = self._file.readinto(memoryview(buffer)[:wanted])
+        length = max(0, min(len(buffer), self._length - self._at))
+        count = self._file.readinto(memoryview(buffer)[:length])
         self._at += count
         return count
 
 
 def _check_archive(content: IO[bytes], length: int) -> None:
-    """A tensor as torch.save writes it: a zip archive that is not packed, so that no more comes out than is in it."""
+    """Raise unless it is an uncompressed zip archive, as torch.save writes: no more bytes come out than are in it."""
     with zipfile.ZipFile(content) as archive:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -283,7 +284,7 @@ def _check_archive(content: IO[bytes], length: int) -> None:
 
 
 def _unusual_layout(tensor: Tensor) -> str | None:
-    """What a tensor is whose numbers do not lie in its own memory, one for each element; None for a dense one."""
+    """What a tensor is that has not one number in memory for each element, in words; None for a dense one."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout != torch.strided:
@@ -292,7 +293,7 @@ def _unusual_layout(tensor: Tensor) -> str | None:
 
 
 def _as_halves(tensor: Tensor, head_dim: int) -> Tensor:
-    """Rows [heads * head_dim, …] whose rotated pairs are neighbours, with the pairs' first halves first."""
+    """Reorder the rows [heads * head_dim, …] of each head from rotated pairs of neighbours to two rotated halves."""
     assert math.prod(tensor.shape) % head_dim == 0
     pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -14,7 +14,7 @@ from onward.errors import ConfigError, OnwardError, TokenizerError, one_line, wa
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A folder in the Hugging Face layout. Files are read when first asked for."""
+    """A folder in the Hugging Face layout. Each file is read at its first use."""
 
     path: Path
 
@@ -22,10 +22,10 @@ class CheckpointFolder:
     def config(self) -> dict[str, Any]:
         """config.json, which every checkpoint has."""
         if not (self.path / "config.json").is_file():
-            wanted = "is it a model folder in the Hugging Face layout?"
+            advice = "is it a model folder in the Hugging Face layout?"
             if (self.path / METADATA).is_file():
-                wanted = "put that of the model beside the training checkpoint (docs/training.md)"
-            raise ConfigError(f"{self.path} holds no config.json: {wanted}")
+                advice = "put that of the model beside the training checkpoint (docs/training.md)"
+            raise ConfigError(f"{self.path} holds no config.json: {advice}")
         config = self._read_json("config.json", ConfigError)
         for name in ("quantization_config", "compression_config"):
             if config.get(name) is not None:
@@ -49,7 +49,7 @@ class CheckpointFolder:
 
     @cached_property
     def tokenizer(self) -> JsonTokenizer | None:
-        """None where the folder has no tokenizer.json: such a model is driven with ids."""
+        """None where the folder has no tokenizer.json: such a model takes and gives ids."""
         if not (self.path / "tokenizer.json").is_file():
             return None
         return JsonTokenizer.read(self.path / "tokenizer.json", self.tokenizer_config)
@@ -74,12 +74,12 @@ class CheckpointFolder:
     def eos(self) -> tuple[int, ...]:
         """The ids that end a text: generation_config.json's, or config.json's, or the tokenizer's."""
         for name, config in (("generation_config.json", self.generation_config), ("config.json", self.config)):
-            given = config.get("eos_token_id")
-            if given is None:
+            eos = config.get("eos_token_id")
+            if eos is None:
                 continue
-            ids = given if isinstance(given, list) else [given]
+            ids = eos if isinstance(eos, list) else [eos]
             if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-                raise ConfigError(f"{name}: eos_token_id must be an id or a list of ids; got {given!r}")
+                raise ConfigError(f"{name}: eos_token_id must be an id or a list of ids; got {eos!r}")
             return tuple(ids)
         from_tokenizer = self.tokenizer.eos_id if self.tokenizer is not None else None
         return () if from_tokenizer is None else (from_tokenizer,)
@@ -90,8 +90,8 @@ class CheckpointFolder:
 
     def _configured_templates(self) -> dict[str, str]:
         """One template as a string, or several as a list of {"name": …, "template": …}."""
-        given = self.tokenizer_config.get("chat_template") or []
-        entries = [{"name": "default", "template": given}] if isinstance(given, str) else given
+        config = self.tokenizer_config.get("chat_template") or []
+        entries = [{"name": "default", "template": config}] if isinstance(config, str) else config
         try:
             templates = {entry["name"]: entry["template"] for entry in entries}
         except (TypeError, KeyError):
@@ -99,7 +99,7 @@ class CheckpointFolder:
         if not all(isinstance(text, str) for pair in templates.items() for text in pair):
             raise TokenizerError(
                 f"{self.path}: tokenizer_config.json: chat_template must be a string or a list of "
-                f"{{'name': …, 'template': …}}; got a {type(given).__name__} that is neither"
+                f"{{'name': …, 'template': …}}; got a {type(config).__name__} that is neither"
             )
         return templates
 

@@ -1,13 +1,13 @@
-"""From a trainer's names of weights to those of Hugging Face checkpoints, by a small JSON object.
+"""A name map: a small JSON object from a trainer's names of weights to those of Hugging Face checkpoints.
 
     "tok_embeddings.weight": "model.embed_tokens.weight"      a name
     "layers.{}.ffn_norm.weight": "model.layers.{}.post_…"     `{}` stands for one part between dots, the same in both
     "layers.{}.wqkv.weight": ["…q_proj.weight", "…k_proj.weight", "…v_proj.weight"]   rows of several, in this order
     "layers.{}.wq.weight": {"to": "…q_proj.weight", "rope": "interleaved"}   rotated as pairs of neighbours
-    "app.model.": ""                                          a beginning (it ends with a dot), replaced
-    "ema.": null, "step_count": null                          left out: all that begins so; this one
+    "app.model.": ""                                          a prefix (it ends with a dot), replaced
+    "ema.": null, "step_count": null                          left out: all names with this prefix; this name
 
-A name's longest beginning is replaced first, then the name as a whole is looked up. Names without an entry stay.
+The longest prefix of a name is replaced first, then the whole name is looked up. A name without an entry stays.
 """
 
 import json
@@ -21,15 +21,15 @@ from onward.errors import ConfigError, RequestError, one_line
 FILE = "name_map.json"
 WILDCARD = "{}"
 
-# Modules that wrap another one to run it differently, and write themselves into its names.
+# Modules that wrap another one to run it differently, and whose names appear in the names of its weights.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 class Target(NamedTuple):
-    """Where a tensor goes.
+    """What a tensor is in Hugging Face's names.
 
-    names: the tensors that its rows are, in order; one for most. interleaved: whether the rows of queries and keys
-    are rotated as pairs of neighbours (Meta's layout) instead of halves (Hugging Face's).
+    names: the weights that its rows are, in order; most tensors are one. interleaved: whether RoPE rotates the rows of
+    queries and keys as pairs of neighbours (Meta's layout) instead of halves (Hugging Face's).
     """
 
     names: tuple[str, ...]
@@ -37,58 +37,58 @@ class Target(NamedTuple):
 
 
 class NameMap:
-    """A name map, read and checked; see the module. `where` names it in errors; `entries` is what it was made of.
+    """A name map, checked; the module describes its entries. `where` names it in errors.
 
     Raises:
-        ConfigError: an entry that is none of the above, or has other wildcards than its name.
+        ConfigError: an entry has none of those forms, or has other wildcards than its name.
     """
 
     def __init__(self, entries: Mapping[str, Any], where: str) -> None:
         self.entries = dict(entries)
         self._where = where
-        self._beginnings: dict[str, str | None] = {}
+        self._prefixes: dict[str, str | None] = {}
         self._names: dict[tuple[str, ...], Target | None] = {}
         for name, value in entries.items():
             if not isinstance(name, str):
                 raise ConfigError(f"{where}: a name must be text; got {name!r}")
             if name == "" or name.endswith("."):
-                self._beginnings[name] = self._checked_beginning(name, value)
+                self._prefixes[name] = self._checked_prefix(name, value)
             else:
                 self._names[tuple(name.split("."))] = self._checked_target(name, value)
 
     @classmethod
-    def of(cls, given: "str | os.PathLike[str] | Mapping[str, Any] | None", folder: Path) -> "NameMap":
-        """What was given, a file or the object itself; or else the folder's name_map.json, if it has one."""
-        if given is None:
+    def of(cls, source: "str | os.PathLike[str] | Mapping[str, Any] | None", folder: Path) -> "NameMap":
+        """A JSON file or a mapping as a name map; None takes the folder's name_map.json, if it has one."""
+        if source is None:
             file = folder / FILE
-            return cls(_read(file), str(file)) if file.is_file() else cls({}, FILE)
-        if isinstance(given, Mapping):
-            return cls(given, "name_map")
-        if not isinstance(given, str | os.PathLike):
-            raise RequestError(f"name_map must be a JSON file or a mapping; got {type(given).__name__}")
-        return cls(_read(Path(given).expanduser()), str(given))
+            return cls(_read_entries(file), str(file)) if file.is_file() else cls({}, FILE)
+        if isinstance(source, Mapping):
+            return cls(source, "name_map")
+        if not isinstance(source, str | os.PathLike):
+            raise RequestError(f"name_map must be a JSON file or a mapping; got {type(source).__name__}")
+        return cls(_read_entries(Path(source).expanduser()), str(source))
 
     def __call__(self, name: str) -> Target | None:
-        """Where the tensor of this name goes; None if it is left out."""
+        """What the tensor of this name is; None if it is left out."""
         name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        beginning = max((each for each in self._beginnings if name.startswith(each)), key=len, default=None)
-        if beginning is not None:
-            replacement = self._beginnings[beginning]
+        prefix = max((prefix for prefix in self._prefixes if name.startswith(prefix)), key=len, default=None)
+        if prefix is not None:
+            replacement = self._prefixes[prefix]
             if replacement is None:
                 return None
-            name = replacement + name[len(beginning) :]
+            name = replacement + name[len(prefix) :]
         parts = tuple(name.split("."))
-        # A name without wildcards is meant more than one with them.
+        # The entry with the fewest wildcards wins.
         for pattern in sorted(self._names, key=lambda pattern: pattern.count(WILDCARD)):
             if _matches(pattern, parts):
                 return _filled(self._names[pattern], pattern, parts)
         return Target((name,))
 
-    def _checked_beginning(self, name: str, value: Any) -> str | None:
+    def _checked_prefix(self, name: str, value: Any) -> str | None:
         if WILDCARD in name or not (value is None or value == "" or (isinstance(value, str) and value.endswith("."))):
             raise ConfigError(
-                f"{self._where}: {name!r} is a beginning of names, which wants another beginning (such as 'model.'), "
-                f"'' or null, and no {WILDCARD}; got {value!r}"
+                f"{self._where}: {name!r} is a prefix of names: it needs another prefix (such as 'model.'), '' or "
+                f"null, and no {WILDCARD}; got {value!r}"
             )
         return None if value is None else str(value)
 
@@ -101,7 +101,7 @@ class NameMap:
         known = set(options) <= {"to", "rope"} and options.get("rope") in (None, "interleaved")
         if not known or not isinstance(names, list | tuple) or not names or not all(isinstance(n, str) for n in names):
             raise ConfigError(
-                f"{self._where}: {name!r} wants a name, a list of names, null, or {{'to': …, 'rope': 'interleaved'}}; "
+                f"{self._where}: {name!r} needs a name, a list of names, null, or {{'to': …, 'rope': 'interleaved'}}; "
                 f"got {value!r}"
             )
         wildcards = name.split(".").count(WILDCARD)
@@ -114,7 +114,7 @@ class NameMap:
         interleaved = options.get("rope") is not None
         if interleaved and not any(map(is_rotated, names)):
             raise ConfigError(
-                f"{self._where}: {name!r} has a rope, but {names[0]!r} is not rotated: queries and keys are"
+                f"{self._where}: {name!r} has a 'rope', but {names[0]!r} is not rotated: only queries and keys are"
             )
         return Target(tuple(names), interleaved)
 
@@ -126,23 +126,23 @@ def is_rotated(name: str) -> bool:
 
 def _matches(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
     return len(pattern) == len(parts) and all(
-        want in (WILDCARD, part) for want, part in zip(pattern, parts, strict=True)
+        expected in (WILDCARD, part) for expected, part in zip(pattern, parts, strict=True)
     )
 
 
 def _filled(target: Target | None, pattern: tuple[str, ...], parts: tuple[str, ...]) -> Target | None:
-    """The wildcards of a target's names replaced by what they matched, in order."""
+    """The target with the wildcards of its names replaced, in order, by the parts that they matched."""
     if target is None:
         return None
-    matched = [part for want, part in zip(pattern, parts, strict=True) if want == WILDCARD]
+    matched = [part for expected, part in zip(pattern, parts, strict=True) if expected == WILDCARD]
     names = []
     for name in target.names:
-        found = iter(matched)
-        names.append(".".join(next(found) if part == WILDCARD else part for part in name.split(".")))
+        replacements = iter(matched)
+        names.append(".".join(next(replacements) if part == WILDCARD else part for part in name.split(".")))
     return target._replace(names=tuple(names))
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_entries(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:

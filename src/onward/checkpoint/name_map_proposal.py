@@ -1,4 +1,4 @@
-"""The name map that a training checkpoint seems to want, for the error that says it has none."""
+"""Proposes a name map for a training checkpoint, in the error that says that its names do not fit."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -16,19 +16,19 @@ Shapes = Mapping[str, tuple[int, ...]]
 def proposed_map(
     entries: Mapping[str, Any], stored: Shapes, weights: Shapes, is_training_state: Callable[[str], bool]
 ) -> str | None:
-    """JSON of a name map under which every weight is there, in its shape, and nothing is left over; None for none.
+    """JSON of a name map under which every weight is there in its shape and nothing is left over; None if none is.
 
     Args:
         entries: the name map in use, which the proposal extends.
         stored: the checkpoint's tensors.
         weights: those of the model, by Hugging Face's names.
-        is_training_state: whether a stored tensor is left where it is without being named.
+        is_training_state: whether a stored tensor is left out without an entry.
     """
     for more in _candidates(stored):
         proposal = {**entries, **more}
         name_map = NameMap(proposal, "the proposal")
         places: dict[str, str] = {}
-        left: dict[str, str] = {}  # by the name under which an entry finds it: its beginning is replaced before
+        left: dict[str, str] = {}  # -> the name that an entry has to have: after its prefix is replaced
         for name, shape in stored.items():
             target = name_map(name)
             if target is None:
@@ -46,7 +46,7 @@ def proposed_map(
 
 
 def _candidates(stored: Shapes) -> Iterator[dict[str, Any]]:
-    """Nothing but what is left out; a beginning too many; the beginning of a causal model's inner one too few."""
+    """Entries to try, in order: none; a prefix removed; the prefix "model." added, where the names lack it."""
     yield {}
     for name in stored:
         if name.endswith(f".{_EMBEDDING}"):
@@ -54,16 +54,16 @@ def _candidates(stored: Shapes) -> Iterator[dict[str, Any]]:
     inner = _EMBEDDING.removeprefix("model.")
     for name in stored:
         if name == inner or (name.endswith(f".{inner}") and name != _EMBEDDING):
-            beginning = name.removesuffix(inner)
-            yield {beginning: "model."}
-            yield {beginning: "model.", "model.lm_head.weight": "lm_head.weight"}
+            prefix = name.removesuffix(inner)
+            yield {prefix: "model."}
+            yield {prefix: "model.", "model.lm_head.weight": "lm_head.weight"}
 
 
 def _left_out(left: Mapping[str, str], used: set[str]) -> dict[str, None]:
-    """Entries that leave these out: by a beginning where no weight in use has it too, else by the whole name."""
+    """Entries that leave these names out: by prefix where no tensor in use has that prefix, else by whole name."""
     entries: dict[str, None] = {}
     for name, whole in left.items():
-        beginning = name.split(".", 1)[0] + "."
-        alone = "." not in name or any(other.startswith(beginning) for other in used)
-        entries[whole if alone else beginning] = None
+        prefix = name.split(".", 1)[0] + "."
+        alone = "." not in name or any(other.startswith(prefix) for other in used)
+        entries[whole if alone else prefix] = None
     return entries

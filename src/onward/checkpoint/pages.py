@@ -1,4 +1,4 @@
-"""Giving back the pages of a mapped file that have been read for the last time."""
+"""Release the pages of a mapped file that have been read for the last time."""
 
 import ctypes
 import sys
@@ -13,9 +13,8 @@ _MADV_DONTNEED = 4
 def page_releaser(folder: Path) -> Callable[[], None]:
     """A function that drops this process's resident pages of the safetensors files mapped from `folder`.
 
-    Nothing is lost: the maps are never written, so a page that is needed again comes back from the file. It
-    keeps the mapped file and a packed copy of it from counting twice against the memory of the machine. Where
-    the system is not Linux it does nothing.
+    Nothing is lost: the maps are never written, so a page that is needed again is read from the file again. Without
+    it memory would hold the mapped file and its packed copy at once. It does nothing on systems other than Linux.
     """
     if sys.platform != "linux":
         return lambda: None

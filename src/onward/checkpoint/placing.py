@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint as a model wants it: its dtype, its device."""
+"""Convert a checkpoint's tensor to the dtype and the device of a model."""
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ def check_float(where: object, name: str, dtype: torch.dtype) -> None:
 
 
 def placed(where: object, name: str, tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """In the wanted dtype (None: its own) on the wanted device; the tensor itself where it is so already.
+    """The tensor in `dtype` (None: its own) on `device`; no copy where it is there already.
 
     Raises:
         CheckpointError: its values are too large for float16.
     """
     if tensor.data_ptr() % tensor.element_size():
-        tensor = tensor.clone()  # a legal file, but no address that a kernel may read numbers from
+        tensor = tensor.clone()  # a file may hold it at an address that is no multiple of its element
     moved = tensor.to(device=device, dtype=dtype or tensor.dtype)
     narrowed = moved.dtype == torch.float16 and tensor.dtype != torch.float16
     if narrowed and moved.isinf().any() and not tensor.isinf().any():

@@ -1,7 +1,7 @@
 """Folders of quantized weights: a checkpoint in the Hugging Face layout whose matrices are packed bytes.
 
-config.json says so under "onward_quantization"; model.safetensors holds the matrices under their stock names as uint8
-[blocks, bytes], each at a multiple of 64 bytes, so that the kernels walk the mapped file itself.
+config.json describes them under "onward_quantization". model.safetensors holds the matrices under their stock names as
+uint8 [blocks, bytes], each at a multiple of 64 bytes, so that the kernels read the mapped file itself.
 docs/quantization.md describes both.
 """
 
@@ -62,32 +62,32 @@ def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
     """The manifest in a config.json; None where the weights are not quantized.
 
     Raises:
-        ConfigError: of another version or format, or not in the form that it should have.
+        ConfigError: it has another version or format, or is malformed.
     """
-    given = config.get(MANIFEST)
-    if given is None:
+    manifest = config.get(MANIFEST)
+    if manifest is None:
         return None
     where = f"{folder}: config.json: {MANIFEST}"
-    if not isinstance(given, dict):
-        raise ConfigError(f"{where} must be an object; got {given!r}: quantize the checkpoint again")
-    if not _is_whole(given.get("version"), VERSION):
+    if not isinstance(manifest, dict):
+        raise ConfigError(f"{where} must be an object; got {manifest!r}: quantize the checkpoint again")
+    if not _is_whole(manifest.get("version"), VERSION):
         raise ConfigError(
-            f"{where} is of version {given.get('version')!r}, and this Onward reads version {VERSION}: quantize the "
+            f"{where} is of version {manifest.get('version')!r}, and this Onward reads version {VERSION}: quantize the "
             "checkpoint again with this one, or use the Onward that wrote it"
         )
-    format = given.get("format")
+    format = manifest.get("format")
     if not isinstance(format, str) or format not in FORMATS:
         raise ConfigError(f"{where}: format must be {' or '.join(map(repr, FORMATS))}; got {format!r}")
-    if format == "int4" and not _is_whole(given.get("group"), GROUP):
-        raise ConfigError(f"{where}: int4 has groups of {GROUP}; got group {given.get('group')!r}")
-    tensors = given.get("tensors")
+    if format == "int4" and not _is_whole(manifest.get("group"), GROUP):
+        raise ConfigError(f"{where}: int4 has groups of {GROUP}; got group {manifest.get('group')!r}")
+    tensors = manifest.get("tensors")
     if not isinstance(tensors, dict) or not tensors:
         raise ConfigError(f"{where}: 'tensors' must map names to {{'shape': [N, K]}}; got {tensors!r}")
     return Manifest(format, {name: _shape(f"{where}: {name}", entry) for name, entry in tensors.items()})
 
 
 def _is_whole(value: Any, number: int) -> bool:
-    """Whether a value of a JSON file is this whole number: 1.0 and true are others, though they equal 1."""
+    """Whether a JSON value is this whole number: 1.0 and true are not 1, though they compare equal."""
     return type(value) is int and value == number
 
 
@@ -111,7 +111,7 @@ def read_quantized(
         device: where they go.
 
     Raises:
-        CheckpointError: a tensor is missing, of another size, in neither manifest nor model, or damaged.
+        CheckpointError: a tensor is missing, damaged or of another size, or is in neither manifest nor model.
     """
     stock = SafetensorsFolder(folder, dtype, device)
     if stock.dtype is None:
@@ -123,7 +123,7 @@ def read_quantized(
 
 
 class _QuantizedTensors:
-    """Gives the matrices of the manifest as `QuantizedWeight`s, and everything else as it is stored."""
+    """Reads the matrices of the manifest as `QuantizedWeight`s, and all other tensors as they are stored."""
 
     def __init__(self, folder: Path, manifest: Manifest, stock: SafetensorsFolder, device: torch.device) -> None:
         self._folder = folder
@@ -147,11 +147,11 @@ class _QuantizedTensors:
             raise CheckpointError(f"{self._folder}: tensor {name!r} of {MANIFEST} is missing from {WEIGHTS}")
         assert self._stock.dtype is not None
         self._taken.add(name)
-        data = self._data(name, (shape[0], shape[1]))
+        data = self._read_data(name, (shape[0], shape[1]))
         return QuantizedWeight(data.to(self._device), self._manifest.format, (shape[0], shape[1]), self._stock.dtype)
 
     def check_left(self) -> None:
-        """A tensor nobody took means that config.json, manifest and weights speak of different models."""
+        """Raise if a tensor was not taken: config.json, manifest and weights are then of different models."""
         left = sorted((set(self._manifest.shapes) | set(self._stock.left())) - self._taken)
         if left:
             raise CheckpointError(
@@ -159,26 +159,27 @@ class _QuantizedTensors:
                 "one: is it the config of this checkpoint?"
             )
 
-    def _data(self, name: str, shape: tuple[int, int]) -> Tensor:
+    def _read_data(self, name: str, shape: tuple[int, int]) -> Tensor:
         try:
             data: Tensor = self._file.get_tensor(name)
         except (SafetensorError, RuntimeError, ValueError, MemoryError) as error:
             raise CheckpointError(
                 f"{self._folder / WEIGHTS}: tensor {name!r} cannot be read: {one_line(error)}"
             ) from error
-        wanted = data_shape(self._manifest.format, shape)
-        if data.dtype != torch.uint8 or tuple(data.shape) != wanted:
+        expected_shape = data_shape(self._manifest.format, shape)
+        if data.dtype != torch.uint8 or tuple(data.shape) != expected_shape:
             raise CheckpointError(
                 f"{self._folder / WEIGHTS}: tensor {name!r} is {data.dtype} {list(data.shape)}, but "
-                f"{self._manifest.format} packs {list(shape)} into uint8 {list(wanted)}: quantize the checkpoint again"
+                f"{self._manifest.format} packs {list(shape)} into uint8 {list(expected_shape)}: quantize the "
+                "checkpoint again"
             )
-        # Another writer's file may lie otherwise; then it is copied, for the kernels read whole cache lines.
+        # The kernels read whole cache lines, so data that another writer did not align are copied.
         return data if data.data_ptr() % ALIGNMENT == 0 else data.clone()
 
     def _check_stock(self, name: str) -> None:
         if name in self._stored and self._file.get_slice(name).get_dtype() == "U8":
             raise CheckpointError(
-                f"{self._folder}: tensor {name!r} is packed bytes, but {MANIFEST} has no entry that says of what "
+                f"{self._folder}: tensor {name!r} is packed bytes, but {MANIFEST} has no entry with its "
                 "shape: quantize the checkpoint again"
             )
 
@@ -209,12 +210,12 @@ def write_quantized(
 ) -> None:
     """Write quantized weights as a checkpoint, with the tokenizer, templates and defaults of the source.
 
-    Everything is written beside the destination, which appears by being renamed: whole or not at all.
+    Everything is written to a folder beside the destination, which is then renamed: it appears whole or not at all.
 
     Args:
         source: the folder that the weights came from, whose small files are copied.
         config: of the model.
-        params: quantized; matrices that are not are stored as they are.
+        params: quantized. Matrices that are not quantized are stored as they are.
         destination: a folder that is absent or empty.
         errors: relative RMS errors by the names of `parameter_name`, for the manifest.
 
@@ -244,12 +245,12 @@ def write_quantized(
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
-    """A place in the params in words: "layers.3.q_proj.weight"."""
+    """The name of a place in the params, such as "layers.3.q_proj.weight"."""
     return pytree.keystr(path).replace("[", ".").replace("]", "").removeprefix(".")
 
 
 class _Names:
-    """Gives the name of every tensor in its place."""
+    """Gives the name of each tensor instead of the tensor."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> Any:
         return name
@@ -259,7 +260,7 @@ _Named = dict[str, tuple[Tensor | QuantizedWeight, float | None]]
 
 
 def _by_stock_name(config: DecoderConfig, params: DecoderParams, errors: Mapping[str, float]) -> _Named:
-    """Stock name -> weight and error; what is tied has one name and is there once."""
+    """Stock name -> weight and error; a tied weight has one name and is there once."""
     names, _ = pytree.tree_flatten_with_path(read_params(config, _Names()))
     weights = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight | PackedWeight))
     named: _Named = {}
@@ -294,11 +295,11 @@ def _write_config(source: CheckpointFolder, weights: _Named, format: str, destin
 
 
 def _write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """The safetensors format, with every tensor of whole lines of 64 bytes at a multiple of 64.
+    """Write the safetensors format, with each tensor of a multiple of 64 bytes at a multiple of 64 bytes.
 
-    `safetensors.torch.save_file` puts floats before bytes and ends its header anywhere.
+    `safetensors.torch.save_file` does not align so: it puts floats before bytes and does not pad its header.
     """
-    # What is no multiple of 64 long comes last, wide elements first: so each lies at a multiple of its element.
+    # Tensors of other lengths come last, wide elements first, so that each is at a multiple of its element's size.
     order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, -tensors[name].element_size()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

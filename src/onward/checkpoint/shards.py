@@ -16,8 +16,8 @@ INDEX = "model.safetensors.index.json"
 def weight_files(folder: Path) -> list[str]:
     """The files that hold a checkpoint's weights, as paths inside its folder; empty where there are none.
 
-    Where one file and an index are both there, it is the file, as elsewhere. Shards may have any name: the index
-    says which they are.
+    Where both a single file and an index are there, the single file wins, as in transformers. Shards may have any name:
+    the index says which they are.
     """
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
@@ -30,7 +30,7 @@ def read_index(index: Path) -> dict[str, str]:
     """Tensor name -> the shard that holds it, a path inside the index's folder.
 
     Raises:
-        CheckpointError: not an index, or one that names a file outside its folder.
+        CheckpointError: it is no index, or names a file outside its folder.
     """
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def read_index(index: Path) -> dict[str, str]:
     where = content.get("weight_map") if isinstance(content, Mapping) else None
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(
-            f"{index} is not an index of shards: it wants an object 'weight_map' from tensor names to file names"
+            f"{index} is not an index of shards: it needs an object 'weight_map' from tensor names to file names"
         )
     for file in set(where.values()):
         if lies_outside(file):
@@ -50,14 +50,14 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def lies_outside(file: str) -> bool:
-    """Whether a path that a checkpoint names leads out of its folder, or nowhere."""
-    # Judged by its parts: resolving would follow the hub cache's own links out of the folder.
+    """Whether a path in a checkpoint leads out of its folder, or names no file."""
+    # The parts of the path decide: resolving it would follow the hub cache's own links out of the folder.
     path = PurePosixPath(file)
     return path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file or not path.parts
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file that a checkpoint names exists: one whose name is too long for any file does not."""
+    """Whether a file that a checkpoint names exists. A name that is too long for any file names none."""
     try:
         return path.is_file()
     except OSError:
@@ -65,10 +65,10 @@ def is_there(path: Path) -> bool:
 
 
 def open_safetensors(path: Path) -> Any:
-    """The mapped file, of which tensors are read by name.
+    """The mapped file, from which tensors are read by name.
 
     Raises:
-        CheckpointError: it is no safetensors file, cut short, or larger than the addresses there are.
+        CheckpointError: it is no safetensors file, is cut short, or is too large to map.
     """
     try:
         return safe_open(path, framework="pt", device="cpu")

@@ -1,4 +1,4 @@
-"""Where a model comes from: the package itself, a folder, or the hub."""
+"""Find a model's folder: in the package, on the disk, or on the hub."""
 
 import os
 import re
@@ -24,8 +24,8 @@ from onward.checkpoint.shards import INDEX, WEIGHTS, weight_files
 from onward.errors import OnwardError, SourceError, one_line
 
 BUNDLED = {"demo": "target", "demo-draft": "draft"}
-# What a checkpoint in the Hugging Face layout is read from. Repositories often hold the same weights in other
-# formats too; those are not fetched. Shards come after the index, which names them.
+# The files of a checkpoint in the Hugging Face layout. Repositories often hold the same weights in other formats too;
+# those are not fetched. Shards are fetched after the index, which names them.
 _FILES = (
     "config.json",
     "generation_config.json",
@@ -45,8 +45,8 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
     """`source` as a local folder, downloaded first where it is a hub id.
 
     "demo" and "demo-draft" are the bundled models (a folder of that name is "./demo"). Otherwise a folder that
-    exists wins; `owner/name` is a hub id, optionally with a revision: `owner/name@revision`. The hub client's
-    own settings hold: HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS.
+    exists wins over a hub id. A hub id is `owner/name`, optionally with a revision: `owner/name@revision`. The hub
+    client's own settings apply: HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS.
 
     Args:
         source: the name. A `Path` is always a folder, never a hub id.
@@ -64,13 +64,13 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
         return Path(folder)
     if os.path.exists(folder) and name:
         raise SourceError(f"{name} is a file; give the folder that holds config.json and the weights")
-    repository, at, revision = name.partition("@")
+    repository, separator, revision = name.partition("@")
     if isinstance(source, Path) or not _HUB_ID.fullmatch(repository):
         also = "" if isinstance(source, Path) else ", and it is no hub id either"
         raise SourceError(
             f"no folder {name!r}{also}; give a folder, a hub id such as 'Qwen/Qwen3-0.6B' (as a str), or 'demo'"
         )
-    if at and not revision:
+    if separator and not revision:
         raise SourceError(f"{name!r} names no revision after the '@'; write {repository}@revision")
     with _as_source_errors(repository, revision or None):
         return _download(repository, revision or None, progress)
@@ -79,10 +79,10 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
 def _download(repository: str, revision: str | None, progress: bool) -> Path:
     folder = _fetch(repository, revision, _FILES, progress)
     if shards := weight_files(folder):
-        # The folder is called after the commit: the shards come from the same one, whatever the branch does now.
+        # The folder has the name of the commit: the shards come from the same commit, even if the branch moves now.
         return folder if shards == [WEIGHTS] else _fetch(repository, folder.name, shards, progress)
-    held = HfApi().list_repo_files(repository, revision=folder.name)
-    others = [file for file in held if file.endswith(_OTHER_WEIGHTS)]
+    files = HfApi().list_repo_files(repository, revision=folder.name)
+    others = [file for file in files if file.endswith(_OTHER_WEIGHTS)]
     raise SourceError(
         f"{repository} holds no weights that can be read: neither {WEIGHTS} nor {INDEX}"
         + (f" (but {', '.join(others[:3])})" if others else "")
@@ -98,7 +98,7 @@ def _fetch(repository: str, revision: str | None, files: Sequence[str], progress
 
 
 class _Silent(tqdm):
-    """The hub client's progress bar, off: its own switch would turn off everyone's, for good."""
+    """The hub client's progress bar, disabled. Its own switch would disable the bars of the whole process for good."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **(options | {"disable": True}))  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ class _Silent(tqdm):
 
 @contextmanager
 def _as_source_errors(repository: str, revision: str | None) -> Iterator[None]:
-    """Whatever the hub client raises, as a `SourceError` that says what to do."""
+    """Turn errors of the hub client into a `SourceError` that says what to do."""
     try:
         yield
     except OnwardError:
@@ -133,7 +133,7 @@ def _as_source_errors(repository: str, revision: str | None) -> Iterator[None]:
     except HfHubHTTPError as error:
         advice = "check HF_TOKEN, or unset it" if error.response.status_code == 401 else "try again"
         raise SourceError(f"downloading {repository} failed: {one_line(error)}; {advice}") from error
-    except Exception as error:  # the client's HTTP library has its own tree, another one in every major version
+    except Exception as error:  # the errors of its HTTP library, which differ from version to version
         raise SourceError(f"downloading {repository} failed: {one_line(error)}; try again") from error
 
 

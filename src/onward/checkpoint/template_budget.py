@@ -1,8 +1,8 @@
 """How much work a chat template may do: a count of characters, the same on every machine, and no clock.
 
-Each operation pays, before it is done, for the characters that it reads or makes; whatever is no text pays as a short
-one. What Python would walk as a tree is measured as a tree: forty lists, each of which holds the one before twice, are
-forty objects and a text of terabytes.
+Each operation pays, before it runs, for the characters that it reads or makes; a value that is no text costs as much as
+a short one. A value is measured as the tree that Python walks: forty lists, each of which holds the one before twice,
+are forty objects and a text of terabytes.
 """
 
 from collections.abc import ItemsView, Iterator, KeysView, ValuesView
@@ -12,13 +12,13 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-# A prompt of a hundred pages costs a hundredth of it; a loop that only counts ends after two million turns.
+# A prompt of a hundred pages costs a hundredth of this; a loop that only counts ends after two million turns.
 _CHARACTERS = 2**24
-# What a long conversation adds: every character of it may be read this many times.
+# A long conversation adds to the budget: each of its characters may be read this many times.
 _READINGS = 128
-# An object that is no text, and whatever an operation costs besides.
+# The cost of an object that is no text, and the fixed cost of an operation.
 _OBJECT = 8
-# Python's arithmetic of longer numbers takes time that grows with the square of them.
+# Arithmetic with longer numbers takes Python time that grows with the square of their length.
 _MOST_BITS = 2**16
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
@@ -28,19 +28,19 @@ class Budget:
     """The characters that one rendering has left."""
 
     def __init__(self, inputs: Any = ()) -> None:
-        # By identity, each kept alive: a template cannot change a container.
+        # Sizes of containers by id, each with the container to keep it alive. A template cannot change a container.
         self._sizes: dict[int, tuple[Any, int]] = {}
         self._left = 2**62
         self._left = self._whole = _CHARACTERS + _READINGS * self.size(inputs)
 
     def spend(self, characters: int) -> None:
-        """Raises `SecurityError` where nothing is left."""
+        """Take characters from the budget; raise `SecurityError` if it has not that many left."""
         self._left -= characters + _OBJECT
         if self._left < 0:
             raise SecurityError(f"more work than any conversation needs, {self._whole} characters for this one")
 
     def size(self, value: Any) -> int:
-        """The characters of a value, written out, about; a container counts what it holds each time it holds it."""
+        """About how many characters a value has when written out. A container counts an item each time it holds it."""
         if isinstance(value, str | bytes):
             return len(value) + _OBJECT
         if isinstance(value, int):
@@ -48,17 +48,17 @@ class Budget:
             return _OBJECT
         if not isinstance(value, _CONTAINERS):
             return _OBJECT
-        known = self._sizes.get(id(value))
-        if known is None:
+        entry = self._sizes.get(id(value))
+        if entry is None:
             parts = (part for item in value.items() for part in item) if isinstance(value, dict) else value
-            known = self._sizes[id(value)] = (value, _OBJECT + sum(map(self.size, parts)))
-        if known[1] > self._left:
-            self.spend(known[1])
-        return known[1]
+            entry = self._sizes[id(value)] = (value, _OBJECT + sum(map(self.size, parts)))
+        if entry[1] > self._left:
+            self.spend(entry[1])
+        return entry[1]
 
 
 def width(value: Any) -> int:
-    """The characters of a value, without what it holds inside."""
+    """The characters of a text, or a fixed cost for each item of a container, whatever the items hold."""
     if isinstance(value, str | bytes):
         return len(value)
     return _OBJECT * len(value) if isinstance(value, (range, *_CONTAINERS)) else _OBJECT
@@ -74,13 +74,13 @@ _BUDGET: ContextVar[Budget] = ContextVar("budget of the template that is rendere
 
 
 def budget() -> Budget:
-    """Of the template that this thread renders."""
+    """The budget of the template that this thread renders."""
     return _BUDGET.get()
 
 
 @contextmanager
 def budgeted(inputs: Any = ()) -> Iterator[None]:
-    """A new budget, for as long as the block runs; `inputs` are what the user gave to read."""
+    """Set a new budget within the block. `inputs` are the template's variables; they enlarge it."""
     token = _BUDGET.set(Budget(inputs))
     try:
         yield

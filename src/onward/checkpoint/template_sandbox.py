@@ -1,8 +1,8 @@
 """Jinja's sandbox with a bound on work: what a template may touch, and how much it may do.
 
 Jinja keeps a template from Python's insides, but not from `'x' * 10 ** 10`. Here loops, calls, operators, filters and
-comparisons pay out of a budget (`onward.checkpoint.template_budget`) before they run. Whatever ends within it gives the
-text that it gives in Jinja.
+comparisons pay from a budget (`onward.checkpoint.template_budget`) before they run. A template that stays within the
+budget makes the same text as in Jinja.
 """
 
 import functools
@@ -20,14 +20,16 @@ from jinja2.visitor import NodeTransformer
 
 from onward.checkpoint.template_budget import budget, check_bits, width
 
-# Filters whose time does not depend on what they are given; those that look into what a container holds; those that
-# take a number for something else than a length; those that take as much time as their text is long, squared.
+# Filters whose time does not depend on their arguments.
 _INSTANT = {"length", "count", "first", "last", "default", "d"}
+# Filters that read the items of a container, at every depth.
 _DEEP = {"string", "tojson", "pprint", "join", "sort", "dictsort", "unique", "groupby", "min", "max", "urlencode"}
 _DEEP |= {"safe", "escape", "e", "forceescape", "xmlattr", "replace", "upper", "lower", "title", "capitalize", "trim"}
+# Filters with a number as argument that is no length.
 _NUMBERS = {"int", "float"}
+# Filters whose time grows with the square of the text's length.
 _SQUARED = {"striptags", "urlize", "wordwrap"}
-# Filters that repeat something for each item, and so must know how many a generator has.
+# Filters that repeat something for each item: a generator's items have to be counted first.
 _COUNTING = {"join", "batch", "slice", "sum", "sort", "unique", "groupby", "min", "max"}
 # Methods of text that can make much out of little.
 _MULTIPLYING = {"join", "replace", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "to_bytes", "hex"}
@@ -37,19 +39,20 @@ _FORMAT_SPEC = re.compile(r"\{[^{}:]*:([^{}]*)(\{?)")
 
 
 class SandboxedEnvironment(ImmutableSandboxedEnvironment):
-    """The options are those of Jinja's environments. Templates are compiled and rendered within a `budgeted` block."""
+    """A sandboxed environment of Jinja, with its options. Compile and render templates within a `budgeted` block."""
 
     intercepted_binops = frozenset(["+", "-", "*", "**", "//", "%"])
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, finalize=_read)
-        # Called by what `_Metered` puts into a template.
-        self.onward_turn, self.onward_read, self.onward_search, self.onward_copied = _turn, _read, _search, _copied
+        super().__init__(**options, finalize=_pay_read)
+        # `_Metered` inserts calls of these into a template.
+        self.onward_turn, self.onward_read = _pay_turn, _pay_read
+        self.onward_search, self.onward_copy = _pay_search, _pay_copy
         self.globals["lipsum"] = _no_random_text
         self.globals["namespace"] = _Namespace
 
     def meter(self) -> None:
-        """Let the filters and tests there are pay; call it when all are there."""
+        """Make the filters and tests pay. Call it when all of them are registered."""
         self.filters = {name: _metered_filter(name, function) for name, function in self.filters.items()}
         self.tests = {name: _metered_test(function) for name, function in self.tests.items()}
 
@@ -95,48 +98,52 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
         return formatted
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **options: Any) -> Any:  # noqa: N805 (as Jinja has it)
-        if __obj is _turn or __obj is _read or __obj is _search or __obj is _copied:
+        if __obj is _pay_turn or __obj is _pay_read or __obj is _pay_search or __obj is _pay_copy:
             return __obj(*args)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-        given = (*args, *options.values())
+        arguments = (*args, *options.values())
         if isinstance(__obj, Macro):
             budget().spend(0)
         elif isinstance(owner, str | bytes | int) and name in _MULTIPLYING:
-            budget().spend((width(owner) + 1) * (1 + sum(map(_factor, given))))
+            budget().spend((width(owner) + 1) * (1 + sum(map(_factor, arguments))))
         elif isinstance(owner, str | bytes | list | tuple | LoopContext):
-            budget().spend(budget().size(owner) + sum(map(budget().size, given)))
+            budget().spend(budget().size(owner) + sum(map(budget().size, arguments)))
         else:
-            for value in given:
+            for value in arguments:
                 budget().size(value)
-            budget().spend(sum(map(width, given)))
+            budget().spend(sum(map(width, arguments)))
         return super().call(__context, __obj, *args, **options)
 
 
 # ── what an operation costs ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _turn(characters: int) -> bool:
+def _pay_turn(characters: int) -> bool:
+    """Pay for a turn of a loop, or for text of the template."""
     budget().spend(characters)
     return True
 
 
-def _read(value: Any) -> Any:
+def _pay_read(value: Any) -> Any:
+    """Pay for reading all of a value."""
     budget().spend(budget().size(value))
     return value
 
 
-def _search(container: Any) -> Any:
+def _pay_search(container: Any) -> Any:
+    """Pay for the search of an item in a container."""
     budget().spend(budget().size(container) if isinstance(container, list | tuple) else width(container))
     return container
 
 
-def _copied(value: Any) -> Any:
+def _pay_copy(value: Any) -> Any:
+    """Pay for a slice."""
     budget().spend(width(value))
     return value
 
 
 def _factor(value: Any) -> int:
-    """How often an argument may have its text repeated: a number is a length."""
+    """How often an argument can make a text be repeated: a number counts as a length."""
     return abs(value) if isinstance(value, int) else budget().size(value)
 
 
@@ -165,7 +172,7 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         value, rest = (args[at] if len(args) > at else None), (*args[at + 1 :], *options.values())
         _spend_on_filter(name, value, rest, options)
         result = function(*args, **options)
-        return _counted(result) if isinstance(result, GeneratorType) else result
+        return _pay_each(result) if isinstance(result, GeneratorType) else result
 
     return run
 
@@ -180,7 +187,7 @@ def _spend_on_filter(name: str, value: Any, rest: tuple[Any, ...], options: dict
         budget().spend(read * (1 + sum(map(width if name in _NUMBERS else _factor, rest))))
 
 
-def _counted(items: Iterator[Any]) -> Iterator[Any]:
+def _pay_each(items: Iterator[Any]) -> Iterator[Any]:
     for item in items:
         budget().spend(0)
         yield item
@@ -189,15 +196,15 @@ def _counted(items: Iterator[Any]) -> Iterator[Any]:
 def _metered_test(function: Any) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
-        given = (*args, *options.values())
-        budget().spend(sum(map(budget().size, given)) if len(given) > 1 else 0)
+        arguments = (*args, *options.values())
+        budget().spend(sum(map(budget().size, arguments)) if len(arguments) > 1 else 0)
         return function(*args, **options)
 
     return run
 
 
 class _Metered(NodeTransformer):
-    """Puts the calls into a template that let its loops, texts and comparisons pay."""
+    """Inserts calls into a template, by which its loops, texts and comparisons pay."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -235,7 +242,7 @@ class _Metered(NodeTransformer):
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
-            node.node = _paid("copied", node.node)
+            node.node = _paid("copy", node.node)
         return node
 
 
@@ -259,7 +266,7 @@ def _no_random_text(*args: Any, **options: Any) -> NoReturn:
 
 
 class _Namespace(Namespace):
-    """Jinja's, without names by which an object could pass for one of another class."""
+    """Jinja's namespace, without names by which an object could pass for one of another class."""
 
     def __init__(self, /, *pairs: Any, **attributes: Any) -> None:
         super().__init__()
@@ -272,5 +279,5 @@ class _Namespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        """Without what it holds, which may be itself, and more than was measured."""
+        """Its values do not appear: it may hold itself, or more than was measured."""
         return "<Namespace>"

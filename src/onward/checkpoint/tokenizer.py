@@ -1,4 +1,4 @@
-"""Text to ids and back, by the `tokenizers` library."""
+"""Encode text as ids and decode ids, with the `tokenizers` library."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from onward.reprs import described
 
 
 class Tokenizer(Protocol):
-    """What decoding needs of a tokenizer; bring your own where a checkpoint's is not a tokenizer.json."""
+    """What decoding needs of a tokenizer; bring your own if a checkpoint has no tokenizer.json."""
 
     @property
     def vocab_size(self) -> int:
@@ -27,15 +27,15 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
+        """The text of ids, without special tokens."""
         ...
 
 
 class _named_errors:  # noqa: N801 (used as a statement)
     """Turns what the `tokenizers` library raises into a `TokenizerError` that names the file.
 
-    It raises bare `Exception`s; and where its Rust code panics, a `BaseException` of a class that it does not export.
-    (No generator of contextlib: a text is decoded for every token that is streamed.)
+    The library raises bare `Exception`s. Where its Rust code panics, it raises a `BaseException` of a class that it
+    does not export. (This is no generator of contextlib, which is slower: every streamed token decodes a text.)
     """
 
     def __init__(self, file: str | Path, task: str = "") -> None:
@@ -57,8 +57,8 @@ class _named_errors:  # noqa: N801 (used as a statement)
 class JsonTokenizer:
     """A `Tokenizer` over a tokenizer.json and what its tokenizer_config.json says of it.
 
-    A text gets the special tokens that tokenizer.json's own post-processor adds; where the config says
-    `add_bos_token`, true or false, that holds for the BOS.
+    A text gets the special tokens that tokenizer.json's own post-processor adds. If the config has `add_bos_token`, its
+    value decides whether a text begins with the BOS.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class JsonTokenizer:
         self._inner = inner
         self._file = file
         with _named_errors(file):
-            # Lengths are ours to check: a tokenizer that cuts or pads would do so in silence.
+            # Onward checks lengths itself; the tokenizer would cut or pad in silence.
             inner.no_truncation()
             inner.no_padding()
             _check_added_tokens(inner, config)
@@ -75,7 +75,7 @@ class JsonTokenizer:
             self.bos_id = _special_id(inner, config, "bos_token")
             self.eos_id = _special_id(inner, config, "eos_token")
             self._adds_bos = self.bos_id is not None and list(inner.encode("").ids[:1]) == [self.bos_id]
-        self._add_bos = self._wanted_bos(config)
+        self._add_bos = self._resolve_add_bos(config)
         if _flag(config, "add_eos_token"):
             warn("tokenizer_config.json says add_eos_token, which would end every prompt before its answer: not added")
 
@@ -90,8 +90,8 @@ class JsonTokenizer:
         return described(self, f"vocabulary {self.vocab_size:,}", f"BOS {self.bos_id}", f"EOS {self.eos_id}")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises `RequestError` for what is no text, or text that is not Unicode (a lone surrogate); `TokenizerError`
-        for a text that this tokenizer has no ids for."""
+        """Raises `RequestError` for what is no str, and for text that is no valid Unicode (a lone surrogate); raises
+        `TokenizerError` for a text that this tokenizer has no ids for."""
         if not isinstance(text, str):
             raise RequestError(f"a tokenizer encodes a str; got {type(text).__name__}")
         try:
@@ -109,7 +109,7 @@ class JsonTokenizer:
         return [self.bos_id, *ids] if self._add_bos else ids[1:]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left out, and ids the tokenizer does not have (a model's vocabulary may be padded)."""
+        """The text of ids, without special tokens and ids that the tokenizer lacks (the model's may be padding)."""
         with _named_errors(self._file, "decode these ids"):
             try:
                 return str(self._inner.decode(list(ids), skip_special_tokens=True))
@@ -120,12 +120,12 @@ class JsonTokenizer:
         """The token of every id as the vocabulary spells it; None for an id that has none."""
         return [self._inner.id_to_token(token) for token in range(self.vocab_size)]
 
-    def _wanted_bos(self, config: Mapping[str, Any]) -> bool:
-        wanted = _flag(config, "add_bos_token")
-        if wanted and self.bos_id is None:
+    def _resolve_add_bos(self, config: Mapping[str, Any]) -> bool:
+        add_bos = _flag(config, "add_bos_token")
+        if add_bos and self.bos_id is None:
             warn("tokenizer_config.json says add_bos_token, but names no bos_token: none is added")
             return False
-        return self._adds_bos if wanted is None else wanted
+        return self._adds_bos if add_bos is None else add_bos
 
 
 def token_text(value: object) -> str | None:
@@ -136,7 +136,7 @@ def token_text(value: object) -> str | None:
 
 
 def _id_of(inner: tokenizers.Tokenizer, text: str) -> int | None:
-    """None for a token that the tokenizer does not have, such as half a character, which no tokenizer can have."""
+    """None if the tokenizer does not have the token. No tokenizer can have half a character (a lone surrogate)."""
     try:
         token_id: int | None = inner.token_to_id(text)
     except UnicodeEncodeError:
@@ -152,28 +152,28 @@ def _special_id(inner: tokenizers.Tokenizer, config: Mapping[str, Any], name: st
         raise TokenizerError(
             f"tokenizer_config.json: {name} must be a string or have a 'content'; got {config[name]!r}"
         )
-    found = _id_of(inner, text)
-    if found is None:
+    token_id = _id_of(inner, text)
+    if token_id is None:
         raise TokenizerError(
             f"tokenizer_config.json names {name} {text!r}, which tokenizer.json does not have: are they of one model?"
         )
-    return found
+    return token_id
 
 
 def _check_added_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Tokens that only tokenizer_config.json has would be cut in pieces, and a chat's turns with them."""
+    """Raise if tokenizer.json lacks an added token: it would cut the token, which may mark turns, in pieces."""
     added = config.get("added_tokens_decoder") or {}
     if not isinstance(added, Mapping):
         raise TokenizerError(
             f"tokenizer_config.json: added_tokens_decoder must be an object; got {type(added).__name__}"
         )
-    for token_id, token in added.items():
+    for added_id, token in added.items():
         text = token_text(token)
-        found = None if text is None else _id_of(inner, text)
-        if str(found) != token_id:
-            has = "does not have" if found is None else f"has as id {found}"
+        token_id = None if text is None else _id_of(inner, text)
+        if str(token_id) != added_id:
+            has = "does not have" if token_id is None else f"has as id {token_id}"
             raise TokenizerError(
-                f"tokenizer_config.json adds the token {text!r} as id {token_id}, which tokenizer.json {has}: "
+                f"tokenizer_config.json adds the token {text!r} as id {added_id}, which tokenizer.json {has}: "
                 "are they of one model?"
             )
 

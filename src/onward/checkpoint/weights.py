@@ -1,4 +1,4 @@
-"""Safetensors, one file or an index of shards, mapped into memory: the weights are the file's own pages."""
+"""Read weights from safetensors, one file or an index of shards. They are mapped: memory holds the file's own pages."""
 
 import json
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from onward.checkpoint.shards import INDEX, WEIGHTS, is_there, open_safetensors,
 from onward.errors import CheckpointError, RequestError, one_line
 from onward.models import DecoderConfig, DecoderParams, LayerParams, read_params
 
-# Formats that Onward does not read, worth naming to who has one instead of safetensors.
+# Files of weights, by which an error names what a folder has instead of readable safetensors.
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors", "*.distcp")
 
 
 class SafetensorsFolder:
-    """The tensors of a checkpoint folder by name; remembers which were taken.
+    """The tensors of a checkpoint folder by name; it remembers which were taken.
 
-    A tensor that has the wanted dtype and device already is a view of the memory map: no copy is made.
+    A tensor that already has the wanted dtype and device is a view of the memory map, not a copy.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class SafetensorsFolder:
         """The tensor `name`, of `shape`, in the wanted dtype on the wanted device.
 
         Raises:
-            CheckpointError: it is absent, or of another shape, or no float, or too large for float16.
+            CheckpointError: it is absent, has another shape, is no float, or is too large for float16.
         """
         if name not in self._where:
             raise CheckpointError(f"{self._folder}: tensor {name!r} of shape {list(shape)} is missing from the weights")
@@ -58,11 +58,11 @@ class SafetensorsFolder:
         return placed(self._folder, name, tensor, self.dtype, self._device)
 
     def left(self) -> list[str]:
-        """Names nobody took."""
+        """Names that were not taken."""
         return sorted(set(self._where) - self._taken)
 
     def _locate(self) -> dict[str, str]:
-        """Which file holds each tensor: the index's word on those it names, the files' own on the rest."""
+        """The file of each tensor: as the index says, or for tensors that it does not name, by what the files hold."""
         files = weight_files(self._folder)
         if not files:
             others = sorted(file.name for pattern in _OTHER_FORMATS for file in self._folder.glob(pattern))
@@ -70,15 +70,15 @@ class SafetensorsFolder:
             if others and all(file.endswith(".distcp") for file in others):
                 hint = f"; it holds {others[0]} and no .metadata, which is written last: the save was not finished"
             raise CheckpointError(f"{self._folder} holds no weights: neither {WEIGHTS} nor {INDEX}{hint}")
-        held = {file: self._names(file) for file in files}
-        where = {name: file for file, names in held.items() for name in names}
+        names_by_file = {file: self._names(file) for file in files}
+        where = {name: file for file, names in names_by_file.items() for name in names}
         if files == [WEIGHTS]:
             return where
-        named = read_index(self._folder / INDEX)
-        for name, file in named.items():
-            if name not in held[file]:
+        indexed = read_index(self._folder / INDEX)
+        for name, file in indexed.items():
+            if name not in names_by_file[file]:
                 raise CheckpointError(f"{self._folder / INDEX} names {name!r} in {file}, which does not hold it")
-        return where | named
+        return where | indexed
 
     def _names(self, file: str) -> set[str]:
         return set(self._open(file).keys())
@@ -101,7 +101,7 @@ def read_weights(
     name_map: NameMapSource = None,
     each_layer: Callable[[LayerParams], LayerParams] | None = None,
 ) -> DecoderParams:
-    """All weights of a decoder, every tensor of the folder accounted for.
+    """All weights of a decoder. Every tensor of the folder must be one of them.
 
     Args:
         folder: holds model.safetensors, or an index and its shards, or a torch.distributed.checkpoint.
@@ -109,11 +109,11 @@ def read_weights(
         dtype: to convert to; None keeps the embedding's, for all tensors.
         device: where they go.
         name_map: from the names of a torch.distributed.checkpoint to Hugging Face's (`onward.checkpoint.name_map`).
-        each_layer: what is made of a layer as soon as it is read.
+        each_layer: converts each layer (packs it, say) as soon as it is read.
 
     Raises:
-        CheckpointError: a tensor is missing, mis-shaped, damaged, or there that the architecture has no use for.
-        RequestError: a name map for safetensors, which have Hugging Face's names.
+        CheckpointError: a tensor is missing, mis-shaped or damaged, or is none of the architecture's weights.
+        RequestError: there is a name map, but safetensors have Hugging Face's names.
     """
     tensors: SafetensorsFolder | DistributedFolder
     if is_distributed(folder):
@@ -131,7 +131,7 @@ def read_weights(
 
 
 def _check_left(folder: Path, tensors: SafetensorsFolder | DistributedFolder, params: DecoderParams) -> None:
-    """A tensor nobody took means that config.json and the weights speak of different models."""
+    """Raise if a tensor was not taken: config.json and the weights are then of different models."""
     # Old checkpoints carry the rotary frequencies, which config.json determines.
     left = [name for name in tensors.left() if not name.endswith("rotary_emb.inv_freq")]
     if left == ["lm_head.weight"]:

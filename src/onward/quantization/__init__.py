@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: how floats become integers. The product with them is `onward.ops.linear`.
+"""Quantize weights to 8 and 4 bits. `onward.ops.linear` multiplies with them.
 
 small = onward.quantize(lm, "int4")
 onward.quantization.quantize_folder("Qwen/Qwen3-0.6B", "qwen3-int4", "int4")    # then onward.load("qwen3-int4")

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a quantized one."""
+"""Quantize a checkpoint folder into another folder."""
 
 import os
 from pathlib import Path
@@ -24,11 +24,11 @@ def quantize_folder(
     """Quantize a checkpoint into a folder that `onward.load` maps into memory.
 
     Args:
-        source: a folder, a hub id or "demo", as of `onward.load`.
-        destination: a folder that is absent or empty. It appears whole, when all is written, or not at all.
+        source: a folder, a hub id or "demo", as for `onward.load`.
+        destination: a folder that is absent or empty. It appears when all is written, or not at all.
         format: "int8" or "int4".
         progress: called after each matrix with its report.
-        show_downloads: bars while a hub id is fetched.
+        show_downloads: show bars while a hub id is fetched.
 
     Returns:
         The report of each matrix.

@@ -1,4 +1,4 @@
-"""Every matrix of a model in 8 or 4 bits."""
+"""Quantize every matrix of a model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ _WEIGHTS = (Tensor, QuantizedWeight, NativeWeight, OneDnnWeight)
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What became of one matrix.
+    """How one matrix was quantized.
 
     name: its place in the params, such as "layers.3.q_proj.weight".
     relative_rms_error: sqrt(sum (w - w')² / sum w²).
@@ -49,16 +49,17 @@ def quantize(model: LanguageModel, format: str, *, progress: Progress | None = N
 def quantize(model: Model | LanguageModel, format: str, *, progress: Progress | None = None) -> Model | LanguageModel:
     """The same model with all its matrices in 8 or 4 bits, the embedding and the head among them.
 
-    Norms and biases stay. The given model is left as it is; drop it to free its weights.
+    Norms and biases stay. The original model is not changed; drop it to free its weights.
 
     Args:
         model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
         format: "int8" (a scale for each row) or "int4" (a scale for each 32 inputs of a row).
-        progress: called with each matrix's report, in order; a tied pair is one.
+        progress: called with each matrix's report, in order. A tied pair has one report.
 
     Raises:
-        RequestError: another format, a model of one's own, one that is quantized already, or weights that are not
-            finite. A forward of your own can call `ops.linear` with weights from `quantize_int8` and `quantize_int4`.
+        RequestError: another format, a model of no built-in family, a model that is quantized already, or weights that
+            are not finite. A forward of your own can call `ops.linear` with weights from `quantize_int8` and
+            `quantize_int4`.
     """
     if isinstance(model, LanguageModel):
         return model.with_model(quantize(model.model, format, progress=progress))
@@ -78,7 +79,7 @@ def quantize_params(
     progress: Progress | None = None,
     release: Callable[[], None] = lambda: None,
 ) -> tuple[DecoderParams, list[TensorReport]]:
-    """All matrices of a decoder quantized, and a report of each; a tied pair stays one weight.
+    """The params with all matrices quantized, and a report of each. A tied pair stays one weight.
 
     Args:
         params: stock or packed.
@@ -88,7 +89,7 @@ def quantize_params(
     """
     check_format(format)
     reports: list[TensorReport] = []
-    done: dict[int, QuantizedWeight] = {}
+    quantized_by_id: dict[int, QuantizedWeight] = {}
     tied = _is_tied(params)
 
     def convert(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -98,13 +99,13 @@ def quantize_params(
         if isinstance(leaf, QuantizedWeight):
             raise RequestError(f"{name} is {leaf.format} already: quantize the model in its stock weights")
         source = params.embed_tokens if tied and leaf is params.lm_head else leaf
-        if id(source) not in done:
-            done[id(source)], report = _quantize(name, _stock(source), format)
+        if id(source) not in quantized_by_id:
+            quantized_by_id[id(source)], report = _quantize(name, _stock(source), format)
             reports.append(report)
             if progress is not None:
                 progress(report)
             release()
-        return done[id(source)]
+        return quantized_by_id[id(source)]
 
     quantized: DecoderParams = pytree.tree_map_with_path(convert, params, is_leaf=_is_weight)
     return quantized, reports
@@ -123,12 +124,12 @@ def _is_weight(leaf: Any) -> bool:
 
 
 def _is_matrix(leaf: Any) -> bool:
-    """Packed weights are matrices; of tensors, those that are no vector: norms and biases stay as they are."""
+    """Whether a leaf is a matrix: all packed weights are, and tensors that are no vectors (norms and biases are)."""
     return _is_weight(leaf) and not (isinstance(leaf, Tensor) and leaf.dim() < 2)
 
 
 def _is_tied(params: DecoderParams) -> bool:
-    """Whether head and embedding are one matrix, or the head a packed copy in which rows cannot be looked up."""
+    """Whether head and embedding are one matrix. The head may be its packed copy, in which rows cannot be looked up."""
     if params.lm_head is params.embed_tokens:
         return True
     if isinstance(params.lm_head, Tensor | QuantizedWeight) or not isinstance(params.embed_tokens, Tensor):
@@ -137,7 +138,7 @@ def _is_tied(params: DecoderParams) -> bool:
 
 
 def _stock(weight: Weight) -> Tensor:
-    """A float weight out of whatever layout it was packed into."""
+    """The float weight [N, K] of a weight, packed or not."""
     if isinstance(weight, NativeWeight):
         return weight.unpack()
     if isinstance(weight, OneDnnWeight):

@@ -1,4 +1,4 @@
-"""From float matrices to integers with scales, and how much that changes them."""
+"""Round float matrices to integers with scales, and measure the error."""
 
 import math
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from onward.ops.quantized import FORMATS, QuantizedWeight
 # -8 and 7 it is clipped. A grid forty times as fine errs 0.05 to 0.4 % less (docs/quantization.md).
 _EXTREME_AT = (-9.5, -9.0, -8.5, -8.0, -7.5, -7.0, 6.0, 6.67, 7.33, 8.0)
 _REFINEMENTS = 2
-# What others do without a search, absmax and llama.cpp's Q4_0: kept where nothing better is found.
+# The places of rules that do not search: absmax and llama.cpp's Q4_0. They are kept where the search is not better.
 _PLAIN = (7.0, -8.0)
 _LARGEST_INT4 = 7 * torch.finfo(torch.float16).max
-# Under this a group of int4 has no float16 scale but 0, and its reciprocal might overflow.
+# Below this magnitude a group's float16 scale is 0, and the reciprocal of its extreme might overflow.
 _SMALLEST_INT4 = 1e-30
 
 
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
-    """`quantize_int8` or `quantize_int4`, by name."""
+    """`quantize_int8` or `quantize_int4`, by the name of the format."""
     return quantize_and_measure(weight, format)[0]
 
 
@@ -35,7 +35,7 @@ def quantize_and_measure(weight: Tensor, format: str) -> tuple[QuantizedWeight, 
     _check_form(weight)
     library = usable_library()
     if library is not None and weight.device.type == "cpu" and weight.dtype in DTYPES:
-        return _native(library, weight, format)
+        return _quantize_native(library, weight, format)
     _check_values(weight, format, _largest(weight))
     quantized = _int8(weight) if format == "int8" else _int4(weight)
     return quantized, relative_rms_error(weight, quantized)
@@ -48,38 +48,39 @@ def check_format(format: str) -> None:
 
 
 def quantize_int8(weight: Tensor) -> QuantizedWeight:
-    """Each row to whole multiples, -127 … 127, of its absmax / 127.
+    """Round each row to whole multiples, -127 … 127, of its absmax / 127.
 
-    Rows of a thousand weights have no use for a better scale: clipping their extremes costs more than finer steps
+    Rows of a thousand weights do not gain from a better scale: clipping their extremes costs more than finer steps
     gain, and searching changes the error by less than 2 % (docs/quantization.md).
 
     Args:
         weight: float [N, K], finite.
 
     Raises:
-        RequestError: no float matrix, not finite, or more than 65,536 inputs.
+        RequestError: the weight is no float matrix, is not finite, or has more than 65,536 inputs.
     """
     return quantize_weight(weight, "int8")
 
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:
-    """Each group of 32 inputs of a row to whole multiples, -8 … 7, of the float16 scale that errs least.
+    """Round each group of 32 inputs of a row to whole multiples, -8 … 7, of the float16 scale that errs least.
 
-    The scale minimises the group's squared error over a grid of places for its extreme element, each improved by the
-    least-squares scale of its integers, and then by rounding to the better scale again; of all these, and of plain
-    absmax / 7 and Q4_0's rule, the best is kept as it will be stored. Where K is no multiple of 32 the last group of
-    a row is shorter.
+    A search tries a grid of places for the group's extreme element. The least-squares scale of the integers improves
+    each of them, and the best is improved by rounding to its scale again. Of these, plain absmax / 7 and Q4_0's rule,
+    the scale with the least squared error, as stored, is kept. Where K is no multiple of 32 the last group of a row is
+    shorter.
 
     Args:
         weight: float [N, K], finite, magnitudes up to 458,528 (7 times the largest float16).
 
     Raises:
-        RequestError: no float matrix, not finite, too large for a float16 scale, or more than 65,536 inputs.
+        RequestError: the weight is no float matrix, is not finite, is too large for a float16 scale, or has more than
+            65,536 inputs.
     """
     return quantize_weight(weight, "int4")
 
 
-def _native(library: Library, weight: Tensor, format: str) -> tuple[QuantizedWeight, float]:
+def _quantize_native(library: Library, weight: Tensor, format: str) -> tuple[QuantizedWeight, float]:
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     rows, inputs = weight.shape
     data = _empty(weight, format)
@@ -89,7 +90,7 @@ def _native(library: Library, weight: Tensor, format: str) -> tuple[QuantizedWei
         data.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
     library.check(status, "onward_linear_quantize")
-    largest = float(sums[:, 2].max())  # of NaN, where there is one
+    largest = float(sums[:, 2].max())  # NaN if a weight is NaN
     _check_values(weight, format, largest)
     error, size, _ = sums.sum(0).tolist()
     return QuantizedWeight(data, format, (rows, inputs), weight.dtype), math.sqrt(error / size) if size else 0.0
@@ -119,7 +120,7 @@ def relative_rms_error(weight: Tensor, quantized: QuantizedWeight) -> float:
     """sqrt(sum (w - w')² / sum w²), 0 for a matrix of zeros."""
     if quantized.shape != tuple(weight.shape):
         raise RequestError(
-            f"a weight {list(weight.shape)} is no weight {list(quantized.shape)}: they cannot be compared"
+            f"a weight {list(weight.shape)} cannot be compared with a quantized one {list(quantized.shape)}"
         )
     error = size = 0.0
     for blocks, part in _row_chunks(weight):
@@ -140,7 +141,7 @@ def _best_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal best_scale, best_q, best_error
         stored = scale.to(torch.float16)
         q, error = _with_scale(groups, stored)
-        better = error < best_error  # and not where a scale overflowed, for that error is no number
+        better = error < best_error  # false where the scale overflowed, for then the error is NaN
         best_error = torch.where(better, error, best_error)
         best_scale = torch.where(better, stored, best_scale)
         best_q = torch.where(better, q, best_q)
@@ -187,7 +188,7 @@ def _with_scale(groups: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum(terms: Tensor) -> Tensor:
-    """[32, G] -> [G], from the first row to the last: the kernel's order, and so its bits."""
+    """[32, G] -> [G], from the first row to the last: in the kernel's order, so that the bits agree."""
     total = terms[0].clone()
     for row in terms[1:]:
         total += row
@@ -195,7 +196,7 @@ def _sum(terms: Tensor) -> Tensor:
 
 
 def _row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Whole blocks of rows with their values in float32 [some rows, K], few enough at once to stay in the cache."""
+    """Whole blocks of rows with their values in float32 [some rows, K], few enough to stay in the processor's cache."""
     blocks = math.ceil(2**18 / (layout.BLOCK * weight.shape[1]))
     for first in range(0, math.ceil(len(weight) / layout.BLOCK), blocks):
         part = weight[first * layout.BLOCK : (first + blocks) * layout.BLOCK]
@@ -208,8 +209,8 @@ def _empty(weight: Tensor, format: str) -> Tensor:
 
 def _largest(weight: Tensor) -> float:
     """The largest magnitude; NaN where a weight is infinite or NaN."""
-    found = [part.abs().amax() for _, part in _row_chunks(weight)]
-    largest = float(torch.stack(found).amax())  # NaN wins
+    maxima = [part.abs().amax() for _, part in _row_chunks(weight)]
+    largest = float(torch.stack(maxima).amax())  # NaN wins
     return largest if math.isfinite(largest) else math.nan
 
 

@@ -1,4 +1,4 @@
-"""Texts that go on: prefix reuse between requests, saved and restored."""
+"""Sessions: a text's cache, reused from request to request, saved and restored."""
 
 from onward.sessions.session import Session
 

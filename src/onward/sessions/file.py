@@ -1,9 +1,9 @@
-"""A saved session: a safetensors file with the ids, the keys and values of their positions, and whose they are.
+"""A saved session: a safetensors file with the ids, the cache of their positions, and the model's fingerprint.
 
 tokens               int32 [N]
 cache.<leaf>         a tensor of the cache, its first N positions: [1, G, N, D] of a `KVCache`
 __metadata__         onward_session (the format's version), model (a fingerprint), computed_by, capacity, notes,
-                     and sha256, of all else
+                     and sha256 (of everything else)
 """
 
 import hashlib
@@ -29,15 +29,16 @@ from onward.sessions.fingerprint import as_bytes, computed_by, difference, finge
 
 MARK = "onward_session"
 VERSION = 1
-# As `str` writes a whole number: `int` reads more than that.
+# A whole number as `str` writes it; `int` would accept other spellings too.
 _WHOLE = re.compile("0|[1-9][0-9]{0,9}")
-# Length of the cache that is compared with the one held, to see where its positions are; another where they agree.
-_PROBED = (16, 32)
+# An empty cache is compared with the held one to find the dimension of positions. Its length is the first of these that
+# is not the held one's.
+_PROBE_LENGTHS = (16, 32)
 
 
 @dataclass(frozen=True)
 class SavedSession:
-    """tokens: the ids held. held: the cache that holds them, None for none. notes: strings that belong to it."""
+    """tokens: the ids held. held: the cache of their positions; None if there are none. notes: the user's strings."""
 
     tokens: list[int]
     held: HeldCache | None
@@ -45,11 +46,11 @@ class SavedSession:
 
 
 def save(file: Path, model: Model, session: SavedSession) -> None:
-    """Write the file whole or not at all. A file that stands there already is replaced if it is a saved session too.
+    """Write the file whole or not at all. It replaces a file that is a saved session, and no other.
 
     Raises:
-        SessionError: it cannot be written, or is something else; notes that are no strings; a cache that is no pytree
-            of tensors.
+        SessionError: the file cannot be written or is no session; a note is no string; the cache is no pytree of
+            tensors.
     """
     if not all(isinstance(text, str) for note in session.notes.items() for text in note):
         raise SessionError(f"the notes of a session are strings by name; got {session.notes!r}")
@@ -65,7 +66,7 @@ def save(file: Path, model: Model, session: SavedSession) -> None:
     }
     metadata["sha256"] = _digest(metadata, tensors)
     try:
-        write_whole(file, lambda neighbour: save_file(tensors, neighbour, metadata))
+        write_whole(file, lambda temporary: save_file(tensors, temporary, metadata))
     except (OSError, ValueError, KeyError, SafetensorError) as error:  # KeyError: a dtype that safetensors lacks
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise SessionError(f"{str(file)!r} cannot be written: {reason}") from error
@@ -75,14 +76,14 @@ def load(file: Path, model: Model) -> SavedSession:
     """Read a session that this model can go on with.
 
     Raises:
-        SessionError: the file cannot be read, is damaged, something else, of a newer Onward or of another model.
+        SessionError: the file cannot be read, is damaged, is no session, or is of a newer Onward or another model.
     """
-    metadata, tensors = _read(file)
+    metadata, tensors = _read_verified(file)
     try:
         saved_model, notes = json.loads(metadata["model"]), json.loads(metadata["notes"])
         if not all(isinstance(text, str) for note in notes.items() for text in note):
             raise ValueError("its notes are no strings by name")
-        tokens, there = _checked_tokens(tensors.pop("tokens"), model.vocab_size), metadata["computed_by"]
+        tokens, saved_by = _checked_tokens(tensors.pop("tokens"), model.vocab_size), metadata["computed_by"]
         capacity = _checked_capacity(metadata["capacity"], len(tokens) if tensors else 0)
         reason = difference(saved_model, model)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -94,9 +95,9 @@ def load(file: Path, model: Model) -> SavedSession:
             f"{str(file)!r} holds {len(tokens)} tokens, but the context is {model.max_seq_len}: load the model with a "
             "larger max_seq_len"
         )
-    if (here := computed_by(model)) != there:
+    if (loaded_by := computed_by(model)) != saved_by:
         warn(
-            f"{str(file)!r} was computed by {there!r} and goes on by {here!r}, which may round "
+            f"{str(file)!r} was computed by {saved_by!r} and goes on by {loaded_by!r}, which may round "
             "otherwise: its tokens can differ from those of a fresh call"
         )
     return SavedSession(tokens, _restored(file, model, tensors, len(tokens), capacity), notes)
@@ -122,7 +123,7 @@ def _checked_capacity(text: str, count: int) -> int:
 
 
 def _tensors(model: Model, session: SavedSession) -> tuple[dict[str, Tensor], int]:
-    """What is stored of a session by name, and the capacity of its cache."""
+    """The tensors to store by name, and the capacity of the cache."""
     tensors = {"tokens": torch.tensor(session.tokens, dtype=torch.int32)}
     held, count = session.held, len(session.tokens)
     if held is None or not count:
@@ -132,14 +133,14 @@ def _tensors(model: Model, session: SavedSession) -> tuple[dict[str, Tensor], in
         if not isinstance(leaf, Tensor):
             raise SessionError(f"a cache is saved if it is a pytree of tensors; {name} is a {type(leaf).__name__}")
     for (name, leaf), dim in zip(leaves.items(), _dims(model, held), strict=True):
-        # A copy: the cache goes on being written, and two leaves may share memory.
-        held_here = first_positions(leaf, dim, count).detach()
-        tensors[name] = held_here.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        # A copy, since the session may write to its cache again, and two leaves may share memory.
+        filled = first_positions(leaf, dim, count).detach()
+        tensors[name] = filled.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return tensors, held.capacity
 
 
 def _restored(file: Path, model: Model, tensors: Mapping[str, Tensor], count: int, capacity: int) -> HeldCache | None:
-    """A new cache that holds what was saved."""
+    """A new cache, filled with the saved tensors."""
     if not tensors:
         return None
     held = HeldCache(model.new_cache(1, length := padded_length(count, model)), length)
@@ -149,19 +150,19 @@ def _restored(file: Path, model: Model, tensors: Mapping[str, Tensor], count: in
             held = HeldCache(model.new_cache(1, capacity), capacity)
         except (RuntimeError, MemoryError) as error:
             raise SessionError(
-                f"{str(file)!r} wants a cache for {capacity} positions, which cannot be made: {one_line(error)[:200]}"
+                f"{str(file)!r} needs a cache for {capacity} positions, which cannot be made: {one_line(error)[:200]}"
             ) from error
     leaves, dims = _leaves(held.cache), _dims(model, held)
     if leaves.keys() != tensors.keys():
         raise SessionError(f"{str(file)!r} holds a cache of other tensors than this model's")
     for (name, leaf), dim in zip(leaves.items(), dims, strict=True):
-        to = first_positions(leaf, dim, count)
-        if (to.shape, to.dtype) != (tensors[name].shape, tensors[name].dtype):
+        target = first_positions(leaf, dim, count)
+        if (target.shape, target.dtype) != (tensors[name].shape, tensors[name].dtype):
             raise SessionError(
                 f"{str(file)!r}: {name} is {tensors[name].dtype} {list(tensors[name].shape)}, but this model's cache "
-                f"wants {to.dtype} {list(to.shape)}"
+                f"has {target.dtype} {list(target.shape)}"
             )
-        to.copy_(tensors[name])
+        target.copy_(tensors[name])
     return held
 
 
@@ -170,8 +171,8 @@ def _leaves(cache: Any) -> dict[str, Any]:
 
 
 def _dims(model: Model, held: HeldCache) -> list[int | None]:
-    """The positions' dimension of each of its tensors; None for one that is stored whole."""
-    length = next(length for length in _PROBED if length != held.capacity)
+    """The dimension of positions in each tensor of the cache; None for a tensor that is stored whole."""
+    length = next(length for length in _PROBE_LENGTHS if length != held.capacity)
     dims = position_dims(held.cache, held.capacity, model.new_cache(1, length), length)
     return [None] * len(pytree.tree_leaves(held.cache)) if dims is None else dims
 
@@ -179,8 +180,8 @@ def _dims(model: Model, held: HeldCache) -> list[int | None]:
 # ── the file ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors, checked against their sum."""
+def _read_verified(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors, verified against the file's sha256."""
     metadata = _read_header(file, f"{str(file)!r} is no saved session or is damaged")
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
@@ -192,18 +193,18 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return metadata, tensors
 
 
-def _read_header(file: Path, otherwise: str) -> dict[str, str]:
-    """The metadata of a session that this version can read; `otherwise` says what a file without is."""
+def _read_header(file: Path, refusal: str) -> dict[str, str]:
+    """The metadata of a session that this version can read. `refusal` begins the error for any other file."""
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
             metadata: dict[str, str] = content.metadata() or {}
     except OSError as error:
         raise SessionError(f"{str(file)!r} cannot be read: {error.strerror or one_line(error)}") from error
     except (SafetensorError, ValueError, MemoryError) as error:
-        raise SessionError(f"{otherwise}: {one_line(error)}") from error
+        raise SessionError(f"{refusal}: {one_line(error)}") from error
     version = metadata.get(MARK)
     if version is None:
-        raise SessionError(f"{otherwise}: it is a safetensors file of something else")
+        raise SessionError(f"{refusal}: it is a safetensors file of something else")
     if version != str(VERSION):
         raise SessionError(
             f"{str(file)!r} is a session of format {version}, and this Onward reads format {VERSION}: upgrade it"
@@ -212,7 +213,7 @@ def _read_header(file: Path, otherwise: str) -> dict[str, str]:
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of all that a file holds, but for itself."""
+    """sha256 of everything in a file but the sha256 itself."""
     described = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
     rest = {key: value for key, value in metadata.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps([rest, described], sort_keys=True).encode())

@@ -1,6 +1,6 @@
-"""What tells one model from another in a saved session: its numbers, and a sample of every weight.
+"""What tells one model from another in a saved session: its config, and a sample of every weight.
 
-The sample is of the weight and not of its layout: a model packed for another machine's kernels is the same model.
+The sample does not depend on the weight's layout: a model packed for another machine's kernels is the same model.
 """
 
 import functools
@@ -21,22 +21,22 @@ from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
 
 _WEIGHTS = (QuantizedWeight, NativeWeight, OneDnnWeight)
-# Elements read of a weight. Fine-tuning changes most of a weight, a merged adapter all of it.
+# How many elements of a weight are read. Fine-tuning changes most elements of a weight, a merged adapter all.
 _SAMPLE = 1024
 
 
 def fingerprint(model: Model) -> dict[str, Any]:
-    """JSON of a model that another one does not share.
+    """JSON values that differ between two models.
 
-    vocab_size; config: of the built-in decoder, {} for a forward of one's own, which cannot be looked into;
-    weights: for each by its place in the params "dtype shape sample", sample being a hash, or "?" in a layout that
-    hides single elements.
+    vocab_size. config: the built-in decoder's; {} for a user's own forward, which cannot be looked into. weights: by
+    place in the params, "dtype shape sample" for each. The sample is a hash, or "?" in a layout that hides single
+    elements.
     """
     return {
         "vocab_size": model.vocab_size,
         "config": _config(model),
         "weights": {
-            pytree.keystr(path).lstrip("."): _described(leaf)
+            pytree.keystr(path).lstrip("."): _describe_weight(leaf)
             for path, leaf in pytree.tree_flatten_with_path(
                 model.params, is_leaf=lambda node: isinstance(node, _WEIGHTS)
             )[0]
@@ -46,7 +46,7 @@ def fingerprint(model: Model) -> dict[str, Any]:
 
 
 def difference(saved: Mapping[str, Any], model: Model) -> str | None:
-    """The first thing in which the model of a saved fingerprint is another than `model`, in words; None for none."""
+    """The first difference between the model of a saved fingerprint and `model`, in words; None if there is none."""
     now = fingerprint(model)
     if saved["vocab_size"] != now["vocab_size"]:
         return f"its vocabulary has {saved['vocab_size']} ids, this model's {now['vocab_size']}"
@@ -67,7 +67,7 @@ def difference(saved: Mapping[str, Any], model: Model) -> str | None:
 
 
 def computed_by(model: Model) -> str:
-    """What runs a model here, such as "cpu native avx512": other kernels may round otherwise."""
+    """What runs a model here, such as "cpu native avx512": other kernels may round differently."""
     return " ".join((model.device.type, *(ops.choice() if model.device.type == "cpu" else ())))
 
 
@@ -78,33 +78,33 @@ def _config(model: Model) -> dict[str, Any]:
     return config
 
 
-def _described(weight: Tensor | QuantizedWeight | NativeWeight | OneDnnWeight) -> str:
+def _describe_weight(weight: Tensor | QuantizedWeight | NativeWeight | OneDnnWeight) -> str:
     if isinstance(weight, NativeWeight):
-        at = _places(weight.rows * weight.inputs)
+        at = _sampled_indices(weight.rows * weight.inputs)
         row, column = at // weight.inputs, at % weight.inputs
         block, neighbours = weight.data.shape[2:]
         values = weight.data[row // block, column // neighbours, row % block, column % neighbours]
-        return _joined(weight.data.dtype, (weight.rows, weight.inputs), values)
+        return _format_entry(weight.data.dtype, (weight.rows, weight.inputs), values)
     if isinstance(weight, OneDnnWeight):
-        return _joined(weight.blocks.dtype, weight.blocks.shape, None)
+        return _format_entry(weight.blocks.dtype, weight.blocks.shape, None)
     if isinstance(weight, QuantizedWeight):
-        return _joined(weight.format, weight.shape, _elements(weight.data))
+        return _format_entry(weight.format, weight.shape, _elements(weight.data))
     plain = weight.layout == torch.strided and type(weight) in (Tensor, torch.nn.Parameter)
-    return _joined(weight.dtype, weight.shape, _elements(weight) if plain else None)
+    return _format_entry(weight.dtype, weight.shape, _elements(weight) if plain else None)
 
 
-def _joined(kind: object, shape: tuple[int, ...], values: Tensor | None) -> str:
+def _format_entry(kind: object, shape: tuple[int, ...], values: Tensor | None) -> str:
     sample = "?" if values is None else hashlib.blake2b(as_bytes(values), digest_size=8).hexdigest()
     return f"{str(kind).removeprefix('torch.')} {'x'.join(map(str, shape))} {sample}"
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    at = _places(tensor.numel()).to(tensor.device)
+    at = _sampled_indices(tensor.numel()).to(tensor.device)
     return tensor.detach()[torch.unravel_index(at, tensor.shape)] if tensor.dim() else tensor.detach()
 
 
-def _places(count: int) -> Tensor:
-    """All of few elements, or some of many: spread out so that they lie in no one row or column."""
+def _sampled_indices(count: int) -> Tensor:
+    """Indices of all elements if they are few, else of some, spread over all rows and columns."""
     if count <= _SAMPLE:
         return torch.arange(count)
     return torch.arange(_SAMPLE) * 2_654_435_761 % count

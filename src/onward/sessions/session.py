@@ -1,4 +1,4 @@
-"""A text that goes on from call to call, and what of it need not be processed again."""
+"""A session: one text that grows from call to call, whose cache is reused."""
 
 import os
 from collections.abc import Generator, Sequence
@@ -18,12 +18,12 @@ from onward.sessions.file import SavedSession
 
 
 class Session:
-    """A language model with the cache of one text: what a prompt shares with it is not processed again.
+    """A language model with the cache of one text. The beginning that a prompt shares with it is not processed again.
 
     Each call takes the whole prompt, as `LanguageModel` does, and gives the very tokens that a fresh call would give.
-    The prompt's ids are compared with those held; as far as they agree the cache is kept, whatever was edited after.
-    So the next turn of a chat costs what it adds, another question about the same document costs the question, and
-    `Completion.cached_tokens` says how much was kept.
+    The prompt's ids are compared with those held, and the cache is kept up to the first that differs.
+    So the next turn of a chat costs what it adds, and another question about the same document costs the question.
+    `Completion.cached_tokens` says how many positions were reused.
 
         session = onward.Session(lm)
         first = session.chat(messages)
@@ -31,10 +31,10 @@ class Session:
         second = session.chat(messages)              # processes the new message only
         session.save("talk.safetensors")             # … onward.Session.load("talk.safetensors", lm)
 
-    An interrupted or abandoned stream leaves a session that goes on from what was processed. A session decodes one
-    text at a time, and is not for two threads at once. Changing the model's weights makes it forget what it holds.
+    After an interrupted or abandoned stream the session holds what was processed. A session decodes one text at a
+    time, and is not for two threads at once. Changing the model's weights makes it forget what it holds.
 
-    lm: the model. notes: strings of yours that are saved with it.
+    lm: the model. notes: your own strings by name, which are saved with the session.
     """
 
     def __init__(self, lm: LanguageModel) -> None:
@@ -46,21 +46,21 @@ class Session:
         return described(self, f"{len(self.tokens):,} ids held", repr(self.lm))
 
     def __reduce__(self) -> NoReturn:
-        raise SessionError("a session holds the cache of its model: save it to a file, and load it where it is wanted")
+        raise SessionError("a session holds the cache of its model: save it to a file, and load it where you need it")
 
     @property
     def tokens(self) -> list[int]:
-        """The ids whose keys and values are held: the last prompt and what was generated, but for the last id, which
-        nothing was predicted from yet."""
+        """The ids whose keys and values are held: the last prompt and the generated ids, but for the last one, which
+        is not processed yet."""
         return self._prefix.tokens
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Completion:
-        """`LanguageModel.generate` for one prompt; the same errors, before anything is lost."""
-        return self.lm.generate(_one(prompt), cache=self._prefix, **options)
+        """`LanguageModel.generate` for one prompt. It raises the same errors, before it changes the session."""
+        return self.lm.generate(_single_prompt(prompt), cache=self._prefix, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Generator[Piece, None, Completion]:
-        """`LanguageModel.stream`. It raises `RequestError` when it is gone on with after another call has begun."""
-        return self.lm.stream(_one(prompt), cache=self._prefix, **options)
+        """`LanguageModel.stream`. Going on with it after another call has begun raises `RequestError`."""
+        return self.lm.stream(_single_prompt(prompt), cache=self._prefix, **options)
 
     def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]) -> Completion:
         """`LanguageModel.chat`: the conversation so far, all of it."""
@@ -75,29 +75,29 @@ class Session:
         return self.stream(self.lm.chat_prompt(messages, variables), **others)
 
     def truncate(self, length: int = 0) -> None:
-        """Forget the ids held from position `length` on; nothing is moved or cleared."""
+        """Forget the ids held from position `length` on. The cache is not moved or cleared."""
         self._prefix.truncate(length)
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the ids held, their keys and values, and the notes to a safetensors file, whole or not at all.
 
-        It is as large as the cache of so many positions, which `onward info` tells. Its owner alone can read it.
+        The file is as large as the cache of so many positions (`onward info` tells). Its owner alone can read it.
 
         Raises:
-            SessionError: it cannot be written, something else stands there, or the model's cache is no pytree of
-                tensors.
+            SessionError: the file cannot be written or is something else than a session; the model's cache is no pytree
+                of tensors.
         """
-        if not self._prefix.is_of(self.lm.model):  # what is held belongs to weights that are gone
+        if not self._prefix.is_of(self.lm.model):  # the cache was filled with other weights
             self.truncate(0)
         saved = SavedSession(self._prefix.tokens, self._prefix.held, self.notes)
         session_file.save(Path(file), self.lm.model, saved)
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], lm: LanguageModel) -> Self:
-        """A session as it was saved, of the same model: the same weights in the same dtype or quantization.
+        """A saved session, for the same model: the same weights in the same dtype or quantization.
 
         Raises:
-            SessionError: the file cannot be read, is damaged, something else, of a newer Onward or of another model.
+            SessionError: the file cannot be read, is damaged, is no session, or is of a newer Onward or another model.
         """
         saved = session_file.load(Path(file), lm.model)
         session = cls(lm)
@@ -107,7 +107,7 @@ class Session:
         return session
 
 
-def _one(prompt: Prompt) -> Prompt:
+def _single_prompt(prompt: Prompt) -> Prompt:
     prompts, is_batch = as_list(prompt)
     if is_batch:
         raise RequestError(

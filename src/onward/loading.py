@@ -1,12 +1,16 @@
 """Load a language model, ready to decode, from a folder, a hub id or a name."""
 
+import itertools
 import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub.utils.tqdm import tqdm
 
 from onward.checkpoint import CheckpointFolder, Tokenizer, find_folder, page_releaser, read_weights
 from onward.checkpoint.distributed import NameMapSource, is_distributed
@@ -16,16 +20,21 @@ from onward.language_model import LanguageModel
 from onward.models import (
     DecoderConfig,
     DecoderParams,
+    LayerParams,
     check_backend,
     decoder_model,
     pack_layer,
     pack_params,
     read_config,
 )
+from onward.models.decoder import Linear
 from onward.native import isa
-from onward.quantization import check_format, quantize_params
+from onward.quantization import TensorReport, check_format, quantize_params
 from onward.requests import LOOKUPS, Draft, generation_defaults
 from onward.sampling.params import check_whole
+
+# A bar is drawn for what takes longer.
+_BAR_DELAY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +54,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "auto",
     max_seq_len: int | None = None,
-    progress: bool | None = None,
+    progress: bool | Callable[[float], None] | None = None,
     quantize: str | None = None,
     name_map: NameMapSource = None,
     compile: str = "auto",
@@ -63,7 +72,8 @@ def load(
         dtype: "bfloat16", "float16", "float32" or a torch dtype; the checkpoint's own by default.
         device: "auto" (CUDA where there is one), "cpu", "cuda", …
         max_seq_len: the most positions a request may use; the checkpoint's max_position_embeddings by default.
-        progress: show downloads; by default only on a terminal.
+        progress: show downloads, and how much of the weights is in place where that takes long; by default only on a
+            terminal. A function is called with that fraction, from 0 to 1, after each layer, for a display of your own.
         quantize: "int8" or "int4" holds all matrices in 8 or 4 bits (docs/quantization.md). A folder that
             `quantize_folder` wrote is quantized already.
         name_map: from the trainer's names of weights to Hugging Face's, for a torch.distributed.checkpoint folder: a
@@ -86,14 +96,17 @@ def load(
     check_backend(compile)
     torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
-    path = find_folder(_as_source(source), progress=on_terminal if progress is None else progress)
+    show_fraction = progress if callable(progress) else None
+    show = on_terminal if progress is None or show_fraction is not None else bool(progress)
+    path = find_folder(_as_source(source), progress=show)
     folder = CheckpointFolder(path)
     config = read_config(folder.config)
     context = _context(config, max_seq_len)
     tokenizer, template = folder.tokenizer, folder.chat_template
     defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path)
     _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
-    params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map)
+    with _Layers(config.num_layers, show and show_fraction is None, show_fraction) as layers:
+        params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map, layers)
     if torch_device.type == "cpu":
         _keep_freed_memory()
     lm = LanguageModel(decoder_model(config, params, context), tokenizer, template, defaults, compile=compile)
@@ -112,6 +125,7 @@ def _read_params(
     device: torch.device,
     format: str | None,
     name_map: NameMapSource,
+    layers: "_Layers",
 ) -> DecoderParams:
     """The weights: quantized where the folder or the caller says so, else packed for the kernels on a CPU."""
     manifest = read_manifest(folder.path, folder.config)
@@ -124,13 +138,64 @@ def _read_params(
             raise RequestError(f"{folder.path} is {manifest.format} already: load it without quantize={format!r}")
         params = read_quantized(folder.path, manifest, config, dtype=dtype, device=device)
         # This packs the matrices that a converter left in floats; quantized ones stay the pages of the mapped file.
-        return pack_params(params) if device.type == "cpu" else params
+        return pack_params(params, release=layers.advance) if device.type == "cpu" else params
     # A distributed checkpoint is read, not mapped: each layer is packed at once, so that memory holds it once.
-    each_layer = pack_layer if is_distributed(folder.path) and device.type == "cpu" and format is None else None
-    params = read_weights(folder.path, config, dtype=dtype, device=device, name_map=name_map, each_layer=each_layer)
+    lean = is_distributed(folder.path) and device.type == "cpu" and format is None
+
+    def each_layer(layer: LayerParams) -> LayerParams:
+        packed = pack_layer(layer)
+        layers.advance()
+        return packed
+
+    params = read_weights(
+        folder.path, config, dtype=dtype, device=device, name_map=name_map, each_layer=each_layer if lean else None
+    )
+    release = page_releaser(folder.path)
+
+    def after_layer() -> None:
+        release()
+        layers.advance()
+
     if format is not None:
-        return quantize_params(params, format, release=page_releaser(folder.path))[0]
-    return pack_params(params, release=page_releaser(folder.path)) if device.type == "cpu" else params
+        per_layer = sum(isinstance(part, Linear) for part in params.layers[0])
+        done = itertools.count(1)
+
+        def after_matrix(report: TensorReport) -> None:
+            if next(done) % per_layer == 0:
+                layers.advance()
+
+        return quantize_params(params, format, progress=after_matrix, release=release)[0]
+    if device.type != "cpu":
+        return params
+    return pack_params(params, release=release if lean else after_layer)
+
+
+class _Layers:
+    """How many layers are in place: a bar on stderr once a second has passed, or a function's fraction.
+
+    show: draw the bar. tell: is called with the fraction.
+    """
+
+    def __init__(self, count: int, show: bool, tell: Callable[[float], None] | None) -> None:
+        self._count, self._done, self._tell = count, 0, tell
+        self._bar: Any = tqdm(  # type: ignore[no-untyped-call]
+            total=count, desc="Loading weights", unit="layer", disable=not show, delay=_BAR_DELAY_S, leave=False
+        )
+
+    def __enter__(self) -> "_Layers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def advance(self) -> None:
+        """One more; what follows the last layer (a head, say) counts for none."""
+        if self._done == self._count:
+            return
+        self._done += 1
+        self._bar.update()
+        if self._tell is not None:
+            self._tell(self._done / self._count)
 
 
 def _as_source(source: str | os.PathLike[str]) -> str | Path:

@@ -96,3 +96,13 @@ def test_a_history_that_cannot_be_kept_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(OnwardWarning, match="history of this chat will not be kept"):
         history = chat_input._history(tmp_path / "file" / "chat_history")
     assert isinstance(history, InMemoryHistory)
+
+
+def test_a_wait_that_knows_its_end_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = stream(monkeypatch, "stderr", is_terminal=True)
+    with waiting("loading demo …", delay_s=0) as show:
+        time.sleep(0.2)
+        show(0.5)
+        time.sleep(0.2)
+    assert "━━━" in err.getvalue()
+    assert "50%" in err.getvalue()

@@ -20,11 +20,12 @@ def load_model(flags: ModelFlags, drafting: DraftFlags | None = None) -> "Langua
     if flags.threads is not None:
         _set_threads(flags.threads)
     folder = find(flags.model)
-    with waiting(f"loading {flags.model} …"):
+    with waiting(f"loading {flags.model} …") as show:
         return onward.load(
             folder,
             dtype=flags.dtype,
             device=flags.device,
+            progress=show,
             max_seq_len=flags.max_seq_len,
             quantize=flags.quantize,
             name_map=name_map,

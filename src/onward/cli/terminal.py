@@ -6,7 +6,7 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # Control characters, which untrained models emit and terminals obey, as the pictures that Unicode has for them.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+_BAR_WIDTH = 20
 
 # The first column of a line of a table.
 _LABEL = re.compile(r" +\S.*? {2,}(?=\S)")
@@ -134,10 +136,13 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def waiting(what: str, *, delay_s: float = 0.2) -> Iterator[None]:
-    """A spinner on stderr while the block runs, once it has run for `delay_s`; nothing where that is no terminal."""
+def waiting(what: str, *, delay_s: float = 0.2) -> Iterator[Callable[[float], None]]:
+    """A spinner on stderr while the block runs, once it has run for `delay_s`; nothing where that is no terminal.
+
+    The block may call what it is given with the fraction that is done, from 0 to 1: a bar then stands beside.
+    """
     if not is_terminal(sys.stderr):
-        yield
+        yield lambda fraction: None
         return
     from rich.console import Console
     from rich.markup import escape
@@ -145,8 +150,13 @@ def waiting(what: str, *, delay_s: float = 0.2) -> Iterator[None]:
     status = Console(stderr=True).status(escape(what))
     timer = threading.Timer(delay_s, status.start)
     timer.start()
+
+    def show(fraction: float) -> None:
+        filled = round(fraction * _BAR_WIDTH)
+        status.update(f"{escape(what)} {'━' * filled}[dim]{'─' * (_BAR_WIDTH - filled)}[/dim] {fraction:4.0%}")
+
     try:
-        yield
+        yield show
     finally:
         timer.cancel()
         # A start under way must be over before it can be undone.

@@ -168,7 +168,7 @@ def test_speculation_on_two_inferencers_is_plain_decoding(model, options, seed):
     ("query", "says"),
     [
         (torch.tensor([1]), r"must be whole numbers \[1, T\]"),
-        (torch.tensor([[1], [2]]), r"a row for each of the cache's; got torch.int64 \[2, 1\]"),
+        (torch.tensor([[1], [2]]), r"as many rows as the cache has; got torch.int64 \[2, 1\]"),
         (torch.ones(1, 1), "got torch.float32"),
         (torch.ones(1, 0, dtype=torch.int64), r"got torch.int64 \[1, 0\]"),
         (torch.tensor([[32]]), r"ids from 0 to 31; got \[\[32\]\]"),
@@ -192,11 +192,13 @@ def test_other_bad_calls():
         inferencer.decode(torch.tensor([[1, 2]]), kv, 1, greedy)
     with pytest.raises(RequestError, match="max_new_tokens must be a whole number of 1 or more; got 0"):
         inferencer.decode(torch.tensor([[1]]), kv, 0, greedy)
-    with pytest.raises(ContextOverflowError, match="holds 3 positions of a row and 4 more are wanted"):
+    with pytest.raises(ContextOverflowError, match="a row of the cache holds 3 positions and 4 more are asked for"):
         inferencer.decode(torch.tensor([[1]]), kv, 4, greedy)
     with pytest.raises(ContextOverflowError, match="room for 6"):
         inferencer.prefill(torch.tensor([[1, 2, 3, 4]]), kv, greedy)
     for lengths in ([4], [-1], [1, 1]):
-        with pytest.raises(RequestError, match=r"truncate takes a length from 0 to what it holds for each row, \[3\]"):
+        with pytest.raises(
+            RequestError, match=r"truncate takes a length for each row, from 0 to what the row holds, \[3\]"
+        ):
             kv.truncate(torch.tensor(lengths))
     assert inferencer.decode(torch.tensor([[1]]), kv, 3, greedy).token_ids.tolist() == [[1, 1, 1]]

@@ -71,7 +71,7 @@ def test_prompt_logprobs_are_of_each_id_given_those_before_it(prompts, chunk):
     model = scripted_model(logits)
     told = PromptLogprobs(prompts, top=2)
     prefilled(model, DecodeState.start(prompts, model.new_cache(len(prompts), 16), CPU), chunk, told)
-    for prompt, found in zip(prompts, told.found, strict=True):
+    for prompt, found in zip(prompts, told.logprobs, strict=True):
         assert found[0] is None
         for at in range(1, len(prompt)):
             want = logits(prompt[:at]).log_softmax(-1)

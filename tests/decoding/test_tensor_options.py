@@ -40,7 +40,7 @@ def test_an_ignored_eos_ends_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stop": "x"}, "stop strings need a text, and onward.generate knows ids alone: use eos"),
+        ({"stop": "x"}, "stop strings need a text, but onward.generate has only ids: use eos"),
         ({"bad_words": ["x"]}, "bad_words holds the text 'x'"),
         ({"n": 2}, "unknown option 'n'"),
         ({"typical_p": 0}, "typical_p must be in"),
@@ -56,7 +56,7 @@ def test_what_tensors_cannot_have_is_refused(options, message):
 def test_where_the_text_is_not_known_options_that_look_at_it_are_refused():
     model = scripted_model([1])
     looking = Sampler([SamplingParams(repetition_penalty=1.2)])
-    with pytest.raises(RequestError, match="look at the whole text, and here only the next tokens are known"):
+    with pytest.raises(RequestError, match="read the whole text, but here only the next tokens are known"):
         onward.stream(
             model.forward, cache=model.new_cache(1, 8), params=(), first_token=0, max_new_tokens=3, select=looking
         )

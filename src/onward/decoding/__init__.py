@@ -1,4 +1,4 @@
-"""The one loop: state, step, stop, streaming text, and a driver for anyone's function."""
+"""The one decode loop: its state, its steps, its rows and their text; and drivers for a forward of the user's own."""
 
 from onward.decoding.beam import BeamOptions, BeamStep
 from onward.decoding.detokenizer import StreamingDetokenizer

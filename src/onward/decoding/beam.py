@@ -1,8 +1,10 @@
-"""Beam search: a `Step` that keeps the likeliest texts so far and, in the end, has the loop's rows take over the best.
+"""Beam search: a `Step` that keeps the likeliest texts of each prompt.
 
-What a beam holds is a fork of a loop's row: a `Row` decides where each text ends, as it does in every other step.
+A beam holds a fork of one of the loop's rows, so a `Row` decides where each text ends, as in every other step. When a
+prompt's search is over, the loop's rows take over its best texts.
+
 Beams fork, finish and stop where those of transformers do (`GenerationMixin._beam_search`, 5.x), so texts and scores
-are the same; the length penalty is that of Wu et al. (arXiv 1609.08144) in their form, without its constant.
+are the same. The length penalty is that of Wu et al. (arXiv 1609.08144) in transformers' form: without its constant.
 """
 
 import copy
@@ -34,7 +36,7 @@ class BeamOptions:
     early_stopping: bool | Literal["never"] = False
 
     def score(self, total: float, length: int) -> float:
-        """What a text of `length` tokens is ranked by; `total` is the sum of their logprobs."""
+        """The rank of a text of `length` tokens; `total` is the sum of their logprobs."""
         return float(total / length**self.length_penalty)
 
 
@@ -48,16 +50,17 @@ class Candidate(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """A text that goes on."""
+    """A text that goes on. `total` is the sum of its logprobs."""
 
     row: Row
     total: float
 
 
 class Search:
-    """The search of one prompt: what goes on, in `width` slots (None: empty), and what has ended, best first.
+    """The search of one prompt. It begins with one beam: the prompt.
 
-    It begins with one beam: the prompt.
+    running: the texts that go on, in `width` slots; None in an empty slot. ended: scores and rows of the texts that
+    have ended, best first.
     """
 
     def __init__(self, row: Row, options: BeamOptions) -> None:
@@ -67,16 +70,16 @@ class Search:
         self.is_over = False
 
     def advance(self, candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
-        """Go on with the best of the candidates, which come best first.
+        """Go on with the best candidates. They are given best first.
 
         Returns:
-            The slots whose past has to be copied, as (from, to). A beam stays in its parent's slot where it can, so
-            that of several children only the others move; no slot is both read and written.
+            The slots whose past has to be copied, as (from, to). The first child of a beam stays in its parent's
+            slot; the others move. No slot is both read and written.
         """
         width = self.options.width
         children: list[tuple[int, Beam]] = []
         for rank, candidate in enumerate(candidates):
-            # A text may end only if it is among the best; worse ones stand by for those that go on.
+            # A text may end only if it is among the `width` best. Worse candidates only fill slots, if they go on.
             if (rank >= width and len(children) == width) or candidate.total == -math.inf:
                 break
             parent = self.running[candidate.slot]
@@ -102,7 +105,7 @@ class Search:
         best = running[0]
         length = len(best.row.token_ids)
         if self.options.early_stopping == "never" and self.options.length_penalty > 0:
-            length += best.row.room  # the length at which the penalty is kindest
+            length += best.row.room  # the length that scores highest
         return self.options.score(best.total, length) <= self.ended[-1][0]
 
     def _place(self, children: Sequence[tuple[int, Beam]]) -> list[tuple[int, int]]:
@@ -124,10 +127,13 @@ class Search:
 class BeamStep:
     """Advances every prompt's beams by one token. It emits nothing: when a prompt's search is over, its rows end.
 
-    run: the model. rows: the loop's, `width` a prompt, which then hold its texts, best first; where fewer were found
-    the last of them repeat. params: each row's options, of which the adjustments (penalties, bias, bans) act, on
-    logprobs as in transformers. histories: each row's, where an option looks. chunk, top_logprobs: as of `DecodeStep`
-    and `Picker`.
+    run: the model.
+    rows: the loop's rows, `width` for each prompt. When they end they hold the prompt's texts, best first. Where the
+        search ended with fewer texts, the last one repeats.
+    params: the options of each row. Only the adjustments (penalties, bias, bans) act; they act on logprobs, as in
+        transformers.
+    histories: the history of each row, where an option reads it.
+    chunk, top_logprobs: as in `DecodeStep` and `Picker`.
     """
 
     def __init__(
@@ -145,8 +151,8 @@ class BeamStep:
         self.histories = None if histories is None else list(histories)
         self._params = params
         self._row_dims: list[int] | None = None
-        # So many that, whichever of them end a text, as many beams as there were can go on.
-        self._candidates = [options.width * max(2, 1 + len(one.eos or ())) for one in params[:: options.width]]
+        # Enough candidates for `width` beams to go on, whichever candidates end their texts.
+        self._candidate_counts = [options.width * max(2, 1 + len(each.eos or ())) for each in params[:: options.width]]
 
     @torch.no_grad()
     def __call__(self, state: DecodeState) -> tuple[DecodeState, Emitted]:
@@ -163,14 +169,15 @@ class BeamStep:
             first = group * self.options.width
             if first not in places:
                 continue
-            at = [places[first + slot] for slot in range(self.options.width)]
-            for source, to in search.advance(self._candidates_of(group, logprobs[at], logits, at)):
-                self._copy_row(cache, at[source], at[to], after[at[source]])
+            slot_places = [places[first + slot] for slot in range(self.options.width)]
+            candidates = self._best_candidates(group, logprobs[slot_places], logits, slot_places)
+            for source, to in search.advance(candidates):
+                self._copy_row(cache, slot_places[source], slot_places[to], after[slot_places[source]])
                 if self.histories is not None:
                     self.histories[first + to] = copy.deepcopy(self.histories[first + source])
             for slot, beam in enumerate(search.running):
                 if beam is not None:
-                    pending[at[slot]] = (beam.row.token_ids[-1],)
+                    pending[slot_places[slot]] = (beam.row.token_ids[-1],)
                     if self.histories is not None:
                         self.histories[first + slot].append(beam.row.token_ids[-1])
             if search.is_over:
@@ -178,10 +185,10 @@ class BeamStep:
         return state.advanced(tuple(pending), after, cache), [[] for _ in state.owners]
 
     def score(self, row: int) -> float | None:
-        """Of the text that the loop's row has taken over; None where it only repeats another."""
+        """The score of the text that the loop's row has taken over; None where it only repeats another row's text."""
         group, rank = divmod(row, self.options.width)
-        found = self.searches[group].ended
-        return found[rank][0] if rank < len(found) else None
+        ended = self.searches[group].ended
+        return ended[rank][0] if rank < len(ended) else None
 
     def _check_rows(self, state: DecodeState) -> None:
         if isinstance(state.cache, CompactableCache):
@@ -203,7 +210,7 @@ class BeamStep:
             copy_row(cache, self._row_dims, source, to)
 
     def _logprobs(self, logits: Tensor, state: DecodeState) -> Tensor:
-        """Of every id in every row of the cache, float32 [B, V]."""
+        """The adjusted logprobs of every id in every row of the cache, float32 [B, V]."""
         logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1)
         adjust = Adjustments([self._params[owner] for owner in state.owners], state.device)
         if not adjust.any:
@@ -211,32 +218,28 @@ class BeamStep:
         histories = None if self.histories is None else [self.histories[owner] for owner in state.owners]
         return adjust(logprobs.unsqueeze(1), histories, None).squeeze(1)
 
-    def _candidates_of(self, group: int, logprobs: Tensor, logits: Tensor, places: Sequence[int]) -> list[Candidate]:
+    def _best_candidates(self, group: int, logprobs: Tensor, logits: Tensor, places: Sequence[int]) -> list[Candidate]:
         """The best continuations of a prompt's beams, best first, from their logprobs [width, V]."""
         running = self.searches[group].running
         slots = [slot for slot, beam in enumerate(running) if beam is not None]
         totals = torch.tensor([beam.total for beam in running if beam is not None], device=logprobs.device)
         vocab = logprobs.shape[-1]
         flat = (logprobs[slots] + totals.unsqueeze(1)).flatten()
-        found = flat.topk(min(self._candidates[group], flat.numel()))
-        best = found.values.tolist()
-        if not math.isfinite(best[0]):
+        best = flat.topk(min(self._candidate_counts[group], flat.numel()))
+        best_totals = best.values.tolist()
+        if not math.isfinite(best_totals[0]):
             raise not_finite()
-        at = [divmod(index, vocab) for index in found.indices.tolist()]
-        told: Sequence[TokenLogprobs | None] = [None] * len(at)
+        # Which of the running beams, and which token follows it.
+        choices = [divmod(index, vocab) for index in best.indices.tolist()]
+        reported: Sequence[TokenLogprobs | None] = [None] * len(choices)
         if self.top_logprobs is not None:
-            rows = logits[[places[slots[beam]] for beam, _ in at]]
-            told = token_logprobs([token for _, token in at], rows, self.top_logprobs)
+            rows = logits[[places[slots[beam]] for beam, _ in choices]]
+            reported = token_logprobs([token for _, token in choices], rows, self.top_logprobs)
         return [
-            Candidate(slots[beam], token, total, one) for (beam, token), total, one in zip(at, best, told, strict=True)
+            Candidate(slots[beam], token, total, token_report)
+            for (beam, token), total, token_report in zip(choices, best_totals, reported, strict=True)
         ]
 
-    def _remember(self, first: int, search: Search) -> None:
-        if self.histories is not None:
-            for slot, beam in enumerate(search.running):
-                if beam is not None:
-                    self.histories[first + slot].append(beam.row.token_ids[-1])
-
     def _end(self, first: int, search: Search) -> None:
-        for place in range(self.options.width):
-            self.rows[first + place].take_over(search.ended[min(place, len(search.ended) - 1)][1])
+        for rank in range(self.options.width):
+            self.rows[first + rank].take_over(search.ended[min(rank, len(search.ended) - 1)][1])

@@ -1,4 +1,4 @@
-"""Decode with any forward: the loop without a checkpoint, a tokenizer or a `Model`."""
+"""`onward.decode` and `onward.stream`: the loop over any forward, without a checkpoint, a tokenizer or a `Model`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +21,14 @@ from onward.sampling.draw import GREEDY
 from onward.sampling.params import as_tuple, check_whole, plain
 
 
-class _Own:
-    """Stands for what a `Model` has of its own, and a bare forward has not."""
+class _ModelsOwn:
+    """The default of arguments that a `Model` has itself and a bare forward lacks."""
 
     def __repr__(self) -> str:
         return "the model's own"
 
 
-_OWN: Any = _Own()
+_OWN: Any = _ModelsOwn()
 
 
 def stream(
@@ -49,42 +49,42 @@ def stream(
 ) -> Iterator[int]:
     """Decode one row with a forward of your own (the contract is in `onward.models.model`), or with a `Model`.
 
-    The prompt is processed first, from position `offset` on, and is not among the ids given out; the id that stops
-    is. Everything that can be known before the first step is checked when `stream` is called.
+    The prompt is processed first, from position `offset` on. Its ids are not given out; the id that stops the row is.
+    Arguments are checked when `stream` is called, as far as they can be before the first step.
 
     Args:
         forward: (tokens int32 [1, T], offsets int32 [1], cache, params) -> (logits [1, T, V], cache); or a `Model`,
             which brings its own cache and params.
         max_new_tokens: the most ids to give out; none if 0 or less, and then nothing is processed.
         prompt: the ids to start from: a list, or one dimension of a tensor or an array.
-        first_token: in place of `prompt`, one id: the last of a prompt whose others the cache holds.
+        first_token: in place of `prompt`, one id: the last id of a prompt whose other ids the cache holds.
         cache: what `forward` takes; it holds the positions before `offset`.
         params: what `forward` takes.
         offset: absolute position of the first id to process.
         eos: an id or ids that stop.
         select: float [1, V] -> int [1]; or an `onward.Sampler`, which is also given the position.
         on_token: called with each id, the stopping one too, before it is given out.
-        max_len: positions that the cache holds, where it has no `max_len` of its own.
+        max_len: how many positions the cache holds, where it has no `max_len` of its own.
         prefill_chunk: the most ids of the prompt processed at once; 1 for a forward that takes no more. It changes no
             token.
-        compile: "auto" traces the forward and runs it as one native call a token where it can (`onward.compile`;
-            later calls with the same forward and params use the same trace), else as it is; a backend of
-            `onward.compile` insists on it; "eager" calls the forward each time.
+        compile: "auto" traces the forward and runs it as one native call a token where that is possible, otherwise as
+            it is (`onward.compile`; later calls with the same forward and params use the same trace). A backend of
+            `onward.compile` is an error where that is not possible. "eager" calls the forward for each token.
 
     Raises:
-        ContextOverflowError: prompt and new tokens are more than the cache, or the model's context, holds.
-        RequestError: an argument outside its range, an id outside the vocabulary, or a forward or select of another
-            shape than the contract's.
+        ContextOverflowError: the cache or the model's context does not hold the prompt and the new tokens.
+        RequestError: an argument outside its range, an id outside the vocabulary, or a result of `forward` or `select`
+            whose shape is not that of the contract.
     """
     offset, first_token, max_new_tokens = plain(offset), plain(first_token), plain(max_new_tokens)
     check_whole("offset", offset, low=0)
     check_whole("prefill_chunk", prefill_chunk, low=1)
-    name, ids = _pending(prompt, first_token)
+    name, ids = _named_ids(prompt, first_token)
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool):
         raise RequestError(f"max_new_tokens must be a whole number; got {max_new_tokens!r}")
     model = _model(forward, cache, params, name, ids)
     stop_ids = frozenset(as_tuple("eos", plain(eos), int))
-    # The last new token is given out and not processed.
+    # The last new token is given out but not processed.
     length = offset + len(ids) - 1 + max(max_new_tokens, 0)
     limits = [max_len, model.max_seq_len, length_of(cache)]
     _check_room([limit for limit in limits if limit is not None], offset, len(ids), max_new_tokens)
@@ -134,11 +134,11 @@ def decode(
     return list(ids)
 
 
-def _pending(prompt: PromptIds | None, first_token: int | None) -> tuple[str, list[int]]:
-    """What the ids to process were given as, and the ids."""
+def _named_ids(prompt: PromptIds | None, first_token: int | None) -> tuple[str, list[int]]:
+    """The ids to process, after the name of the argument that holds them."""
     if (prompt is None) == (first_token is None):
-        both = "neither" if prompt is None else "both"
-        raise RequestError(f"give prompt=, the ids to process, or first_token=, one id; got {both}")
+        count = "neither" if prompt is None else "both"
+        raise RequestError(f"give prompt=, the ids to process, or first_token=, one id; got {count}")
     if first_token is None:
         assert prompt is not None
         return "prompt", prompt_ids("prompt", prompt)
@@ -147,7 +147,7 @@ def _pending(prompt: PromptIds | None, first_token: int | None) -> tuple[str, li
 
 
 def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, ids: Sequence[int]) -> Model:
-    """The forward as a Model; for one that is none its vocabulary is known with the first logits."""
+    """The forward as a Model. The vocabulary of a bare forward is not known before its first logits: its size is 0."""
     if isinstance(forward, Model):
         if max(ids) >= forward.vocab_size:
             raise RequestError(f"{name} names id {max(ids)}, but the vocabulary ends at {forward.vocab_size - 1}")
@@ -172,19 +172,19 @@ def _ids(step: DecodeStep, state: DecodeState, row: Row, on_token: Callable[[int
 
 
 def _no_cache(batch: int, max_len: int) -> Cache:
-    raise AssertionError("the cache was given")
+    raise AssertionError("a bare forward is called with the caller's cache")
 
 
 def positional(select: Callable[[Tensor], Tensor] | Sampler) -> Callable[[Tensor, Tensor], Tensor]:
-    """A choice by logits alone as one that is given the positions too, as a `Sampler` is.
+    """A `Select` that calls `select` with the logits alone. A `Sampler` takes the positions too and stays as it is.
 
     Raises:
-        RequestError: a `Sampler` whose options look at what came before, which is not known here.
+        RequestError: a `Sampler` whose options read the text so far, which is not known here.
     """
     if isinstance(select, Sampler):
         if select.needs_history:
             raise RequestError(
-                "penalties, DRY, n-grams, bad words and min_new_tokens look at the whole text, and here only the next "
+                "penalties, DRY, n-grams, bad words and min_new_tokens read the whole text, but here only the next "
                 "tokens are known: use onward.generate or LanguageModel.generate, or leave them out"
             )
         return select
@@ -192,13 +192,13 @@ def positional(select: Callable[[Tensor], Tensor] | Sampler) -> Callable[[Tensor
 
 
 def _check_room(limits: Sequence[int], offset: int, prompt: int, max_new_tokens: int) -> None:
-    held = offset + prompt - 1
-    needed = held + max(max_new_tokens, 0)
+    before_new = offset + prompt - 1
+    needed = before_new + max(max_new_tokens, 0)
     if limits and needed > min(limits):
         before = f"offset {offset}" if prompt == 1 else f"offset {offset} + {prompt} ids of the prompt - 1"
         raise ContextOverflowError(
             f"{before} + max_new_tokens {max_new_tokens} = {needed} positions, but the cache holds "
-            f"{min(limits)}: ask for at most {max(0, min(limits) - held)} or make a longer cache"
+            f"{min(limits)}: ask for at most {max(0, min(limits) - before_new)} or make a longer cache"
         )
 
 

@@ -1,7 +1,7 @@
-"""Prefill and decode as two calls over a cache that knows how much it holds: what speculation is written on.
+"""Prefill and decode as two calls over a cache that knows how many positions it holds.
 
-The protocol is that of naive_speculate: one inferencer drafts, another verifies. A draft is taken back by lowering
-the cache's lengths (`FilledCache.truncate`): what lies past them is never read.
+The protocol is that of naive_speculate: one inferencer drafts, another verifies. `FilledCache.truncate` takes a draft
+back by lowering the cache's lengths, for nothing past them is read.
 
 Shapes: B rows, T query tokens, N new tokens, V vocabulary.
 """
@@ -30,16 +30,16 @@ SampleStrategy = Callable[[Tensor], Tensor] | Sampler
 
 
 class PrefillOutput(NamedTuple):
-    """token_ids: int64 [B, 1], the next token. token_logits: float [B, T, V], after each query token."""
+    """token_ids: int64 [B, 1], the next token. token_logits: float [B, T, V], the logits after each query token."""
 
     token_ids: Tensor
     token_logits: Tensor
 
 
 class DecodeOutput(NamedTuple):
-    """token_ids: int64 [B, N], the new tokens. token_logits: float [B, N, V], those that each was picked from.
+    """token_ids: int64 [B, N], the new tokens. token_logits: float [B, N, V], the logits that each was picked from.
 
-    N is that of the longest row. A row that ended before repeats its last id and has logits of 0 there.
+    N is the length of the longest row. A row that ended before repeats its last id and has logits of 0 there.
     """
 
     token_ids: Tensor
@@ -48,46 +48,46 @@ class DecodeOutput(NamedTuple):
 
 @dataclass
 class FilledCache:
-    """A model's cache and what is in it; an inferencer updates both.
+    """A model's cache and how much each row holds; an inferencer updates both.
 
-    cache: as `Model.new_cache` made it. lengths: int32 [B], the positions that each row holds.
+    cache: as `Model.new_cache` made it. lengths: int32 [B], the number of positions that each row holds.
     """
 
     cache: Cache
     lengths: Tensor
 
     def truncate(self, lengths: Tensor) -> None:
-        """Take back what each row holds past `lengths` int [B]; nothing is moved or cleared.
+        """Take back the positions that each row holds past `lengths`, int [B]. Nothing is moved or cleared.
 
         Raises:
             RequestError: another shape, or a length below 0 or above what the row holds.
         """
         if lengths.shape != self.lengths.shape or bool(((lengths < 0) | (lengths > self.lengths)).any()):
             raise RequestError(
-                f"truncate takes a length from 0 to what it holds for each row, {self.lengths.tolist()}; got "
+                f"truncate takes a length for each row, from 0 to what the row holds, {self.lengths.tolist()}; got "
                 f"{lengths.tolist()}"
             )
         self.lengths = lengths.to(self.lengths)
 
 
 class Inferencer(Protocol):
-    """Whatever can process tokens and generate more. The cache holds all tokens that precede the query's."""
+    """Processes tokens and generates more. The cache holds all tokens that precede the query's."""
 
     def new_cache(self, batch: int, max_len: int) -> FilledCache:
         """An empty cache of `max_len` positions a row."""
         ...
 
     def prefill(self, query_token_ids: Tensor, kv_cache: FilledCache, sample_strategy: SampleStrategy) -> PrefillOutput:
-        """Process int [B, T] at once and pick the token that follows; the cache then holds T positions more."""
+        """Process a query, int [B, T], and pick the token that follows. The cache then holds T positions more."""
         ...
 
     def decode(
         self, query_token_ids: Tensor, kv_cache: FilledCache, max_new_tokens: int, sample_strategy: SampleStrategy
     ) -> DecodeOutput:
-        """Process int [B, 1] and go on, token by token, to `max_new_tokens` (1 or more) or an end of the text.
+        """Process a query, int [B, 1], and go on token by token to `max_new_tokens` (1 or more) or the end of the text.
 
-        The cache then holds, of the query and the new tokens, all but each row's last: it is the next query. After
-        a draft that was accepted whole, a drafter has thus to be given the draft's last token too.
+        The cache then holds the query and the new tokens, but not each row's last token, which is the next query. So
+        after a draft that was accepted whole, a drafter has to process the draft's last token too.
         """
         ...
 
@@ -97,7 +97,7 @@ class ModelInferencer:
 
     eos: an id or ids that end a row in `decode`; the ending id is part of the output.
     prefill_chunk: the most query tokens processed at once. It bounds memory and changes no token.
-    compile: what runs the model, as of `onward.LanguageModel`.
+    compile: what runs the model, as in `onward.LanguageModel`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ModelInferencer:
         """See `Inferencer`.
 
         Raises:
-            RequestError: a query that is not whole numbers [B, T], or of other rows than the cache's.
+            RequestError: a query that is not whole numbers [B, T], or whose B is not the cache's.
             ContextOverflowError: the query does not fit the cache or the model's context.
         """
         query_length = self._check_query(query_token_ids, kv_cache)
@@ -130,7 +130,7 @@ class ModelInferencer:
     def decode(
         self, query_token_ids: Tensor, kv_cache: FilledCache, max_new_tokens: int, sample_strategy: SampleStrategy
     ) -> DecodeOutput:
-        """See `Inferencer`; errors as of `prefill`."""
+        """See `Inferencer`; raises the errors of `prefill`."""
         check_whole("max_new_tokens", max_new_tokens, low=1)
         if self._check_query(query_token_ids, kv_cache) != 1:
             raise RequestError(
@@ -146,23 +146,22 @@ class ModelInferencer:
         return DecodeOutput(ids, logits.masked_fill(ended.unsqueeze(2), 0.0))
 
     def _run(self, query: Tensor, kv_cache: FilledCache, rows: Sequence[Row], strategy: SampleStrategy) -> Tensor:
-        """The one loop from the query on; the rows hold the new ids. Returns the logits at every token processed."""
-        seen: list[Tensor] = []
+        """Run the loop from the query on, until the rows have their new ids. Returns the logits at every token."""
+        all_logits: list[Tensor] = []
         if self._model_run is None or self._model_run.model is not self.model:
             self._model_run = reused_run(self.model, self.compile)
         model = self._model_run
 
         def run(tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None) -> tuple[Tensor, Cache]:
             logits, cache = model(tokens, offsets, cache)
-            seen.append(logits)
+            all_logits.append(logits)
             return (logits if logits_at is None else take_positions(logits, logits_at)), cache
 
-        # Not compacted: the cache's rows are the caller's, those that ended too.
-        held = kv_cache.lengths.tolist()
-        state = DecodeState.start(query.tolist(), kv_cache.cache, self.model.device, held)
+        # The state is not compacted: the cache's rows are the caller's, also those that ended.
+        state = DecodeState.start(query.tolist(), kv_cache.cache, self.model.device, kv_cache.lengths.tolist())
         for emission in decode_loop(DecodeStep(run, positional(strategy), self.prefill_chunk), state, rows):
             kv_cache.cache = emission.state.cache
-        return torch.cat(seen, 1)
+        return torch.cat(all_logits, 1)
 
     def _ids(self, rows: Sequence[Row]) -> Tensor:
         longest = max(len(row.token_ids) for row in rows)
@@ -170,16 +169,16 @@ class ModelInferencer:
         return torch.tensor(ids, dtype=torch.int64, device=self.model.device)
 
     def _check_query(self, query: Tensor, kv_cache: FilledCache) -> int:
-        """T of the query."""
+        """Check a query [B, T] and return its T."""
         whole = not (query.is_floating_point() or query.dtype == torch.bool)
         batch = len(kv_cache.lengths)
         if query.dim() != 2 or query.shape[0] != batch or not query.numel() or not whole:
             raise RequestError(
-                f"a query must be whole numbers [{batch}, T], a row for each of the cache's; got {query.dtype} "
+                f"a query must be whole numbers [{batch}, T], as many rows as the cache has; got {query.dtype} "
                 f"{list(query.shape)}"
             )
         if bool(((query < 0) | (query >= self.model.vocab_size)).any()):
-            raise RequestError(f"a query wants ids from 0 to {self.model.vocab_size - 1}; got {query.tolist()}")
+            raise RequestError(f"a query must hold ids from 0 to {self.model.vocab_size - 1}; got {query.tolist()}")
         return query.shape[1]
 
     def _check_room(self, kv_cache: FilledCache, more: int) -> None:
@@ -187,6 +186,6 @@ class ModelInferencer:
         held = int(kv_cache.lengths.max())
         if limits and held + more > min(limits):
             raise ContextOverflowError(
-                f"the cache holds {held} positions of a row and {more} more are wanted, but there is room for "
+                f"a row of the cache holds {held} positions and {more} more are asked for, but there is room for "
                 f"{min(limits)}: ask for fewer tokens or make a longer cache"
             )

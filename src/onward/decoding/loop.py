@@ -1,4 +1,4 @@
-"""The one loop. Streaming, batches, chat, speculation and anyone's function all run through it."""
+"""The one loop. Streaming, batches, chat, speculation and forwards of the user's own all run through it."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,11 @@ from onward.decoding.step import Step
 
 
 class Emission(NamedTuple):
-    """What one step brought.
+    """What one step emitted.
 
     pieces: (row index, token id, text that became final) for every token a row accepted, in order.
-    seconds: what the step took, without the time its consumer takes.
-    state: after the step.
+    seconds: the time of the step, without the time of whoever consumes its emission.
+    state: the state after the step.
     """
 
     pieces: list[tuple[int, int, str]]
@@ -23,14 +23,14 @@ class Emission(NamedTuple):
 
 
 def decode_loop(step: Step, state: DecodeState, rows: Sequence[Row]) -> Iterator[Emission]:
-    """Step until every row has ended. A row that has ended takes nothing more, and costs nothing more where the
-    cache can be narrowed.
+    """Step until every row has ended.
 
-    No step is run whose tokens nobody takes: the loop looks at the rows first.
+    A row that has ended takes no more tokens. Where the cache can be narrowed, it costs no more time either. The loop
+    looks at the rows before it steps, so that no step runs whose tokens nobody takes.
     """
     going_on = [row.finish_reason is None for row in rows]
     while any(going_on):
-        # Only a row that ended changes the state.
+        # The state is narrowed only when a row has ended.
         if not all(going_on[owner] for owner, live in zip(state.owners, state.live, strict=True) if live):
             state = state.only(going_on)
         began = time.perf_counter()
@@ -40,11 +40,11 @@ def decode_loop(step: Step, state: DecodeState, rows: Sequence[Row]) -> Iterator
         pieces = []
         for place, (owner, tokens) in enumerate(zip(owners, emitted, strict=True)):
             row = rows[owner]
-            for taken, token in enumerate(tokens):
+            for accepted, token in enumerate(tokens):
                 if row.finish_reason is not None:
-                    if taken:
-                        # What the step went on with is no part of the text: the cache holds nothing of it either.
-                        state = state.taken_back(place, tokens[taken - 1].id, len(tokens) - taken)
+                    if accepted:
+                        # The step's tokens after the end are not part of the text, so the cache drops them too.
+                        state = state.taken_back(place, tokens[accepted - 1].id, len(tokens) - accepted)
                     break
                 pieces.append((owner, token.id, row.accept(*token)))
         going_on = [row.finish_reason is None for row in rows]

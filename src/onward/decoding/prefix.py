@@ -1,7 +1,7 @@
-"""Prefix reuse: a row of cache that remembers which ids its keys and values are of.
+"""Prefix reuse: a cache of one row that remembers the ids whose keys and values it holds.
 
-Entries at or past a row's offset are never read, so a text that is edited costs what follows the edit: the ids up to
-there stay, and taking back the others is lowering a number.
+Entries at or past a row's offset are never read. So an edited text keeps its ids up to the edit, and only the ids after
+it are processed again. Nothing is cleared: a lower number of ids takes the others back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ class HeldCache(NamedTuple):
 class PrefixCache:
     """The cache of one text, from request to request.
 
-    A prompt is compared with the ids held: as far as they agree nothing is processed again. What changes the weights,
-    or the model, makes it forget them.
+    A prompt is compared with the ids that the cache holds, and their common prefix is not processed again. Another
+    model or changed weights make it forget all ids.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class PrefixCache:
         return self._held
 
     def is_of(self, model: Model) -> bool:
-        """Whether it was filled by this model with the weights that it has now."""
+        """Whether this model filled the cache, with the weights that it has now."""
         return self._weights is not None and self._weights == WeightsVersion(model)
 
     def adopt(self, model: Model, held: HeldCache, tokens: Sequence[int]) -> None:
@@ -71,32 +71,32 @@ class PrefixCache:
     def begin(self, model: Model, prompt: Sequence[int], length: int) -> "PrefixTurn":
         """Prepare for a prompt (of one id at least) in a text of at most `length` positions.
 
-        What is held past the common prefix is forgotten here: the request's own keys and values will take its place.
+        The ids past the common prefix are forgotten: the request's own keys and values will take their place.
         """
         weights = WeightsVersion(model)
-        # The last id is processed in any case: what follows is predicted from it.
+        # The last id is always processed, for the model predicts the next one from it.
         kept = min(common_prefix(self._tokens, prompt), len(prompt) - 1) if weights == self._weights else 0
         held, kept = self._with_room(model, length, kept)
         self._turns += 1
-        # Whatever interrupts this: no more ids are ever named than the cache holds.
+        # The ids are dropped before the cache is replaced: an interrupt must not leave more ids than the cache holds.
         del self._tokens[kept:]
         self._held, self._weights = held, weights
         return PrefixTurn(self, held.cache, kept, prompt, self._turns)
 
     def _with_room(self, model: Model, length: int, kept: int) -> tuple[HeldCache, int]:
-        """A cache of `length` positions or more, and how many of the first `kept` it holds."""
+        """A cache of `length` positions or more, and how many of the first `kept` ids it holds."""
         held = self._held if self._weights is not None and self._weights.is_of(model) else None
         if held is not None and held.capacity >= length:
             return held, kept
         capacity = padded_length(length, model)
         if held is None:
             return HeldCache(model.new_cache(1, capacity), capacity), 0
-        # At least doubled: a text that grows is then copied less than twice altogether.
+        # The capacity at least doubles. So a text that grows is copied less than twice altogether.
         doubled = 2 * held.capacity if model.max_seq_len is None else min(2 * held.capacity, model.max_seq_len)
         capacity = max(capacity, doubled)
         cache = model.new_cache(1, capacity)
         dims = position_dims(held.cache, held.capacity, cache, capacity)
-        if dims is None:  # a cache that does not show where its positions are is filled anew
+        if dims is None:  # the cache does not show which dimension its positions are in, so it is filled anew
             return HeldCache(cache, capacity), 0
         copy_positions(held.cache, cache, dims, kept)
         return HeldCache(cache, capacity), kept
@@ -105,7 +105,7 @@ class PrefixCache:
 class PrefixTurn:
     """One request over a `PrefixCache`.
 
-    cache: to decode in. kept: how many ids of the prompt it holds.
+    cache: the cache to decode in. kept: how many ids of the prompt it holds.
     """
 
     def __init__(self, prefix: PrefixCache, cache: Cache, kept: int, prompt: Sequence[int], number: int) -> None:
@@ -116,7 +116,7 @@ class PrefixTurn:
         self._number = number
 
     def follow(self, emissions: Iterator[Emission]) -> Iterator[Emission]:
-        """The emissions of the loop, each noted before it is handed on: the loop may be left after any.
+        """Hand on the emissions of the loop, and note each one first, for the caller may leave the loop after any.
 
         Raises:
             RequestError: another request has begun since, in the same cache.
@@ -137,15 +137,15 @@ class PrefixTurn:
         assert held is not None, "begin made one"
         if state.cache is not held.cache:
             prefix._held = held._replace(cache=state.cache)
-        # After a step the cache holds what stands before the pending ids. Of a draft that ended the text within it,
-        # the row may have taken less.
+        # After a step the cache holds the ids before the pending ones. Where the text ended within a draft, the row may
+        # have taken fewer ids than that; the slice then ends with the text.
         prefix._tokens.extend(self._text[len(prefix._tokens) : state.offsets[0]])
 
 
-def common_prefix(one: Sequence[int], two: Sequence[int]) -> int:
-    """How many ids two texts begin with alike."""
-    length = min(len(one), len(two))
-    # Most often one goes on where the other ends, and comparing lists is fast.
-    if list(one[:length]) == list(two[:length]):
+def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
+    """The length of the longest common prefix of two texts."""
+    length = min(len(ids), len(others))
+    # Most often one text continues the other, and comparing whole lists is fast.
+    if list(ids[:length]) == list(others[:length]):
         return length
-    return next(at for at in range(length) if one[at] != two[at])
+    return next(index for index in range(length) if ids[index] != others[index])

@@ -1,4 +1,4 @@
-"""Prompts of ids as people have them, and ids held against a vocabulary that only logits tell."""
+"""Prompts of ids in any of the types that people have them in; ids checked against a vocabulary known from logits."""
 
 import contextlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ PromptIds = Sequence[int] | NDArray[np.integer] | Tensor
 
 
 def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
-    """The ids of a prompt as a list; `name` is for the message.
+    """The ids of a prompt as a list. `name` is the argument that the message names.
 
     Raises:
         RequestError: no ids, more than one dimension, or what is no whole number of 0 or more.
@@ -38,12 +38,12 @@ def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
 
 
 class VocabularyCheck:
-    """A run that holds a prompt's ids against the vocabulary at its first call, whose logits tell it.
+    """A run that checks a prompt's ids against the vocabulary. Its size is known from the logits of the first call.
 
-    An id outside most often fails within the forward, as an index of an embedding. Then the forward is asked once more,
-    with other ids, how many there are.
+    An id outside the vocabulary most often makes the forward itself fail, as the index of an embedding. Then the
+    forward is called once more with ids of 0, and its logits tell the size.
 
-    name: what the ids were given as.
+    name: the argument that the message names.
     """
 
     def __init__(self, run: PickingRun, name: str, ids: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class VocabularyCheck:
         try:
             logits, cache = self._run(tokens, offsets, cache, logits_at)
         except (IndexError, RuntimeError, ProgramError):
-            self._check_without(tokens, offsets, cache)
+            self._check_with_zeros(tokens, offsets, cache)
             raise
         self._check(logits)
         return logits, cache
@@ -71,15 +71,18 @@ class VocabularyCheck:
         try:
             logits, ids, cache = self._run.picked(tokens, offsets, cache, pick, positions)
         except (IndexError, RuntimeError, ProgramError):
-            self._check_without(tokens, offsets, cache)
+            self._check_with_zeros(tokens, offsets, cache)
             raise
         self._check(logits)
         return logits, ids, cache
 
-    def _check_without(self, tokens: Tensor, offsets: Tensor, cache: Cache) -> None:
-        """What this writes stands at and past the offsets, where nothing is read before it is written again."""
+    def _check_with_zeros(self, tokens: Tensor, offsets: Tensor, cache: Cache) -> None:
+        """Call the forward with ids of 0 for the size of its logits.
+
+        This writes into the cache at and past the offsets, where nothing is read before it is written again.
+        """
         logits = None
-        with contextlib.suppress(Exception):  # then it was another error, which is about to be raised
+        with contextlib.suppress(Exception):  # the ids were not the cause: the caller raises the first error
             logits, _ = self._run(torch.zeros_like(tokens), offsets, cache)
         if logits is not None:
             self._check(logits)

@@ -1,4 +1,4 @@
-"""Whether a prompt and what is to follow it fit."""
+"""Whether a prompt and its new tokens fit."""
 
 from onward.errors import ContextOverflowError
 
@@ -9,12 +9,12 @@ def check_room(prompt: int, new: int, context: int | None, cache_len: int | None
     if not limits or prompt + new <= min(limits):
         return
     limit = min(limits)
-    what = "context" if limit == context else "cache"
+    holder = "context" if limit == context else "cache"
     if prompt > limit or new == 0:
         raise ContextOverflowError(
-            f"the prompt is {prompt} tokens long, but the {what} holds {limit}: shorten the prompt"
+            f"the prompt is {prompt} tokens long, but the {holder} holds {limit}: shorten the prompt"
         )
     raise ContextOverflowError(
-        f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new}, but the {what} holds {limit}: "
+        f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new}, but the {holder} holds {limit}: "
         f"ask for at most {limit - prompt} new tokens or shorten the prompt"
     )

@@ -21,12 +21,14 @@ StoppedBy = int | str | StopWhen
 class Row:
     """Collects a request's tokens and text, and ends it.
 
-    finish_reason is None while the row goes on; "stop" after an id of `eos` (which is part of `token_ids` and
-    not of the text), a stop string, or when `stop_when` says so; "length" after `max_new_tokens`; "time" with the
-    first token at or after `deadline` (of `time.monotonic`); "cancelled" with the first after `cancel` was set, by
-    any thread. A row of no tokens has ended at once.
+    finish_reason is None while the row goes on. It becomes
+        "stop" after an id of `eos` (which is part of `token_ids` and not of the text), after a stop string, or when
+            `stop_when` returns True;
+        "length" after `max_new_tokens`; at once where that is 0;
+        "time" with the first token at or after `deadline` (on the clock `time.monotonic`);
+        "cancelled" with the first token after any thread has set `cancel`.
 
-    stopped_by says what "stop" was due to: the id, the stop string, or `stop_when` itself; else it is None.
+    stopped_by is the id, the stop string or the function `stop_when` that ended the row with "stop"; otherwise None.
     """
 
     def __init__(
@@ -53,11 +55,11 @@ class Row:
 
     @property
     def room(self) -> int:
-        """Tokens that it may still take."""
+        """How many tokens the row may still take."""
         return self._max_new_tokens - len(self.token_ids)
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> str:
-        """Take the next token; returns the text that became final with it."""
+        """Take the next token and return the text that became final with it."""
         assert self.finish_reason is None, "a row that has ended takes no tokens"
         self.token_ids.append(token_id)
         if logprobs is not None:
@@ -67,29 +69,29 @@ class Row:
             self.finish_reason, self.stopped_by = "stop", token_id
         else:
             piece = self._stream.push(token_id)
-            self.finish_reason = self._ended(piece)
+            self.finish_reason = self._reason_to_end(piece)
         if self.finish_reason is not None:
             piece += self._stream.flush()
             if self._stream.stopped_by is not None:
-                # Text that was held back for its last character can complete a stop string when it is flushed.
+                # The flush gives out an unfinished character, and that can complete a stop string.
                 self.finish_reason, self.stopped_by = "stop", self._stream.stopped_by
         self.text += piece
         return piece
 
     def fork(self) -> Self:
-        """Another row that goes on from here, for texts that part, as those of beams do."""
+        """A copy that goes on from here by itself, as the beams of a search do."""
         other = copy.copy(self)
         other.token_ids, other.logprobs = self.token_ids.copy(), self.logprobs.copy()
         other._stream = self._stream.fork()
         return other
 
     def take_over(self, ended: "Row") -> None:
-        """Be the row that a fork of this one has become when it ended."""
+        """Take the whole state of `ended`, a fork of this row that has ended."""
         assert self.finish_reason is None, "a row that has ended is final"
         assert ended.finish_reason is not None, "only a row's own end ends it"
         self.__dict__.update(ended.fork().__dict__)
 
-    def _ended(self, piece: str) -> FinishReason | None:
+    def _reason_to_end(self, piece: str) -> FinishReason | None:
         if self._stream.stopped_by is not None:
             return "stop"
         if self._stop_when is not None and self._stop_when(self.token_ids, self.text + piece):

@@ -1,4 +1,4 @@
-"""A step: process what is pending, emit what follows. Prefill and decoding are the same step."""
+"""A step processes the pending ids and emits the ids that follow. Prefill and decoding are the same step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Select = Callable[[Tensor, Tensor], Tensor]
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities under the model's own distribution.
 
-    chosen: of the token itself. top: (id, logprob) of the likeliest ids, best first.
+    chosen: the logprob of the token itself. top: (id, logprob) of the likeliest ids, best first.
     """
 
     chosen: float
@@ -30,13 +30,13 @@ class TokenLogprobs(NamedTuple):
 
 
 class Token(NamedTuple):
-    """An id that a step emitted; its logprobs where they were asked for."""
+    """An id that a step emitted, with its logprobs where the request asks for them."""
 
     id: int
     logprobs: TokenLogprobs | None = None
 
 
-# What a step emitted: for every row of the cache the tokens that follow its pending ones; none for rows that ended.
+# The tokens that a step emitted, for every row of the cache; none for rows that have ended.
 Emitted = list[list[Token]]
 Step = Callable[[DecodeState], tuple[DecodeState, Emitted]]
 
@@ -51,9 +51,9 @@ class Run(Protocol):
 
 @runtime_checkable
 class PickingRun(Run, Protocol):
-    """A `Run` that can do a step of one token a row and pick from its logits [B, 1, V] in one call.
+    """A `Run` that can process one token a row and pick the next from its logits [B, 1, V], both in one call.
 
-    Its ids are None where it cannot, after all.
+    `picked` returns None for the ids where it could only process.
     """
 
     def picked(
@@ -62,9 +62,9 @@ class PickingRun(Run, Protocol):
 
 
 class Picker:
-    """A `Select` or a `Sampler` for the rows that are left, each with its history.
+    """A `Select` or a `Sampler` over the rows that are left, each with its history.
 
-    histories: what each of the loop's rows has seen; the ids picked are added to them. None where no option looks.
+    histories: one for each of the loop's rows. The ids picked are added to them. None where no option reads them.
     top_logprobs: how many alternatives to report with each token; None reports no logprobs at all.
     """
 
@@ -86,9 +86,9 @@ class Picker:
         owners: tuple[int, ...],
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """The next id of each row: float [B, V] and int [B] -> int64 [B]; `owners` says which of the loop's rows.
+        """The next id of each row: float [B, V] and int [B] -> int64 [B]. `owners` are the rows' indices in the loop.
 
-        A `Sampler` also takes [B, K, V], [B, K] and a draft a row.
+        A `Sampler` also takes K places a row: [B, K, V], [B, K] and a draft for each row.
         """
         select = self.of(owners)
         if isinstance(select, Sampler):
@@ -96,7 +96,10 @@ class Picker:
         return select(logits, positions)
 
     def of_live(self, logits: Tensor, positions: Tensor, state: DecodeState) -> Tensor:
-        """As a call; a `Sampler` is not asked for rows that have ended, for their bans may leave nothing: 0 there."""
+        """Pick as a call does, but for live rows alone: the bans of a row that has ended may leave nothing to pick.
+
+        Where a `Sampler` picks, rows that have ended get the id 0.
+        """
         if all(state.live) or not any(state.live) or not isinstance(self._select, Sampler):
             return self(logits, positions, state.owners)
         places = [place for place, live in enumerate(state.live) if live]
@@ -105,7 +108,7 @@ class Picker:
         return ids
 
     def of(self, owners: tuple[int, ...]) -> Select | Sampler:
-        """What picks for these rows."""
+        """The `Select` or `Sampler` of these rows."""
         if not isinstance(self._select, Sampler) or owners == tuple(range(len(self._select.seeds))):
             return self._select
         if self._taken is None or self._taken[0] != owners:
@@ -113,7 +116,7 @@ class Picker:
         return self._taken[1]
 
     def pick_of(self, owners: tuple[int, ...]) -> Pick | None:
-        """The kernel that picks for these rows, where one does."""
+        """The kernel that picks for these rows; None where none does."""
         pick: Pick | None = getattr(self.of(owners), "pick", None)
         return pick
 
@@ -121,27 +124,27 @@ class Picker:
         return None if self.histories is None else [self.histories[owner] for owner in owners]
 
     def tokens(self, ids: Sequence[int], logits: Tensor, state: DecodeState) -> Emitted:
-        """The ids picked from logits [B, V] as tokens, one a row, remembered in the histories."""
-        told = [None] * len(ids) if self.top_logprobs is None else token_logprobs(ids, logits, self.top_logprobs)
+        """Make tokens, one a row, of the ids picked from logits [B, V], and append the ids to the histories."""
+        reported = [None] * len(ids) if self.top_logprobs is None else token_logprobs(ids, logits, self.top_logprobs)
         emitted: Emitted = []
         for place, (token, live) in enumerate(zip(ids, state.live, strict=True)):
             if live and self.histories is not None:
                 self.histories[state.owners[place]].append(token)
-            emitted.append([Token(token, told[place])] if live else [])
+            emitted.append([Token(token, reported[place])] if live else [])
         return emitted
 
 
 def token_logprobs(ids: Sequence[int], logits: Tensor, top: int) -> list[TokenLogprobs]:
-    """Of ids [N], each under its row of logits [N, V], with the `top` likeliest of that row."""
-    found = logprobs(logits, torch.tensor(ids, dtype=torch.int64, device=logits.device), top)
+    """The logprobs of ids [N], each under its row of logits [N, V], and of the `top` likeliest ids of that row."""
+    batch = logprobs(logits, torch.tensor(ids, dtype=torch.int64, device=logits.device), top)
     return [
         TokenLogprobs(chosen, tuple(zip(top_ids, top, strict=True)))
-        for chosen, top_ids, top in zip(found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist(), strict=True)
+        for chosen, top_ids, top in zip(batch.chosen.tolist(), batch.top_ids.tolist(), batch.top.tolist(), strict=True)
     ]
 
 
 class DecodeStep:
-    """Emits one token a row, predicted from its last pending one.
+    """Emits one token a row, which the model predicts from the row's last pending one.
 
     run: the model. select: logits to ids, or a `Picker`. chunk: the most tokens of a row given to the model at once;
     a longer prompt is processed in pieces of this size.
@@ -169,7 +172,7 @@ class DecodeStep:
         return state.advanced(pending, offsets, cache), emitted
 
     def _forward(self, state: DecodeState, positions: Tensor) -> tuple[Tensor, Tensor | None, Cache]:
-        """The logits [B, V] after the pending tokens; the ids picked from them, if the run does that too; the cache."""
+        """The logits [B, V] after the pending tokens; the ids, where the run picks them in the same call; the cache."""
         pick = self.picker.pick_of(state.owners)
         if pick is None or self._picking is None or max(map(len, state.pending)) > 1:
             logits, cache = last_logits(self.run, state, self.chunk)
@@ -187,7 +190,7 @@ def one_token(state: DecodeState) -> tuple[Tensor, Tensor]:
 
 
 def last_logits(run: Run, state: DecodeState, chunk: int) -> tuple[Tensor, Cache]:
-    """Process the pending tokens chunk by chunk; the logits [B, V] after each row's last one, and the cache."""
+    """Process the pending tokens chunk by chunk. Returns the logits [B, V] after each row's last one, and the cache."""
     longest = max(map(len, state.pending))
     if longest == 1:
         logits, cache = forward(run, *one_token(state), state.cache, None)
@@ -195,40 +198,44 @@ def last_logits(run: Run, state: DecodeState, chunk: int) -> tuple[Tensor, Cache
     offsets = torch.tensor(state.offsets, dtype=torch.int32, device=state.device)
     tokens = padded(state)
     last = torch.tensor([len(ids) - 1 for ids in state.pending], dtype=torch.int64, device=state.device)
-    cache, found = state.cache, None
+    cache, last_of_rows = state.cache, None
     for start in range(0, longest, chunk):
         piece = tokens[:, start : start + chunk]
-        at = last - start
-        ends_here = (at >= 0) & (at < piece.shape[1])
+        column = last - start
+        ends_here = (column >= 0) & (column < piece.shape[1])
         # A chunk in which no row ends needs no head: ask for logits at no position.
-        wanted = at.clamp(0, piece.shape[1] - 1).unsqueeze(1)[:, : int(ends_here.any())]
-        logits, cache = forward(run, piece, offsets + start, cache, wanted)
-        if wanted.shape[1]:
-            found = logits[:, 0] if found is None else torch.where(ends_here.unsqueeze(1), logits[:, 0], found)
-    assert found is not None
-    return found, cache
+        logits_at = column.clamp(0, piece.shape[1] - 1).unsqueeze(1)[:, : int(ends_here.any())]
+        logits, cache = forward(run, piece, offsets + start, cache, logits_at)
+        if logits_at.shape[1]:
+            here = logits[:, 0]
+            last_of_rows = here if last_of_rows is None else torch.where(ends_here.unsqueeze(1), here, last_of_rows)
+    assert last_of_rows is not None
+    return last_of_rows, cache
 
 
 def padded(state: DecodeState) -> Tensor:
-    """The pending tokens as int32 [B, T], T those of the longest row."""
+    """The pending tokens as int32 [B, T], where T is the length of the longest row."""
     longest = max(map(len, state.pending))
-    # A row's last id is repeated: any valid id will do, for what follows a row's length is never read.
+    # The padding repeats the row's last id. Any valid id will do, for nothing past a row's length is read.
     rows = [[*ids, *([ids[-1]] * (longest - len(ids)))] for ids in state.pending]
     return torch.tensor(rows, dtype=torch.int32, device=state.device)
 
 
 def forward(run: Run, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None) -> tuple[Tensor, Cache]:
-    """Call the model; its logits have the shape of the contract."""
+    """Call the model, and check that its logits have the shape of the contract."""
     logits, cache = run(tokens, offsets, cache, logits_at)
     check_logits(logits, tokens.shape if logits_at is None else logits_at.shape)
     return logits, cache
 
 
 def checked_ids(picked: Tensor, logits: Tensor, live: Sequence[bool]) -> list[int]:
-    """The ids picked from logits [B, V] on the host. One look at the picked logits finds NaN anywhere: NaN wins every
-    argmax.
+    """The ids picked from logits [B, V], as a list on the host.
 
-    Rows that have ended may hold anything; nobody takes their ids.
+    Only the picked logits are checked for NaN. That finds a NaN anywhere in a row, for NaN wins every argmax. Rows that
+    have ended are not checked: nobody takes their ids.
+
+    Raises:
+        RequestError: ids of another shape or dtype, or outside the vocabulary. OnwardError: logits that are not finite.
     """
     if picked.shape != logits.shape[:1] or picked.is_floating_point():
         raise RequestError(

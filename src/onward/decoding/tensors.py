@@ -1,4 +1,4 @@
-"""Tensors in, tensors out: a rectangle of prompts and what follows them, through the one loop."""
+"""Tensors in, tensors out: `onward.generate` continues prompts of one length through the one loop."""
 
 from collections.abc import Sequence
 from typing import Unpack
@@ -31,7 +31,7 @@ def generate(
 ) -> Tensor:
     """Continue prompts of one length: int [B, P] -> int64 [B, P + max_new_tokens], on the prompts' device.
 
-    Prompts may be a NumPy array; the result is a tensor all the same.
+    Prompts may be a NumPy array; the result is still a tensor.
 
     The result always has this shape. A row that ends early is filled up with the id that ended it, or with `pad`.
     For prompts of different lengths, or text, there is `LanguageModel.generate`.
@@ -40,23 +40,23 @@ def generate(
         model: such as `Model.from_module` makes of a torch module.
         prompt_tokens: ids, the same number in every row and at least one.
         max_new_tokens: how many to add; 0 adds none.
-        seed: the seed of every row, or one for each. A row is what its prompt and its seed make of it, alone or in a
-            batch: equal prompts with an equal seed continue equally. None draws one for each row.
-        pad: what fills a row after its end.
-        compile: as of `onward.LanguageModel`; later calls with the same model use the same programs.
-        options: fields of `SamplingParams`, for every row. `temperature` is 1 where it is not given, the model's own
-            distribution; 0 is greedy. `eos` names the ids that end a row. Bad words are ids here.
+        seed: the seed of every row, or one for each. A row depends on its prompt and its seed alone, not on the batch:
+            equal prompts with an equal seed continue equally. None draws a seed for each row.
+        pad: the id that fills a row after its end.
+        compile: as in `onward.LanguageModel`; later calls with the same model use the same programs.
+        options: fields of `SamplingParams`, for every row. `temperature` is 1 by default, the model's own distribution;
+            0 is greedy. `eos` names the ids that end a row. Bad words are ids here.
 
     Raises:
-        RequestError: an argument outside its range. ContextOverflowError: P + max_new_tokens is more than the model
-        serves.
+        RequestError: an argument outside its range.
+        ContextOverflowError: P + max_new_tokens is more than the model serves.
     """
     if not isinstance(model, Model):
         raise RequestError(f"generate takes an onward.Model; got {type(model).__name__}: see onward.Model.from_module")
     prompt_tokens = _as_tensor(prompt_tokens)
     prompts = _checked_prompts(prompt_tokens, model.vocab_size)
     if "stop" in options:
-        raise RequestError("stop strings need a text, and onward.generate knows ids alone: use eos, or LanguageModel")
+        raise RequestError("stop strings need a text, but onward.generate has only ids: use eos, or LanguageModel")
     common = SamplingParams(temperature=1.0).replace(**options)
     common.check_length(max_new_tokens)
     requests = [common.replace(seed=row_seed) for row_seed in _row_seeds(seed, len(prompts))]
@@ -103,7 +103,7 @@ def _checked_prompts(prompt_tokens: Tensor, vocab_size: int) -> list[list[int]]:
     whole = not (prompt_tokens.is_floating_point() or prompt_tokens.is_complex() or prompt_tokens.dtype == torch.bool)
     if prompt_tokens.dim() != 2 or not whole or not prompt_tokens.numel():
         raise RequestError(
-            f"prompt_tokens must be whole numbers [B, P] with a row and an id at least; got {prompt_tokens.dtype} "
+            f"prompt_tokens must be whole numbers [B, P], B and P of 1 or more; got {prompt_tokens.dtype} "
             f"{list(prompt_tokens.shape)}"
         )
     prompts: list[list[int]] = prompt_tokens.tolist()

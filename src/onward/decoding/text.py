@@ -12,22 +12,22 @@ class TextStream(Protocol):
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that has been met; nothing follows it."""
+        """The stop string that ended the text; None while the text goes on."""
         ...
 
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back; for when no token follows."""
         ...
 
     def fork(self) -> Self:
-        """One that goes on from here by itself."""
+        """A copy that goes on from here by itself."""
         ...
 
 
 class NoText:
-    """For rows whose text nobody asks for."""
+    """A `TextStream` for rows whose text nobody asks for: it is always empty."""
 
     stopped_by = None
 
@@ -42,9 +42,9 @@ class NoText:
 
 
 class StopStrings:
-    """A `TextStream` that ends before the first of `stop`, wherever tokens cut it.
+    """A `TextStream` that ends before the first stop string, also one that spans several tokens.
 
-    Text that may turn out to begin a stop string is held back until it does not.
+    Text that may be the beginning of a stop string is held back until it is clear that it is not.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
@@ -70,17 +70,17 @@ class StopStrings:
         if self.stopped_by is not None:
             return ""
         self._held += text
-        begins = {stop: at for stop in self._stop if (at := self._held.find(stop)) >= 0}
-        if begins:
-            self.stopped_by = min(begins, key=begins.__getitem__)
-            text, self._held = self._held[: begins[self.stopped_by]], ""
+        starts = {stop: start for stop in self._stop if (start := self._held.find(stop)) >= 0}
+        if starts:
+            self.stopped_by = min(starts, key=starts.__getitem__)
+            text, self._held = self._held[: starts[self.stopped_by]], ""
             return text
-        ready = len(self._held) - self._longest_begun()
+        ready = len(self._held) - self._unfinished_stop()
         text, self._held = self._held[:ready], self._held[ready:]
         return text
 
-    def _longest_begun(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+    def _unfinished_stop(self) -> int:
+        """The length of the longest end of the held text that is the beginning of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

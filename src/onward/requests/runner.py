@@ -98,15 +98,15 @@ class Runner:
         pending = [request.prompt[held:] for request in requests for _ in range(copies)]
         shared = cache.first_rows(len(requests)) if shares else cache
         state = DecodeState.start(pending, shared, model.device, held, compact=own)
-        told = None
+        collector = None
         if options.prompt_logprobs is not None:
-            told = PromptLogprobs(pending, options.prompt_logprobs)
-            state = prefilled(self.run, state, told.chunk(self.chunk, model.vocab_size), told)
+            collector = PromptLogprobs(pending, options.prompt_logprobs)
+            state = prefilled(self.run, state, collector.chunk(self.chunk, model.vocab_size), collector)
         elif shares and any(request.max_new_tokens for request in requests):
             state = prefilled(self.run, state, self.chunk)
         if shares:
             state = spread(state, cache, options.rows)
-        return state, [None] * len(requests) if told is None else told.found[::copies]
+        return state, [None] * len(requests) if collector is None else collector.logprobs[::copies]
 
     def _step(self, batch: Batch) -> Step:
         """What the loop runs."""

@@ -98,4 +98,4 @@ def _logprobs(run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int) -
     cache = model.new_cache(len(texts), padded_length(max(map(len, texts)), model))
     state = DecodeState.start(texts, cache, model.device)
     prefilled(run, state, collected.chunk(chunk, model.vocab_size), collected)
-    return collected.found
+    return collected.logprobs

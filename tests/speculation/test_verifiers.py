@@ -150,7 +150,7 @@ def test_logits_that_are_nan_are_an_error_where_they_are_reached_and_nowhere_els
 
 
 def test_what_a_speculator_refuses():
-    with pytest.raises(RequestError, match="verifier is one of coupled, rejection; got 'typical'"):
+    with pytest.raises(RequestError, match="verifier must be one of coupled, rejection; got 'typical'"):
         Speculator(Guess(list), verifier="typical")
     with pytest.raises(RequestError, match="length must be a whole number of 1 or more; got 0"):
         Speculator(Guess(list), length=0)

@@ -1,4 +1,4 @@
-"""Speculation: several tokens a pass of the model, where a drafter guessed them. docs/speculation.md explains."""
+"""Speculation: a drafter guesses tokens, and one pass of the model verifies several. docs/speculation.md explains."""
 
 from onward.speculation.counts import Speculation
 from onward.speculation.drafter import Draft, Drafter, Drafting, DraftRequest, DraftRow

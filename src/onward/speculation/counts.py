@@ -1,12 +1,13 @@
-"""What drafting brought one text."""
+"""The counts of drafted and accepted ids of one text."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """drafted: ids proposed. accepted: those of them that became part of the text. rounds: passes of the model that
-    verified a draft; plain steps between them are not counted.
+    """drafted: how many ids were proposed.
+    accepted: how many of them became part of the text.
+    rounds: passes of the model that verified a draft; plain steps between them are not counted.
     """
 
     drafted: int = 0
@@ -20,6 +21,8 @@ class Speculation:
 
     @property
     def tokens_per_round(self) -> float:
-        """The accepted ids and the target's own, a round; 0 where there was none. (A text that ends inside a draft
-        lacks its last round's own.)"""
+        """How many ids a round brings: the accepted ones and one of the target's own. 0 where there was no round.
+
+        A text that ends inside a draft has no id of the target's own in its last round; it is counted all the same.
+        """
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0

@@ -1,4 +1,4 @@
-"""What a drafter is: whoever guesses how texts go on, for the model that is decoded from to verify."""
+"""The protocol of drafters. A drafter guesses how texts go on; the target, the model decoded from, verifies it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from onward.sampling import History, Sampler
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a drafter may want to know of the rows it will draft for.
+    """What a drafter is told of the rows that it will draft for.
 
     rows: how many there are; their owners are 0 … rows - 1.
     max_len: the most positions that prompt and output of a row take together.
-    longest: the most ids that a draft will be wanted of.
+    longest: the most ids that a draft can have.
     vocab_size: V of the target; an id of V or more is an error.
     device: where the target's tokens are.
     select: picks the target's tokens. A drafter that picks with it too, at the same positions, guesses its samples.
-    histories: what it has seen of each row, shared with the target; whoever adds to them takes that back. None where
-        nobody looks.
-    probabilities: whether the verifier weighs drafts by the distribution they were drawn from. It then takes a draft
-        without one as certain.
+    histories: the history of each row, shared with the target. A drafter that adds ids must take them back before it
+        returns. None where no option reads them.
+    probabilities: whether the verifier weighs drafts by the distribution that they were drawn from. It then takes a
+        draft without one as certain.
     """
 
     rows: int
@@ -39,11 +39,11 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class DraftRow:
-    """A text that is to be continued.
+    """A text to be continued.
 
-    owner: which of the request's rows; rows that have ended are no longer asked for.
-    prompt, output: its ids. The same two lists every time, and the output grows: keep them if you like, but do not
-        change them.
+    owner: the row's index in the request. Rows that have ended are no longer asked for.
+    prompt, output: its ids. They are the same two lists every time, and the output grows. A drafter may keep them but
+        must not change them.
     wanted: the most ids that can be used, 1 or more.
     """
 
@@ -62,7 +62,7 @@ class DraftRow:
 
 
 class Draft(NamedTuple):
-    """Drafted ids; where the verifier asks for it, what each was drawn from: float64 [N, V] of the target's V."""
+    """N drafted ids; where the request asks for `probabilities`, the distribution of each: float64 [N, V]."""
 
     ids: Sequence[int]
     probabilities: Tensor | None = None
@@ -72,22 +72,22 @@ class Drafting(Protocol):
     """A drafter at work on the rows of one request."""
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Draft | Sequence[int]]:
-        """For each row the ids that may follow: none, some, or as many as wanted. More than wanted are not looked at.
+        """For each row the ids that may follow. There may be fewer than `wanted`, or none; ids beyond that are ignored.
 
-        Called whenever a draft is wanted, not after every token: the texts may have grown by any number of ids.
+        This is called when drafts are needed, not after every token: the texts may have grown by any number of ids.
         """
         ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Makes a `Drafting` for each request. One that remembers nothing of a request may return itself."""
+    """Makes a `Drafting` for each request. A drafter that remembers nothing of a request may return itself."""
 
     def start(self, request: DraftRequest) -> Drafting: ...
 
 
 def continued(ids: Sequence[int], start: int, count: int) -> list[int]:
-    """`count` ids as they follow from `start` on in `ids`; where these run out, as the copy itself goes on.
+    """`count` ids copied from `ids` from `start` on. At the end of `ids` the copy goes on from its own beginning.
 
     So the last period of a repetition predicts any number of further ones.
     """

@@ -1,4 +1,4 @@
-"""From what users give as a draft to a drafter."""
+"""Makes a drafter of what users pass as `draft`."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +16,7 @@ LOOKUPS: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "suffix": S
 
 @runtime_checkable
 class ModelHolder(Protocol):
-    """What decodes with a model, as a `LanguageModel` does. (The floors above are not known here.)"""
+    """Holds a model to decode with, as a `LanguageModel` does. (That class is of a layer above and is not imported.)"""
 
     @property
     def model(self) -> Model: ...

@@ -1,7 +1,8 @@
 """Speculation with any two `Inferencer`s: one drafts, the other verifies.
 
-An inferencer's `prefill` processes ids and gives the logits after each, and its cache can be cut: that is a run of the
-model, and so the step, the verifiers and the drafters here are those of every other text.
+An inferencer's `prefill` processes ids and gives the logits after each, and its cache can be truncated. The contract of
+a `Model` asks for no more. So each inferencer becomes a `Model`, and the step, the verifiers and the drafters are those
+of every other text.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from onward.speculation.speculator import Speculator
 
 
 class SpeculateOutput(NamedTuple):
-    """token_ids: int64 [B, N], N that of the longest row; a row that ended before repeats its last id.
+    """token_ids: int64 [B, N], where N is the length of the longest row; a row that ended before repeats its last id.
     speculation: what drafting brought each row.
     """
 
@@ -42,25 +43,26 @@ def speculate(
     length: int | None = None,
     verifier: Literal["coupled", "rejection"] = "coupled",
 ) -> SpeculateOutput:
-    """Continue prompts with what `target` says, guessed by `drafter`.
+    """Continue prompts: `drafter` guesses ids, and `target` decides which follow.
 
-    Both are called through `prefill` alone, each over a cache that its own `new_cache` made.
+    Only `prefill` of each is called, over a cache that its own `new_cache` made.
 
     Args:
         query_token_ids: the prompts, int [B, T].
         max_new_tokens: the most ids to give out, 1 or more.
-        sample_strategy: as of an `Inferencer`. A `Sampler` draws with the same noise for both.
+        sample_strategy: as in `Inferencer`. A `Sampler` draws with the same noise for both.
         eos: an id or ids that end a row.
-        length, verifier: as of `Speculator`.
+        length, verifier: as in `Speculator`.
 
     Raises:
-        RequestError: an argument outside its range. DraftError: the drafter failed.
+        RequestError: an argument outside its range.
+        DraftError: the drafter failed.
     """
     check_whole("max_new_tokens", max_new_tokens, low=1)
     query = query_token_ids
     if query.dim() != 2 or query.is_floating_point() or query.dtype == torch.bool or not query.numel():
         raise RequestError(
-            f"speculate wants prompts as whole numbers [B, T], T of 1 or more; got {query.dtype} {list(query.shape)}"
+            f"speculate takes prompts as whole numbers [B, T], T of 1 or more; got {query.dtype} {list(query.shape)}"
         )
     prompts: list[list[int]] = query.tolist()
     stop_ids = frozenset((eos,) if isinstance(eos, int) else eos)
@@ -87,13 +89,13 @@ def speculate(
 
 
 def _as_model(inferencer: Inferencer, query: Tensor) -> Model:
-    """An inferencer's prefill as the contract of models, over its own kind of cache."""
+    """A `Model` whose forward is the inferencer's prefill, over the inferencer's own kind of cache."""
 
     def forward(tokens: Tensor, offsets: Tensor, cache: FilledCache, params: Any) -> tuple[Tensor, FilledCache]:
         cache.truncate(offsets)
         return inferencer.prefill(tokens, cache, greedy).token_logits, cache
 
-    # The protocol does not say how large a vocabulary is: the logits after one id do.
+    # The protocol does not give the size of the vocabulary, but the logits after one id do.
     first = inferencer.prefill(query[:1, :1], inferencer.new_cache(1, 1), greedy).token_logits
     return Model(
         forward=forward,

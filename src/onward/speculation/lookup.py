@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time that these words stood here."""
+"""Prompt lookup: a drafter that copies what followed an earlier occurrence of the text's last ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,24 +6,24 @@ from dataclasses import dataclass, field
 from onward.errors import RequestError
 from onward.speculation.drafter import DraftRequest, DraftRow, continued
 
-# Earlier occurrences looked at, the latest first.
+# The most earlier occurrences compared; the latest are compared first.
 _CANDIDATES = 32
 
 
 class PromptLookup:
     """A `Drafter` that looks for the end of a text earlier in the text and proposes what followed.
 
-    Of all earlier occurrences of the last `shortest` ids it takes the one that agrees with most of the ids before
-    them too, up to `longest`, and of equals the latest. Costs a few microseconds a token. (A. Saxena, "Prompt lookup
-    decoding", 2023; J. Yang et al., "Inference with reference", arXiv 2304.04487)
+    It compares the earlier occurrences of the last `shortest` ids. It takes the one that agrees with the text's end
+    over the most ids, up to `longest`; of equals it takes the latest. This costs a few microseconds a token.
+    (A. Saxena, "Prompt lookup decoding", 2023; J. Yang et al., "Inference with reference", arXiv 2304.04487)
 
     Raises:
-        RequestError: not 1 <= shortest <= longest.
+        RequestError: unless 1 <= shortest <= longest.
     """
 
     def __init__(self, shortest: int = 2, longest: int = 8) -> None:
         if not 1 <= shortest <= longest:
-            raise RequestError(f"PromptLookup wants 1 <= shortest <= longest; got {shortest} and {longest}")
+            raise RequestError(f"PromptLookup needs 1 <= shortest <= longest; got {shortest} and {longest}")
         self.shortest = shortest
         self.longest = longest
 
@@ -33,11 +33,11 @@ class PromptLookup:
 
 @dataclass
 class _Index:
-    """The ids of a row, and where each run of `shortest` of them ended: the position after it."""
+    """The ids of a row. `after` has for each run of `shortest` ids the positions after its occurrences, in order."""
 
     ids: list[int] = field(default_factory=list)
     after: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    indexed: int = 0  # positions that `after` may name
+    indexed: int = 0  # `after` has the runs that end before this position
 
 
 class _Lookups:
@@ -52,16 +52,16 @@ class _Lookups:
         index = self._rows.setdefault(row.owner, _Index())
         index.ids += row.ids(len(index.ids))
         ids, shortest = index.ids, self._shortest
-        # The end itself is not in the index, for nothing follows it yet.
+        # The run at the end itself is not in the index, for nothing follows it yet.
         for after in range(max(index.indexed, shortest), len(ids)):
             index.after.setdefault(tuple(ids[after - shortest : after]), []).append(after)
         index.indexed = max(index.indexed, len(ids))
-        found = self._longest_match(ids, index.after.get(tuple(ids[len(ids) - shortest :]), ()))
-        return [] if found is None else continued(ids, found, row.wanted)
+        start = self._after_longest_match(ids, index.after.get(tuple(ids[len(ids) - shortest :]), ()))
+        return [] if start is None else continued(ids, start, row.wanted)
 
-    def _longest_match(self, ids: Sequence[int], places: Sequence[int]) -> int | None:
+    def _after_longest_match(self, ids: Sequence[int], positions: Sequence[int]) -> int | None:
         best, length = None, 0
-        for after in places[: -_CANDIDATES - 1 : -1]:
+        for after in positions[: -_CANDIDATES - 1 : -1]:
             agreeing = self._shortest
             while agreeing < min(self._longest, after) and ids[after - agreeing - 1] == ids[len(ids) - agreeing - 1]:
                 agreeing += 1

@@ -1,4 +1,4 @@
-"""A smaller model that guesses what the target will say."""
+"""A drafter that decodes with a smaller model than the target."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ from onward.speculation.verify import DraftSampler
 class ModelDrafter:
     """A `Drafter` that decodes with a model of the target's vocabulary, with a cache of its own.
 
-    It draws with the target's own parameters, histories and noise at the same positions, so that where the two models
-    agree it guesses the very ids that the target samples. All rows are drafted in one batch. A row whose text
-    outgrows the model's context gets no more drafts.
+    It draws with the target's own parameters, histories and noise at the same positions. So where the two models agree
+    it guesses the very ids that the target samples. All rows are drafted in one batch. A row whose text outgrows the
+    model's context gets no more drafts.
 
-    model: any `onward.Model`. Ids that the target does not have are never drafted, so padding does not matter; whether
-        the others mean the same is for the caller to know (`onward.speculation.check_same_tokens`).
-    compile: as of `LanguageModel`. chunk: the most tokens of a row processed at once.
+    model: any `onward.Model`. Ids that the target does not have are never drafted, so a padded vocabulary does no harm.
+        The caller must know that the other ids mean the same (`onward.speculation.check_same_tokens`).
+    compile: as in `LanguageModel`. chunk: the most tokens of a row processed at once.
     """
 
     def __init__(self, model: Model, compile: str = "auto", chunk: int = 512) -> None:
@@ -40,9 +40,9 @@ class ModelDrafter:
 class _ModelDrafts:
     """The rows of a request in the draft model's own cache.
 
-    What the cache holds of a row is the text as it stood when the last draft began, and the ids drafted then, but for
-    the last of them. Whatever of a row's text is not among that is pending when the next draft begins: two ids after a
-    draft that was accepted whole, one after another, more when drafting paused.
+    The cache holds of each row its text when the last draft began, and then all ids of that draft but the last. The
+    rest of the row's text is pending when the next draft begins. That is two ids after a draft that was accepted whole,
+    one id after any other draft, and more after a pause in drafting.
     """
 
     def __init__(self, run: Run, model: Model, request: DraftRequest, chunk: int) -> None:
@@ -53,13 +53,13 @@ class _ModelDrafts:
         if request.probabilities and isinstance(select, Sampler):
             self._sampler = DraftSampler(select, histories)
         picker = self._sampler or Picker(select, histories)
-        self._step = DecodeStep(_of_vocabulary(run, model.vocab_size, request.vocab_size), picker, chunk)
+        self._step = DecodeStep(_with_target_vocabulary(run, model.vocab_size, request.vocab_size), picker, chunk)
         self._state: DecodeState | None = None
-        self._processed: dict[int, int] = {}  # ids of a row's text when its last draft began
-        self._drafted: dict[int, list[int]] = {}
-        # In a ragged batch padding is written behind a row: up to the length of a draft past the longest text.
-        wanted = request.max_len + request.longest
-        limit = wanted if model.max_seq_len is None else min(wanted, model.max_seq_len)
+        self._processed: dict[int, int] = {}  # by owner: the length of its text when its last draft began
+        self._drafted: dict[int, list[int]] = {}  # by owner: its last draft
+        # In a ragged batch padding is written after a row's ids, up to the length of a draft past the longest text.
+        needed = request.max_len + request.longest
+        limit = needed if model.max_seq_len is None else min(needed, model.max_seq_len)
         self._fits = limit - request.longest
         self._positions = padded_length(limit, model)
 
@@ -75,7 +75,7 @@ class _ModelDrafts:
         return drafts
 
     def _caught_up(self, rows: dict[int, DraftRow]) -> DecodeState | None:
-        """What is pending of each row; None where no row is left."""
+        """The state in which all of each row's text is in the cache or pending; None where no row is left."""
         state = self._state or self._first(sorted(rows))
         if state is None:
             return None
@@ -88,7 +88,7 @@ class _ModelDrafts:
             tuple(rows[owner].ids(begin)) if live else (0,)
             for owner, live, begin in zip(state.owners, state.live, held, strict=True)
         ]
-        # A row that gets no more drafts keeps nothing, so it may be written over from its beginning.
+        # A row that gets no more drafts needs nothing in the cache, so it may be written over from its beginning.
         return state.advanced(tuple(pending), tuple(held), state.cache)
 
     def _first(self, owners: Sequence[int]) -> DecodeState | None:
@@ -103,18 +103,18 @@ class _ModelDrafts:
     def _held(self, row: DraftRow) -> int:
         """How many ids of the row's text the cache holds."""
         held = self._processed.get(row.owner, 0)
-        for drafted, came in zip(self._drafted.get(row.owner, [])[:-1], row.ids(held)[:-1], strict=False):
-            if drafted != came:
+        for drafted, accepted in zip(self._drafted.get(row.owner, [])[:-1], row.ids(held)[:-1], strict=False):
+            if drafted != accepted:
                 break
             held += 1
         return held
 
     def _drafts(self, state: DecodeState, count: int) -> tuple[dict[int, list[int]], dict[int, Tensor] | None]:
-        """Up to `count` ids for each live row, and what they were drawn from where that is wanted."""
+        """Up to `count` ids for each live row; their distributions too, where the request asks for them."""
         owners = [owner for owner, live in zip(state.owners, state.live, strict=True) if live]
-        texts = [begin + len(pending) for begin, pending in zip(state.offsets, state.pending, strict=True)]
+        lengths = [begin + len(pending) for begin, pending in zip(state.offsets, state.pending, strict=True)]
         drafted: dict[int, list[int]] = {owner: [] for owner in owners}
-        self._drafted = {}  # what it was is being written over; should a step fail, the cache holds no draft
+        self._drafted = {}  # the last draft is written over now; if a step fails, the cache holds no draft
         drawn_from: list[Tensor] = []
         histories = self._request.histories
         before = {} if histories is None else {owner: histories[owner].output_length for owner in owners}
@@ -123,7 +123,7 @@ class _ModelDrafts:
                 try:
                     state, emitted = self._step(state)
                 except (NothingToDrawError, ContextOverflowError):
-                    break  # bans that leave nothing, or a context that is full: of the draft, not of the text
+                    break  # the draft ends here: bans leave no id, or the draft model's context is full
                 for owner, tokens in zip(state.owners, emitted, strict=True):
                     drafted.get(owner, []).extend(token.id for token in tokens)
                 if self._sampler is not None:
@@ -132,7 +132,7 @@ class _ModelDrafts:
             _take_back(histories, before)
         self._state, self._drafted = state, drafted
         if any(drafted.values()):
-            self._processed = dict(zip(state.owners, texts, strict=True))
+            self._processed = dict(zip(state.owners, lengths, strict=True))
         if self._sampler is None or not drawn_from:
             return drafted, None
         return drafted, dict(zip(owners, torch.stack(drawn_from, 1), strict=True))
@@ -144,13 +144,16 @@ def _take_back(histories: Sequence[History] | None, before: dict[int, int]) -> N
         histories[owner].truncate(length)
 
 
-def _of_vocabulary(run: Run, own: int, target: int) -> Run:
-    """A run with logits of the target's vocabulary: ids that only the draft has are left out, others impossible."""
+def _with_target_vocabulary(run: Run, own: int, target: int) -> Run:
+    """A run whose logits are of the target's vocabulary, from a run and the sizes of the two vocabularies.
+
+    Ids that only the draft model has are left out. Ids that only the target has are impossible.
+    """
     if own == target:
         return run
 
     def fitted(tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None) -> tuple[Tensor, Cache]:
-        # An id that the draft model does not have was never its own; any other may stand for it.
+        # The draft model never drafts an id that it lacks, so any other id may stand for it in the text.
         known = tokens.clamp(max=own - 1)
         logits, cache = run(known, offsets, cache, logits_at)
         if own > target:

@@ -1,37 +1,38 @@
-"""How many ids to draft: what is accepted against what it costs, both measured while decoding.
+"""How many ids to draft: the expected number of accepted ids against the cost of a round, both measured while decoding.
 
-Times decide here and nowhere else, and only how much is drafted: never which ids come out of the coupled verifier.
+Nothing else depends on measured times. They decide how much is drafted, never which ids the coupled verifier emits.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-# Lengths of drafts, few, for each is a shape of its own to run the model with.
+# The lengths of drafts. They are few, for the model runs with a shape of its own for each.
 LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
-# What drafting may lose, of all time: probes are paid from this.
+# The share of all time that drafting may lose. Probes are paid from it.
 _BUDGET = 0.01
-# What it must promise to be done for gain.
+# Drafting must promise at least this gain over plain decoding to be done for its gain.
 _MARGIN = 1.05
-# Credit earned by drafts that paid is kept up to so many plain steps; then a change for the worse is noticed soon.
+# The most credit that is kept, in plain steps. A small credit is soon used up when drafts no longer pay.
 _MOST_CREDIT = 8.0
-# After so many rounds without a plain step its cost is measured again, unless drafting is far ahead.
+# After so many rounds without a plain step one is measured again, unless drafting promises the gain _FAR_AHEAD.
 _STALE, _FAR_AHEAD = 32, 1.5
 # The most choices between two probes.
 _LONGEST_PATIENCE = 64
-# The most steps for which nothing is asked of the pace: what it would say is known, and asking costs time too.
+# The most plain steps in a row without asking the pace. Its answer is known then, and asking costs time too.
 _LONGEST_REST = 128
-# A step of a new shape that takes so many plain ones has had a program made for it: not what it costs from then on.
+# A step of a new shape that takes as long as this many plain steps has had a program made for it. Later steps of that
+# shape cost less, so its time is not counted as their cost.
 _MADE_A_PROGRAM = 3.0
 
 
 class Acceptance:
     """How likely the next drafted id is to be accepted: a mean of outcomes that forgets old ones.
 
-    rate: to begin with, worth as much as `_WEIGHT` outcomes.
+    rate: the rate to begin with. It weighs as much as `_WEIGHT` outcomes.
     """
 
     _WEIGHT = 4.0
-    _KEPT = 0.92  # of the past's weight, at each outcome
+    _DECAY = 0.92  # of the weight of earlier outcomes, at each new one
 
     def __init__(self, rate: float = 0.7) -> None:
         self._accepted = rate * self._WEIGHT
@@ -42,19 +43,22 @@ class Acceptance:
         return self._accepted / self._tried
 
     def note(self, drafted: int, accepted: int) -> None:
-        """Of `drafted` ids the first `accepted` were; those after the first that was not say nothing."""
+        """Note that the first `accepted` of `drafted` ids were accepted.
+
+        The next id is an outcome too: it was rejected. The ids after it say nothing.
+        """
         for outcome in [1.0] * accepted + [0.0] * (accepted < drafted):
-            self._accepted = self._KEPT * self._accepted + outcome
-            self._tried = self._KEPT * self._tried + 1.0
+            self._accepted = self._DECAY * self._accepted + outcome
+            self._tried = self._DECAY * self._tried + 1.0
 
 
 def expected_tokens(rate: float, length: int) -> float:
-    """Ids that a round emits with a draft of this length: the accepted ones and the target's own."""
+    """How many ids a round with a draft of this length is expected to emit: the accepted ones and the target's own."""
     return length + 1.0 if rate >= 1 else (1 - rate ** (length + 1)) / (1 - rate)
 
 
 class RowPace(NamedTuple):
-    """rate: its acceptance. most: ids that a draft of it can have."""
+    """rate: the row's acceptance. most: the most ids that a draft for the row can have."""
 
     rate: float
     most: int
@@ -63,13 +67,14 @@ class RowPace(NamedTuple):
 class Pace:
     """Chooses the lengths of drafts for one model. What it learns is kept from request to request.
 
-    Drafting is done where it promises more ids a second than plain decoding does, and where its loss, should nothing
-    be accepted, is covered: by what earlier drafts have gained, and by 1 % of all time spent so far. Where it
-    promises nothing, it is tried again now and then, ever more rarely, from the same account. So all in all drafting
-    takes no more than that 1 % from anybody, but for errors of measurement, and for what is paid once: programs for
-    new shapes and the draft model's prompt.
+    It drafts under two conditions. Drafting promises more ids a second than plain decoding does, and a credit covers
+    the loss if nothing is accepted. The credit is what earlier drafts have gained, and 1 % of all time spent so far.
+    Where drafting promises nothing, it is probed now and then, ever more rarely, and paid from the same credit.
 
-    rest: so many steps to come are plain ones in any case. Their time is for `note_time`.
+    So drafting slows nobody down by more than that 1 %. Errors of measurement come on top, and so do costs that are
+    paid once: programs for new shapes and the draft model's prompt.
+
+    rest: how many of the next steps are plain ones in any case. `note_time` takes their time.
     """
 
     def __init__(self) -> None:
@@ -82,13 +87,13 @@ class Pace:
 
     def choose(self, rows: Sequence[RowPace], longest: int) -> int:
         """Ids to draft for each row of a batch, `longest` at most; 0 for a plain step."""
-        costs = self._of(len(rows))
+        costs = self._costs_of_batch(len(rows))
         self._probing = False
         self._since_probe += 1
         if costs.plain.count == 0:
             return 0
         lengths = [length for length in LENGTHS if length <= min(longest, costs.reach)]
-        # Drafts of any length, were they free, would bring no more than this.
+        # The gain if drafts cost nothing. No length brings more.
         bound = sum(expected_tokens(row.rate, longest) for row in rows) / len(rows)
         gains = {n: costs.gain(n, rows) for n in lengths} if bound > _MARGIN else {}
         best = max(gains.values(), default=0.0)
@@ -105,7 +110,7 @@ class Pace:
         return self._affordable(lengths, {n: costs.gain(n, hopeful) for n in lengths}, costs)
 
     def _affordable(self, lengths: Sequence[int], gains: Mapping[int, float], costs: "_Costs") -> int:
-        """The length of most gain among those whose loss is covered, should nothing be accepted; 0 for none."""
+        """The length of most gain among those whose loss the credit covers if nothing is accepted; 0 for none."""
         loss = {n: costs.round(n) - costs.plain.value for n in lengths}
         covered = [n for n in lengths if loss[n] <= self._credit]
         if covered:
@@ -115,17 +120,20 @@ class Pace:
         return 0
 
     def note_time(self, seconds: float) -> None:
-        """Time that was spent on something else: a prompt, or a plain step while it rests."""
+        """Note time that was spent on something else: a prompt, or a plain step during `rest`."""
         self._credit += _BUDGET * seconds
         if self.rest:
             self.rest -= 1
             self._since_probe += 1
 
     def note_plain(self, rows: int, seconds: float, *, drafting: float = 0.0, new: bool = False) -> None:
-        """A plain step; `drafting` of its seconds went to asking, and to a drafter that had nothing to propose. new: of
-        a shape for which a program may have been made."""
+        """Note a plain step.
+
+        drafting: how many of its seconds went to the pace and to a drafter that had nothing to propose.
+        new: whether the step may have included the making of a program for its shape.
+        """
         self._credit += _BUDGET * seconds - drafting
-        costs = self._of(rows)
+        costs = self._costs_of_batch(rows)
         costs.rounds_since_plain = 0
         if self._probing:
             self._since_probe = 0
@@ -133,32 +141,33 @@ class Pace:
             costs.plain.add(seconds - drafting)
 
     def note_round(self, rows: int, length: int, emitted: int, seconds: float, *, new: bool = False) -> None:
-        """A round with drafts of up to `length` that emitted so many ids in all."""
-        costs = self._of(rows)
+        """Note a round with drafts of up to `length` ids. It emitted `emitted` ids in all. new: as in `note_plain`."""
+        costs = self._costs_of_batch(rows)
         costs.rounds_since_plain += 1
         if self._probing:
             self._since_probe = 0
             self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
-        made = new and seconds > _MADE_A_PROGRAM * costs.plain.value
-        if not made:
+        made_a_program = new and seconds > _MADE_A_PROGRAM * costs.plain.value
+        if not made_a_program:
             costs.rounds.setdefault(length, _Mean()).add(seconds)
         if costs.plain.count == 0:
             return
-        spent = costs.round(length) if made else seconds
+        spent = costs.round(length) if made_a_program else seconds
         gained = costs.plain.value * emitted / rows - spent
         self._credit = min(self._credit + _BUDGET * seconds + gained, _MOST_CREDIT * costs.plain.value)
 
-    def _of(self, rows: int) -> "_Costs":
+    def _costs_of_batch(self, rows: int) -> "_Costs":
+        """The costs of a batch of so many rows; where it is new, those of the nearest size measured."""
         costs = self._costs.get(rows)
         if costs is None:
-            known = [other for other, found in self._costs.items() if found.plain.count]
-            nearest = min(known, key=lambda other: abs(other - rows), default=None)
+            measured = [size for size, others in self._costs.items() if others.plain.count]
+            nearest = min(measured, key=lambda size: abs(size - rows), default=None)
             costs = self._costs[rows] = _Costs() if nearest is None else self._costs[nearest].copy()
         return costs
 
 
 class _Mean:
-    """Of the first few values plain, then weighted to the latest; a single outlier moves it little."""
+    """The mean of the first five values, then weighted to the latest. A single outlier moves it little."""
 
     def __init__(self, value: float = 0.0, count: int = 0) -> None:
         self.value, self.count = value, count
@@ -171,7 +180,7 @@ class _Mean:
 
 
 class _Costs:
-    """Seconds of a step for a batch of one size: plain, and whole rounds by the length of the draft."""
+    """Seconds of a step for a batch of one size: of a plain step, and of a whole round by the length of its draft."""
 
     def __init__(self) -> None:
         self.plain = _Mean()
@@ -179,7 +188,7 @@ class _Costs:
         self.rounds_since_plain = 0
 
     def copy(self) -> "_Costs":
-        """Of another size of batch, until it is measured: one observation outweighs it."""
+        """Costs for another size of batch, until it is measured. They weigh as much as one observation."""
         other = _Costs()
         other.plain = _Mean(self.plain.value, 1)
         other.rounds = {length: _Mean(mean.value, 1) for length, mean in self.rounds.items()}
@@ -191,12 +200,15 @@ class _Costs:
         return 2 * max(self.rounds) + 1 if self.rounds else 1
 
     def round(self, length: int) -> float:
-        """Seconds of a round. No less than of a plain step: what has been measured so was noise."""
-        return max(self._round(length), self.plain.value)
+        """Seconds of a round, at least those of a plain step: a round measured as shorter was noise."""
+        return max(self._interpolated(length), self.plain.value)
 
-    def _round(self, length: int) -> float:
-        """Measured, between its neighbours, or on the line from a plain step through the longest one measured; before
-        any was, a twentieth of a plain step an id."""
+    def _interpolated(self, length: int) -> float:
+        """The seconds measured for this length, or else an estimate.
+
+        Between two measured lengths it lies on the line between them. Past the longest one it lies on the line from a
+        plain step through that one. Before any is measured, each id costs a twentieth of a plain step.
+        """
         if length in self.rounds:
             return self.rounds[length].value
         below = max((n for n in self.rounds if n < length), default=0)
@@ -209,6 +221,6 @@ class _Costs:
         return self.plain.value + max(0.0, low - self.plain.value) * length / below
 
     def gain(self, length: int, rows: Iterable[RowPace]) -> float:
-        """Ids a second with drafts of this length, over those of plain steps."""
+        """Ids a second with drafts of this length, divided by those of plain steps."""
         expected = [expected_tokens(row.rate, min(length, row.most)) for row in rows]
         return sum(expected) / len(expected) * self.plain.value / self.round(length)

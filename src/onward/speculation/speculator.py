@@ -1,4 +1,4 @@
-"""How texts are drafted and verified, and what has been learnt about it."""
+"""A drafter with its verifier, and what they have learnt of costs and acceptance."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,26 +20,26 @@ from onward.speculation.step import SpeculativeStep
 from onward.speculation.verify import Verifier, coupled, rejection
 
 _VERIFIERS: dict[str, Verifier] = {"coupled": coupled, "rejection": rejection}
-# Of drafts for the accept/resample rule, whose ids depend on it.
+# The length of drafts for the accept/resample rule. It is fixed, for the ids depend on it.
 _FIXED_LENGTH = 4
 
 
 class Speculator:
     """A drafter with a verifier: makes a `SpeculativeStep` for each request.
 
-    It keeps what it learns of costs and acceptance for further requests, so each target wants one of its own.
+    It keeps what it learns of costs and acceptance for further requests, so use one for each target.
 
-    drafter: who guesses: a `Drafter`, "lookup", "suffix", a `Model` or a `LanguageModel`. The last two must mean the
-        same by an id as the target does: `draft=` compares the tokenizers of LanguageModels, this does not.
-    length: ids of every draft; by default it adapts to what is accepted and to what rounds cost, up to 15, and
-        drafting stops where it does not pay (`onward.speculation.pace`).
-    verifier: "coupled" emits the ids of plain decoding, whatever is drafted. "rejection" is the accept/resample rule:
-        the distribution of plain decoding, but other ids, which depend on the drafts; so its length is fixed, 4 by
-        default.
-    clock: seconds.
+    drafter: a `Drafter`, "lookup", "suffix", a `Model` or a `LanguageModel`. The ids of the last two must mean the same
+        as the target's. This is not checked here; `draft=` compares the tokenizers of LanguageModels.
+    length: how many ids every draft has. By default the length adapts to what is accepted and to the cost of a round,
+        up to 15 ids, and drafting stops where it does not pay (`onward.speculation.pace`).
+    verifier: "coupled" emits the ids of plain decoding, whatever is drafted. "rejection" is the accept/resample rule.
+        Its ids have the distribution of plain decoding, but they are other ids and depend on the drafts. So its length
+        is fixed, 4 by default.
+    clock: returns seconds.
 
     Raises:
-        RequestError: no drafter, or another verifier or length.
+        RequestError: what is no drafter, an unknown verifier, or a length below 1.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if verifier not in _VERIFIERS:
-            raise RequestError(f"verifier is one of {', '.join(_VERIFIERS)}; got {verifier!r}")
+            raise RequestError(f"verifier must be one of {', '.join(_VERIFIERS)}; got {verifier!r}")
         if length is not None:
             check_whole("length", length, low=1)
         elif verifier == "rejection":
@@ -82,17 +82,17 @@ class Speculator:
         """The step of a request.
 
         Args:
-            run, picker, chunk: as of `DecodeStep`.
-            prompts, rows: by owner.
-            max_len: the most positions that a row takes, and that its cache holds where that does not say so itself.
+            run, picker, chunk: as in `DecodeStep`.
+            prompts, rows: one of each for every row of the loop.
+            max_len: the most positions that a row takes. It is the cache's length where the cache does not give it.
             vocab_size: V of the logits. device: where tokens go.
 
         Raises:
-            RequestError: the accept/resample rule for a picker without a `Sampler`, which has no distribution.
+            RequestError: the verifier is "rejection" and the picker has no `Sampler`, so there is no distribution.
         """
         select = picker.of(tuple(range(len(rows))))
         if self.verifier == "rejection" and not isinstance(select, Sampler):
-            raise RequestError("the verifier 'rejection' needs a Sampler, which has a distribution: use 'coupled'")
+            raise RequestError("the verifier 'rejection' needs a Sampler, for its distribution: use 'coupled'")
         request = DraftRequest(
             rows=len(rows),
             max_len=max_len,

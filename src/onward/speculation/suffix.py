@@ -1,4 +1,7 @@
-"""Suffix lookup: what followed the longest end of the text that has been seen before, here or in earlier texts."""
+"""Suffix lookup: a drafter that copies what followed the text's longest end where it occurred before.
+
+It looks in the text itself and in the outputs of earlier requests.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,20 +10,20 @@ from onward.sampling.params import check_whole
 from onward.speculation.automaton import SuffixAutomaton
 from onward.speculation.drafter import DraftRequest, DraftRow, continued
 
-# A match of n ids is trusted with a draft of at most _TRUST * n.
+# A match of n ids gives a draft of at most _TRUST * n ids.
 _TRUST = 3
 
 
 class SuffixLookup:
-    """A `Drafter` that remembers: it looks in the prompt, in the output and in the outputs of earlier requests.
+    """A `Drafter` that looks in the prompt, in the output and in the outputs of earlier requests.
 
-    Of the longest end of the text that occurs in the row's own text or in an earlier output it proposes what followed
-    there, `_TRUST` ids for each that matched. Adding an id and finding the match cost O(1) amortised.
-    (Oliaro et al., "SuffixDecoding", arXiv 2411.04975, with trees; automata here)
+    It finds the longest end of the text that occurs before in the row's own text or in an earlier output. It proposes
+    what followed there, up to `_TRUST` ids for each id that matched. Adding an id and finding the match cost O(1)
+    amortised. (Oliaro et al., "SuffixDecoding", arXiv 2411.04975, which uses trees; here they are automata)
 
-    shortest: the least ids that must match.
-    max_tokens: of earlier outputs, how many ids are remembered at most, the latest; some 500 bytes each. 0 remembers
-        none. A row's own prompt is indexed as far as its last `max_tokens` ids, or 4,096.
+    shortest: the fewest ids that must match.
+    max_tokens: the most ids of earlier outputs that are remembered, the latest, which take some 500 bytes each;
+        0 remembers none. Of a row's own prompt the last `max_tokens` ids are indexed, or 4,096 if that is more.
     """
 
     def __init__(self, shortest: int = 2, max_tokens: int = 32_768) -> None:
@@ -32,7 +35,7 @@ class SuffixLookup:
         self._running: list[_SuffixLookups] = []
 
     def start(self, request: DraftRequest) -> "_SuffixLookups":
-        """Begin a request; what the requests before it have put out until now counts as earlier."""
+        """Begin a request. What earlier requests have put out until now counts as earlier output."""
         for running in self._running:
             for output in running.outputs.values():
                 self._earlier.add(output)
@@ -42,7 +45,7 @@ class SuffixLookup:
 
 
 class _Earlier:
-    """Earlier outputs, one after another in one automaton; a negative id that occurs once parts them."""
+    """Earlier outputs, one after another in one automaton. After each stands a negative id that occurs nowhere else."""
 
     def __init__(self, max_tokens: int) -> None:
         self.automaton = SuffixAutomaton()
@@ -59,16 +62,16 @@ class _Earlier:
             self._append(self._texts[-1])
 
     def _forget(self) -> None:
-        """Begin anew with the latest texts, of half the size: so an id is added twice at most on average."""
-        kept: list[list[int]] = []
+        """Begin a new automaton with the latest texts, of half the size. So an id is added at most twice on average."""
+        latest: list[list[int]] = []
         room = self._max_tokens // 2
         for text in reversed(self._texts):
-            if not kept or len(text) <= room:
-                kept.append(text)
+            if not latest or len(text) <= room:
+                latest.append(text)
                 room -= len(text)
             else:
                 break
-        self._texts = kept[::-1]
+        self._texts = latest[::-1]
         self.automaton = SuffixAutomaton()
         for text in self._texts:
             self._append(text)
@@ -80,43 +83,47 @@ class _Earlier:
 
 
 @dataclass
-class _Own:
-    """A row: the automaton of its own text, and where its end is in that of earlier texts."""
+class _RowIndex:
+    """One row.
+
+    automaton: of the row's own text. indexed: how many ids of the text it has, or skips.
+    earlier_state, earlier_length: of the longest end of the text that occurs in the automaton of earlier outputs.
+    """
 
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    taken: int = 0
-    state: int = 0
-    length: int = 0
+    indexed: int = 0
+    earlier_state: int = 0
+    earlier_length: int = 0
 
 
 class _SuffixLookups:
-    """outputs: of each row that was asked for, the list that grows."""
+    """The rows of one request. outputs: by owner, the output of each row that was asked for; the list grows."""
 
     def __init__(self, lookup: SuffixLookup, earlier: SuffixAutomaton) -> None:
         self.outputs: dict[int, Sequence[int]] = {}
         self._shortest = lookup.shortest
         self._window = max(lookup.max_tokens, 4096)
         self._earlier = earlier
-        self._rows: dict[int, _Own] = {}
+        self._rows: dict[int, _RowIndex] = {}
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         return [self._continuation(row) for row in rows]
 
     def _continuation(self, row: DraftRow) -> list[int]:
-        own = self._rows.get(row.owner)
-        if own is None:
-            own = self._rows[row.owner] = _Own(taken=max(0, len(row.prompt) - self._window))
+        index = self._rows.get(row.owner)
+        if index is None:
+            index = self._rows[row.owner] = _RowIndex(indexed=max(0, len(row.prompt) - self._window))
             self.outputs[row.owner] = row.output
-        for token in row.ids(own.taken):
-            own.automaton.push(token)
-            own.state, own.length = self._earlier.step(own.state, own.length, token)
-        own.taken = len(row)
-        here = own.automaton
-        if max(here.length, own.length) < self._shortest:
+        own, earlier = index.automaton, self._earlier
+        for token in row.ids(index.indexed):
+            own.push(token)
+            index.earlier_state, index.earlier_length = earlier.step(index.earlier_state, index.earlier_length, token)
+        index.indexed = len(row)
+        if max(own.length, index.earlier_length) < self._shortest:
             return []
-        # The nearer text is the better guess where both match as far.
-        if here.length >= own.length:
-            return continued(here.ids, here.after(here.state), min(row.wanted, _TRUST * here.length))
-        after = self._earlier.after(own.state)
-        found = self._earlier.ids[after : after + min(row.wanted, _TRUST * own.length)]
-        return found[: next((at for at, token in enumerate(found) if token < 0), len(found))]
+        # Where both match equally far, the row's own text is the better guess.
+        if own.length >= index.earlier_length:
+            return continued(own.ids, own.after(own.state), min(row.wanted, _TRUST * own.length))
+        after = earlier.after(index.earlier_state)
+        ids = earlier.ids[after : after + min(row.wanted, _TRUST * index.earlier_length)]
+        return ids[: next((end for end, token in enumerate(ids) if token < 0), len(ids))]

@@ -2,8 +2,8 @@
 
     (picker, state, logits [B, K+1, V], positions int32 [B, K+1], a draft of at most K ids a row) -> ids a row emits
 
-logits[:, k] are those after the pending token and k drafted ids; positions those of the ids to pick from them. A row
-emits the accepted ids and one more, which the target itself picked; at least one in all. Neither verifier changes a
+logits[:, k] are the logits after the pending token and k drafted ids; positions[:, k] are the positions of the ids to
+pick from them. A row emits the accepted ids and one more, which the target itself picked. Neither verifier changes a
 history.
 """
 
@@ -28,18 +28,19 @@ _DRAFT, _RESAMPLE, _ACCEPT = 2, 3, 4
 def coupled(
     picker: Picker, state: DecodeState, logits: Tensor, positions: Tensor, drafts: Sequence[Draft]
 ) -> list[list[int]]:
-    """The target picks every id as it would have without a draft; a drafted id is accepted where it is that one.
+    """The target picks every id as it would without a draft. A drafted id is accepted if it is the same id.
 
-    The ids are those of plain decoding, whatever the draft. A drafter that draws with the same noise agrees as often
-    as the two distributions overlap, or nearly so. (Daliri et al., "Coupling without communication and drafter-
-    invariant speculative decoding", arXiv 2408.07978)
+    The ids are those of plain decoding, whatever the draft. A drafter that draws with the same noise agrees nearly as
+    often as the two distributions overlap. (Daliri et al., "Coupling without communication and drafter-invariant
+    speculative decoding", arXiv 2408.07978)
     """
     select = picker.of(state.owners)
     if isinstance(select, Sampler):
         try:
             picked = picker(logits, positions, state.owners, [draft.ids for draft in drafts]).tolist()
         except NothingToDrawError:
-            # Bans may leave nothing to draw after an id that is not accepted. Plain decoding never gets there.
+            # Bans may leave nothing to draw after an id that is not accepted. Plain decoding never reaches that
+            # position, so the positions are picked one by one below.
             pass
         else:
             rows = zip(picked, drafts, state.live, strict=True)
@@ -48,12 +49,12 @@ def coupled(
     def pick(k: int, places: Sequence[int]) -> list[int]:
         if isinstance(select, Sampler):
             owners = tuple(state.owners[place] for place in places)
-            found = picker(logits[places, k], positions[places, k], owners)
-            return checked_ids(found, logits[places, k], [True] * len(places))
-        # A function of somebody's own: it is given all rows, as a plain step would.
-        looked_at = [place in places for place in range(len(drafts))]
-        ids = checked_ids(picker(logits[:, k], positions[:, k], state.owners), logits[:, k], looked_at)
-        return [ids[place] for place in places]
+            ids = picker(logits[places, k], positions[places, k], owners)
+            return checked_ids(ids, logits[places, k], [True] * len(places))
+        # A user's own function gets all rows, as in a plain step.
+        is_checked = [place in places for place in range(len(drafts))]
+        all_ids = checked_ids(picker(logits[:, k], positions[:, k], state.owners), logits[:, k], is_checked)
+        return [all_ids[place] for place in places]
 
     return _one_by_one(picker, state, drafts, pick)
 
@@ -61,33 +62,33 @@ def coupled(
 def rejection(
     picker: Picker, state: DecodeState, logits: Tensor, positions: Tensor, drafts: Sequence[Draft]
 ) -> list[list[int]]:
-    """The accept/resample rule: an id x drawn from q is accepted with probability min(1, p(x)/q(x)), else one is drawn
-    from max(0, p - q). What is emitted follows p, the target's own distribution after its transforms.
+    """The accept/resample rule: an id x drawn from q is accepted with probability min(1, p(x)/q(x)); otherwise an id is
+    drawn from max(0, p - q). The emitted ids follow p, the target's own distribution after its transforms.
 
-    The noise is keyed by seed and position, so the ids depend on nothing but these, the logits and the drafts; unlike
-    those of `coupled` they do depend on the drafts. (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
-    2302.01318)
+    The noise is keyed by seed and position. So the ids depend only on these, on the logits and, unlike those of
+    `coupled`, on the drafts. (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)
     """
 
     def pick(k: int, places: Sequence[int]) -> list[int]:
         owners = tuple(state.owners[place] for place in places)
         sampler = picker.of(owners)
         assert isinstance(sampler, Sampler), "there is no distribution without a Sampler"
-        at, where = logits[places, k], positions[places, k]
-        target = _finite(sampler.probabilities(at, where, picker.histories_of(owners)))
-        drafted = torch.tensor([_id_at(drafts[place], k) for place in places], device=at.device)
-        drawn_from = _drawn_from([drafts[place] for place in places], k, drafted, target)
-        ids = accept_or_resample(target, drawn_from, drafted, sampler.keys, where)
-        return checked_ids(ids, at, [True] * len(places))
+        logits_k, positions_k = logits[places, k], positions[places, k]
+        target = _finite(sampler.probabilities(logits_k, positions_k, picker.histories_of(owners)))
+        drafted = torch.tensor([_id_at(drafts[place], k) for place in places], device=logits_k.device)
+        drawn_from = _draft_distributions([drafts[place] for place in places], k, drafted, target)
+        ids = accept_or_resample(target, drawn_from, drafted, sampler.keys, positions_k)
+        return checked_ids(ids, logits_k, [True] * len(places))
 
     return _one_by_one(picker, state, drafts, pick)
 
 
 def accept_or_resample(target: Tensor, drawn_from: Tensor, drafted: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """One id a row: `drafted` int64 [B] where it is accepted, else one drawn from what is left of `target`.
+    """One id a row: the drafted one where it is accepted, otherwise one drawn from what is left of `target`.
 
-    target, drawn_from: p and q, float64 [B, V]; a row of q is 0 where nothing was drafted (drafted < 0), and the id is
-        then drawn from p. keys: int64 [B], positions: int [B], as of `gumbel_noise`.
+    target, drawn_from: p and q, float64 [B, V].
+    drafted: int64 [B]. Where it is negative nothing was drafted, q is 0, and the id is drawn from p.
+    keys, positions: int64 [B] and int [B], as in `gumbel_noise`.
     """
     chosen = drafted.clamp(min=0).unsqueeze(1)
     p, q = target.gather(1, chosen).squeeze(1), drawn_from.gather(1, chosen).squeeze(1)
@@ -98,9 +99,9 @@ def accept_or_resample(target: Tensor, drawn_from: Tensor, drafted: Tensor, keys
 
 
 class DraftSampler(Picker):
-    """Draws ids for the accept/resample rule, with noise of their own, and keeps what they were drawn from.
+    """Draws drafted ids for the accept/resample rule, with a stream of noise of their own.
 
-    probabilities: of the last draw, float64 [B, V].
+    probabilities: the distributions of the last draw, float64 [B, V].
     """
 
     def __init__(self, sampler: Sampler, histories: Sequence[History] | None) -> None:
@@ -128,9 +129,10 @@ def _one_by_one(
     drafts: Sequence[Draft],
     pick: Callable[[int, Sequence[int]], list[int]],
 ) -> list[list[int]]:
-    """Position by position, each only for the rows whose draft agrees so far; histories as they would then be.
+    """Pick position by position, each only for the rows whose draft agrees so far, with histories that hold these ids.
 
-    Where an accepted id cannot be followed by any, the round ends with it: the next will say so, if it comes to that.
+    Where nothing can be picked after an accepted id, the round ends with that id. If the text goes on there, the next
+    round raises the error.
     """
     emitted: list[list[int]] = [[] for _ in drafts]
     places = [place for place, live in enumerate(state.live) if live]
@@ -142,7 +144,7 @@ def _one_by_one(
             try:
                 picked = pick(k, places)
             except OnwardError:
-                # Bans that leave nothing to draw, or logits that are none: perhaps behind the end of a text.
+                # Bans that leave nothing to draw, or logits that are not finite: perhaps past the end of a text.
                 if k == 0:
                     raise
                 break
@@ -176,11 +178,11 @@ def _id_at(draft: Draft, k: int) -> int:
     return int(draft.ids[k]) if k < len(draft.ids) else -1
 
 
-def _drawn_from(drafts: Sequence[Draft], k: int, drafted: Tensor, target: Tensor) -> Tensor:
-    """q of position k, float64 [B, V]: what a draft says, one certain id where it says nothing, 0 where it is over."""
+def _draft_distributions(drafts: Sequence[Draft], k: int, drafted: Tensor, target: Tensor) -> Tensor:
+    """q of position k, float64 [B, V]: the draft's own where it has one, else its id for certain; 0 past its end."""
     certain = torch.nn.functional.one_hot(drafted.clamp(min=0), target.shape[1]).to(torch.float64)
-    found = torch.where((drafted >= 0).unsqueeze(1), certain, 0.0)
+    distributions = torch.where((drafted >= 0).unsqueeze(1), certain, 0.0)
     for row, draft in enumerate(drafts):
         if draft.probabilities is not None and k < len(draft.ids):
-            found[row] = draft.probabilities[k]
-    return found
+            distributions[row] = draft.probabilities[k]
+    return distributions

@@ -1,4 +1,4 @@
-"""Whether two models' ids mean the same."""
+"""Checks that two models' ids mean the same."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -19,7 +19,7 @@ class TokenTable(Protocol):
 def check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
     """Raise unless every id that both tokenizers have is the same token in both.
 
-    Sizes may differ: ids that only one has are special tokens of its own, and rows beyond the tokenizer are padding.
+    Sizes may differ: an id that only one tokenizer has is a special token of its own, or pads the vocabulary.
     Where a tokenizer cannot write out its vocabulary, the texts of single ids are compared.
 
     Raises:

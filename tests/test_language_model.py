@@ -365,7 +365,7 @@ def test_a_cache_that_is_too_small_is_refused_by_its_own_size():
 
 def test_a_cache_of_another_batch_is_refused():
     lm = tiny_lm()
-    with pytest.raises(RequestError, match="made for 2 rows, and there are 3 prompts"):
+    with pytest.raises(RequestError, match="made for 2 rows, but there are 3 prompts"):
         lm.generate(["a", "b", "c"], cache=lm.new_cache(2))
 
 

@@ -162,7 +162,7 @@ def test_what_cannot_be_served_is_refused(lm, options, message):
 
 
 def test_a_cache_of_too_few_rows_says_how_many_are_wanted(lm):
-    with pytest.raises(RequestError, match="made for 2 rows, and there are 2 prompts of 3 rows each"):
+    with pytest.raises(RequestError, match="made for 2 rows, but there are 2 prompts of 3 rows each"):
         lm.generate(["a", "b"], n=3, cache=lm.new_cache(2), **SAMPLED)
 
 

@@ -77,7 +77,7 @@ __all__ = [
     "stream",
 ]
 
-# Importing torch takes a second, which `onward --help` should not: names are found when they are first used.
+# Importing torch takes a second, and `onward --help` should not. So names are imported when they are first used.
 _HOMES = {
     "ChatOptionsDict": "onward.requests",
     "Completion": "onward.completion",
@@ -139,9 +139,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"onward.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'onward' has no attribute {name!r}")
-    found = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = found  # so that the next look-up is a plain one
-    return found
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value  # so that the next look-up is a plain one
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""What comes back: pieces while it runs, a completion when it is done, and how long it took."""
+"""The results of a request: pieces while it runs, a completion when it is done, and their times."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from onward.speculation import Speculation
 class Piece(NamedTuple):
     """One token as it comes.
 
-    text: what became final with it; empty while a character or a possible stop string is unfinished.
+    text: the text that became final with it; empty while a character or a possible stop string is unfinished.
     token_id: the token.
-    logprobs: its own and the likeliest ids', where they were asked for.
+    logprobs: of the token and of the likeliest ids, where they were asked for.
     """
 
     text: str
@@ -25,12 +25,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one completion; rows of a batch run together, so their times overlap.
+    """Milliseconds of one completion. Rows of a batch run together, so their times overlap.
 
-    prefill_ms: processing the prompt, up to the first token.
-    per_token_ms: one entry for each token after the first; tokens that one step brought share its time.
-    total_ms: their sum.
-    tokens_per_second: tokens after the first over the time they took; 0 where there are none.
+    prefill_ms: the time to process the prompt, up to the first token.
+    per_token_ms: one entry for each token after the first; tokens of one step share its time.
+    total_ms: the sum of both.
+    tokens_per_second: tokens after the first over their time; 0 where there are none.
     """
 
     prefill_ms: float
@@ -53,15 +53,18 @@ class Completion:
     token_ids: every id generated, the ending one too.
     finish_reason: "stop" (an eos id, a stop string or `stop_when`), "length" (max_new_tokens), "time" (time_limit) or
         "cancelled" (cancel).
-    stopped_by: what "stop" was due to: the ending id, the stop string, or the function `stop_when`; else None.
+    stopped_by: what ended the text with "stop": the ending id, the stop string, or the function `stop_when`; otherwise
+        None.
     timing: see `Timing`.
-    prompt_tokens: how many ids the prompt had. cached_tokens: how many of them a session held already.
-    seed: the one the text was drawn with, given or fresh: it gives the same text again. None if greedy.
+    prompt_tokens: how many ids the prompt had.
+    cached_tokens: how many of the prompt's ids a session held already.
+    seed: the seed that the text was drawn with, the request's or a fresh one; it gives the same text again. None if
+        greedy.
     logprobs: of each of `token_ids`; None unless asked for.
     prompt_logprobs: of each of the prompt's ids, None for the first, which nothing predicts; None unless asked for.
-    score: of a text that beams found, sum of logprobs / length^length_penalty; None without beams.
+    score: the sum of logprobs / length^length_penalty of a text that beams found; None without beams.
     others: the prompt's other texts, for n > 1; see `choices`.
-    speculation: what drafting brought; None without a draft.
+    speculation: how many ids were drafted and accepted; None without a draft.
     """
 
     text: str
@@ -88,12 +91,12 @@ class Completion:
 
     @property
     def choices(self) -> list["Completion"]:
-        """All texts of this prompt: this one, then the others. Samples in order; beams best first."""
+        """All texts of this prompt: this one, then the others. Samples are in order, beams best first."""
         return [self, *self.others]
 
 
 class Stopwatch:
-    """What each row's tokens took.
+    """The time of each row's tokens.
 
     ahead: seconds spent on the prompts before the first step.
     """
@@ -103,18 +106,18 @@ class Stopwatch:
         self._ahead_ms = ahead * 1e3
 
     def lap(self, seconds: float, owners: Sequence[int]) -> None:
-        """A step of `seconds` that brought a token to each of these rows; a row is named once for each."""
+        """Note a step of `seconds`. `owners` has the row of each token that it emitted."""
         counts = Counter(owners) if len(owners) > 1 else {}
         for owner in owners:
             self._laps_ms[owner].append(seconds * 1e3 / counts.get(owner, 1))
 
     def timing(self, row: int) -> Timing:
         laps = self._laps_ms[row]
-        rest = laps[1:]
+        per_token = laps[1:]
         prefill = laps[0] + self._ahead_ms if laps else 0.0
         return Timing(
             prefill_ms=prefill,
-            per_token_ms=rest,
-            total_ms=prefill + sum(rest),
-            tokens_per_second=1e3 * len(rest) / sum(rest) if rest else 0.0,
+            per_token_ms=per_token,
+            total_ms=prefill + sum(per_token),
+            tokens_per_second=1e3 * len(per_token) / sum(per_token) if per_token else 0.0,
         )

@@ -1,4 +1,4 @@
-"""What users hold: a model, its tokenizer, its chat template and its defaults, behind a few verbs."""
+"""`LanguageModel`: a model, its tokenizer, its chat template and its defaults, behind a few verbs."""
 
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
@@ -38,23 +38,23 @@ from onward.requests.request import as_list, check_top, checked_ids, needed_toke
 from onward.sampling.params import check_whole, plain
 from onward.speculation import ModelDrafter, Speculator, check_same_tokens
 
-# One of several prompts; a list of them is not itself a prompt.
+# An item of a list of prompts. A type variable, because lists are invariant: a list[str] is no list[Prompt].
 _Prompt = TypeVar("_Prompt", bound=Prompt)
 
 
 class LanguageModel:
-    """A `Model` with what turns text into its ids and back.
+    """A `Model` with a tokenizer, which turns text into its ids and back.
 
     model: any `onward.Model`.
     tokenizer: None where prompts are ids and texts stay empty.
     chat_template: None where there are no chats.
-    defaults: the options of a request that does not give them.
+    defaults: the options that a request does not give.
     prefill_chunk: the most prompt tokens processed at once. It bounds memory and changes no token.
     compile: what runs the model, a backend of `onward.compile`; "eager" calls its forward op by op, with the same
         result for models written in `onward.ops`.
-    draft: who guesses the next tokens of requests that do not say, so that several are processed at once: "lookup",
+    draft: guesses the next tokens of requests that give no `draft`, so that several are processed at once: "lookup",
         "suffix", a smaller LanguageModel or Model of the same vocabulary, a `Drafter` or a `Speculator`
-        (docs/speculation.md). The tokens are the same without.
+        (docs/speculation.md). The tokens are the same without it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LanguageModel:
         return described(self, *self.model.facts(), text, chat)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled whole, weights too; programs and what was learnt of drafts are made anew."""
+        """Copy and pickle the arguments, weights too. The copy makes its own programs and learns about drafts anew."""
         return type(self), self._arguments(self.model)
 
     def _arguments(self, model: Model) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ class LanguageModel:
 
     @property
     def model(self) -> Model:
-        """What is decoded from. A model of other weights may take its place; sessions then forget what they hold."""
+        """The model that is decoded from. It may be replaced; sessions then forget the ids that they hold."""
         return self._model_run.model
 
     @model.setter
@@ -98,16 +98,16 @@ class LanguageModel:
         self._model_run = ModelRun(model, self._model_run.compile)
 
     def with_model(self, model: Model) -> "LanguageModel":
-        """A language model of the same tokenizer, chat template and options, that decodes from `model`.
+        """A language model with the same tokenizer, chat template and options that decodes from `model`.
 
-        What was learnt of drafts and compiled for this model stays with this one.
+        It makes its own programs and learns about drafts anew.
         """
         return LanguageModel(*self._arguments(model))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Request:
         """A prompt and its options as one checked value, which `generate` and `stream` take in a prompt's place.
 
-        Options not given are this model's `defaults`. Args and errors as of `generate`.
+        Options not given are this model's `defaults`. Arguments and errors are those of `generate`.
         """
         prompts, is_batch = as_list(prompt)
         if is_batch:
@@ -142,12 +142,12 @@ class LanguageModel:
         Args:
             prompt: a text, ids (a list, or one dimension of an array or tensor), a `Request`; or a list of those. A
                 text is encoded with the tokenizer's own special tokens (a BOS, for some); ids are taken as they are.
-            cache: one made by `new_cache` for as many rows, a prompt's `n` or `beams` times; what it held before is
-                overwritten. A cache that the next call goes on with is an `onward.Session`'s.
+            cache: made by `new_cache` for as many rows: one for each prompt, times `n` or `beams`. It is overwritten.
+                To go on with a cache from call to call, use an `onward.Session`.
             per_prompt: for each prompt the options in which it differs, such as [{"temperature": 0}, {"seed": 7}].
-                What concerns the whole call (n, beams, logprobs, draft, time_limit …) is the same for all.
-            options: the fields of `onward.GenerateOptions`; those not given are the checkpoint's, `defaults`. `draft`
-                may be whatever the attribute `draft` takes, None for none.
+                Options of the whole call (n, beams, logprobs, draft, time_limit …) are the same for all prompts.
+            options: the fields of `onward.GenerateOptions`; those not given are this model's `defaults`. `draft` may be
+                anything that the attribute `draft` takes, or None for none.
 
         Returns:
             A `Completion`, or a list of them for a list of prompts, in order. With n > 1 a completion's `choices` are
@@ -157,7 +157,7 @@ class LanguageModel:
             RequestError: an unknown option or a value outside its range, options that contradict each other, an empty
                 prompt, a cache of another size.
             ContextOverflowError: prompt and new tokens do not fit the context or the cache.
-            TokenizerError: a text prompt or a stop string, and no tokenizer.
+            TokenizerError: a text prompt or a stop string without a tokenizer.
         """
         prompts, is_batch = as_list(prompt)
         completions = drained(self._runner.pieces(self._requests(prompts, options, per_prompt, cache), cache))
@@ -166,11 +166,11 @@ class LanguageModel:
     def stream(
         self, prompt: Prompt, *, cache: Cache | None = None, **options: Unpack[GenerateOptionsDict]
     ) -> Generator[Piece, None, Completion]:
-        """`generate` for one prompt, a `Piece` a token as they come; the pieces add up to its text.
+        """`generate` for one prompt, with a `Piece` for each token as it comes. The pieces add up to the text.
 
-        A piece's text is empty while a character or a possible stop string is unfinished. The request is checked
-        here, before the first piece is asked for. Where the checkpoint's defaults are beams or several texts, one text
-        without beams is streamed. What the generator returns in the end is the `Completion`, for
+        A piece's text is empty while a character or a possible stop string is unfinished. The request is checked at the
+        call, before the first piece is asked for. Where the checkpoint's defaults are beams or several texts, one text
+        without beams is streamed. The generator returns the `Completion`, for
         `completion = yield from lm.stream(…)`.
         """
         prompts, is_batch = as_list(prompt)
@@ -186,7 +186,7 @@ class LanguageModel:
 
         Args:
             messages: such as [{"role": "user", "content": "Hi"}], oldest first.
-            options: as of `generate`, and the variables of the chat template: tools, enable_thinking, documents,
+            options: as in `generate`, and the variables of the chat template: tools, enable_thinking, documents,
                 reasoning_effort, or any other that it reads. `template={…}` gives variables as a mapping, also those
                 whose names are options.
 
@@ -199,7 +199,7 @@ class LanguageModel:
     def stream_chat(
         self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]
     ) -> Generator[Piece, None, Completion]:
-        """`chat`, a `Piece` a token."""
+        """`chat` with a `Piece` for each token, as `stream` does."""
         variables, others = split_chat_options(self.chat_template, options)
         return self.stream(self.chat_prompt(messages, variables), **others)
 
@@ -232,9 +232,10 @@ class LanguageModel:
         Args:
             text: as `generate` takes prompts, each of 2 ids at least.
             logprobs: how many of the likeliest ids to report at each token's place.
-            stride: for texts longer than the context: windows of the context's length, each `stride` ids after the one
-                before, score the ids that are new in them. Every id is scored once, given at least context - stride
-                ids before it (all of them, in the first window). From 1 to context - 1; smaller costs more.
+            stride: scores texts longer than the context in windows of the context's length. Each window begins `stride`
+                ids after the one before and scores the ids that are new in it. So every id is scored once, given at
+                least context - stride ids before it (in the first window all of them). From 1 to context - 1; a smaller
+                stride costs more.
 
         Raises:
             RequestError: a text of fewer ids, logprobs or a stride outside its range.
@@ -242,21 +243,21 @@ class LanguageModel:
         """
         texts, is_batch = as_list(text)
         check_top("logprobs", logprobs, self.model.vocab_size)
-        ids = [self._reader.prompt_ids(one.prompt if isinstance(one, Request) else one) for one in texts]
+        all_ids = [self._reader.prompt_ids(item.prompt if isinstance(item, Request) else item) for item in texts]
         context = self.model.max_seq_len
         if stride is None:
-            for one in ids:
-                check_room(len(one), 0, context)
-            scores = score_texts(self._model_run, ids, logprobs, self.prefill_chunk)
+            for ids in all_ids:
+                check_room(len(ids), 0, context)
+            scores = score_texts(self._model_run, all_ids, logprobs, self.prefill_chunk)
         else:
             stride = plain(stride)
             check_whole("stride", stride, low=1)
-            scores = score_in_windows(self._model_run, ids, logprobs, self.prefill_chunk, context, stride)
+            scores = score_in_windows(self._model_run, all_ids, logprobs, self.prefill_chunk, context, stride)
         return scores if is_batch else scores[0]
 
     @torch.no_grad()
     def logits(self, ids: Ids) -> Tensor:
-        """What the model predicts after each of `ids`: float32 [T, V], on the CPU."""
+        """The model's logits after each of `ids`: float32 [T, V], on the CPU."""
         ids = checked_ids(ids, self.model.vocab_size)
         check_room(len(ids), 0, self.model.max_seq_len)
         tokens = torch.tensor([ids], dtype=torch.int32, device=self.model.device)
@@ -270,10 +271,11 @@ class LanguageModel:
 
     @property
     def draft(self) -> Speculator | None:
-        """What requests are drafted with that do not say; set it to anything that `draft=` takes.
+        """The speculator of requests that give no `draft`. Set it to anything that `draft=` takes.
 
         Raises:
-            RequestError: what is no draft. TokenizerError: a LanguageModel of another vocabulary.
+            RequestError: the value is no draft.
+            TokenizerError: a LanguageModel with another vocabulary.
         """
         return self._draft
 
@@ -291,14 +293,14 @@ class LanguageModel:
         *,
         one_text: bool = False,
     ) -> list[Request]:
-        # A checkpoint whose makers ask for beams or several texts streams and chats all the same.
+        # The defaults of a checkpoint may be beams or several texts. Streams and sessions then decode one text.
         alone = one_text or isinstance(cache, PrefixCache)
         defaults = self.defaults.replace(n=1, beams=1) if alone else self.defaults
         reader = dataclasses.replace(self._reader, defaults=defaults)
         return reader.read(prompts, self._with_draft(options, defaults), per_prompt, length_of(cache))
 
     def _with_draft(self, options: Mapping[str, Any], defaults: GenerateOptions) -> dict[str, Any]:
-        """Options with the speculator that they ask for, or else this model's; beams have no use for that."""
+        """The options with the speculator that they ask for; else with this model's own, which beams cannot use."""
         if "draft" in options:
             return {**options, "draft": self._speculator(options["draft"])}
         return {**options, "draft": self._draft if options.get("beams", defaults.beams) == 1 else None}
@@ -323,8 +325,10 @@ class LanguageModel:
         return Runner(self._model_run, self.tokenizer, self.prefill_chunk)
 
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
-        """What runs for `tokens` tokens of `batch` rows at position `offset`: print it for a table of kernels, bytes
-        and time, and what has no kernel."""
+        """A report of what runs for `tokens` tokens of `batch` rows at position `offset`.
+
+        Print it for a table of kernels, their bytes and time, and of what has no kernel.
+        """
         return self._model_run.explain(batch, tokens, offset)
 
     def new_cache(self, batch: int = 1, max_len: int | None = None) -> Cache:
@@ -333,7 +337,7 @@ class LanguageModel:
         if length is None:
             raise RequestError("this model does not say how long its context is: give max_len")
         if batch < 1 or length < 1:
-            raise RequestError(f"a cache wants a batch and a max_len of 1 or more; got {batch} and {length}")
+            raise RequestError(f"a cache needs a batch and a max_len of 1 or more; got {batch} and {length}")
         return self.model.new_cache(batch, length)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -341,5 +345,5 @@ class LanguageModel:
         return needed_tokenizer(self.tokenizer, "a text prompt").encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Ids) -> str:
-        """The text of ids, special tokens left out."""
+        """The text of ids, without special tokens."""
         return needed_tokenizer(self.tokenizer, "text").decode([plain(token) for token in plain(ids)])

@@ -1,4 +1,4 @@
-"""Requests: what users ask for, checked; and run, through the one loop, to completions."""
+"""Requests: what users ask for. They are checked and then run through the one loop to completions."""
 
 from onward.requests.drafts import LOOKUPS, Speculators
 from onward.requests.generation_config import generation_defaults

@@ -1,4 +1,4 @@
-"""Requests as rows of the loop, and rows as completions."""
+"""Turns requests into rows of the loop, and rows into completions."""
 
 import time
 from collections.abc import Sequence
@@ -27,8 +27,9 @@ from onward.speculation import SpeculativeStep
 class Batch:
     """Requests that run together, each in `options.rows` rows beside each other.
 
-    options: those that all requests share. samples: the request of each row, with the seed of that row. rows: what
-    the loop fills.
+    options: of one of the requests; all agree on the options of a whole call.
+    samples: the request of each row, with the seed of that row.
+    rows: the rows that the loop fills.
     """
 
     requests: Sequence[Request]
@@ -38,7 +39,7 @@ class Batch:
 
     @classmethod
     def of(cls, requests: Sequence[Request], tokenizer: Tokenizer | None) -> Self:
-        """The time limit counts from here.
+        """Make the rows of the requests. The time limit counts from here.
 
         Raises:
             RequestError: the requests differ in an option of the whole call.
@@ -55,36 +56,37 @@ class Batch:
         prompt_logprobs: Sequence[list[TokenLogprobs | None] | None],
         cached_tokens: int,
     ) -> list[Completion]:
-        """One a request, when all rows have ended. prompt_logprobs: of each request."""
-        each, options = self.options.rows, self.options
+        """A completion for each request, when all rows have ended. prompt_logprobs: an entry for each request."""
+        per_request, options = self.options.rows, self.options
         texts = [
             Completion(
                 text=row.text,
                 token_ids=row.token_ids,
                 finish_reason=row.finish_reason or "length",
                 stopped_by=row.stopped_by,
-                timing=watch.timing(place),
+                timing=watch.timing(index),
                 prompt_tokens=len(sample.prompt),
                 cached_tokens=cached_tokens,
                 seed=None if sample.options.temperature == 0 else sample.options.seed,
                 logprobs=None if options.logprobs is None else row.logprobs,
-                prompt_logprobs=prompt_logprobs[place // each],
-                score=_score(step, place),
-                speculation=step.speculation(place) if isinstance(step, SpeculativeStep) else None,
+                prompt_logprobs=prompt_logprobs[index // per_request],
+                score=_score(step, index),
+                speculation=step.speculation(index) if isinstance(step, SpeculativeStep) else None,
             )
-            for place, (sample, row) in enumerate(zip(self.samples, self.rows, strict=True))
+            for index, (sample, row) in enumerate(zip(self.samples, self.rows, strict=True))
         ]
-        return [_joined(texts[first : first + each], options) for first in range(0, len(texts), each)]
+        firsts = range(0, len(texts), per_request)
+        return [_joined(texts[first : first + per_request], options) for first in firsts]
 
 
 def _samples(request: Request) -> list[Request]:
-    """The request once for each of its rows, with the seed of each."""
+    """The request once for each of its rows, each with the seed of its row."""
     options = request.options
     if options.beams > 1:
         return [request] * options.rows
     seed = fresh_seed() if request.options.seed is None else request.options.seed
     seeds = [sample_seed(seed, index) for index in range(options.rows)]
-    return [replace(request, options=request.options.replace(seed=one)) for one in seeds]
+    return [replace(request, options=request.options.replace(seed=row_seed)) for row_seed in seeds]
 
 
 def _row(sample: Request, deadline: float | None, tokenizer: Tokenizer | None) -> Row:
@@ -102,12 +104,12 @@ def _row(sample: Request, deadline: float | None, tokenizer: Tokenizer | None) -
     )
 
 
-def _score(step: Step, place: int) -> float | None:
-    """What beams make of the text in this row; None without beams, and where the row only repeats another's."""
-    return step.score(place) if isinstance(step, BeamStep) else None
+def _score(step: Step, row: int) -> float | None:
+    """The score of the text that beams found for this row; None without beams, or where it only repeats another's."""
+    return step.score(row) if isinstance(step, BeamStep) else None
 
 
 def _joined(texts: Sequence[Completion], options: GenerateOptions) -> Completion:
-    """One completion of a request's texts."""
+    """The first of a request's texts, with the others in its `others`."""
     first, *others = texts[: options.n]
     return replace(first, others=[text for text in others if options.beams == 1 or text.score is not None])

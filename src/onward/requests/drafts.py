@@ -1,4 +1,4 @@
-"""From what users give as `draft` to a speculator."""
+"""Makes a speculator of what users pass as `draft`."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from onward.speculation import LOOKUPS, Drafter, Speculator, as_drafter
 
 __all__ = ["LOOKUPS", "Speculators"]
 
-# Speculators kept, with what they learnt, programs of draft models too.
-_KEPT = 8
+# The most speculators that are kept. Each keeps what it has learnt and the programs of its draft model.
+_MOST_KEPT = 8
 
 
 class Speculators:
-    """The speculators of one language model: one for each draft that was asked for, kept for further requests."""
+    """The speculators of one language model, one for each draft asked for. They are kept for further requests."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Any, tuple[Any, Speculator]] = OrderedDict()
@@ -30,10 +30,13 @@ class Speculators:
         return self.kept(key, draft, lambda: as_drafter(draft))
 
     def kept(self, key: Any, draft: Any, make: Callable[[], Drafter]) -> Speculator:
-        """The speculator kept under `key`, made where there is none. `draft` is kept with it, for its id's sake."""
+        """The speculator kept under `key`; where there is none, one is made.
+
+        `draft` is kept with it: a key that is its `id` must not become that of another object.
+        """
         if key not in self._kept:
             self._kept[key] = (draft, Speculator(make()))
-            if len(self._kept) > _KEPT:
+            if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key][1]

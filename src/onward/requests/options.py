@@ -1,4 +1,4 @@
-"""All that a request may ask for beside its prompt, checked when it is given."""
+"""The options of a request: all that it may ask for beside its prompt."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from onward.speculation import Drafter, Speculator
 
 
 class DraftLanguageModel(Protocol):
-    """A smaller `LanguageModel`, as far as drafting needs it."""
+    """The attributes of a `LanguageModel` that drafting needs."""
 
     model: Model
     tokenizer: Tokenizer | None
@@ -47,7 +47,7 @@ class GenerateOptionsDict(SamplingOptionsDict, total=False):
 
 
 class ChatOptionsDict(GenerateOptionsDict, total=False):
-    """The options of a chat as keyword arguments. A chat template that reads other variables is given them too."""
+    """The options of a chat as keyword arguments. Other variables that the chat template reads may be given too."""
 
     tools: Sequence[Mapping[str, Any]] | None
     documents: Sequence[Mapping[str, Any]] | None
@@ -61,7 +61,7 @@ _TEMPLATE_VARIABLES = (
     frozenset(ChatOptionsDict.__annotations__) - frozenset(GenerateOptionsDict.__annotations__) - {"template"}
 )
 
-# What draws a token; beams take the likeliest texts and draw none. To each the value that changes nothing.
+# Options for drawing a token, each with the value that changes nothing. Beams take the likeliest texts and draw none.
 _OF_DRAWING: dict[str, Any] = {
     "temperature": 0.0,
     "seed": None,
@@ -71,7 +71,7 @@ _OF_DRAWING: dict[str, Any] = {
     "typical_p": 1.0,
     "xtc_probability": 0.0,
 }
-# What only beams use.
+# Options that only beams use.
 _OF_BEAMS = ("length_penalty", "early_stopping")
 # Options of a whole call; the prompts of one call share them.
 _OF_CALL = (
@@ -90,28 +90,28 @@ _OF_CALL = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GenerateOptions(SamplingParams):
-    """All that a request may ask for: how its tokens are chosen, where its text ends, how many texts, what is reported.
+    """All that a request may ask for: how tokens are chosen, where texts end, how many there are, what is reported.
 
     The options of `SamplingParams`, and:
 
     max_new_tokens: the most tokens to emit; 0 emits none. None: as many as the context holds after the prompt.
     stop: strings that end the text; the text ends before the first of them.
     time_limit: seconds from the call on, after which every text ends with its next token.
-    stop_when: (ids so far, text so far) -> whether the text ends here; asked at each token.
-    cancel: once set, by any thread, every text ends with its next token.
-    n: texts a prompt. The prompt is processed once. Sample 0 is what n=1 gives; sample j is drawn with a seed
-        derived from the request's (`onward.sampling.sample_seed`), which is its `Completion.seed`. With beams: the n
-        best, best first.
+    stop_when: (ids so far, text so far) -> whether the text ends here; called at each token.
+    cancel: once any thread has set it, every text ends with its next token.
+    n: how many texts a prompt gets. The prompt is processed once. Sample 0 is the text that n=1 gives. Sample j is
+        drawn with a seed derived from the request's (`onward.sampling.sample_seed`), which is its `Completion.seed`.
+        With beams: the n best texts, best first.
     logprobs: report the logprob of each token, and of this many of the likeliest ids at its place; 0: of the token
-        alone. Under the model's own distribution, before temperature, penalties and filters.
-    prompt_logprobs: the same for the prompt's ids, each after those before it.
+        alone. Logprobs are under the model's own distribution, before temperature, penalties and filters.
+    prompt_logprobs: the same for the prompt's ids, each given the ids before it.
     beams: width of the beam search; 1 is none.
     length_penalty: beams are ranked by the sum of their logprobs / length^length_penalty; from -50 to 50.
-    early_stopping: when a prompt's search ends. True: with `beams` finished texts. False: when the best running beam,
-        at its present length, is worse than the worst of so many finished ones. "never": when no running beam can
-        become better, by a bound that allows for every length up to max_new_tokens.
-    draft: who guesses the next tokens, for several to be processed at once (docs/speculation.md); the tokens are the
-        same without.
+    early_stopping: when a prompt's search ends. True: when `beams` texts are finished. False: when `beams` texts are
+        finished and the best running beam, at its present length, is worse than the worst of them. "never": when no
+        running beam can become better, by a bound that allows for every length up to max_new_tokens.
+    draft: guesses the next tokens, so that several are processed at once (docs/speculation.md). The tokens are the
+        same without it.
 
     Raises:
         RequestError: a value outside its range, or options that contradict each other.
@@ -138,7 +138,7 @@ class GenerateOptions(SamplingParams):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), low=0)
-        # Beyond, length^length_penalty leaves the range of a float for texts of a million tokens.
+        # With a larger penalty length^length_penalty would leave the range of a float for texts of a million tokens.
         if not (_is_finite(self.length_penalty) and abs(self.length_penalty) <= 50):
             raise RequestError(f"length_penalty must be a number from -50 to 50; got {self.length_penalty!r}")
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
@@ -162,15 +162,16 @@ class GenerateOptions(SamplingParams):
 
     @property
     def rows(self) -> int:
-        """Rows of the batch that a prompt takes."""
+        """How many rows of the batch a prompt takes."""
         return max(self.n, self.beams)
 
     def replace(self, **options: Any) -> Self:
-        """A copy with `options` changed, checked as a new one is.
+        """A copy with `options` changed and checked.
 
-        What a change leaves without meaning is dropped, for a checkpoint's defaults are of one kind: between beams and
-        no beams what the other alone uses (temperature, top_k, …; length_penalty, early_stopping); without beams and
-        temperature all texts but one; and min_new_tokens beyond a max_new_tokens that is given.
+        A change drops options that mean nothing with it, for they may be a checkpoint's defaults for another kind of
+        decoding. A change to beams drops the options for drawing (temperature, top_k, …). A change from beams drops
+        theirs (length_penalty, early_stopping) and n. Greedy decoding drops n. A smaller max_new_tokens lowers
+        min_new_tokens.
 
         Raises:
             RequestError: an unknown option, a value outside its range, or options that contradict each other.
@@ -209,7 +210,7 @@ class GenerateOptions(SamplingParams):
 
 @functools.cache
 def option_names() -> tuple[str, ...]:
-    """Every option of a request, those that say how long the text is first."""
+    """The name of every option of a request, `max_new_tokens` first."""
     names = [field.name for field in dataclasses.fields(GenerateOptions)]
     return ("max_new_tokens", *(name for name in names if name != "max_new_tokens"))
 
@@ -217,7 +218,7 @@ def option_names() -> tuple[str, ...]:
 def split_chat_options(
     template: ChatTemplate | None, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], GenerateOptionsDict]:
-    """The variables of a chat's template, and what is left for `generate`.
+    """The variables of the chat template, and the options that are left for `generate`.
 
     Raises:
         RequestError: what is neither an option nor a variable that the template reads.
@@ -235,22 +236,22 @@ def split_chat_options(
 
 
 def check_of_one_prompt(options: Mapping[str, Any]) -> None:
-    """Raise `RequestError` unless a prompt of a call may have options of its own by these names."""
+    """Raise `RequestError` unless one prompt of a call may have options of its own by these names."""
     if shared := sorted(set(options) & set(_OF_CALL)):
         raise RequestError(f"{', '.join(shared)} is of a whole call: give it to the call, not to one of its prompts")
     check_option_names(options, [name for name in option_names() if name not in _OF_CALL])
 
 
 def shared_options(requests: Sequence[GenerateOptions]) -> GenerateOptions:
-    """The options of one of these, whose options of the whole call are the same in all.
+    """The options of the first request, after a check that all requests agree on the options of a whole call.
 
     Raises:
-        RequestError: they differ in one.
+        RequestError: the requests differ in one of these.
     """
     first, *others = requests
     for name in _OF_CALL:
         if any(getattr(other, name) != getattr(first, name) for other in others):
-            raise RequestError(f"the requests of one call must agree on {name}: make a call of each")
+            raise RequestError(f"the requests of one call must agree on {name}: make a call for each")
     return first
 
 

@@ -1,4 +1,4 @@
-"""Prompts and options as users give them, checked and made into requests."""
+"""Checks the prompts and options that users give, and makes requests of them."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ Ids: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and all that is asked for it. `LanguageModel.request` makes one and checks it against the model.
+    """One prompt and its options. `LanguageModel.request` makes a request and checks it against the model.
 
     prompt: ids, one at least.
-    options: those that stand here hold, whatever the defaults of the model are.
+    options: all options of the request. The defaults of a model change none of them.
     """
 
     prompt: tuple[int, ...]
@@ -42,7 +42,7 @@ class Request:
 
     @property
     def max_new_tokens(self) -> int:
-        """The most tokens to emit; `LanguageModel.request` has put a number in the place of None."""
+        """The most tokens to emit. `LanguageModel.request` has replaced None by a number."""
         assert self.options.max_new_tokens is not None, "a request that runs has been read"
         return self.options.max_new_tokens
 
@@ -56,9 +56,9 @@ Prompt: TypeAlias = str | Ids | Request
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes requests of what users give, and checks them, for one model.
+    """Makes requests for one model of what users give, and checks them.
 
-    defaults: the options of a request that does not give them.
+    defaults: the options that a request does not give.
     """
 
     model: Model
@@ -74,8 +74,9 @@ class RequestReader:
     ) -> list[Request]:
         """A request for each prompt.
 
-        options: fields of `GenerateOptions`, for every prompt. per_prompt: for each prompt those in which it differs.
-        cache_len: positions of the cache that the caller gave, if any.
+        options: fields of `GenerateOptions`, for every prompt.
+        per_prompt: for each prompt the options in which it differs.
+        cache_len: how many positions the caller's cache has; None without a cache.
 
         Raises:
             RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
@@ -86,7 +87,7 @@ class RequestReader:
         check_option_names(options, option_names())
         each: Sequence[Mapping[str, Any]] = [{}] * len(prompts)
         if per_prompt is not None:
-            each = _checked_each(per_prompt, len(prompts))
+            each = _checked_per_prompt(per_prompt, len(prompts))
         return [self._read(prompt, {**options, **own}, cache_len) for prompt, own in zip(prompts, each, strict=True)]
 
     def _read(self, prompt: Prompt, options: Mapping[str, Any], cache_len: int | None) -> Request:
@@ -96,7 +97,10 @@ class RequestReader:
         return Request(tuple(ids), self._served(chosen, len(ids), cache_len))
 
     def _served(self, options: GenerateOptions, prompt_len: int, cache_len: int | None) -> GenerateOptions:
-        """The options with ids for words and a number of tokens, if the model and its tokenizer can serve them."""
+        """The options with ids in place of words and a number of tokens in place of None.
+
+        Raises unless the model and its tokenizer can serve them.
+        """
         context, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if options.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, and this model has none: use eos with ids")
@@ -121,7 +125,7 @@ class RequestReader:
         return options
 
     def prompt_ids(self, prompt: str | Ids) -> list[int]:
-        """The ids of a prompt; a text's with the tokenizer's own special tokens."""
+        """The ids of a prompt. A text is encoded with the tokenizer's own special tokens."""
         if not isinstance(prompt, str):
             return checked_ids(prompt, self.model.vocab_size)
         ids = needed_tokenizer(self.tokenizer, "a text prompt").encode(prompt, add_special_tokens=True)
@@ -132,7 +136,7 @@ class RequestReader:
         return [self.tokenizer.bos_id]
 
     def _word_ids(self, words: Sequence[str | tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-        """Ids of banned words; a text both as it begins a line and as it stands after a space."""
+        """The ids of banned words. A text gives two: as it begins a line and as it stands after a space."""
         for word in words:
             if not isinstance(word, str):
                 yield word
@@ -164,7 +168,8 @@ def _is_prompt(item: Any) -> bool:
     return isinstance(item, str | Sequence | Request)
 
 
-def _checked_each(per_prompt: object, prompts: int) -> list[Mapping[str, Any]]:
+def _checked_per_prompt(per_prompt: object, prompts: int) -> list[Mapping[str, Any]]:
+    """`per_prompt` as a list of options, one for each prompt."""
     if isinstance(per_prompt, str | Mapping) or not isinstance(per_prompt, Sequence):
         raise RequestError(f"per_prompt must be a list of options as dicts, one a prompt; got {per_prompt!r}")
     if len(per_prompt) != prompts:
@@ -191,7 +196,7 @@ def checked_ids(ids: Ids, vocab_size: int) -> list[int]:
     listed = _as_ids(ids)
     for token in listed:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise RequestError(f"a prompt of ids wants whole numbers from 0 to {vocab_size - 1}; got {token!r}")
+            raise RequestError(f"a prompt of ids must hold whole numbers from 0 to {vocab_size - 1}; got {token!r}")
     return listed
 
 
@@ -208,7 +213,7 @@ def _as_ids(ids: Ids) -> list[int]:
 
 
 def check_top(name: str, count: int, vocab_size: int) -> None:
-    """Raise unless so many of the likeliest ids can be reported."""
+    """Raise `RequestError` unless the likeliest `count` ids can be reported."""
     check_whole(name, count, low=0)
     if count > vocab_size:
         raise RequestError(f"{name} is {count}, but the vocabulary has {vocab_size} ids: ask for fewer")

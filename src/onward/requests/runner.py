@@ -1,4 +1,4 @@
-"""Requests through the one loop, and what comes out of it as pieces and completions."""
+"""Runs requests through the one loop and gives out pieces and completions."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -36,7 +36,7 @@ Pieces = Generator[Piece, None, list[Completion]]
 class Runner:
     """Runs requests together, as the rows of one batch.
 
-    run: the model. tokenizer: None where texts stay empty. chunk: the most prompt tokens processed at once.
+    run: the model. tokenizer: None where texts are to stay empty. chunk: the most prompt tokens processed at once.
     """
 
     run: ModelRun
@@ -48,10 +48,10 @@ class Runner:
         requests: Sequence[Request],
         cache: Cache | PrefixCache | None = None,
     ) -> Pieces:
-        """Checks that all of it can be served, then hands out a generator over the one loop.
+        """Check that the requests can be served, and return a generator over the one loop.
 
-        cache: of `options.rows` rows a request, and overwritten; or of one text, to go on from what it holds; made
-        here if None.
+        cache: a cache of `options.rows` rows for each request, which is overwritten; or a `PrefixCache`, whose text one
+            request goes on from. None makes one.
         """
         batch = Batch.of(requests, self.tokenizer)
         self._check_cache(batch, cache)
@@ -65,7 +65,7 @@ class Runner:
         emitted = [0] * len(batch.rows)
         emissions = decode_loop(step, state, batch.rows)
         for emission in emissions if turn is None else turn.follow(emissions):
-            # Beams emit nothing; a step takes all of them further.
+            # A step of beams emits nothing, and its time is that of every row.
             watch.lap(emission.seconds, [owner for owner, _, _ in emission.pieces] or emission.state.owners)
             for owner, token, text in emission.pieces:
                 logprobs = batch.rows[owner].logprobs[emitted[owner]] if batch.options.logprobs is not None else None
@@ -75,19 +75,19 @@ class Runner:
 
     def _turn(self, batch: Batch, prefix: PrefixCache) -> PrefixTurn:
         (request,) = batch.requests
-        if batch.options.prompt_logprobs is not None:  # they want the whole prompt processed
+        if batch.options.prompt_logprobs is not None:  # the whole prompt has to be processed for them
             prefix.truncate(0)
         return prefix.begin(self.run.model, request.prompt, len(request.prompt) + request.max_new_tokens)
 
     def _start(
         self, batch: Batch, cache: Cache | None, turn: PrefixTurn | None
     ) -> tuple[DecodeState, Sequence[list[TokenLogprobs | None] | None]]:
-        """What is pending, over the cache that holds the rest; and each prompt's logprobs, where they are wanted.
+        """The state to start from, and the logprobs of each prompt, None where the call does not ask for them.
 
         The texts of a prompt share its prefill, where rows of the cache can be copied.
         """
         model, requests, options = self.run.model, batch.requests, batch.options
-        # A cache of ours may be narrowed to the rows that go on; one that was given is to stay whole.
+        # A cache made here may be narrowed to the rows that go on; the caller's cache must stay whole.
         own = cache is None
         if cache is None:
             longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
@@ -109,7 +109,7 @@ class Runner:
         return state, [None] * len(requests) if collector is None else collector.logprobs[::copies]
 
     def _step(self, batch: Batch) -> Step:
-        """What the loop runs."""
+        """The step of this batch: of beams, of speculation, or a plain one."""
         params, options, device = [sample.options for sample in batch.samples], batch.options, self.run.model.device
         if options.beams > 1:
             histories = _histories(batch, Adjustments(params, device).needs_history)
@@ -133,15 +133,15 @@ class Runner:
     def _check_cache(self, batch: Batch, cache: Cache | PrefixCache | None) -> None:
         rows = len(batch.rows)
         if isinstance(cache, PrefixCache) and rows != 1:
-            raise RequestError(f"a session goes on with one text at a time, and {rows} are asked for")
+            raise RequestError(f"a session goes on with one text at a time; got {rows}")
         if isinstance(cache, KVCache) and cache.batch != rows:
-            prompts, each = len(batch.requests), batch.options.rows
-            of_each = "" if each == 1 else f" of {each} rows each"
-            raise RequestError(f"the cache was made for {cache.batch} rows, and there are {prompts} prompts{of_each}")
+            prompts, rows_each = len(batch.requests), batch.options.rows
+            of_rows = "" if rows_each == 1 else f" of {rows_each} rows each"
+            raise RequestError(f"the cache was made for {cache.batch} rows, but there are {prompts} prompts{of_rows}")
 
 
 def drained(pieces: Pieces) -> list[Completion]:
-    """Run to the end."""
+    """Run to the end and return the completions."""
     while True:
         try:
             next(pieces)
@@ -151,11 +151,11 @@ def drained(pieces: Pieces) -> list[Completion]:
 
 
 def only(pieces: Pieces) -> Generator[Piece, None, Completion]:
-    """The pieces of one request, and its completion in the end."""
+    """The pieces of one request. The generator returns its completion."""
     (completion,) = yield from pieces
     return completion
 
 
 def _histories(batch: Batch, needed: bool) -> list[History] | None:
-    """What each row has seen before it starts."""
+    """The history of each row before it starts; None where no option reads it."""
     return [History(sample.prompt) for sample in batch.samples] if needed else None

@@ -8,17 +8,18 @@ from onward.decoding import DecodeState, PromptLogprobs, TokenLogprobs, prefille
 from onward.errors import RequestError
 from onward.models import ModelRun, padded_length
 
-# Texts of about one length run together, so many at once, and no more tokens than this in their cache.
+# The most texts that run together, and the most tokens that their cache holds. They are of about one length.
 _MOST_ROWS = 8
 _MOST_TOKENS = 2**14
 
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a model finds a text. The first id is given: nothing predicts it, and it counts for nothing.
+    """How likely a model finds a text. Nothing predicts the first id, so it does not count.
 
-    token_ids: T ids, T of 2 or more. logprobs: of each id given those before it, and of the likeliest at its place as
-    far as they were asked for; None for the first.
+    token_ids: T ids, T of 2 or more.
+    logprobs: the logprob of each id given the ids before it, and of the likeliest ids at its place where they were
+        asked for; None for the first id.
     """
 
     token_ids: list[int]
@@ -32,7 +33,7 @@ class Score:
     @property
     def log_likelihood(self) -> float:
         """The sum of the T - 1 logprobs, in nats."""
-        return math.fsum(one.chosen for one in self.logprobs if one is not None)
+        return math.fsum(token.chosen for token in self.logprobs if token is not None)
 
     @property
     def perplexity(self) -> float:
@@ -42,7 +43,7 @@ class Score:
 
 
 def score_texts(run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int) -> list[Score]:
-    """The score of each text, in order; the same bits alone or among others."""
+    """The score of each text, in order. A text has the same score, bit for bit, alone or among others."""
     for ids in texts:
         if len(ids) < 2:
             raise RequestError(f"a text to score must have 2 ids at least, one to predict another from; got {ids}")

@@ -183,9 +183,9 @@ class ModelInferencer:
 
     def _check_room(self, kv_cache: FilledCache, more: int) -> None:
         limits = [limit for limit in (self.model.max_seq_len, length_of(kv_cache.cache)) if limit is not None]
-        held = int(kv_cache.lengths.max())
-        if limits and held + more > min(limits):
+        longest = int(kv_cache.lengths.max())
+        if limits and longest + more > min(limits):
             raise ContextOverflowError(
-                f"a row of the cache holds {held} positions and {more} more are asked for, but there is room for "
+                f"a row of the cache holds {longest} positions and {more} more are asked for, but there is room for "
                 f"{min(limits)}: ask for fewer tokens or make a longer cache"
             )

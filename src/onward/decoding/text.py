@@ -58,8 +58,8 @@ class StopStrings:
 
     def flush(self) -> str:
         text = self._admit(self._detokenizer.flush())
-        held, self._held = self._held, ""
-        return text + held
+        rest, self._held = self._held, ""
+        return text + rest
 
     def fork(self) -> Self:
         other = copy.copy(self)

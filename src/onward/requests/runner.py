@@ -94,10 +94,10 @@ class Runner:
             cache = model.new_cache(len(batch.rows), padded_length(longest, model))
         shares = options.rows > 1 and isinstance(cache, CompactableCache)
         copies = 1 if shares else options.rows
-        held = 0 if turn is None else turn.kept
-        pending = [request.prompt[held:] for request in requests for _ in range(copies)]
+        cached = 0 if turn is None else turn.kept
+        pending = [request.prompt[cached:] for request in requests for _ in range(copies)]
         shared = cache.first_rows(len(requests)) if shares else cache
-        state = DecodeState.start(pending, shared, model.device, held, compact=own)
+        state = DecodeState.start(pending, shared, model.device, cached, compact=own)
         collector = None
         if options.prompt_logprobs is not None:
             collector = PromptLogprobs(pending, options.prompt_logprobs)

@@ -48,13 +48,15 @@ def score_texts(run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int)
         if len(ids) < 2:
             raise RequestError(f"a text to score must have 2 ids at least, one to predict another from; got {ids}")
     scores: dict[int, Score] = {}
-    by_length = sorted(range(len(texts)), key=lambda at: len(texts[at]), reverse=True)
+    by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
     while by_length:
         rows = max(1, min(_MOST_ROWS, _MOST_TOKENS // len(texts[by_length[0]])))
-        together, by_length = by_length[:rows], by_length[rows:]
-        found = _logprobs(run, [texts[at] for at in together], top, chunk)
-        scores.update((at, Score(texts[at], logprobs)) for at, logprobs in zip(together, found, strict=True))
-    return [scores[at] for at in range(len(texts))]
+        batch, by_length = by_length[:rows], by_length[rows:]
+        batch_logprobs = _logprobs(run, [texts[index] for index in batch], top, chunk)
+        scores.update(
+            (index, Score(texts[index], logprobs)) for index, logprobs in zip(batch, batch_logprobs, strict=True)
+        )
+    return [scores[index] for index in range(len(texts))]
 
 
 def score_in_windows(

@@ -83,13 +83,14 @@ class _ModelDrafts:
         if not any(state.live):
             self._state = state
             return None
-        held = [self._held(rows[owner]) if live else 0 for owner, live in zip(state.owners, state.live, strict=True)]
+        owners_live = list(zip(state.owners, state.live, strict=True))
+        offsets = [self._cached_length(rows[owner]) if live else 0 for owner, live in owners_live]
         pending = [
-            tuple(rows[owner].ids(begin)) if live else (0,)
-            for owner, live, begin in zip(state.owners, state.live, held, strict=True)
+            tuple(rows[owner].ids(offset)) if live else (0,)
+            for (owner, live), offset in zip(owners_live, offsets, strict=True)
         ]
         # A row that gets no more drafts needs nothing in the cache, so it may be written over from its beginning.
-        return state.advanced(tuple(pending), tuple(held), state.cache)
+        return state.advanced(tuple(pending), tuple(offsets), state.cache)
 
     def _first(self, owners: Sequence[int]) -> DecodeState | None:
         if not owners:
@@ -100,14 +101,14 @@ class _ModelDrafts:
             ((0,),) * count, (0,) * count, tuple(owners), (True,) * count, cache, self._model.device, True
         )
 
-    def _held(self, row: DraftRow) -> int:
+    def _cached_length(self, row: DraftRow) -> int:
         """How many ids of the row's text the cache holds."""
-        held = self._processed.get(row.owner, 0)
-        for drafted, accepted in zip(self._drafted.get(row.owner, [])[:-1], row.ids(held)[:-1], strict=False):
+        length = self._processed.get(row.owner, 0)
+        for drafted, accepted in zip(self._drafted.get(row.owner, [])[:-1], row.ids(length)[:-1], strict=False):
             if drafted != accepted:
                 break
-            held += 1
-        return held
+            length += 1
+        return length
 
     def _drafts(self, state: DecodeState, count: int) -> tuple[dict[int, list[int]], dict[int, Tensor] | None]:
         """Up to `count` ids for each live row; their distributions too, where the request asks for them."""

@@ -86,12 +86,14 @@ def test_the_draft_of_a_model_is_its_default_and_none_turns_it_off(demo):
 
 
 def test_a_speculator_is_kept_for_the_next_request(lm):
-    first = lm._with_draft({"draft": "suffix"})["draft"]
-    assert lm._with_draft({"draft": "suffix"})["draft"] is first
+    def speculator(draft):
+        return lm.request("A", draft=draft).options.draft
+
+    assert speculator("suffix") is speculator("suffix")
     model = tiny_model(seed=1)
-    assert lm._with_draft({"draft": model})["draft"] is lm._with_draft({"draft": model})["draft"]
+    assert speculator(model) is speculator(model)
     own = Speculator(PromptLookup())
-    assert lm._with_draft({"draft": own})["draft"] is own
+    assert speculator(own) is own
 
 
 def test_the_demo_draft_guesses_the_demo(demo):
@@ -169,7 +171,9 @@ def test_a_model_of_plain_functions_is_drafted():
 
 
 def test_speculation_is_part_of_the_json(tmp_path):
-    completion = LanguageModel(tiny_model(), ByteTokenizer()).generate("ab", draft="lookup", max_new_tokens=4)
+    lm = LanguageModel(tiny_model(), ByteTokenizer())
+    completion = lm.generate("ab", draft="lookup", max_new_tokens=4)
     from onward.cli.json_output import json_fields
 
-    assert json.loads(json.dumps(json_fields(completion)))["speculation"]["rounds"] >= 0
+    fields = json_fields(completion, lm.encode("ab"), lm.tokenizer)
+    assert json.loads(json.dumps(fields))["choices"][0]["speculation"]["rounds"] >= 0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onward.cache import length_of
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
+from onward.checks import check_whole, plain
 from onward.completion import Completion, Piece
 from onward.decoding import PrefixCache
 from onward.decoding.room import check_room
@@ -35,7 +36,6 @@ from onward.requests import (
     split_chat_options,
 )
 from onward.requests.request import as_list, check_top, checked_ids, needed_tokenizer
-from onward.sampling.params import check_whole, plain
 from onward.speculation import ModelDrafter, Speculator, check_same_tokens
 
 # An item of a list of prompts. A type variable, because lists are invariant: a list[str] is no list[Prompt].

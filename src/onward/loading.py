@@ -15,6 +15,7 @@ from huggingface_hub.utils.tqdm import tqdm
 from onward.checkpoint import CheckpointFolder, Tokenizer, find_folder, page_releaser, read_weights
 from onward.checkpoint.distributed import NameMapSource, is_distributed
 from onward.checkpoint.quantized import read_manifest, read_quantized
+from onward.checks import check_whole
 from onward.errors import CheckpointError, ConfigError, RequestError, warn
 from onward.language_model import LanguageModel
 from onward.models import (
@@ -31,7 +32,6 @@ from onward.models.decoder import Linear
 from onward.native import isa
 from onward.quantization import TensorReport, check_format, quantize_params
 from onward.requests import LOOKUPS, Draft, generation_defaults
-from onward.sampling.params import check_whole
 
 # A bar is drawn for what takes longer.
 _BAR_DELAY_S = 1.0

@@ -17,7 +17,9 @@ from transformers import (
 
 from onward import Sampler, SamplingParams
 from onward.sampling import History
-from onward.sampling.penalties import dry_penalties, ngram_ends, word_ends
+from onward.sampling.transforms.bad_words import word_ends
+from onward.sampling.transforms.dry import dry_penalties
+from onward.sampling.transforms.no_repeat_ngram import ngram_ends
 
 INF = math.inf
 VOCAB = 8

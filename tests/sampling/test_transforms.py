@@ -14,14 +14,12 @@ from transformers import (
 
 from onward import Sampler, SamplingParams
 from onward.sampling.noise import coins
-from onward.sampling.transforms import (
-    apply_min_p,
-    apply_temperature,
-    apply_top_k,
-    apply_top_p,
-    apply_typical_p,
-    apply_xtc,
-)
+from onward.sampling.transforms.min_p import apply_min_p
+from onward.sampling.transforms.temperature import apply_temperature
+from onward.sampling.transforms.top_k import apply_top_k
+from onward.sampling.transforms.top_p import apply_top_p
+from onward.sampling.transforms.typical_p import apply_typical_p
+from onward.sampling.transforms.xtc import apply_xtc
 
 FOUR = [0.4, 0.3, 0.2, 0.1]
 SHUFFLED = [0.1, 0.4, 0.2, 0.3]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.cache import length_of
+from onward.checks import as_tuple, check_whole, plain
 from onward.decoding.loop import decode_loop
 from onward.decoding.prompt import PromptIds, VocabularyCheck, prompt_ids
 from onward.decoding.row import Row
@@ -18,7 +19,6 @@ from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Forward, Model, Params, padded_length, reused_run
 from onward.sampling import Sampler, greedy
 from onward.sampling.draw import GREEDY
-from onward.sampling.params import as_tuple, check_whole, plain
 
 
 class _ModelsOwn:

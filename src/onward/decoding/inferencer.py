@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onward.cache import length_of
+from onward.checks import check_whole
 from onward.decoding.driver import positional
 from onward.decoding.loop import decode_loop
 from onward.decoding.row import Row
@@ -23,7 +24,6 @@ from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Model, ModelRun, reused_run
 from onward.models.contract import take_positions
 from onward.sampling import Sampler
-from onward.sampling.params import check_whole
 
 # float [B, V] -> int [B], such as `onward.greedy`; or a `Sampler`, which is also given the positions.
 SampleStrategy = Callable[[Tensor], Tensor] | Sampler

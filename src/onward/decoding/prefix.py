@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from onward.cache.positions import copy_positions, position_dims
+from onward.checks import check_whole
 from onward.decoding.loop import Emission
 from onward.errors import RequestError
 from onward.models import Cache, Model, padded_length
 from onward.models.weights_version import WeightsVersion
-from onward.sampling.params import check_whole
 
 
 class HeldCache(NamedTuple):

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onward.checks import check_whole, plain
 from onward.decoding.step import PickingRun
 from onward.errors import ProgramError, RequestError
 from onward.models import Cache
 from onward.program import Pick
-from onward.sampling.params import check_whole, plain
 
 # A list or a tuple, or one dimension of an array or a tensor of whole numbers.
 PromptIds = Sequence[int] | NDArray[np.integer] | Tensor

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onward.checks import check_whole
 from onward.decoding.loop import decode_loop
 from onward.decoding.room import check_room
 from onward.decoding.row import Row
@@ -16,7 +17,7 @@ from onward.decoding.step import DecodeStep, Picker
 from onward.errors import RequestError
 from onward.models import Model, padded_length, reused_run
 from onward.sampling import History, Sampler, SamplingParams
-from onward.sampling.params import UnseededOptionsDict, check_whole
+from onward.sampling.params import UnseededOptionsDict
 
 
 def generate(

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from onward.checks import check_whole
 from onward.errors import RequestError
 from onward.models.causal_lm import CausalLM, is_causal_lm
 from onward.models.contract import check_logits, logits_and_cache, take_positions
 from onward.models.module import ModuleCall, ModuleForward
 from onward.reprs import described, in_bytes
-from onward.sampling.params import check_whole
 
 CPU = torch.device("cpu")
 

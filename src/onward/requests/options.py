@@ -2,19 +2,20 @@
 
 import dataclasses
 import functools
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from onward.checkpoint import ChatTemplate, Tokenizer
+from onward.checks import as_tuple, check_whole, is_finite, plain
 from onward.decoding import StopWhen
 from onward.errors import RequestError
 from onward.models import Model
 from onward.option_names import check_option_names
 from onward.sampling import SamplingOptionsDict, SamplingParams
-from onward.sampling.params import as_tuple, check_whole, plain
+from onward.sampling.params import option_names as names_of
+from onward.sampling.transforms import Filter, transforms_of
 from onward.speculation import Drafter, Speculator
 
 
@@ -63,14 +64,10 @@ _TEMPLATE_VARIABLES = (
 
 # Options for drawing a token, each with the value that changes nothing. Beams take the likeliest texts and draw none.
 _OF_DRAWING: dict[str, Any] = {
-    "temperature": 0.0,
-    "seed": None,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "xtc_probability": 0.0,
-}
+    field.name: field.default
+    for filter in transforms_of(SamplingParams, Filter)
+    for field in dataclasses.fields(filter)
+} | {"seed": None}
 # Options that only beams use.
 _OF_BEAMS = ("length_penalty", "early_stopping")
 # Options of a whole call; the prompts of one call share them.
@@ -139,7 +136,7 @@ class GenerateOptions(SamplingParams):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), low=0)
         # With a larger penalty length^length_penalty would leave the range of a float for texts of a million tokens.
-        if not (_is_finite(self.length_penalty) and abs(self.length_penalty) <= 50):
+        if not (is_finite(self.length_penalty) and abs(self.length_penalty) <= 50):
             raise RequestError(f"length_penalty must be a number from -50 to 50; got {self.length_penalty!r}")
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise RequestError(f'early_stopping must be True, False or "never"; got {self.early_stopping!r}')
@@ -153,7 +150,7 @@ class GenerateOptions(SamplingParams):
             raise RequestError(f"stop must be non-empty strings; got {list(self.stop)!r}")
         if self.max_new_tokens is not None:
             self.check_length(self.max_new_tokens)
-        if self.time_limit is not None and not (_is_finite(self.time_limit) and self.time_limit > 0):
+        if self.time_limit is not None and not (is_finite(self.time_limit) and self.time_limit > 0):
             raise RequestError(f"time_limit must be a number of seconds above 0; got {self.time_limit!r}")
         if self.stop_when is not None and not callable(self.stop_when):
             raise RequestError(f"stop_when must be a function of (ids, text); got {self.stop_when!r}")
@@ -177,7 +174,7 @@ class GenerateOptions(SamplingParams):
             RequestError: an unknown option, a value outside its range, or options that contradict each other.
         """
         if (beams := options.get("beams", self.beams)) != 1 and self.beams == 1:
-            options = _OF_DRAWING | {"xtc_threshold": type(self).xtc_threshold} | options
+            options = _OF_DRAWING | options
         elif beams == 1 and self.beams != 1:
             options = {name: getattr(type(self), name) for name in _OF_BEAMS} | {"n": 1} | options
         if self.n > 1 and beams == 1 and plain(options.get("temperature", self.temperature)) == 0:
@@ -211,7 +208,7 @@ class GenerateOptions(SamplingParams):
 @functools.cache
 def option_names() -> tuple[str, ...]:
     """The name of every option of a request, `max_new_tokens` first."""
-    names = [field.name for field in dataclasses.fields(GenerateOptions)]
+    names = names_of(GenerateOptions)
     return ("max_new_tokens", *(name for name in names if name != "max_new_tokens"))
 
 
@@ -253,7 +250,3 @@ def shared_options(requests: Sequence[GenerateOptions]) -> GenerateOptions:
         if any(getattr(other, name) != getattr(first, name) for other in others):
             raise RequestError(f"the requests of one call must agree on {name}: make a call for each")
     return first
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onward.checkpoint import Tokenizer
+from onward.checks import check_whole, plain
 from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Model
 from onward.option_names import check_option_names
 from onward.reprs import brief_list
 from onward.requests.options import GenerateOptions, check_of_one_prompt, option_names
-from onward.sampling.params import check_whole, plain
 
 # Ids: a list or a tuple, or one dimension of an array or a tensor of whole numbers.
 Ids: TypeAlias = Sequence[int] | NDArray[Any] | Tensor

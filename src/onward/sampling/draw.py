@@ -9,7 +9,10 @@ from onward import ops
 from onward.native import Library
 from onward.ops.operators import DTYPES, usable_library
 from onward.sampling.noise import gumbel_noise
-from onward.sampling.transforms import apply_min_p, apply_temperature, apply_top_k, apply_top_p, lowest_score
+from onward.sampling.transforms.min_p import MinP, apply_min_p, lowest_score
+from onward.sampling.transforms.temperature import Temperature, apply_temperature
+from onward.sampling.transforms.top_k import TopK, apply_top_k
+from onward.sampling.transforms.top_p import TopP, apply_top_p
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -39,9 +42,11 @@ GREEDY = Greedy()
 class Draw:
     """Rows' temperatures, filters and seeds, tensors [B]; logits float [B, V] of any float dtype -> ids int64 [B].
 
+    filters: the transforms that it does, in their order.
     keys int64, the 64 bits of the seeds; temperature float32, 0 for greedy; top_k int64; top_p, min_p float32.
     """
 
+    filters = (Temperature, TopK, TopP, MinP)
     kernel, most_ids = "onward_sample", 2**22  # it sums the probabilities of so many ids in 64 bits
 
     def __init__(self, keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:

@@ -67,7 +67,7 @@ class History:
 
     @contextmanager
     def assuming(self, tokens: Sequence[int]) -> Iterator[None]:
-        """As it would be after `tokens`, for the positions of a draft; afterwards as it was."""
+        """As it would be after `tokens`, and what is appended to them meanwhile; afterwards as it was."""
         before = self.output_length
         self.extend(tokens)
         try:

@@ -16,9 +16,10 @@ from onward.reprs import brief_list
 from onward.sampling.adjustments import Adjustments
 from onward.sampling.draw import GREEDY, Draw, Greedy, greedy
 from onward.sampling.history import History
-from onward.sampling.noise import coins
 from onward.sampling.params import SamplingParams
-from onward.sampling.transforms import apply_typical_p, apply_xtc
+from onward.sampling.transforms import Columns, Draws, Filter, transforms_of
+from onward.sampling.transforms.temperature import Temperature
+from onward.sampling.transforms.transform import columns
 
 
 def fresh_seed() -> int:
@@ -52,12 +53,7 @@ class Sampler:
             min_p=self._column("min_p"),
         )
         self._all_greedy = all(row.temperature == 0 for row in rows)
-        # A greedy row's filters change nothing, not even where they would leave its likeliest id out.
-        self._typical_p = self._column("typical_p")
-        self._any_typical_p = any(row.typical_p < 1 for row in rows)
-        self._xtc_probability = self._column("xtc_probability")
-        self._xtc_threshold = self._column("xtc_threshold")
-        self._any_xtc = any(row.xtc_probability for row in rows)
+        self._filters = _filters(rows, device)
 
     def __repr__(self) -> str:
         return f"Sampler({brief_list(self._rows)})"
@@ -89,8 +85,8 @@ class Sampler:
         if self._all_greedy:
             return greedy(logits).view(positions.shape)
         flat = positions.reshape(-1)
-        if self._any_typical_p or self._any_xtc:
-            scores = self._filtered_further(draw.scores(logits), flat, draw, rows)
+        if self._filters:
+            scores = self._scores(logits, flat, draw, rows)
             # Greedy rows see no filter.
             logits = torch.where((draw.temperature == 0).unsqueeze(1), logits.to(torch.float32), scores)
             draw = draw.without_filters()
@@ -108,7 +104,7 @@ class Sampler:
         """
         shape = logits.shape
         flat, draw, rows = self._prepared(logits, histories, drafts)
-        return self._filtered_further(draw.scores(flat), positions, draw, rows).view(shape)
+        return self._scores(flat, positions, draw, rows).view(shape)
 
     def probabilities(self, logits: Tensor, positions: Tensor, histories: Sequence[History] | None = None) -> Tensor:
         """What each row draws from: float64 [B, V], of logits [B, V] and positions int [B].
@@ -127,7 +123,7 @@ class Sampler:
     @property
     def pick(self) -> Greedy | Draw | None:
         """The kernel that does all of it, for a program to call at its end; None where it takes more than one."""
-        if self._adjust.any or self._any_typical_p or self._any_xtc:
+        if self._adjust.any or self._filters:
             return None
         return GREEDY if self._all_greedy else self._draw
 
@@ -161,21 +157,28 @@ class Sampler:
         rows = torch.arange(batch, device=logits.device).repeat_interleave(several.shape[1])
         return flat, self._draw.take(rows), rows
 
-    def _filtered_further(self, scores: Tensor, positions: Tensor | None, draw: Draw, rows: Tensor | None) -> Tensor:
-        """The filters after min_p, which few ask for."""
-        if self._any_typical_p:
-            scores = apply_typical_p(scores, self._typical_p if rows is None else self._typical_p[rows])
-        if self._any_xtc:
-            if positions is None:
-                raise RequestError("XTC tosses its coin at a position: give positions")
-            probability, threshold = (
-                column if rows is None else column[rows] for column in (self._xtc_probability, self._xtc_threshold)
-            )
-            scores = apply_xtc(scores, threshold, coins(draw.keys, positions.reshape(-1)) < probability)
+    def _scores(self, logits: Tensor, positions: Tensor | None, draw: Draw, rows: Tensor | None) -> Tensor:
+        """Tempered and filtered logits, float32 [N, V]."""
+        if not self._filters:
+            return draw.scores(logits)
+        scores, draws = logits.to(torch.float32), Draws(draw.keys, positions)
+        for kind, options in self._filters:
+            of_rows = options if rows is None else {name: column[rows] for name, column in options.items()}
+            scores = kind.filter(scores, of_rows, draws)
         return scores
 
     def _column(self, name: str) -> Tensor:
         return torch.tensor([getattr(row, name) for row in self._rows], dtype=torch.float32, device=self._device)
+
+
+def _filters(rows: Sequence[SamplingParams], device: torch.device | None) -> list[tuple[type[Filter], Columns]]:
+    """The filters that rows ask for, with their options; none where `Draw` does all of it."""
+    kinds = dict.fromkeys(kind for of in {type(row): None for row in rows} for kind in transforms_of(of, Filter))
+    on = [kind for kind in kinds if any(isinstance(row, kind) and kind.is_on(row) for row in rows)]
+    if all(kind in Draw.filters for kind in on):
+        return []
+    # Scores are beside the row's best, as Temperature leaves them, in batches of greedy rows too.
+    return [(kind, columns(rows, kind, device)) for kind in kinds if kind is Temperature or kind in on]
 
 
 def sample(

@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from onward.checks import check_whole
 from onward.decoding import DecodeState, FilledCache, Inferencer, Picker, Row, decode_loop
 from onward.decoding.driver import positional
 from onward.decoding.inferencer import SampleStrategy
 from onward.errors import RequestError
 from onward.models import Model
 from onward.sampling import History, Sampler, greedy
-from onward.sampling.params import check_whole
 from onward.speculation.counts import Speculation
 from onward.speculation.model_drafter import ModelDrafter
 from onward.speculation.speculator import Speculator

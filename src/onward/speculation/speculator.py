@@ -6,13 +6,13 @@ from typing import Literal
 
 import torch
 
+from onward.checks import check_whole
 from onward.decoding import Picker, Row
 from onward.decoding.step import Run
 from onward.errors import RequestError
 from onward.models import Model
 from onward.reprs import described
 from onward.sampling import Sampler
-from onward.sampling.params import check_whole
 from onward.speculation.drafter import Drafter, DraftRequest
 from onward.speculation.drafters import ModelHolder, as_drafter
 from onward.speculation.pace import LENGTHS, Acceptance, Pace

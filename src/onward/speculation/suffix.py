@@ -6,7 +6,7 @@ It looks in the text itself and in the outputs of earlier requests.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from onward.sampling.params import check_whole
+from onward.checks import check_whole
 from onward.speculation.automaton import SuffixAutomaton
 from onward.speculation.drafter import DraftRequest, DraftRow, continued
 

@@ -1,0 +1,50 @@
+"""Checks of single values, as every option needs them."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from onward.errors import RequestError
+
+
+def check_whole(name: str, value: object, *, low: int) -> None:
+    """Raise `RequestError` unless `value` is an int (and no bool) of at least `low`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise RequestError(f"{name} must be a whole number of {low} or more; got {value!r}")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an int or a float, and no bool; NaN and infinities are numbers too."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
+
+
+# What almost every option is, told apart without asking torch's metaclass.
+PYTHONS_OWN = frozenset((int, float, bool, str, tuple, type(None)))
+_OTHERS = (np.generic, np.ndarray, Tensor)
+
+
+def plain(value: Any) -> Any:
+    """numpy's scalars, arrays and tensors as Python's numbers and lists; anything else as it is."""
+    if type(value) in PYTHONS_OWN:
+        return value
+    return value.tolist() if isinstance(value, _OTHERS) else value
+
+
+def as_tuple(name: str, value: object, single: type) -> tuple[Any, ...]:
+    """One or several, as a tuple.
+
+    Raises:
+        RequestError: neither a `single` nor an iterable.
+    """
+    if isinstance(value, single):
+        return (value,)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} must be one {single.__name__} or a list of them; got {value!r}")
+    return tuple(plain(item) for item in value)

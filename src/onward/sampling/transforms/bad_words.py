@@ -1,0 +1,72 @@
+"""Words that are never completed."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from torch import Tensor
+
+from onward.checks import as_tuple, check_whole, plain
+from onward.errors import RequestError
+from onward.sampling.history import History, Ids
+from onward.sampling.transforms.transform import Adjustment, Changes, Entries, ban
+
+
+class BadWordsDict(TypedDict, total=False):
+    bad_words: str | Sequence[str | Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadWords(Adjustment):
+    """bad_words: sequences of ids of which none is ever completed.
+
+    A text stands for its ids where there is a tokenizer.
+    """
+
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+
+    def check(self) -> None:
+        self._set("bad_words", tuple(_as_word(word) for word in as_tuple("bad_words", self.bad_words, str)))
+
+    def is_on(self) -> bool:
+        return bool(self.bad_words)
+
+    def changes(self, history: History) -> Changes:
+        return word_ends(history.ids, [word for word in self.bad_words if not isinstance(word, str)]), 0.0
+
+    def named_ids(self) -> Iterable[int]:
+        for word in self.bad_words:
+            if isinstance(word, str):
+                raise RequestError(f"bad_words holds the text {word!r}: a Sampler knows no tokenizer, give its ids")
+            yield from word
+
+    def can_ban(self) -> bool:
+        return True
+
+    @staticmethod
+    def adjust(logits: Tensor, entries: Entries) -> Tensor:
+        return ban(logits, entries)
+
+
+def word_ends(ids: Ids, words: Collection[tuple[int, ...]]) -> Ids:
+    """The ids that would complete one of `words`, sequences of ids: int64 [N], each once."""
+    found = [word[-1] for word in words if len(word) <= len(ids) + 1 and _ends_in(ids, word[:-1])]
+    return np.unique(np.array(found, dtype=np.int64))
+
+
+def _ends_in(ids: Ids, start: tuple[int, ...]) -> bool:
+    return not start or ids[-len(start) :].tolist() == list(start)
+
+
+def _as_word(word: object) -> str | tuple[int, ...]:
+    if isinstance(word, str) and word:
+        return word
+    if isinstance(word, str) or not isinstance(word, Iterable):
+        raise RequestError(f"bad_words must be non-empty texts or lists of ids; got {word!r}")
+    ids = tuple(plain(token) for token in word)
+    if not ids:
+        raise RequestError("bad_words must be non-empty texts or lists of ids; got an empty list")
+    for token in ids:
+        check_whole("bad_words: an id", token, low=0)
+    return ids

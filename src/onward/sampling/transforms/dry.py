@@ -1,0 +1,115 @@
+"""DRY: the longer a repetition, the less likely it goes on."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from torch import Tensor
+
+from onward.checks import as_tuple, check_whole, is_number
+from onward.errors import RequestError
+from onward.sampling.history import History, Ids
+from onward.sampling.transforms.transform import Adjustment, Changes, Entries, check_switch, shift
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class DryDict(TypedDict, total=False):
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_sequence_breakers: int | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dry(Adjustment):
+    """dry_multiplier, dry_base, dry_allowed_length, dry_sequence_breakers: "don't repeat yourself".
+
+    An id that would extend a repetition of n ids, n at least dry_allowed_length, loses dry_multiplier *
+    dry_base^(n - dry_allowed_length); repetitions do not reach across the breakers, which are ids. A multiplier of 0 is
+    off.
+    """
+
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_sequence_breakers: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        for name, low in (("dry_multiplier", 0), ("dry_base", 1)):
+            value = getattr(self, name)
+            if not (is_number(value) and low <= value < float("inf")):
+                raise RequestError(f"{name} must be a number of {low} or more; got {value!r}")
+        check_whole("dry_allowed_length", self.dry_allowed_length, low=1)
+        self._set("dry_sequence_breakers", as_tuple("dry_sequence_breakers", self.dry_sequence_breakers, int))
+        for token in self.dry_sequence_breakers:
+            check_whole("dry_sequence_breakers", token, low=0)
+        check_switch(self, Dry, "dry_multiplier")
+
+    def is_on(self) -> bool:
+        return self.dry_multiplier > 0
+
+    def changes(self, history: History) -> Changes:
+        costs = dry_penalties(
+            history.ids,
+            multiplier=self.dry_multiplier,
+            base=self.dry_base,
+            allowed_length=self.dry_allowed_length,
+            breakers=self.dry_sequence_breakers,
+        )
+        return np.array(list(costs), dtype=np.int64), [-cost for cost in costs.values()]
+
+    @staticmethod
+    def adjust(logits: Tensor, entries: Entries) -> Tensor:
+        return shift(logits, entries)
+
+
+def dry_penalties(
+    ids: Ids, *, multiplier: float, base: float, allowed_length: int, breakers: Collection[int] = ()
+) -> dict[int, float]:
+    """ "Don't repeat yourself": id -> what is to be subtracted from its logit.
+
+    An id that would extend a repetition costs multiplier * base^(n - allowed_length), where n is the length of the
+    longest end of `ids` that occurred before right in front of that id; less than `allowed_length` costs nothing.
+    A repetition does not reach across a breaker, and a breaker costs nothing itself. (P. E. Weidmann,
+    text-generation-webui pull request 5677; llama.cpp's `dry` sampler does the same.) No cost is above the largest
+    float32.
+    """
+    if len(ids) < 2 or int(ids[-1]) in breakers:
+        return {}
+    longest: dict[int, int] = {}
+    most = _longest_that_matters(multiplier, base, allowed_length, len(ids))
+    # Where the last id occurred before; then, one id further back at a time, where the rest fits too.
+    ends, length = np.flatnonzero(ids[:-1] == ids[-1]), 1
+    while len(ends):
+        # Longer ones are found later and take the place of shorter ones; those that get no longer are noted here.
+        before = ids[-1 - length] if length < most else None
+        if before is None or int(before) in breakers:
+            goes_on = np.zeros(len(ends), dtype=bool)
+        else:
+            goes_on = (ends >= length) & (ids[ends - length] == before)
+        if length >= allowed_length:
+            longest.update(dict.fromkeys(ids[ends[~goes_on] + 1].tolist(), length))
+        ends, length = ends[goes_on], length + 1
+    return {
+        token: _power(multiplier, base, length - allowed_length)
+        for token, length in longest.items()
+        if token not in breakers
+    }
+
+
+def _longest_that_matters(multiplier: float, base: float, allowed_length: int, length: int) -> int:
+    """Where the penalty grows no further: repetitions need not be followed beyond."""
+    if base == 1:
+        return min(allowed_length, length)
+    steps = math.log(_FLOAT32_MAX) - math.log(multiplier)
+    return min(allowed_length + 1 + max(0, math.ceil(steps / math.log(base))), length)
+
+
+def _power(multiplier: float, base: float, exponent: int) -> float:
+    try:
+        return min(multiplier * base**exponent, _FLOAT32_MAX)
+    except OverflowError:
+        return _FLOAT32_MAX

@@ -1,0 +1,50 @@
+"""Min-p: ids not too far below the likeliest."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from onward.checks import is_number
+from onward.errors import RequestError
+from onward.sampling.arithmetic import logarithm
+from onward.sampling.transforms.transform import Columns, Draws, Filter
+
+
+class MinPDict(TypedDict, total=False):
+    min_p: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinP(Filter):
+    """min_p: keep ids at least min_p times as likely as the likeliest, in [0, 1]."""
+
+    min_p: float = 0.0
+
+    def check(self) -> None:
+        if not (is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise RequestError(f"min_p must be in [0, 1]; got {self.min_p!r}")
+
+    def is_on(self) -> bool:
+        return self.min_p > 0
+
+    @staticmethod
+    def filter(scores: Tensor, options: Columns, draws: Draws) -> Tensor:
+        return apply_min_p(scores, options["min_p"])
+
+
+def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Keep ids at least min_p times as likely as the row's likeliest; min_p float32 [B] in [0, 1].
+
+    (Nguyen et al., arXiv 2407.01082)
+    """
+    floor = logits.amax(-1, keepdim=True) + lowest_score(min_p).unsqueeze(1)
+    return logits.masked_fill(logits < floor, float("-inf"))
+
+
+def lowest_score(min_p: Tensor) -> Tensor:
+    """p >= min_p * p_max, in logits: how far below the best an id may lie. float32 [B]; -inf for 0, all may."""
+    # float32's least value stands in for 0, which has no logarithm.
+    logs = logarithm(min_p.to(torch.float64).clamp(min=1e-45)).to(torch.float32)
+    return torch.where(min_p > 0, logs, float("-inf"))

@@ -1,0 +1,52 @@
+"""No n-gram twice."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from torch import Tensor
+
+from onward.checks import check_whole
+from onward.sampling.history import History, Ids
+from onward.sampling.transforms.transform import Adjustment, Changes, Entries, ban
+
+
+class NoRepeatNgramDict(TypedDict, total=False):
+    no_repeat_ngram_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoRepeatNgram(Adjustment):
+    """no_repeat_ngram_size: no n ids in a row occur twice in prompt and output; 0 is off."""
+
+    no_repeat_ngram_size: int = 0
+
+    def check(self) -> None:
+        check_whole("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0)
+
+    def is_on(self) -> bool:
+        return self.no_repeat_ngram_size > 0
+
+    def changes(self, history: History) -> Changes:
+        return ngram_ends(history.ids, self.no_repeat_ngram_size), 0.0
+
+    def can_ban(self) -> bool:
+        return True
+
+    @staticmethod
+    def adjust(logits: Tensor, entries: Entries) -> Tensor:
+        return ban(logits, entries)
+
+
+def ngram_ends(ids: Ids, size: int) -> Ids:
+    """The ids that would make the last `size` ids of a row ones that it had before, sorted: int64 [N].
+
+    (`no_repeat_ngram_size` of Paulus et al., arXiv 1705.04304, and of transformers)
+    """
+    starts = len(ids) - size + 1  # of the n-grams there are
+    if starts < 1:
+        return ids[:0]
+    again = np.ones(starts, dtype=bool)
+    for place in range(size - 1):
+        again &= ids[place : place + starts] == ids[starts + place]
+    return np.unique(ids[size - 1 :][again])

@@ -1,0 +1,58 @@
+"""Top-p: the nucleus."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from onward.checks import is_number
+from onward.errors import RequestError
+from onward.sampling.arithmetic import units
+from onward.sampling.transforms.probabilities import Probabilities, last_needed
+from onward.sampling.transforms.transform import Columns, Draws, Filter
+
+# Most nuclei are narrow: look among this many of the likeliest ids before sorting the whole vocabulary.
+_NUCLEUS_GUESS = 1024
+
+
+class TopPDict(TypedDict, total=False):
+    top_p: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopP(Filter):
+    """top_p: keep the smallest set of most likely ids whose probability reaches top_p, in (0, 1]; the id that crosses
+    the threshold is kept, and ids that tie with it.
+    """
+
+    top_p: float = 1.0
+
+    def check(self) -> None:
+        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise RequestError(
+                f"top_p must be in (0, 1]; got {self.top_p!r} (for the most likely token alone, use top_k=1)"
+            )
+
+    def is_on(self) -> bool:
+        return self.top_p < 1
+
+    @staticmethod
+    def filter(scores: Tensor, options: Columns, draws: Draws) -> Tensor:
+        return apply_top_p(scores, options["top_p"])
+
+
+def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the smallest set of likeliest ids whose probabilities sum to at least top_p; top_p float32 [B] in (0, 1].
+
+    The id that crosses the threshold is kept, so at least one is. (Holtzman et al., arXiv 1904.09751)
+    """
+    if bool((top_p >= 1).all()):
+        return logits
+    row = Probabilities.of(logits)
+    wanted = top_p.to(torch.float64) * row.total
+    ordered = row.relative.topk(min(_NUCLEUS_GUESS, logits.shape[-1]), dim=-1).values
+    if bool((units(ordered).sum(-1).to(torch.float64) < wanted).any()):
+        ordered = row.relative.sort(dim=-1, descending=True).values
+    threshold = last_needed(ordered, units(ordered), wanted)
+    return row.without(logits, row.relative < threshold, top_p < 1)

@@ -1,0 +1,53 @@
+"""Typical sampling: ids whose surprise is about what is to be expected."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from onward.checks import is_number
+from onward.errors import RequestError
+from onward.sampling.arithmetic import units
+from onward.sampling.transforms.probabilities import Probabilities, last_needed
+from onward.sampling.transforms.transform import Columns, Draws, Filter
+
+
+class TypicalPDict(TypedDict, total=False):
+    typical_p: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypicalP(Filter):
+    """typical_p: keep the smallest set of ids of most typical surprise whose probability reaches
+    typical_p, in (0, 1]."""
+
+    typical_p: float = 1.0
+
+    def check(self) -> None:
+        if not (is_number(self.typical_p) and 0 < self.typical_p <= 1):
+            raise RequestError(f"typical_p must be in (0, 1]; got {self.typical_p!r}")
+
+    def is_on(self) -> bool:
+        return self.typical_p < 1
+
+    @staticmethod
+    def filter(scores: Tensor, options: Columns, draws: Draws) -> Tensor:
+        return apply_typical_p(scores, options["typical_p"])
+
+
+def apply_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
+    """Keep the smallest set of most typical ids whose probabilities sum to at least typical_p, float32 [B] in (0, 1].
+
+    The typical ids are those whose surprise -log p is nearest to its mean, the entropy; the one that crosses the
+    threshold is kept, and ids as typical as it. (Meister et al., arXiv 2202.00666)
+    """
+    if bool((typical_p >= 1).all()):
+        return logits
+    row = Probabilities.of(logits)
+    surprise = -row.scores  # less that of the likeliest id, which drops out of the difference
+    mean = units(row.relative * surprise.clamp(max=40.0)).sum(-1).to(torch.float64) / row.total
+    distance = (surprise.to(torch.float64) - mean.unsqueeze(1)).abs()
+    ordered, order = distance.sort(dim=-1)
+    threshold = last_needed(ordered, row.units.gather(1, order), typical_p.to(torch.float64) * row.total)
+    return row.without(logits, distance > threshold, typical_p < 1)

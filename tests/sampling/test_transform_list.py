@@ -1,0 +1,165 @@
+"""The transforms that `SamplingParams` lists are what everything else follows."""
+
+import dataclasses
+import importlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from onward import Sampler, SamplingParams
+from onward.errors import RequestError
+from onward.requests import generation_config
+from onward.sampling import History
+from onward.sampling.draw import Draw
+from onward.sampling.params import UnseededOptionsDict, option_names
+from onward.sampling.transforms import Adjustment, Filter, ban, transforms_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+ADJUSTMENTS, FILTERS = transforms_of(SamplingParams, Adjustment), transforms_of(SamplingParams, Filter)
+TRANSFORMS = [*ADJUSTMENTS, *FILTERS]
+
+
+def options_of(transform) -> list[str]:
+    return [field.name for field in dataclasses.fields(transform)]
+
+
+OPTIONS = [name for transform in TRANSFORMS for name in options_of(transform)]
+
+
+def test_every_option_but_the_seed_is_of_one_transform():
+    assert sorted([*OPTIONS, "seed"]) == sorted(options_of(SamplingParams))
+    assert sorted(option_names(SamplingParams)) == sorted(options_of(SamplingParams))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_the_defaults_are_neutral(transform):
+    assert not transform.is_on(SamplingParams())
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_editors_see_the_options(transform):
+    typed = getattr(importlib.import_module(transform.__module__), f"{transform.__name__}Dict")
+    assert list(typed.__annotations__) == options_of(transform)
+    assert set(typed.__annotations__) <= set(UnseededOptionsDict.__annotations__)
+
+
+def test_the_table_of_the_docs_has_them_in_their_order():
+    page = (DOCS / "sampling.md").read_text(encoding="utf-8")
+    table = page[page.index("## The order") : page.index("Every filter sees")]
+    rows = [line.split("|")[3] for line in table.splitlines() if re.match(r"\| \d", line)]
+    assert re.findall(r"`(\w+)`", "".join(rows)) == OPTIONS
+
+
+def test_the_reference_has_them_in_their_order():
+    page = (DOCS / "reference" / "options.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: (onward\.sampling\.transforms\S+)", page, re.MULTILINE)
+    assert listed == [f"{transform.__module__}.{transform.__name__}" for transform in TRANSFORMS]
+
+
+def test_the_kernel_does_neighbouring_filters_in_their_order():
+    first = FILTERS.index(Draw.filters[0])
+    assert tuple(FILTERS[first : first + len(Draw.filters)]) == Draw.filters
+
+
+def test_no_option_that_transformers_has_too_is_left_out_of_a_checkpoints_defaults():
+    shared = set(vars(transformers.GenerationConfig())) & set(options_of(SamplingParams))
+    served = {*generation_config._ALWAYS, *generation_config._OF_SAMPLING}
+    assert len(shared) >= 8
+    assert shared <= served
+
+
+class Counted(History):
+    appended = 0
+
+    def append(self, token: int) -> None:
+        self.appended += 1
+        super().append(token)
+
+
+def test_a_draft_is_walked_once():
+    history, draft = Counted([1, 2]), [3] * 40
+    sampler = Sampler([SamplingParams(repetition_penalty=1.1)])
+    sampler(torch.randn(1, 41, 8), torch.arange(2, 43)[None], [history], [draft])
+    assert history.appended == len(draft)
+    assert history.ids.tolist() == [1, 2]
+
+
+# ── transforms of one's own ───────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternate(Adjustment):
+    """alternate: whether the last id is banned."""
+
+    alternate: bool = False
+
+    def check(self):
+        if not isinstance(self.alternate, bool):
+            raise RequestError("alternate must be True or False")
+
+    def is_on(self):
+        return self.alternate
+
+    def changes(self, history):
+        return history.ids[-1:], 0.0
+
+    @staticmethod
+    def adjust(logits, entries):
+        return ban(logits, entries)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coarse(Filter):
+    """step: scores in whole steps."""
+
+    step: float = 0.0
+
+    def check(self):
+        pass
+
+    def is_on(self):
+        return self.step > 0
+
+    @staticmethod
+    def filter(scores, options, draws):
+        step = options["step"].unsqueeze(1)
+        return torch.where(step > 0, (scores / step).floor() * step, scores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params(SamplingParams, Alternate, Coarse):
+    """Onward's and these two."""
+
+
+def test_an_adjustment_of_ones_own_acts_in_greedy_rows_and_drafts():
+    sampler = Sampler([Params(alternate=True)])
+    assert sampler.needs_history
+    logits = torch.tensor([[[1.0, 3.0, 2.0], [1.0, 3.0, 2.0]]])
+    assert sampler(logits, torch.tensor([[1, 2]]), [History([1])], [[0]]).tolist() == [[2, 1]]
+    with pytest.raises(RequestError, match="alternate must be"):
+        Params(alternate="yes")
+
+
+def test_a_filter_of_ones_own_sees_what_the_others_left():
+    sampler = Sampler([Params(temperature=0.5, top_k=2, step=3.0, seed=1)])
+    assert sampler.pick is None
+    scores = sampler.scores(torch.tensor([[2.0, 1.0, 0.0]]))
+    assert scores.tolist() == [[0.0, -3.0, float("-inf")]]  # -2 at temperature 0.5, in steps of 3
+
+
+def test_rows_without_it_are_what_they_are_alone():
+    torch.manual_seed(0)
+    logits, positions = torch.randn(3, 50), torch.tensor([4, 5, 6])
+    histories = [History([1, 2]), History([3]), History([4])]
+    plain = SamplingParams(temperature=0.7, top_p=0.8, repetition_penalty=1.3, seed=5)
+    rows = [plain, Params(temperature=1.0, step=2.0, alternate=True, seed=6), SamplingParams()]
+    sampler = Sampler(rows)
+    for row, params in enumerate(rows):
+        of_row = logits[row : row + 1], positions[row : row + 1], [histories[row]]
+        alone = Sampler([params])
+        assert sampler(logits, positions, histories)[row] == alone(*of_row)[0]
+        assert torch.equal(sampler.scores(logits, positions, histories)[row], alone.scores(*of_row)[0])

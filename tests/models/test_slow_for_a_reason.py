@@ -60,6 +60,16 @@ def test_a_second_forward_is_not_lost_behind_the_first():
     assert len(set(messages)) == len(messages) == 2
 
 
+def test_a_forward_that_is_wrong_is_not_called_slow():
+    def bare_logits(tokens, offsets, cache, params):
+        return torch.zeros(*tokens.shape, 8)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(errors.RequestError, match="must return"):
+            onward.decode(bare_logits, cache={}, params={}, first_token=3, max_new_tokens=3)
+
+
 def test_who_asks_for_eager_hears_nothing():
     onward.LanguageModel(untraceable(), compile="eager").generate([1], max_new_tokens=2)
 

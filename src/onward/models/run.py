@@ -54,7 +54,8 @@ class ModelRun:
             try:
                 return self._compiled(cache).picked(tokens, offsets, cache, pick, positions)
             except TraceError as error:
-                self._refuse(error)
+                logits, cache = self._refused(error, tokens, offsets, cache, None)
+                return logits, None, cache
         logits, cache = self.model(tokens, offsets, cache, None)
         return logits, None, cache
 
@@ -77,8 +78,17 @@ class ModelRun:
             forward = partial(_without_params, program)
             return run_plain(forward, None, tokens, offsets, cache, logits_at)
         except TraceError as error:  # for another shape of tokens the forward may take another path
-            self._refuse(error)
-            return self.model(tokens, offsets, cache, logits_at)
+            return self._refused(error, tokens, offsets, cache, logits_at)
+
+    def _refused(
+        self, error: ProgramError, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None
+    ) -> tuple[Tensor, Cache]:
+        """Call a forward that cannot be traced. What is wrong with the forward itself is raised before any warning."""
+        if self.compile != "auto":
+            raise error
+        result = self.model(tokens, offsets, cache, logits_at)
+        self._refuse(error)
+        return result
 
     def _compiled(self, cache: Cache) -> Program:
         if self._program is None:

@@ -9,8 +9,9 @@ from command_line import Cli
 @pytest.mark.parametrize("draft", ["demo-draft", "lookup", "suffix"])
 def test_a_drafted_text_is_the_text(cli: Cli, draft: str) -> None:
     command = ("generate", "Once upon a time", "--seed", "3", "-n", "30", "--json")
-    plain, drafted = json.loads(cli(*command).out), json.loads(cli(*command, "--draft", draft).out)
-    assert drafted["token_ids"] == plain["token_ids"]
+    (plain,) = json.loads(cli(*command).out)["choices"]
+    (drafted,) = json.loads(cli(*command, "--draft", draft).out)["choices"]
+    assert [token["id"] for token in drafted["tokens"]] == [token["id"] for token in plain["tokens"]]
     assert plain["speculation"] is None
     assert set(drafted["speculation"]) == {"drafted", "accepted", "rounds"}
 

@@ -101,21 +101,12 @@ $(VENV)/.installed: $(INSTALLED_FROM) | $(VENV)/bin/python
 	@$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "installing the development tools …"
-	@$(PIP) --editable '.[dev]'
-	@touch $@
-
-# The extra's own packages: the package itself, whose kernels would be compiled again, is there.
-$(VENV)/.installed-docs: $(VENV)/.installed
-	@echo "installing what builds the site …"
-	@$(PIP) $$($(BIN)/python -c 'import tomllib; \
-		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
-	@touch $@
-
-$(VENV)/.installed-release: $(VENV)/.installed
-	@echo "installing what builds and checks a release …"
-	@$(PIP) --editable '.[release]'
+# An extra's own packages: the package itself is there, and its kernels would be compiled again.
+$(VENV)/.installed-%: $(VENV)/.installed
+	@echo "installing what pyproject.toml lists under $* …"
+	@mkdir -p build && $(BIN)/python -c 'import sys, tomllib; \
+		extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+		print(*extras[sys.argv[1]], sep="\n")' $* >build/$*.txt && $(PIP) --requirement build/$*.txt
 	@touch $@
 
 # Each file lists all of an environment, so pip has nothing to choose: openvino's would else bring a torchvision that

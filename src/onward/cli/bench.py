@@ -55,8 +55,8 @@ def bench(
     }
     reports = {"token": token, "prompt": prompt} if profile else {}
     if as_json:
-        found = as_object(sections) | {f"{name}_profile": _as_rows(report) for name, report in reports.items()}
-        typer.echo(json.dumps(found, ensure_ascii=False).encode())
+        measurements = as_object(sections) | {f"{name}_profile": _as_rows(report) for name, report in reports.items()}
+        typer.echo(json.dumps(measurements, ensure_ascii=False).encode())
         return
     width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
     for line in as_lines(sections, width):

@@ -89,11 +89,11 @@ def _conversation(file: Path, messages: list[dict[str, str]]) -> Conversation:
     has_system = bool(messages) and messages[0]["role"] == "system"
     said = messages[has_system:]
     for place, message in enumerate(said):
-        wanted = "assistant" if place % 2 else "user"
-        if message["role"] != wanted:
+        expected = "assistant" if place % 2 else "user"
+        if message["role"] != expected:
             raise RequestError(
                 f"{str(file)!r}: message {place + 1 + has_system} is of role {message['role']!r} where "
-                f"{wanted!r} was expected: a chat is user and assistant in turn, after one system message at most"
+                f"{expected!r} was expected: a chat is user and assistant in turn, after one system message at most"
             )
     if len(said) % 2:
         raise RequestError(f"{str(file)!r}: the last message has no answer")

@@ -134,10 +134,10 @@ def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> d
     """
     with waiting("starting …"):  # the first import of torch takes a second
         from onward import GenerateOptions
-    given = _given(sampling) | ({} if texts is None else _given(texts))
+    options = _given(sampling) | ({} if texts is None else _given(texts))
     # A checkpoint's defaults may sample; they are not known yet.
-    GenerateOptions(**({} if given.get("beams", 1) > 1 else {"temperature": 1.0}) | given)
-    return given
+    GenerateOptions(**({} if options.get("beams", 1) > 1 else {"temperature": 1.0}) | options)
+    return options
 
 
 def _given(flags: Any) -> dict[str, Any]:
@@ -267,10 +267,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {p.name: p.annotation for p in parameters if dataclasses.is_dataclass(p.annotation)}
 
     @wraps(command)
-    def flat(**given: Any) -> None:
+    def flat(**arguments: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        command(**given)
+            arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
+        command(**arguments)
 
     seen: list[inspect.Parameter] = []
     for parameter in parameters:

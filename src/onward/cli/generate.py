@@ -70,7 +70,7 @@ def generate(
     if batch < 1:
         raise RequestError(f"--batch must be 1 or more; got {batch}")
     text = "" if jsonl is not None else read_prompt(prompt, file)
-    given = parse_ids(text) if ids else text
+    continued = parse_ids(text) if ids else text
     options = options_of(sampling, texts)
     if not (as_json or jsonl is not None) and (texts.logprobs is not None or texts.prompt_logprobs is not None):
         raise RequestError("logprobs are part of what --json prints: add it")
@@ -82,7 +82,7 @@ def generate(
         if not generate_lines(jsonl, LinePrompts(lm, options, variables, chat, system), batch):
             raise typer.Exit(2)
         return
-    start = lm.chat_prompt(_messages(text, system), variables) if chat else given
+    start = lm.chat_prompt(_messages(text, system), variables) if chat else continued
     as_ids = ids or lm.tokenizer is None
     if not as_json and lm.defaults.replace(**options).rows == 1:
         _print_stream(lm.stream(start, **options), as_ids=as_ids)

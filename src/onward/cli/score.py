@@ -38,17 +38,17 @@ def score(
     one before, score what is new in them: every token once, given at least
     context - N tokens before it. A smaller N is nearer the truth and slower.
     """
-    given = read_prompt(text, file)
-    prompt = parse_ids(given) if ids else given
+    written = read_prompt(text, file)
+    prompt = parse_ids(written) if ids else written
     lm = load_model(model)
     with waiting("scoring …"):
-        found = lm.score(prompt, stride=stride)
-    assert not isinstance(found, list)
-    scored = len(found.token_ids) - 1
+        score = lm.score(prompt, stride=stride)
+    assert not isinstance(score, list)
+    scored = len(score.token_ids) - 1
     if as_json:
-        numbers = {"perplexity": finite(found.perplexity), "log_likelihood": finite(found.log_likelihood)}
+        numbers = {"perplexity": finite(score.perplexity), "log_likelihood": finite(score.log_likelihood)}
         typer.echo(json.dumps(numbers | {"tokens": scored}))
     else:
         typer.echo(
-            f"perplexity {found.perplexity:.6g} · log-likelihood {found.log_likelihood:.6g} · {count(scored, 'token')}"
+            f"perplexity {score.perplexity:.6g} · log-likelihood {score.log_likelihood:.6g} · {count(scored, 'token')}"
         )

@@ -66,8 +66,8 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     """[N, V] -> int64 [N, count]. torch.topk orders ties as it likes: here the lower id comes first."""
     if count == 0:
         return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
-    found = []
+    top_ids = []
     for row, least in zip(logits, logits.topk(count).values[:, -1], strict=True):
         ids = torch.nonzero(~(row < least)).squeeze(1)  # in order; NaN counts as large
-        found.append(ids[row[ids].sort(descending=True, stable=True).indices[:count]])
-    return torch.stack(found)
+        top_ids.append(ids[row[ids].sort(descending=True, stable=True).indices[:count]])
+    return torch.stack(top_ids)

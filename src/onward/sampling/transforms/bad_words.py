@@ -51,8 +51,8 @@ class BadWords(Adjustment):
 
 def word_ends(ids: Ids, words: Collection[tuple[int, ...]]) -> Ids:
     """The ids that would complete one of `words`, sequences of ids: int64 [N], each once."""
-    found = [word[-1] for word in words if len(word) <= len(ids) + 1 and _ends_in(ids, word[:-1])]
-    return np.unique(np.array(found, dtype=np.int64))
+    last_ids = [word[-1] for word in words if len(word) <= len(ids) + 1 and _ends_in(ids, word[:-1])]
+    return np.unique(np.array(last_ids, dtype=np.int64))
 
 
 def _ends_in(ids: Ids, start: tuple[int, ...]) -> bool:

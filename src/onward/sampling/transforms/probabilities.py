@@ -35,8 +35,8 @@ class Probabilities(NamedTuple):
         return logits.masked_fill(dropped & rows.unsqueeze(1) & self.sound, float("-inf"))
 
 
-def last_needed(ordered: Tensor, counted: Tensor, wanted: Tensor) -> Tensor:
-    """The last [B, 1] of `ordered` before which less than `wanted` [B] was counted; the first at least."""
+def last_needed(ordered: Tensor, counted: Tensor, mass: Tensor) -> Tensor:
+    """The last [B, 1] of `ordered` before which less than `mass` [B] was counted; the first at least."""
     before = counted.cumsum(-1) - counted
-    needed = (before.to(torch.float64) < wanted.unsqueeze(1)).sum(-1, keepdim=True).clamp(min=1)
+    needed = (before.to(torch.float64) < mass.unsqueeze(1)).sum(-1, keepdim=True).clamp(min=1)
     return ordered.gather(1, needed - 1)

@@ -50,9 +50,9 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     if bool((top_p >= 1).all()):
         return logits
     row = Probabilities.of(logits)
-    wanted = top_p.to(torch.float64) * row.total
+    mass = top_p.to(torch.float64) * row.total
     ordered = row.relative.topk(min(_NUCLEUS_GUESS, logits.shape[-1]), dim=-1).values
-    if bool((units(ordered).sum(-1).to(torch.float64) < wanted).any()):
+    if bool((units(ordered).sum(-1).to(torch.float64) < mass).any()):
         ordered = row.relative.sort(dim=-1, descending=True).values
-    threshold = last_needed(ordered, units(ordered), wanted)
+    threshold = last_needed(ordered, units(ordered), mass)
     return row.without(logits, row.relative < threshold, top_p < 1)

@@ -37,6 +37,11 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, _OTHERS) else value
 
 
+def plain_items(values: Iterable[Any]) -> list[Any]:
+    """An array or a tensor of one dimension, or an iterable whose items may be numpy's or torch's, as a list."""
+    return [plain(item) for item in plain(values)]
+
+
 def as_tuple(name: str, value: object, single: type) -> tuple[Any, ...]:
     """One or several, as a tuple.
 
@@ -47,4 +52,4 @@ def as_tuple(name: str, value: object, single: type) -> tuple[Any, ...]:
         return (value,)
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise RequestError(f"{name} must be one {single.__name__} or a list of them; got {value!r}")
-    return tuple(plain(item) for item in value)
+    return tuple(plain_items(value))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onward.cache import length_of
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
-from onward.checks import check_whole, plain
+from onward.checks import check_whole, plain, plain_items
 from onward.completion import Completion, Piece
 from onward.decoding import PrefixCache
 from onward.decoding.room import check_room
@@ -346,4 +346,4 @@ class LanguageModel:
 
     def decode(self, ids: Ids) -> str:
         """The text of ids, without special tokens."""
-        return needed_tokenizer(self.tokenizer, "text").decode([plain(token) for token in plain(ids)])
+        return needed_tokenizer(self.tokenizer, "text").decode(plain_items(ids))

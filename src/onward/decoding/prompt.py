@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onward.checks import check_whole, plain
+from onward.checks import check_whole, plain, plain_items
 from onward.decoding.step import PickingRun
 from onward.errors import ProgramError, RequestError
 from onward.models import Cache
@@ -31,7 +31,7 @@ def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
         raise RequestError(f"{name} must be a list of ids, or one dimension of a tensor or array; got {prompt!r}")
     if not listed:
         raise RequestError(f"{name} must hold one id at least; got none")
-    ids = [plain(token) for token in listed]
+    ids = plain_items(listed)
     for token in ids:
         check_whole(f"{name}: an id", token, low=0)
     return ids

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import ConfigError, RequestError, warn
-from onward.requests.options import GenerateOptions
+from onward.requests.options import OF_BEAMS, GenerateOptions
 
 FILE = "generation_config.json"
 
@@ -22,7 +22,6 @@ _ALWAYS = {
     "repetition_penalty": "repetition_penalty",
     "no_repeat_ngram_size": "no_repeat_ngram_size",
 }
-_OF_BEAMS = ("length_penalty", "early_stopping")
 # With the values that transformers gives to those that are absent.
 _OF_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 
@@ -76,7 +75,7 @@ def generation_defaults(
     options: dict[str, Any] = {"eos": eos, "beams": beams}
     options |= {option: fields[name] for name, option in _ALWAYS.items() if name in fields}
     if searches:
-        options |= {name: fields[name] for name in _OF_BEAMS if name in fields}
+        options |= {name: fields[name] for name in OF_BEAMS if name in fields}
     elif do_sample:
         options |= {name: fields.get(name, default) for name, default in _OF_SAMPLING.items()}
     if searches or do_sample:

@@ -69,7 +69,7 @@ _OF_DRAWING: dict[str, Any] = {
     for field in dataclasses.fields(filter)
 } | {"seed": None}
 # Options that only beams use.
-_OF_BEAMS = ("length_penalty", "early_stopping")
+OF_BEAMS = ("length_penalty", "early_stopping")
 # Options of a whole call; the prompts of one call share them.
 _OF_CALL = (
     "n",
@@ -176,7 +176,7 @@ class GenerateOptions(SamplingParams):
         if (beams := options.get("beams", self.beams)) != 1 and self.beams == 1:
             options = _OF_DRAWING | options
         elif beams == 1 and self.beams != 1:
-            options = {name: getattr(type(self), name) for name in _OF_BEAMS} | {"n": 1} | options
+            options = {name: getattr(type(self), name) for name in OF_BEAMS} | {"n": 1} | options
         if self.n > 1 and beams == 1 and plain(options.get("temperature", self.temperature)) == 0:
             options = {"n": 1} | options
         most = plain(options.get("max_new_tokens"))
@@ -200,7 +200,7 @@ class GenerateOptions(SamplingParams):
             raise RequestError(
                 f"n={self.n} with temperature 0 is the same text {self.n} times: give a temperature above 0, or beams"
             )
-        changed = [name for name in _OF_BEAMS if getattr(self, name) != getattr(type(self), name)]
+        changed = [name for name in OF_BEAMS if getattr(self, name) != getattr(type(self), name)]
         if self.beams == 1 and changed:
             raise RequestError(f"{', '.join(changed)} would change nothing without a beam search: give beams=2 or more")
 

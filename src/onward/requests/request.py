@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onward.checkpoint import Tokenizer
-from onward.checks import check_whole, plain
+from onward.checks import check_whole, plain_items
 from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Model
@@ -206,7 +206,7 @@ def _as_ids(ids: Ids) -> list[int]:
             f"a prompt of ids has one dimension; got an array of shape {list(ids.shape)}: give a list of its rows, or "
             "use onward.generate for tensors [B, P]"
         )
-    listed = [plain(token) for token in plain(ids)]
+    listed = plain_items(ids)
     if not listed:
         raise RequestError("the prompt is an empty list of ids: give at least one")
     return listed

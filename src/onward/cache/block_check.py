@@ -1,0 +1,57 @@
+"""Whether the accounts of blocks add up: what `PagedSlots.check` asserts."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from onward.cache.block_pool import BlockPool
+from onward.cache.slot import Slot
+
+
+def check_pool(pool: BlockPool, held: Sequence[Sequence[int]]) -> None:
+    """Each block is free, cached or held, once; what can be found is ordered so that leaves are evicted first."""
+    holders = Counter(block for blocks in held for block in blocks)
+    assert pool.holders == [holders[block] for block in range(len(pool.holders))], "holders are counted wrong"
+    cached = [node.block for node in pool.cached]
+    states = Counter([*pool.warm, *pool.cold, *cached, *holders])
+    assert sorted(states) == list(range(len(pool.holders))), "a block is neither free nor cached nor held"
+    assert max(states.values(), default=1) == 1, "a block is in two of free, cached and held"
+    assert len(cached) <= pool.cached_blocks, f"{len(cached)} blocks are cached, above {pool.cached_blocks}"
+    assert len(pool.warm) <= 2 * pool.warm_blocks, f"{len(pool.warm)} free blocks keep their memory"
+    order = {node: place for place, node in enumerate(pool.cached)}
+    nodes = list(pool.trie)
+    assert sum(node is not None for node in pool.nodes) == len(nodes), "a block can be found that has no node"
+    for node in nodes:
+        parent = node.parent
+        assert parent is not None, "only the root has no parent"
+        assert pool.nodes[node.block] is node, f"block {node.block} has two nodes"
+        assert holders[node.block] or node in order, f"block {node.block} can be found, but is free"
+        assert 0 < len(node.tokens) <= pool.trie.size, f"a block cannot hold {len(node.tokens)} positions"
+        full = len(node.tokens) == pool.trie.size
+        assert full or not (node.children or holders[node.block]), "a block that is part full is shared"
+        keys = [child.tokens for child in node.children]
+        for tokens, following in pairwise(keys):
+            assert tokens < following, "children are out of order"
+            assert tokens != following[: len(tokens)], "a child holds no more than another"
+        if parent is not pool.trie.root:
+            assert holders[parent.block] >= holders[node.block], f"block {node.block} is held without its parent"
+            assert node not in order or parent not in order or order[node] < order[parent], "a parent goes first"
+
+
+def check_slots(pool: BlockPool, slots: Sequence[Slot], size: int) -> None:
+    """`check_pool`, and: what a slot may write is its alone and cannot be found; what it noted can be."""
+    check_pool(pool, [slot.blocks for slot in slots])
+    for slot in slots:
+        assert len(slot.blocks) == -(-slot.length // size), f"{slot} has blocks for another length"
+        assert len(set(slot.blocks)) == len(slot.blocks), f"{slot} has a block twice"
+        assert slot.noted <= slot.sealed <= len(slot.blocks), f"{slot} noted what it may write"
+        for block in slot.blocks[slot.sealed :]:
+            assert pool.holders[block] == 1, f"{slot} may write block {block}, which others hold"
+            assert pool.nodes[block] is None, f"{slot} may write block {block}, which can be found"
+        parent = pool.trie.root
+        for block in slot.blocks[: slot.noted]:
+            node = pool.nodes[block]
+            assert node is not None, f"{slot} noted block {block}, which cannot be found"
+            assert node.parent is parent, f"{slot} noted block {block}, which follows another"
+            parent = node
+        assert slot.findable or all(pool.nodes[block] is None for block in slot.blocks), f"{slot} is not to be found"

@@ -1,0 +1,117 @@
+"""A trie of blocks: finds the longest prefix of a text whose keys and values lie in some block already.
+
+A node is a block and the tokens whose keys and values it holds. Its path from the root is the text before them, on
+which they depend. Tokens are compared, never a hash alone. A node is full, or it is a leaf that holds fewer tokens.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+Tokens = tuple[int, ...]
+
+
+class BlockNode:
+    """A block that can be found.
+
+    children: ordered by their tokens, none of which are the first tokens of another child.
+    """
+
+    __slots__ = ("block", "children", "parent", "tokens")
+
+    def __init__(self, tokens: Tokens, block: int, parent: "BlockNode | None") -> None:
+        self.tokens = tokens
+        self.block = block
+        self.parent = parent
+        self.children: list[BlockNode] = []
+
+
+class Match(NamedTuple):
+    """A prefix that blocks hold.
+
+    path: the full blocks, from the root on. partial: the node whose block holds what follows, and common: its number of
+    positions that do; None and 0 where there is none.
+    """
+
+    path: list[BlockNode]
+    partial: BlockNode | None
+    common: int
+
+
+NO_MATCH = Match([], None, 0)
+_tokens = attrgetter("tokens")
+
+
+class BlockTrie:
+    """Blocks of `size` positions by the text that they hold."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.root = BlockNode((), -1, None)
+
+    def __iter__(self) -> Iterator[BlockNode]:
+        """All nodes, a parent before its children; the root is none of them."""
+        pending = list(self.root.children)
+        while pending:
+            node = pending.pop()
+            yield node
+            pending.extend(node.children)
+
+    def match(self, ids: Sequence[int], limit: int) -> Match:
+        """The longest prefix of ids[:limit] that blocks hold."""
+        node = self.root
+        path: list[BlockNode] = []
+        while (end := (len(path) + 1) * self.size) <= limit:
+            child = self.starting_with(node, tuple(ids[end - self.size : end]))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        start = len(path) * self.size
+        return Match(path, *_closest(node.children, tuple(ids[start : min(start + self.size, limit)])))
+
+    def starting_with(self, parent: BlockNode, tokens: Tokens) -> BlockNode | None:
+        """The child of `parent` whose first tokens are these; all its tokens, where they fill a block."""
+        at = bisect_left(parent.children, tokens, key=_tokens)
+        if at < len(parent.children) and parent.children[at].tokens[: len(tokens)] == tokens:
+            return parent.children[at]
+        return None
+
+    def shorter(self, parent: BlockNode, tokens: Tokens) -> BlockNode | None:
+        """The child of `parent` that holds the first of these tokens and no others."""
+        at = bisect_left(parent.children, tokens, key=_tokens)
+        # Whatever sorts between a child and a continuation of its tokens starts with its tokens too.
+        if at > 0 and parent.children[at - 1].tokens == tokens[: len(parent.children[at - 1].tokens)]:
+            return parent.children[at - 1]
+        return None
+
+    def insert(self, parent: BlockNode, tokens: Tokens, block: int) -> BlockNode:
+        """Add a child; `starting_with` and `shorter` know none for its tokens."""
+        node = BlockNode(tokens, block, parent)
+        insort(parent.children, node, key=_tokens)
+        return node
+
+    def remove(self, leaf: BlockNode) -> None:
+        assert leaf.parent is not None, "the root stays"
+        assert not leaf.children, "a leaf goes before its parent"
+        del leaf.parent.children[bisect_left(leaf.parent.children, leaf.tokens, key=_tokens)]
+
+
+def _closest(children: list[BlockNode], tokens: Tokens) -> tuple[BlockNode | None, int]:
+    """The child that has the longest prefix in common with `tokens`, and its length."""
+    # It is a neighbour of the place where `tokens` would be: what lies between two texts shares what they share.
+    at = bisect_left(children, tokens, key=_tokens)
+    best, common = None, 0
+    for child in children[max(at - 1, 0) : at + 1]:
+        length = _common_length(child.tokens, tokens)
+        if length > common:
+            best, common = child, length
+    return best, common
+
+
+def _common_length(tokens: Tokens, others: Tokens) -> int:
+    for length, (token, other) in enumerate(zip(tokens, others, strict=False)):
+        if token != other:
+            return length
+    return min(len(tokens), len(others))

@@ -1,0 +1,39 @@
+"""A slot: the place of one row in a memory of blocks."""
+
+import itertools
+import sys
+import threading
+
+NEVER = sys.maxsize
+_stamps = itertools.count(1)
+
+
+class Slot:
+    """A row's place in the memory. Made by `PagedSlots.acquire` and `fork`, and theirs to change.
+
+    blocks: in order of position. length: positions reserved. sealed: how many of the first blocks are final: others may
+    see them, and the slot does not write them. noted: how many of the first blocks can be found. note_at: the number of
+    ids at which `note` has something to do. findable: whether its text may be found at all. stamp: changes with blocks.
+    """
+
+    __slots__ = ("blocks", "findable", "length", "note_at", "noted", "sealed", "stamp", "thread")
+
+    def __init__(self, blocks: list[int], length: int, sealed: int) -> None:
+        self.blocks, self.length, self.sealed = blocks, length, sealed
+        self.noted = 0
+        self.note_at = 0
+        self.findable = True
+        self.stamp = next(_stamps)
+        self.thread = threading.get_ident()
+
+    def place(self, blocks: list[int]) -> None:
+        """Let the slot lie in these blocks."""
+        self.stamp = next(_stamps)  # first: an interrupt between the two must not leave a table that is out of date
+        self.blocks = blocks
+
+    def void(self) -> None:
+        """The slot was released: it has no blocks any more, and no stamp by which a table could be its own."""
+        self.stamp, self.note_at, self.blocks, self.length = 0, NEVER, [], 0
+
+    def __repr__(self) -> str:
+        return f"<Slot of {self.length} positions in {len(self.blocks)} blocks>"

@@ -1,0 +1,390 @@
+"""Who holds which block: slots for texts whose keys and values lie in blocks, shared where texts are the same.
+
+A `Slot` is a row's place: a list of blocks for a number of positions. Blocks whose text is final can be found by
+`acquire` through a trie of tokens (`onward.cache.block_trie`), while somebody holds them and, within a budget, after.
+What a slot may still write is its alone.
+"""
+
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from onward.cache.block_check import check_slots
+from onward.cache.block_pool import BlockMemory, BlockPool
+from onward.cache.block_tables import BlockTables
+from onward.cache.block_trie import NO_MATCH, BlockNode
+from onward.cache.slot import NEVER, Slot
+from onward.checks import check_whole
+from onward.errors import ContextOverflowError
+from onward.forks import renew_in_forks
+
+BLOCK = 64
+"""Positions of a block."""
+
+_WARM_BLOCKS = 8
+
+
+class PagedSlots:
+    """Slots over a memory of blocks. Every method holds `lock`, and so does whoever runs a forward over a `view`.
+
+    A call that an interrupt or a failing copy cuts short leaves the accounts half changed. The next call makes them
+    anew from what the slots hold, and forgets what could be found. In a forked child the slots of the parent's other
+    threads are let go.
+
+    Args:
+        max_len: the most positions of a slot.
+        cached_blocks: the most blocks kept that nobody holds; 0: none.
+        warm_blocks: how many free blocks keep their memory (`BlockPool`).
+        block: positions of a block.
+
+    hits, lookups: positions that `acquire` found, and that it was asked for, in all.
+    """
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        *,
+        max_len: int,
+        cached_blocks: int,
+        warm_blocks: int = _WARM_BLOCKS,
+        block: int = BLOCK,
+    ) -> None:
+        check_whole("max_len", max_len, low=1)
+        check_whole("cached_blocks", cached_blocks, low=0)
+        check_whole("warm_blocks", warm_blocks, low=0)
+        self.lock = threading.RLock()
+        self.max_len = max_len
+        self.block = block
+        self.hits = self.lookups = 0
+        self._memory = memory
+        self._pool = BlockPool(memory, block, cached_blocks, warm_blocks)
+        self._tables = BlockTables(memory, self.blocks_for(max_len))
+        self._slots: dict[Slot, None] = {}
+        self._key: Hashable = None
+        self._changing = False
+        renew_in_forks(self)
+
+    # Counts
+
+    @property
+    def total(self) -> int:
+        """How many blocks there are: free + cached + held."""
+        return self._memory.count
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds and whose text cannot be found."""
+        with self.lock:
+            self._mend()
+            return self._pool.free
+
+    @property
+    def cached(self) -> int:
+        """Blocks that nobody holds and whose text can be found; they give way to who needs room."""
+        with self.lock:
+            self._mend()
+            return len(self._pool.cached)
+
+    @property
+    def held(self) -> int:
+        """Blocks that some slot holds, or several."""
+        with self.lock:
+            self._mend()
+            return self.total - self._pool.available
+
+    def blocks_for(self, length: int) -> int:
+        """How many blocks hold `length` positions."""
+        return -(-length // self.block)
+
+    def can_hold(self, length: int) -> bool:
+        """Whether `length` positions could ever be reserved: with no other slot there."""
+        return length <= self.max_len and self.blocks_for(length) <= self.total
+
+    # Slots
+
+    def acquire(self, ids: Sequence[int], length: int, *, reuse: bool = True) -> tuple[Slot, int] | None:
+        """A slot of `length` positions for a text that begins with `ids`.
+
+        Args:
+            reuse: whether to look for blocks that hold a prefix of `ids`.
+
+        Returns:
+            The slot, and how many of its first positions hold these ids' keys and values already: at most len(ids) - 1,
+            for the model predicts from the last id. None where there is no room now; then nothing has changed.
+
+        Raises:
+            ContextOverflowError: there will never be room.
+        """
+        self._check_length(length)
+        with self.lock:
+            self._mend()
+            pool = self._pool
+            limit = min(len(ids) - 1, length)
+            path, partial, common = pool.trie.match(ids, limit) if reuse and limit > 0 else NO_MATCH
+            shared = [node.block for node in path]
+            count = self.blocks_for(length) - len(shared)
+            if count > pool.available - sum(not pool.holders[block] for block in shared):
+                return None
+            self._changing = True
+            pool.hold(shared)
+            if partial is not None:
+                pool.touch(partial)
+                # Taken first, while the block to copy from is the last that would be evicted. If it is, it is copied.
+                first = pool.take()
+                if first != partial.block:
+                    self._memory.copy(partial.block, first, common)
+                blocks = [*shared, first, *(pool.take() for _ in range(count - 1))]
+            else:
+                blocks = [*shared, *(pool.take() for _ in range(count))]
+            slot = self._add(Slot(blocks, length, sealed=len(path)), noted=len(path))
+            reused = len(path) * self.block + common
+            if reuse:
+                self.lookups += len(ids)
+                self.hits += reused
+            self._changing = False
+            return slot, reused
+
+    def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
+        """Another slot whose first `positions` positions hold what those of `slot` do, with `length` reserved.
+
+        Full blocks are shared: neither slot writes them from now on. The part of a block is copied. None: no room now.
+
+        Raises:
+            ContextOverflowError: there will never be room.
+        """
+        assert 0 <= positions <= min(slot.length, length), (positions, slot.length, length)
+        self._check_length(length)
+        with self.lock:
+            self._mend(slot)
+            pool = self._pool
+            full, part = divmod(positions, self.block)
+            count = self.blocks_for(length) - full
+            if count > pool.available:
+                return None
+            self._changing = True
+            shared = slot.blocks[:full]
+            pool.hold(shared)
+            own = [pool.take() for _ in range(count)]
+            if part:
+                self._memory.copy(slot.blocks[full], own[0], part)
+            slot.sealed = max(slot.sealed, full)
+            fork = Slot([*shared, *own], length, sealed=full)
+            fork.findable = slot.findable
+            self._add(fork, noted=min(slot.noted, full))
+            self._changing = False
+            return fork
+
+    def reserve(self, slot: Slot, length: int) -> bool:
+        """Let the slot have `length` positions or more. False: no room now, and nothing has changed.
+
+        Raises:
+            ContextOverflowError: there will never be room.
+        """
+        self._check_length(length)
+        with self.lock:
+            self._mend(slot)
+            count = self.blocks_for(length) - len(slot.blocks)
+            if count > self._pool.available:
+                return False
+            if count > 0:
+                self._changing = True
+                slot.place([*slot.blocks, *(self._pool.take() for _ in range(count))])
+                self._changing = False
+            slot.length = max(slot.length, length)
+            return True
+
+    def truncate(self, slot: Slot, positions: int) -> None:
+        """Keep the first `positions` positions; those after them will be reserved and written anew.
+
+        A block that is cut and that others can see is replaced by a copy of its part.
+
+        Raises:
+            ContextOverflowError: another slot holds that block, and there is no room for the copy now. Nothing has
+                changed.
+        """
+        assert 0 <= positions <= slot.length, (positions, slot.length)
+        with self.lock:
+            self._mend(slot)
+            pool = self._pool
+            full, part = divmod(positions, self.block)
+            kept, dropped = slot.blocks[: full + bool(part)], slot.blocks[full + bool(part) :]
+            cut = kept[-1] if part else None
+            if cut is not None and pool.holders[cut] > 1:
+                freed = sum(pool.holders[block] == 1 for block in dropped)
+                if pool.available + freed == 0:
+                    raise ContextOverflowError(
+                        f"cutting the text at {positions} positions takes a block, since another text shares the one "
+                        f"there; all {self.total} blocks are in use. Try again when another text has ended"
+                    )
+            self._changing = True
+            slot.noted, slot.sealed = min(slot.noted, full), min(slot.sealed, len(kept))
+            slot.note_at = (slot.noted + 1) * self.block if slot.findable else NEVER
+            slot.place(kept)
+            slot.length = positions
+            pool.drop(dropped)
+            pool.settle(dropped)
+            if cut is not None:
+                self._own_last(slot, cut, part)
+            slot.sealed = min(slot.sealed, full)
+            self._changing = False
+
+    def _own_last(self, slot: Slot, cut: int, part: int) -> None:
+        """See that nobody else can see the last block, `cut`, whose first `part` positions are kept."""
+        pool = self._pool
+        node = pool.nodes[cut]
+        if pool.holders[cut] == 1 and node is None:
+            return
+        if not pool.available:  # nobody else holds it, then, and no leaf below it is left
+            assert node is not None
+            pool.unpublish(node)
+            return
+        own = pool.take()
+        self._memory.copy(cut, own, part)
+        slot.place([*slot.blocks[:-1], own])
+        pool.drop([cut])
+        pool.settle([cut])
+
+    def note(self, slot: Slot, ids: Sequence[int]) -> None:
+        """Say that the first len(ids) positions of the slot hold these ids for good: full blocks can be found now.
+
+        To be called after every step with all ids: it returns at once unless a block has become full. Where another
+        block with the same text can be found already, the slot keeps its own, which cannot.
+        """
+        if len(ids) < slot.note_at:  # another thread may change note_at; then this is done a block later
+            return
+        with self.lock:
+            self._mend(slot)
+            if slot.findable:
+                self._changing = True
+                self._note(slot, ids)
+                self._changing = False
+
+    def _note(self, slot: Slot, ids: Sequence[int]) -> None:
+        assert len(ids) <= slot.length, (len(ids), slot.length)
+        pool, size, full = self._pool, self.block, len(ids) // self.block
+        while slot.noted < len(slot.blocks) and pool.nodes[slot.blocks[slot.noted]] is not None:
+            slot.noted += 1  # by a slot that shares the block
+        parent = self._last_noted(slot)
+        while slot.noted < full:
+            tokens = tuple(ids[slot.noted * size : (slot.noted + 1) * size])
+            if pool.trie.starting_with(parent, tokens) is not None:
+                break
+            parent = pool.publish(parent, tokens, slot.blocks[slot.noted])
+            slot.noted += 1
+        slot.sealed = max(slot.sealed, full)
+        slot.note_at = (full + 1) * size
+
+    def release(self, slot: Slot, ids: Sequence[int] = ()) -> None:
+        """Let the slot go. ids: what its first len(ids) positions hold; they can be found, the part of a block too."""
+        with self.lock:
+            self._mend(slot)
+            pool = self._pool
+            self._changing = True
+            path: list[BlockNode] = []
+            if slot.findable:
+                self._note(slot, ids)
+            del self._slots[slot]
+            pool.drop(slot.blocks)
+            if slot.findable:
+                path = self._publish_rest(slot, ids)
+            pool.settle(slot.blocks, path)
+            slot.void()
+            self._changing = False
+
+    def _publish_rest(self, slot: Slot, ids: Sequence[int]) -> list[BlockNode]:
+        """Let the blocks after the noted ones be found, unless a slot holds them; return the nodes of these ids.
+
+        Where there is a block with the same text already, the trie's path leads over that one.
+        """
+        pool, size = self._pool, self.block
+        parent, path = self._last_noted(slot), []
+        for index in range(slot.noted, self.blocks_for(len(ids))):
+            tokens = tuple(ids[index * size : (index + 1) * size])
+            node = pool.trie.starting_with(parent, tokens)
+            if node is None:
+                if pool.holders[slot.blocks[index]]:  # its holder does not hold the parent
+                    break
+                node = pool.publish(parent, tokens, slot.blocks[index])
+            path.append(node)
+            parent = node
+        return path
+
+    # What a forward gets, and what can be found
+
+    def view(self, slots: Sequence[Slot]) -> Any:
+        """The cache of these rows, in order, for a forward: valid until the next `view` of as many rows."""
+        with self.lock:
+            stamps = [slot.stamp for slot in slots]
+            cache = self._tables.current(stamps)
+            if cache is None:
+                for slot in slots:
+                    self._mend(slot)
+                cache = self._tables.view([slot.blocks for slot in slots], stamps)
+            return cache
+
+    def use(self, key: Hashable) -> None:
+        """Say which weights (and adapter) fill the blocks from now on. Another key than before: nothing can be found.
+
+        Slots of before keep their blocks, and what they hold will never be found.
+        """
+        with self.lock:
+            if key == self._key:
+                return
+            for slot in self._slots:
+                slot.findable, slot.note_at = False, NEVER
+            self._forget()
+            self._key = key
+
+    def clear(self) -> None:
+        """Forget all that can be found, and give back the memory of all free blocks. Slots keep their blocks."""
+        with self.lock:
+            self._forget()
+
+    def check(self) -> None:
+        """Raise AssertionError where the accounts do not add up, or others can see a block that a slot may write."""
+        with self.lock:
+            self._mend()
+            check_slots(self._pool, list(self._slots), self.block)
+
+    def renew(self) -> None:
+        """In a forked child: a new lock; slots of threads that the child does not have are let go."""
+        self.lock = threading.RLock()
+        for slot in list(self._slots):
+            if slot.thread != threading.get_ident():
+                self.release(slot)
+
+    # Within
+
+    def _check_length(self, length: int) -> None:
+        assert length >= 0, length
+        if not self.can_hold(length):
+            raise ContextOverflowError(
+                f"{length} positions were to be reserved; a text can have {self.max_len} at most, and all "
+                f"{self.total} blocks together hold {self.total * self.block}. Ask for fewer, or provide a larger cache"
+            )
+
+    def _mend(self, slot: Slot | None = None) -> None:
+        """Make the accounts anew if the last change was cut short; see that `slot` is held."""
+        if self._changing:
+            self._forget()
+        assert slot is None or slot in self._slots, "the slot was released, or the process was forked by another thread"
+
+    def _forget(self) -> None:
+        self._changing = True
+        self._pool.forget(slot.blocks for slot in self._slots)
+        for slot in self._slots:
+            slot.noted = 0
+            slot.note_at = self.block if slot.findable else NEVER
+        self._changing = False
+
+    def _last_noted(self, slot: Slot) -> BlockNode:
+        """The node of the slot's last noted block; the root before there is one."""
+        node = self._pool.nodes[slot.blocks[slot.noted - 1]] if slot.noted else self._pool.trie.root
+        assert node is not None, "what a slot holds and noted can be found"
+        return node
+
+    def _add(self, slot: Slot, noted: int) -> Slot:
+        slot.noted = noted
+        slot.note_at = (noted + 1) * self.block if slot.findable else NEVER
+        self._slots[slot] = None
+        return slot

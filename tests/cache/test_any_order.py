@@ -1,0 +1,239 @@
+"""Slots in any order of calls: what a row reads is what was written for its text, and every block is accounted for."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from written_blocks import WrittenBlocks
+
+from onward.cache.slots import PagedSlots
+from onward.errors import ContextOverflowError
+
+MAX_LEN = 20
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+
+
+class Row:
+    """A text in a slot.
+
+    ids: all of it. written: for each position that was computed, what was written there.
+    """
+
+    def __init__(self, slot, ids, written):
+        self.slot, self.ids, self.written = slot, list(ids), list(written)
+
+
+def common_length(text, other):
+    return next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+
+
+class AnyOrder(RuleBasedStateMachine):
+    @initialize(
+        count=st.integers(1, 14),
+        size=st.integers(2, 4),
+        cached=st.integers(0, 14),
+        warm=st.integers(0, 3),
+    )
+    def start(self, count, size, cached, warm):
+        self.memory = WrittenBlocks(count, size)
+        self.slots = PagedSlots(self.memory, max_len=MAX_LEN, cached_blocks=cached, warm_blocks=warm, block=size)
+        self.rows, self.key = [], 0
+
+    def text(self, ids):
+        """What a row of these ids writes at the last of them: the weights count as much as the ids before."""
+        return (self.key, *ids)
+
+    def found_texts(self):
+        """All that can be found: (ids, block, positions) of each node."""
+        for node in self.slots._pool.trie:
+            ids, above = node.tokens, node.parent
+            while above is not None:
+                ids, above = above.tokens + ids, above.parent
+            yield ids, node.block, len(node.tokens)
+
+    def counts(self):
+        return self.slots.free, self.slots.cached, self.slots.held, self.slots.hits, self.slots.lookups
+
+    def pick(self, data):
+        return data.draw(st.sampled_from(self.rows))
+
+    @rule(ids=TEXTS, more=st.integers(-4, 8), reuse=st.booleans() | st.just(True))
+    def acquire(self, ids, more, reuse):
+        length = min(max(len(ids) + more, 0), MAX_LEN)
+        if not self.slots.can_hold(length):
+            with pytest.raises(ContextOverflowError):
+                self.slots.acquire(ids, length)
+            return
+        before = self.counts()
+        room = self.slots.free + self.slots.cached
+        limit = min(len(ids) - 1, length)
+        longest = max((common_length(text, ids[:limit]) for text, _, _ in self.found_texts()), default=0)
+        acquired = self.slots.acquire(ids, length, reuse=reuse)
+        if acquired is None:
+            assert self.counts() == before
+            assert room < self.slots.blocks_for(length)
+            return
+        slot, reused = acquired
+        assert reused == (longest if reuse else 0)
+        assert slot.length == length
+        written = [self.text(ids[: at + 1]) for at in range(reused)]
+        assert self.memory.read(slot, reused) == written
+        self.rows.append(Row(slot, ids, written))
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), count=st.integers(1, 6), token=st.integers(0, 1), note=st.booleans())
+    def compute(self, data, count, token, note):
+        """A step: ids that are pending, or a new one."""
+        row = self.pick(data)
+        for _ in range(count):
+            at = len(row.written)
+            if at == row.slot.length:
+                break
+            if at == len(row.ids):
+                row.ids.append(token)
+            row.written.append(self.text(row.ids[: at + 1]))
+            self.memory.write(row.slot, at, row.written[-1])
+        if note:
+            self.slots.note(row.slot, row.ids[: len(row.written)])
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def draft(self, data):
+        """Positions past what is computed are written with ids that are taken back."""
+        row = self.pick(data)
+        for at in range(len(row.written), row.slot.length):
+            self.memory.write(row.slot, at, "a draft")
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), more=st.integers(0, 6))
+    def fork(self, data, more):
+        row = self.pick(data)
+        positions = data.draw(st.integers(0, len(row.written)))
+        length = min(positions + more, MAX_LEN)
+        if not self.slots.can_hold(length):
+            return
+        before, room = self.counts(), self.slots.free + self.slots.cached
+        slot = self.slots.fork(row.slot, positions, length)
+        if slot is None:
+            assert self.counts() == before
+            assert room < self.slots.blocks_for(length) - positions // self.memory.size
+        else:
+            self.rows.append(Row(slot, row.ids[:positions], row.written[:positions]))
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), length=st.integers(0, MAX_LEN))
+    def reserve(self, data, length):
+        row = self.pick(data)
+        if not self.slots.can_hold(length):
+            with pytest.raises(ContextOverflowError):
+                self.slots.reserve(row.slot, length)
+            return
+        before, room = self.counts(), self.slots.free + self.slots.cached
+        missing = self.slots.blocks_for(length) - len(row.slot.blocks)
+        fits = self.slots.reserve(row.slot, length)
+        assert fits == (missing <= room)
+        assert row.slot.length >= length if fits else self.counts() == before
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def truncate(self, data):
+        row = self.pick(data)
+        positions = data.draw(st.integers(0, len(row.written)))
+        before, blocks = self.counts(), row.slot.blocks
+        try:
+            self.slots.truncate(row.slot, positions)
+        except ContextOverflowError:
+            assert self.counts() == before
+            assert row.slot.blocks == blocks
+            assert self.slots.free + self.slots.cached == 0
+            return
+        assert row.slot.length == positions
+        del row.written[positions:], row.ids[positions:]
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), part=st.floats(0, 1))
+    def release(self, data, part):
+        row = self.pick(data)
+        self.rows.remove(row)
+        self.slots.release(row.slot, row.ids[: round(part * len(row.written))])
+
+    @rule(key=st.integers(0, 2))
+    def use(self, key):
+        self.slots.use(key)
+        if key != self.key:
+            assert not list(self.found_texts())
+        self.key = key
+
+    @rule()
+    def clear(self):
+        held = self.slots.held
+        self.slots.clear()
+        assert (self.slots.cached, self.slots.held) == (0, held)
+        assert not self.slots._pool.warm
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def view(self, data):
+        rows = data.draw(st.lists(st.sampled_from(self.rows), unique=True))
+        table = self.slots.view([row.slot for row in rows]).tolist()
+        width = self.slots.blocks_for(MAX_LEN)
+        assert table == [row.slot.blocks + [0] * (width - len(row.slot.blocks)) for row in rows]
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def fail(self, data):
+        """A copy fails in the middle of a change: the other rows keep what they have, and no block is lost."""
+        row, self.memory.fails = self.pick(data), True
+        try:
+            positions = data.draw(st.integers(0, len(row.written)))
+            if data.draw(st.booleans()):
+                fork = self.slots.fork(row.slot, positions, positions)
+                if fork is not None:
+                    self.slots.release(fork)
+            else:
+                self.rows.remove(row)
+                try:
+                    self.slots.truncate(row.slot, positions)
+                except ContextOverflowError:
+                    pass
+                finally:
+                    self.slots.release(row.slot)
+        except MemoryError:
+            pass
+        self.memory.fails = False
+
+    @invariant()
+    def every_row_holds_its_text(self):
+        for row in getattr(self, "rows", ()):
+            assert self.memory.read(row.slot, len(row.written)) == row.written
+
+    @invariant()
+    def what_can_be_found_is_what_was_written(self):
+        if hasattr(self, "slots"):
+            for ids, block, positions in self.found_texts():
+                starts = range(len(ids) - positions + 1, len(ids) + 1)
+                assert self.memory.texts[block][:positions] == [self.text(ids[:end]) for end in starts]
+
+    @invariant()
+    def blocks_add_up(self):
+        if hasattr(self, "slots"):
+            self.slots.check()
+            held = {block for row in self.rows for block in row.slot.blocks}
+            assert self.slots.held == len(held)
+            assert self.slots.free + self.slots.cached + self.slots.held == self.slots.total == self.memory.count
+
+    def teardown(self):
+        if not hasattr(self, "slots"):
+            return
+        for row in self.rows:
+            self.slots.release(row.slot, row.ids[: len(row.written)])
+            self.slots.check()
+        assert self.slots.held == 0
+        self.slots.clear()
+        self.slots.check()
+        assert self.slots.free == self.slots.total
+        assert self.memory.texts == [[None] * self.memory.size] * self.memory.count, "all memory was given back"
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=50)

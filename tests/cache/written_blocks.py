@@ -1,0 +1,42 @@
+"""A memory of blocks that remembers, for each position of each block, the text that was written there."""
+
+import torch
+
+
+class WrittenBlocks:
+    """A double of the memory that slots lie in.
+
+    texts: for each block and position all ids up to there that a row had when it wrote; None where nothing is.
+    """
+
+    def __init__(self, count, size):
+        self.count, self.size = count, size
+        self.device = torch.device("cpu")
+        self.texts = [[None] * size for _ in range(count)]
+        self.copies, self.given_back, self.tables = [], [], []
+        self.fails = False
+
+    def view(self, table):
+        self.tables.append(table)
+        return table
+
+    def copy(self, source, to, positions):
+        if self.fails:
+            self.fails = False
+            raise MemoryError("a copy that fails")
+        assert source != to
+        assert 0 < positions < self.size
+        self.copies.append((source, to, positions))
+        self.texts[to][:positions] = self.texts[source][:positions]
+
+    def give_back(self, blocks):
+        assert len(set(blocks)) == len(blocks) > 0
+        self.given_back.append(list(blocks))
+        for block in blocks:
+            self.texts[block] = [None] * self.size
+
+    def write(self, slot, position, text):
+        self.texts[slot.blocks[position // self.size]][position % self.size] = text
+
+    def read(self, slot, positions):
+        return [self.texts[slot.blocks[at // self.size]][at % self.size] for at in range(positions)]

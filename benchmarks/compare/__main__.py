@@ -24,10 +24,10 @@ from benchmarks.compare.measure import (
     measure_batch,
     measure_demo,
     measure_precision,
-    progress,
 )
 from benchmarks.compare.picture import picture
 from benchmarks.compare.process import seconds_to_first_token
+from benchmarks.compare.turns import progress
 from benchmarks.machine import description
 
 QUICK = Plan(rounds=2, tokens=8)

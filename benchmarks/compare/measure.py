@@ -1,16 +1,16 @@
 """The measuring itself: everyone takes the same prompt in turn, and the bandwidth is read after Onward's."""
 
-import random
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint
 from benchmarks.compare.contenders import OURS, Contender
-from benchmarks.compare.process import Worker, WorkerError, worker_command
+from benchmarks.compare.process import Worker, worker_command
+from benchmarks.compare.turns import Turns, progress
 
 LENGTHS = (32, 512)
 LONG = 4000
@@ -71,35 +71,18 @@ class Session:
         return [reading for readings in self.bandwidth.values() for reading in readings]
 
 
-class Course:
-    """The workers of one session and what is asked of them."""
+class Course(Turns):
+    """The turns of one session: what is asked of each, and what it took."""
 
     def __init__(self, plan: Plan, vocab_size: int = QWEN3_0_6B["vocab_size"], seed: int = 1) -> None:
-        self.plan, self.vocab_size = plan, vocab_size
-        self.result = Session()
-        self._workers: dict[str, Worker] = {}
-        self._random = random.Random(seed)
-        self._meter = start_meter(plan.threads)
+        super().__init__(plan.threads, vocab_size, seed)
+        self.plan = plan
+        self.result = Session(failed=self.failed)
 
-    def enter(self, name: str, command: list[str]) -> None:
-        """Start a contender and let it load."""
-        progress(f"loading {name}")
-        self._workers[name] = Worker(name, command)
+    def enter(self, name: str, command: list[str]) -> float:
         self.result.samples[name] = Samples()
-        try:
-            self.result.samples[name].load = self._workers[name].ask(do="load")["seconds"]
-        except WorkerError as error:
-            self._drop(name, error)
-
-    def prompt(self, length: int) -> list[int]:
-        """A fresh one: the peers keep caches of prompts that they have seen."""
-        return [self._random.randrange(self.vocab_size) for _ in range(length)]
-
-    def everyone(self, turn: int = 0) -> list[str]:
-        """Names in an order that rotates with the turn, so that no one always comes after the same neighbour."""
-        names = list(self._workers)
-        shift = turn % max(1, len(names))
-        return names[shift:] + names[:shift]
+        self.result.samples[name].load = super().enter(name, command)
+        return self.result.samples[name].load
 
     def begin(self, name: str, ids: Sequence[int], keep: bool = True) -> None:
         """Prefill; timed unless it only warms up."""
@@ -141,32 +124,11 @@ class Course:
 
             self._with(name, run)
 
-    def read_bandwidth(self, length: int) -> None:
-        (seconds,) = self._meter.ask(do="more", count=1)["seconds"]
-        self.result.bandwidth[length].append(1e9 / seconds)
+    def note_bandwidth(self, length: int) -> None:
+        self.result.bandwidth[length].append(self.read_bandwidth())
 
-    def end(self) -> Session:
-        for worker in [*self._workers.values(), self._meter]:
-            worker.quit()
-        return self.result
-
-    def _with(self, name: str, run) -> None:
-        if name in self._workers:
-            try:
-                run(self._workers[name], self.result.samples[name])
-            except WorkerError as error:
-                self._drop(name, error)
-
-    def _drop(self, name: str, error: WorkerError) -> None:
-        progress(str(error))
-        self.result.failed[name] = str(error)
-        self._workers.pop(name).quit()
-
-
-def start_meter(threads: int) -> Worker:
-    meter = Worker("bandwidth", worker_command(Path(sys.executable), "bandwidth", Path(), "-", threads, 0))
-    meter.ask(do="load")
-    return meter
+    def _with(self, name: str, run: Callable[[Worker, Samples], None]) -> None:
+        self.attempt(name, lambda worker: run(worker, self.result.samples[name]))
 
 
 def measure_precision(contenders: Sequence[Contender], plan: Plan) -> Session:
@@ -181,8 +143,8 @@ def measure_precision(contenders: Sequence[Contender], plan: Plan) -> Session:
             _long(course)
             course.note_peak(LONG)
     finally:
-        result = course.end()
-    return result
+        course.end()
+    return course.result
 
 
 def contender_command(contender: Contender, plan: Plan) -> list[str]:
@@ -206,7 +168,7 @@ def _short(course: Course) -> None:
                 course.begin(name, prompt, keep=turn > 0)
                 course.more(name, length, keep=turn > 0)
                 if turn > 0 and name.startswith(OURS):
-                    course.read_bandwidth(length)
+                    course.note_bandwidth(length)
 
 
 def _long(course: Course) -> None:
@@ -219,7 +181,7 @@ def _long(course: Course) -> None:
                 course.begin(name, prompt[:length])
                 for _ in range(2):
                     course.more(name, length)
-                    course.read_bandwidth(length)
+                    course.note_bandwidth(length)
     for name in course.everyone():
         course.begin(name, prompt)
         course.more(name, LONG, keep=False)
@@ -228,7 +190,7 @@ def _long(course: Course) -> None:
         for name in course.everyone(turn):
             course.more(name, LONG, count=max(1, course.plan.tokens // LONG_TURNS))
             if name.startswith(OURS):
-                course.read_bandwidth(LONG)
+                course.note_bandwidth(LONG)
 
 
 def measure_batch(plan: Plan, rows: int = 8, length: int = 32) -> Session:
@@ -244,8 +206,8 @@ def measure_batch(plan: Plan, rows: int = 8, length: int = 32) -> Session:
             course.more(name, length, keep=turn > 0)
             course.batch(name, rows, length, keep=turn > 0)
     finally:
-        result = course.end()
-    return result
+        course.end()
+    return course.result
 
 
 def measure_demo(contenders: Sequence[Contender], plan: Plan, length: int = 32) -> Session:
@@ -266,9 +228,5 @@ def measure_demo(contenders: Sequence[Contender], plan: Plan, length: int = 32) 
                 for _ in range(4):
                     course.more(name, length, keep=turn > 0)
     finally:
-        result = course.end()
-    return result
-
-
-def progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        course.end()
+    return course.result

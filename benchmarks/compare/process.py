@@ -68,18 +68,27 @@ class Worker:
 
 
 def worker_command(
-    python: Path, worker: str, model: Path, precision: str, threads: int, capacity: int, variant: str = ""
+    python: Path,
+    worker: str,
+    model: Path,
+    precision: str,
+    threads: int,
+    capacity: int,
+    variant: str = "",
+    sequences: int = 1,
+    package: str = "benchmarks.compare.workers",
 ) -> list[str]:
     # Not resolved: a virtual environment's python is a link, and what it is called tells it where it is.
     return [
         str(python.absolute()),
         "-m",
-        f"benchmarks.compare.workers.{worker}",
+        f"{package}.{worker}",
         str(model.absolute()),
         precision,
         str(threads),
         str(capacity),
         variant,
+        str(sequences),
     ]
 
 

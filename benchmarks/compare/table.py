@@ -46,14 +46,14 @@ def _verdict(report: PrecisionReport, figure: str) -> str:
     return "met" if met else "not met"
 
 
-def check_lines(checks: Sequence[Check]) -> Iterator[str]:
-    """Every target in a line."""
-    yield f"{'':64}{'measured':>12}{'wanted':>14}"
+def check_lines(checks: Sequence[Check], width: int = 64) -> Iterator[str]:
+    """Every target in a line; `width` columns say what it is, 35 how it stands."""
+    yield f"{'':{width}}{'measured':>12}{'wanted':>14}"
     for check in checks:
         sign = ">=" if check.at_least else "<="
         wanted = f"{sign} {check.wanted:.2f}{check.unit if check.unit == 'x' else ' ' + check.unit}".rstrip()
         verdict = "met" if check.met else "not met"
-        yield f"{check.what:64}{check.measured:>12.2f}{wanted:>14}  {verdict}"
+        yield f"{check.what:{width}}{check.measured:>12.2f}{wanted:>14}  {verdict}"
 
 
 def context_lines(reports: Sequence[PrecisionReport]) -> Iterator[str]:

@@ -1,13 +1,16 @@
-"""The worker's side: a `Session` is loaded once and then told what to do, one JSON object a line.
+"""The worker's side: a `Service` is loaded once and then told what to do, one JSON object a line.
 
     {"do": "load"}                               -> {"seconds": 1.2}
-    {"do": "begin", "ids": [...]}                -> {"seconds": 0.4, "token": 17}     a fresh prompt, to its first token
-    {"do": "more", "count": 3}                   -> {"seconds": [.02, .02, .02]}      each further token of that text
-    {"do": "batch", "prompts": [...], "count": n} -> {"seconds": [...]}               each step of all rows
     {"do": "memory"}                             -> {"peak": bytes}                   the most this process ever held
     {"do": "quit"}
 
-An answer {"error": "..."} stands for any of them. With --once the worker loads, decodes one token after a prompt of
+A `Session`, one text or one batch at a time, answers also
+
+    {"do": "begin", "ids": [...]}                -> {"seconds": 0.4, "token": 17}     a fresh prompt, to its first token
+    {"do": "more", "count": 3}                   -> {"seconds": [.02, .02, .02]}      each further token of that text
+    {"do": "batch", "prompts": [...], "count": n} -> {"seconds": [...]}               each step of all rows
+
+An answer {"error": "..."} stands for any of them. With --once a session loads, decodes one token after a prompt of
 32, writes it and ends: that is how the time from process start is taken.
 """
 
@@ -29,19 +32,30 @@ ONCE_PROMPT = range(100, 132)
 TOKENS_OF_ONE_TEXT = 512  # room for all further tokens that are asked for after one prompt
 
 
-class Session(ABC):
-    """One contender with its model. Greedy, batch 1, no end of text; `capacity` positions suffice for a request.
+class Service(ABC):
+    """One contender with its model. Greedy, no end of text; `capacity` positions suffice for a request.
 
     variant: a choice that only this contender knows; "" for its usual way.
+    sequences: the most texts at a time.
     """
 
-    def __init__(self, model: str, precision: str, threads: int, capacity: int, variant: str) -> None:
+    def __init__(
+        self, model: str, precision: str, threads: int, capacity: int, variant: str = "", sequences: int = 1
+    ) -> None:
         self.model_path, self.precision, self.threads = model, precision, threads
-        self.capacity, self.variant = capacity, variant
+        self.capacity, self.variant, self.sequences = capacity, variant, sequences
 
     @abstractmethod
     def load(self) -> None:
         """Get ready: what a program does before its first prompt."""
+
+    @abstractmethod
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request of its kind; ValueError for others."""
+
+
+class Session(Service):
+    """A contender that is asked for one text, or one batch, at a time."""
 
     @abstractmethod
     def begin(self, ids: list[int]) -> int:
@@ -55,6 +69,18 @@ class Session(ABC):
         """Decode `count` tokens of several texts together; returns the seconds of each step after the first."""
         raise NotImplementedError(f"{type(self).__name__} is compared at batch 1 only")
 
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        what = request["do"]
+        if what == "begin":
+            began = time.perf_counter()
+            token = self.begin(request["ids"])
+            return {"seconds": time.perf_counter() - began, "token": token}
+        if what == "more":
+            return {"seconds": self.more(request["count"])}
+        if what == "batch":
+            return {"seconds": self.batch(request["prompts"], request["count"])}
+        raise ValueError(f"unknown request {what!r}")
+
 
 def timed_steps(step: Callable[[], Any], count: int) -> list[float]:
     """The seconds of each of `count` calls."""
@@ -65,24 +91,25 @@ def timed_steps(step: Callable[[], Any], count: int) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-def serve(kind: type[Session]) -> None:
-    """Run a worker: MODEL PRECISION THREADS CAPACITY VARIANT [--once]."""
-    model, precision, threads, capacity, variant, *rest = sys.argv[1:]
+def serve(kind: type[Service]) -> None:
+    """Run a worker: MODEL PRECISION THREADS CAPACITY VARIANT SEQUENCES [--once]."""
+    model, precision, threads, capacity, variant, sequences, *rest = sys.argv[1:]
     _end_with_parent()
     # Libraries write to standard output as they please: their lines go to standard error, ours to the pipe.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    session = kind(model, precision, int(threads), int(capacity), variant)
+    service = kind(model, precision, int(threads), int(capacity), variant, int(sequences))
     if rest == ["--once"]:
-        session.load()
-        answers.write(f"{session.begin(list(ONCE_PROMPT))}\n")
+        assert isinstance(service, Session), "only a session answers a single prompt"
+        service.load()
+        answers.write(f"{service.begin(list(ONCE_PROMPT))}\n")
         return
     for line in sys.stdin:
         request = json.loads(line)
         if request["do"] == "quit":
             break
         try:
-            answer = _answer(session, request)
+            answer = _answer(service, request)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -97,22 +124,15 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def _answer(session: Session, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(service: Service, request: dict[str, Any]) -> dict[str, Any]:
     what = request["do"]
-    began = time.perf_counter()
     if what == "load":
-        session.load()
+        began = time.perf_counter()
+        service.load()
         return {"seconds": time.perf_counter() - began}
-    if what == "begin":
-        token = session.begin(request["ids"])
-        return {"seconds": time.perf_counter() - began, "token": token}
-    if what == "more":
-        return {"seconds": session.more(request["count"])}
-    if what == "batch":
-        return {"seconds": session.batch(request["prompts"], request["count"])}
     if what == "memory":
         return {"peak": _peak_memory()}
-    raise ValueError(f"unknown request {what!r}")
+    return service.answer(request)
 
 
 def _peak_memory() -> int:

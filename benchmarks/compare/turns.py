@@ -1,0 +1,73 @@
+"""Contenders that take turns on one machine, and the machine's read bandwidth between them."""
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.compare.process import Worker, WorkerError, worker_command
+
+
+class Turns:
+    """The workers that are measured against each other. One that fails is left out from then on.
+
+    failed: the reason, by name.
+    """
+
+    def __init__(self, threads: int, vocab_size: int, seed: int) -> None:
+        self.failed: dict[str, str] = {}
+        self.vocab_size, self.random = vocab_size, random.Random(seed)
+        self._workers: dict[str, Worker] = {}
+        self._meter = _start_meter(threads)
+
+    def enter(self, name: str, command: list[str]) -> float:
+        """Start a contender and let it load; returns the seconds of it, 0 if it failed."""
+        progress(f"loading {name}")
+        self._workers[name] = Worker(name, command)
+        seconds = 0.0
+
+        def load(worker: Worker) -> None:
+            nonlocal seconds
+            seconds = worker.ask(do="load")["seconds"]
+
+        self.attempt(name, load)
+        return seconds
+
+    def prompt(self, length: int) -> list[int]:
+        """A fresh one: the peers keep caches of prompts that they have seen."""
+        return [self.random.randrange(self.vocab_size) for _ in range(length)]
+
+    def everyone(self, turn: int = 0) -> list[str]:
+        """Names in an order that rotates with the turn, so that no one always comes after the same neighbour."""
+        names = list(self._workers)
+        shift = turn % max(1, len(names))
+        return names[shift:] + names[:shift]
+
+    def attempt(self, name: str, run: Callable[[Worker], None]) -> None:
+        """Do something with a contender, unless it has failed."""
+        if name in self._workers:
+            try:
+                run(self._workers[name])
+            except WorkerError as error:
+                progress(str(error))
+                self.failed[name] = str(error)
+                self._workers.pop(name).quit()
+
+    def read_bandwidth(self) -> float:
+        """Bytes a second, now."""
+        (seconds,) = self._meter.ask(do="more", count=1)["seconds"]
+        return 1e9 / seconds
+
+    def end(self) -> None:
+        for worker in [*self._workers.values(), self._meter]:
+            worker.quit()
+
+
+def _start_meter(threads: int) -> Worker:
+    meter = Worker("bandwidth", worker_command(Path(sys.executable), "bandwidth", Path(), "-", threads, 0))
+    meter.ask(do="load")
+    return meter
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

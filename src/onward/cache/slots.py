@@ -186,11 +186,11 @@ class PagedSlots:
             count = self.blocks_for(length) - len(slot.blocks)
             if count > self._pool.available:
                 return False
+            self._changing = True
             if count > 0:
-                self._changing = True
                 slot.place([*slot.blocks, *(self._pool.take() for _ in range(count))])
-                self._changing = False
             slot.length = max(slot.length, length)
+            self._changing = False
             return True
 
     def truncate(self, slot: Slot, positions: int) -> None:
@@ -219,8 +219,8 @@ class PagedSlots:
             self._changing = True
             slot.noted, slot.sealed = min(slot.noted, full), min(slot.sealed, len(kept))
             slot.note_at = (slot.noted + 1) * self.block if slot.findable else NEVER
+            slot.length = positions  # first: what is past it is dropped by `_forget` too
             slot.place(kept)
-            slot.length = positions
             pool.drop(dropped)
             pool.settle(dropped)
             if cut is not None:
@@ -371,6 +371,9 @@ class PagedSlots:
 
     def _forget(self) -> None:
         self._changing = True
+        for slot in self._slots:
+            if len(slot.blocks) > self.blocks_for(slot.length):
+                slot.place(slot.blocks[: self.blocks_for(slot.length)])
         self._pool.forget(slot.blocks for slot in self._slots)
         for slot in self._slots:
             slot.noted = 0

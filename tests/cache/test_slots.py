@@ -162,6 +162,17 @@ def test_the_least_recently_used_is_evicted_first_and_a_text_from_its_end():
     assert reused(slots, [*old, 0]) == 8
 
 
+def test_a_block_is_used_when_a_part_of_it_is():
+    _, slots = slots_over(cached=2)
+    old, new = [1, 2, 3, 4], [5, 6, 7, 8]
+    cache(slots, old)
+    cache(slots, new)
+    assert reused(slots, [1, 2, 0]) == 2
+    cache(slots, [9])
+    assert reused(slots, [*old, 0]) == 4
+    assert reused(slots, [*new, 0]) == 0
+
+
 def test_the_budget_of_cached_blocks_keeps_the_beginning_of_a_long_text():
     _, slots = slots_over(cached=3)
     text = list(range(30))
@@ -267,6 +278,17 @@ def test_another_key_forgets_what_can_be_found_and_what_rows_of_before_will_hold
     assert reused(slots, [*text, 1]) == 0
 
 
+def test_blocks_have_64_positions():
+    memory, slots = slots_over(8, max_len=512, size=BLOCK)
+    text = list(range(200))
+    cache(slots, text)
+    slot, positions = slots.acquire([*text[:130], 7], 131)
+    assert positions == 130
+    assert len(slot.blocks) == 3
+    assert [part for _, _, part in memory.copies] == [2]
+    assert repr(slots) == "<PagedSlots: 8 blocks of 64 positions, 3 free, 2 cached, 3 held>"
+
+
 def test_hits_count_positions():
     _, slots = slots_over()
     cache(slots, list(range(8)))
@@ -294,6 +316,17 @@ def test_a_table_is_the_same_tensor_and_only_rows_that_changed_are_written():
     slots.release(rows[0])
     assert slots.view([rows[2], rows[1]]) is not table
     assert len(memory.tables) == 2
+
+
+def test_rows_that_end_one_by_one_share_tables():
+    memory, slots = slots_over(100, max_len=8)
+    rows = [slots.acquire([number], 8)[0] for number in range(50)]
+    while rows:
+        table = slots.view(rows)
+        assert table.tolist() == [row.blocks for row in rows]
+        slots.release(rows.pop(len(rows) // 2))
+    assert len(memory.tables) == 50
+    assert len({table.untyped_storage().data_ptr() for table in memory.tables}) == 7, "of 1, 2, 4 … 64 rows"
 
 
 def test_a_table_on_another_device_is_copied_there():

@@ -1,6 +1,6 @@
-"""Tables of blocks, one for each number of rows: the leaf of a paged cache that says where each row lies.
+"""Tables of blocks: the leaf of a paged cache that says where each row lies.
 
-A forward over the same rows as the last one of that batch finds its table as it was.
+A forward over the same rows as the last one finds its table as it was: only rows that changed are written.
 """
 
 from collections.abc import Sequence
@@ -13,54 +13,60 @@ from onward.cache.block_pool import BlockMemory
 
 
 class _Table(NamedTuple):
-    """A table of a number of rows, and the cache over it.
+    """A table of some number of rows.
 
     host: int32 [B, M]. device: the same on the memory's device. stamps: what each row was written for; -1: nothing.
     """
 
     host: Tensor
     device: Tensor
-    cache: Any
     stamps: list[int]
 
 
 class BlockTables:
-    """Views of the memory through tables of `width` blocks a row."""
+    """Views of the memory through tables of `width` blocks a row.
+
+    Numbers of rows up to the same power of two share a table: rows that end one by one take no table each.
+    """
 
     def __init__(self, memory: BlockMemory, width: int) -> None:
         self._memory, self._width = memory, width
         self._tables: dict[int, _Table] = {}
+        self._caches: dict[int, Any] = {}
+
+    def current(self, stamps: list[int]) -> Any:
+        """The cache of the rows with these stamps; None unless its table is as it was written for them."""
+        batch = len(stamps)
+        cache = self._caches.get(batch)
+        return cache if cache is not None and self._table(batch).stamps[:batch] == stamps else None
 
     def view(self, rows: Sequence[Sequence[int]], stamps: list[int]) -> Any:
-        """The cache of these rows, valid until the next call for as many.
+        """The cache of these rows, valid until the next call.
 
         Args:
             rows: the blocks of each row, in order of position. Entries past them are 0; a forward does not read them.
             stamps: of each row a number above 0 that changes with its blocks.
         """
-        table = self._tables.get(len(rows)) or self._new(len(rows))
-        if stamps != table.stamps:
-            self._write(table, rows, stamps)
-        return table.cache
-
-    def current(self, stamps: list[int]) -> Any:
-        """The cache of the rows that had these stamps when it was last asked for; None if their table has changed."""
-        table = self._tables.get(len(stamps))
-        return table.cache if table is not None and table.stamps == stamps else None
-
-    def _new(self, batch: int) -> _Table:
-        host = torch.zeros(batch, self._width, dtype=torch.int32)
-        device = host if self._memory.device.type == "cpu" else host.to(self._memory.device)
-        table = self._tables[batch] = _Table(host, device, self._memory.view(device), [-1] * batch)
-        return table
-
-    def _write(self, table: _Table, rows: Sequence[Sequence[int]], stamps: list[int]) -> None:
+        batch = len(rows)
+        table = self._table(batch)
         host = table.host.numpy()
         for row, (blocks, stamp) in enumerate(zip(rows, stamps, strict=True)):
             if table.stamps[row] != stamp:
                 table.stamps[row] = -1  # until it is whole: an interrupt may come
                 host[row, : len(blocks)] = blocks
                 host[row, len(blocks) :] = 0
+                if table.device is not table.host:
+                    table.device[row].copy_(table.host[row])
                 table.stamps[row] = stamp
-        if table.device is not table.host:
-            table.device.copy_(table.host)
+        if batch not in self._caches:
+            self._caches[batch] = self._memory.view(table.device[:batch])
+        return self._caches[batch]
+
+    def _table(self, batch: int) -> _Table:
+        """The table for so many rows, which may have more."""
+        rows = 1 << max(batch - 1, 0).bit_length()
+        if rows not in self._tables:
+            host = torch.zeros(rows, self._width, dtype=torch.int32)
+            device = host if self._memory.device.type == "cpu" else host.to(self._memory.device)
+            self._tables[rows] = _Table(host, device, [-1] * rows)
+        return self._tables[rows]

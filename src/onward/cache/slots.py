@@ -17,6 +17,7 @@ from onward.cache.slot import NEVER, Slot
 from onward.checks import check_whole
 from onward.errors import ContextOverflowError
 from onward.forks import renew_in_forks
+from onward.reprs import described
 
 BLOCK = 64
 """Positions of a block."""
@@ -63,6 +64,10 @@ class PagedSlots:
         self._key: Hashable = None
         self._changing = False
         renew_in_forks(self)
+
+    def __repr__(self) -> str:
+        counts = f"{self.total} blocks of {self.block} positions", f"{self.free} free", f"{self.cached} cached"
+        return described(self, *counts, f"{self.held} held")
 
     # Counts
 
@@ -312,7 +317,7 @@ class PagedSlots:
     # What a forward gets, and what can be found
 
     def view(self, slots: Sequence[Slot]) -> Any:
-        """The cache of these rows, in order, for a forward: valid until the next `view` of as many rows."""
+        """The cache of these rows, in order, for a forward: valid until the next `view`."""
         with self.lock:
             stamps = [slot.stamp for slot in slots]
             cache = self._tables.current(stamps)

@@ -22,7 +22,7 @@ _LONGEST_PATIENCE = 64
 _LONGEST_REST = 128
 # A step of a new shape that takes as long as this many plain steps has had a program made for it. Later steps of that
 # shape cost less, so its time is not counted as their cost.
-_MADE_A_PROGRAM = 3.0
+MADE_A_PROGRAM = 3.0
 
 
 class Acceptance:
@@ -137,7 +137,7 @@ class Pace:
         costs.rounds_since_plain = 0
         if self._probing:
             self._since_probe = 0
-        if not (new and (costs.plain.count == 0 or seconds > _MADE_A_PROGRAM * costs.plain.value)):
+        if not (new and (costs.plain.count == 0 or seconds > MADE_A_PROGRAM * costs.plain.value)):
             costs.plain.add(seconds - drafting)
 
     def note_round(self, rows: int, length: int, emitted: int, seconds: float, *, new: bool = False) -> None:
@@ -147,9 +147,9 @@ class Pace:
         if self._probing:
             self._since_probe = 0
             self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
-        made_a_program = new and seconds > _MADE_A_PROGRAM * costs.plain.value
+        made_a_program = new and seconds > MADE_A_PROGRAM * costs.plain.value
         if not made_a_program:
-            costs.rounds.setdefault(length, _Mean()).add(seconds)
+            costs.rounds.setdefault(length, RecentMean()).add(seconds)
         if costs.plain.count == 0:
             return
         spent = costs.round(length) if made_a_program else seconds
@@ -166,7 +166,7 @@ class Pace:
         return costs
 
 
-class _Mean:
+class RecentMean:
     """The mean of the first five values, then weighted to the latest. A single outlier moves it little."""
 
     def __init__(self, value: float = 0.0, count: int = 0) -> None:
@@ -183,15 +183,15 @@ class _Costs:
     """Seconds of a step for a batch of one size: of a plain step, and of a whole round by the length of its draft."""
 
     def __init__(self) -> None:
-        self.plain = _Mean()
-        self.rounds: dict[int, _Mean] = {}
+        self.plain = RecentMean()
+        self.rounds: dict[int, RecentMean] = {}
         self.rounds_since_plain = 0
 
     def copy(self) -> "_Costs":
         """Costs for another size of batch, until it is measured. They weigh as much as one observation."""
         other = _Costs()
-        other.plain = _Mean(self.plain.value, 1)
-        other.rounds = {length: _Mean(mean.value, 1) for length, mean in self.rounds.items()}
+        other.plain = RecentMean(self.plain.value, 1)
+        other.rounds = {length: RecentMean(mean.value, 1) for length, mean in self.rounds.items()}
         return other
 
     @property

@@ -236,4 +236,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=50)
+TestAnyOrder.settings = settings(stateful_step_count=50)

@@ -134,7 +134,7 @@ class PagedSlots:
             pool.hold(shared)
             if partial is not None:
                 pool.touch(partial)
-                # Taken first, while the block to copy from is the last that would be evicted. If it is, it is copied.
+                # The block to copy from may be the only one there is to take. Then its text lies where it is wanted.
                 first = pool.take()
                 if first != partial.block:
                     self._memory.copy(partial.block, first, common)

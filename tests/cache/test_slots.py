@@ -91,6 +91,23 @@ def test_of_two_rows_with_one_text_the_second_to_note_keeps_its_blocks_and_conti
     slots.check()
 
 
+def test_a_block_that_a_fork_holds_is_not_found_behind_another_rows_block():
+    """Else the fork would hold it without what comes before, which could then not be evicted first."""
+    _, slots = slots_over()
+    text = list(range(12))
+    (one, _), (two, _) = slots.acquire(text, 12), slots.acquire(text, 12)
+    slots.note(one, text[:4])
+    fork = slots.fork(two, 12, 12)
+    slots.release(two, text)
+    slots.check()
+    slots.release(one)
+    slots.check()
+    assert reused(slots, [*text, 1]) == 4
+    slots.release(fork, text)
+    slots.check()
+    assert reused(slots, [*text, 1]) == 12
+
+
 def test_a_row_that_goes_on_replaces_the_part_of_a_block_that_it_continues():
     _, slots = slots_over()
     cache(slots, [1, 2])

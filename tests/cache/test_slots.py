@@ -275,6 +275,17 @@ def test_cutting_without_room_makes_the_block_its_own_or_raises_where_another_ho
     slots.check()
 
 
+def test_what_is_cut_off_is_room_for_the_copy():
+    memory, slots = slots_over(3)
+    row = filled(slots, list(range(8)), 12)
+    fork = slots.fork(row, 8, 8)
+    assert (slots.free, slots.cached) == (0, 0)
+    slots.truncate(row, 6)
+    assert row.blocks[1] != fork.blocks[1]
+    assert memory.read(row, 6) == [tuple(range(end)) for end in range(1, 7)]
+    slots.check()
+
+
 def test_another_key_forgets_what_can_be_found_and_what_rows_of_before_will_hold():
     _, slots = slots_over()
     text = list(range(8))

@@ -1,6 +1,8 @@
 """The policy's single decisions: the queue, the order, admission, preemption and chunks of prompts."""
 
+import gc
 import math
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -48,8 +50,8 @@ def processed(policy, rows, seconds=0.01):
 
 @given(
     max_waiting=st.integers(1, 5),
-    max_tokens=st.integers(1, 40),
-    events=st.lists(st.one_of(st.integers(1, 20), st.none()), max_size=40),
+    max_tokens=st.integers(1, 10),
+    events=st.lists(st.one_of(st.integers(1, 4), st.none()), max_size=40),
 )
 def test_the_limits_of_the_queue_are_exact(max_waiting, max_tokens, events):
     """An event is the arrival of a prompt of so many tokens, or the end of the oldest that waits."""
@@ -171,6 +173,23 @@ def test_the_newest_gives_way_and_those_that_gave_way_come_back_in_order_with_al
     assert queue.admit(lambda item, new: asked.append((item, new)) is None) == [second, third, fourth]
     assert asked == [(second, 50), (third, 50), (fourth, 5)]
     assert queue.preemptions == 2
+
+
+@pytest.mark.parametrize("expires", [False, True])
+def test_who_has_ended_is_forgotten(expires):
+    queue = policy()
+    requests = [Request(0.0, 1, deadline=1.0) for _ in range(3)]
+    for request in requests:
+        queue.offer(request, 0.0)
+    queue.admit(always)
+    queue.preempt()
+    for request in requests[: 2 if expires else 3]:
+        queue.ended(request)
+    queue.expire(2.0)
+    ghosts = [weakref.ref(request) for request in requests]
+    del request, requests
+    gc.collect()
+    assert [ghost() for ghost in ghosts] == [None] * 3
 
 
 def test_who_was_cancelled_neither_waits_nor_runs():

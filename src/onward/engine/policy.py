@@ -188,10 +188,10 @@ class Policy(Generic[ItemT]):
 
     def expire(self, now: float) -> list[ItemT]:
         """The waiting requests whose deadline has come; they wait no longer."""
-        late = [waiting for waiting in self._queue if waiting.item.deadline <= now]
-        self._remove(late)
-        self._preempted.difference_update(waiting.item for waiting in late)
-        return [waiting.item for waiting in late]
+        late = [waiting.item for waiting in self._queue if waiting.item.deadline <= now]
+        for item in late:
+            self.ended(item)
+        return late
 
     def admit(self, reserve: Callable[[ItemT, int], bool]) -> list[ItemT]:
         """The requests that join those running, in order.

@@ -14,11 +14,16 @@ namespace onward {
 // units of each.
 struct Reads {
   static constexpr int kRuns = 3;
+  static constexpr int kBlocks = 8;
   struct Run {
     int64_t data, stride, bytes, units;  // address of the first unit; stride from unit to unit
   };
   int64_t abreast = 0;
   Run runs[kRuns] = {};
+  // Where units lie in blocks, byte i of one is at blocks[i / block_bytes] + i % block_bytes from its
+  // address. This is a copy of what a table says: the table may be freed before the last look at it.
+  int64_t block_bytes = 0;  // 0: units lie in one piece
+  int64_t blocks[kBlocks] = {};
 };
 
 // The latest Reads, for all threads to see. One may see parts of two: then it prefetches what it
@@ -50,11 +55,17 @@ class Ahead {
   __attribute__((always_inline)) inline bool step(const Board& board, int me, int threads) {
     if (board.edition() != edition_) begin(board, me, threads);
     if (left_ <= 0) return false;
-    const char* line = reinterpret_cast<const char*>(address());
-    const int64_t bytes = run().bytes - offset_ < kStep ? run().bytes - offset_ : kStep;
+    int64_t address = run().data + unit_ * run().stride + offset_;
+    int64_t bytes = run().bytes - offset_ < kStep ? run().bytes - offset_ : kStep;
+    if (reads_.block_bytes > 0) {
+      const int64_t block = offset_ / reads_.block_bytes, start = block * reads_.block_bytes;
+      address += reads_.blocks[block % Reads::kBlocks] - start;
+      if (start + reads_.block_bytes < offset_ + bytes) bytes = start + reads_.block_bytes - offset_;
+    }
+    const char* line = reinterpret_cast<const char*>(address);
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(line + i, 0, 2);
     left_ -= kStep;
-    offset_ += kStep;
+    offset_ += bytes;
     if (offset_ >= run().bytes) next_unit();
     return true;
   }
@@ -64,7 +75,6 @@ class Ahead {
   static constexpr int64_t kMost = 256 << 10;  // a part of the second level cache
 
   const Reads::Run& run() const { return reads_.runs[at_]; }
-  int64_t address() const { return run().data + unit_ * run().stride + offset_; }
 
   void begin(const Board& board, int me, int threads) {
     edition_ = board.edition();

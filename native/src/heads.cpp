@@ -20,6 +20,10 @@ struct OnwardHeads {
   int64_t out_strides[3];  // of rows, heads, queries or positions
   int32_t to_cache;        // token t of row b goes to position offsets[b] + t
   int64_t positions;
+  // int32 [B, positions / 64], or null: the cache is [N, heads, 64, D], and entry m of a row is the block of
+  // its positions 64 m, …, 64 m + 63.
+  const int32_t* table;
+  int64_t table_stride;    // of rows
 };
 
 namespace onward {
@@ -59,11 +63,30 @@ __attribute__((always_inline)) inline void claim_places(const OnwardHeads& part,
   }
 }
 
+constexpr int64_t kBlock = 64;  // positions of a block of a table
+
+// The entry of a part's table for a position.
+int32_t block_of(const OnwardHeads& part, int64_t b, int64_t position) {
+  return part.table[b * part.table_stride + position / kBlock];
+}
+
 // Where a token's first head goes.
 template <class T>
 T* place_of(const OnwardHeads& part, int64_t b, int64_t t, const int32_t* offsets) {
-  const int64_t place = part.to_cache ? offsets[b] + t : t;
-  return static_cast<T*>(part.out) + b * part.out_strides[0] + place * part.out_strides[2];
+  int64_t row = b, place = part.to_cache ? offsets[b] + t : t;
+  if (part.to_cache && part.table != nullptr) {
+    row = block_of(part, b, place);
+    place %= kBlock;
+  }
+  return static_cast<T*>(part.out) + row * part.out_strides[0] + place * part.out_strides[2];
+}
+
+// Whether the table has a block for each of the row's new positions.
+bool has_blocks(const OnwardHeads& part, int64_t b, int64_t first, int64_t end) {
+  for (int64_t at = first / kBlock * kBlock; at < end; at += kBlock) {
+    if (block_of(part, b, at) < 0) return false;
+  }
+  return true;
 }
 
 bool valid(const OnwardHeads& part, int64_t batch, int64_t queries, bool angles,
@@ -73,6 +96,7 @@ bool valid(const OnwardHeads& part, int64_t batch, int64_t queries, bool angles,
   for (int64_t b = 0; b < batch; ++b) {
     if (offsets == nullptr || offsets[b] < 0) return false;
     if (offsets[b] + queries > part.positions) return false;
+    if (part.table != nullptr && !has_blocks(part, b, offsets[b], offsets[b] + queries)) return false;
   }
   return true;
 }

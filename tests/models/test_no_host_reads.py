@@ -102,10 +102,13 @@ def test_the_modes_see_what_they_are_for():
 @pytest.mark.parametrize(("family", "overrides"), CONFIGS, ids=str)
 @pytest.mark.parametrize("weights", ["float", "int8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_step_of_every_family_reads_nothing_on_the_host(as_on_a_gpu, family, overrides, weights, tokens):
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+def test_a_step_of_every_family_reads_nothing_on_the_host(as_on_a_gpu, family, overrides, weights, tokens, paged):
     model = tiny_model(family, seed=3, **overrides)
     model = model if weights == "float" else quantize(model, weights)
     cache = model.new_cache(2, 16)
+    if paged:
+        cache = model.new_blocks(4).view(torch.tensor([[3, 0], [1, -1]], dtype=torch.int32))
     ids, offsets = (
         torch.tensor([[5] * tokens, [6] * tokens], dtype=torch.int32),
         torch.tensor([0, 4], dtype=torch.int32),

@@ -49,9 +49,10 @@ def attention(
     window: int = 0,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    table: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[B, H, T, D] against [B, G, S, D]; causal from int32 offsets [B], else every key."""
+    """[B, H, T, D] against [B, G, S, D], or blocks [N, G, 64, D]; causal from int32 offsets [B], else every key."""
     batch, heads, queries, dim = q.shape
     out = poisoned(q.shape, q.dtype) if out is None else out
     arguments = AttentionArguments(
@@ -62,8 +63,11 @@ def attention(
         scale=dim**-0.5 if scale is None else scale, sinks=None if sinks is None else sinks.data_ptr(),
         dtype=CODES[q.dtype],
     )  # fmt: skip
+    if table is not None:
+        arguments.positions = 64 * table.shape[1]
+        arguments.table, arguments.table_stride = table.data_ptr(), table.stride(0)
     if mask is not None:
-        mask = mask.expand(batch, heads, queries, keys.shape[2])
+        mask = mask.expand(batch, heads, queries, arguments.positions)
         arguments.mask, arguments.mask_strides = mask.data_ptr(), (ctypes.c_int64 * 4)(*mask.stride())
     call("onward_attention", ctypes.byref(arguments))
     return out

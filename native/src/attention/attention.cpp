@@ -104,11 +104,23 @@ Status run_segments(const Problem& p, const Plan& plan) {
   return ok ? kOk : kOutOfMemory;
 }
 
+// Whether the table has a block for every position that a query of the row sees.
+bool has_blocks(const Problem& p, int64_t row) {
+  const Span seen{p.span(row, 0).first, p.span(row, p.queries - 1).last};
+  for (int64_t at = seen.first / kBlock * kBlock; at < seen.last; at += kBlock) {
+    if (p.table.at(row, at) < 0) return false;
+  }
+  return true;
+}
+
 bool valid(const Problem& p) {
   if (p.batch < 0 || p.queries < 0 || p.positions < 0 || p.dim <= 0 || p.window < 0) return false;
   if (p.kv_heads <= 0 || p.heads <= 0 || p.heads % p.kv_heads != 0) return false;
   for (int64_t row = 0; p.offsets != nullptr && row < p.batch; ++row) {
     if (p.offsets[row] < 0 || p.offsets[row] + p.queries > p.positions) return false;
+  }
+  for (int64_t row = 0; p.table.blocks != nullptr && row < p.batch; ++row) {
+    if (!has_blocks(p, row)) return false;
   }
   return true;
 }
@@ -143,6 +155,10 @@ struct OnwardAttention {
   const float* sinks;       // [H], or null
   float scale;
   int32_t dtype;
+  // int32 [B, positions / 64], or null: keys and values are [N, G, 64, D], and entry m of a row is the block
+  // of its positions 64 m, …, 64 m + 63.
+  const int32_t* table;
+  int64_t table_stride;  // of rows
 };
 
 // softmax(q k^T * scale + mask) v. See problem.h for the definition.
@@ -160,24 +176,41 @@ ONWARD_API int32_t onward_attention(const OnwardAttention* a) {
   p.offsets = a->offsets, p.window = a->window, p.scale = a->scale;
   p.mask = {a->mask, a->mask_strides[0], a->mask_strides[1], a->mask_strides[2], a->mask_strides[3]};
   p.sinks = a->sinks;
+  p.table = {a->table, a->table_stride};
   return attend(p);
 }
 
-// The keys and values up to the last query of the first row of the batch, head by head.
+// The keys and values up to the last query of the first row of the batch, head by head: all of them, or
+// through a table as many blocks as Reads can name.
 static onward::Reads reads_of_attention(const OnwardAttention* a) {
   using namespace onward;
+  using attention::kBlock;
   const bool ragged = a->offsets != nullptr && a->batch > 0;
   const int64_t end = ragged ? a->offsets[0] + a->queries : a->positions;
-  if (end > a->positions) return {};
+  if (end > a->positions || end <= 0) return {};
   const int64_t first = a->window > 0 && end > a->window ? end - a->window : 0;
   const int64_t size = element_size(a->dtype);
-  const auto run = [&](const void* data, const int64_t* strides) {
-    const int64_t start = int64_t(reinterpret_cast<intptr_t>(data)) + first * strides[2] * size;
-    return Reads::Run{start, strides[1] * size, (end - first) * strides[2] * size, a->kv_heads};
+  const auto run = [&](const void* data, const int64_t* strides, int64_t skipped, int64_t rows) {
+    const int64_t start = int64_t(reinterpret_cast<intptr_t>(data)) + skipped * strides[2] * size;
+    return Reads::Run{start, strides[1] * size, rows * strides[2] * size, a->kv_heads};
   };
   Reads reads;
   reads.abreast = 1;
-  reads.runs[0] = run(a->keys, a->keys_strides), reads.runs[1] = run(a->values, a->values_strides);
+  if (a->table == nullptr) {
+    reads.runs[0] = run(a->keys, a->keys_strides, first, end - first);
+    reads.runs[1] = run(a->values, a->values_strides, first, end - first);
+    return reads;
+  }
+  const int64_t begin = first / kBlock, blocks = ceil_div(end, kBlock) - begin;
+  const int64_t named = blocks < Reads::kBlocks ? blocks : Reads::kBlocks;
+  const int64_t rows = named < blocks ? named * kBlock : end - begin * kBlock;
+  for (int64_t i = 0; i < named; ++i) {
+    reads.blocks[i] = a->table[begin + i] * a->keys_strides[0] * size;
+  }
+  // Keys and values of one cache lie alike.
+  reads.block_bytes = kBlock * a->keys_strides[2] * size;
+  reads.runs[0] = run(a->keys, a->keys_strides, 0, rows);
+  reads.runs[1] = run(a->values, a->values_strides, 0, rows);
   return reads;
 }
 ONWARD_INSTRUCTION_READS(onward_attention, reads_of_attention);

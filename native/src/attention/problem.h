@@ -51,10 +51,22 @@ struct Mask {  // float [batch, heads, queries, positions]; a stride of 0 repeat
   }
 };
 
+// Where the keys and values of a row lie in blocks of memory, each of kBlock positions: entry m of a row is
+// the block of its positions kBlock m, …, kBlock m + kBlock - 1. A block of keys that is visited lies in one.
+struct Table {
+  const int32_t* blocks;  // null: none, a row's positions lie one after the other
+  int64_t row_stride;
+
+  int32_t at(int64_t row, int64_t position) const {
+    return blocks[row * row_stride + position / kBlock];
+  }
+};
+
 struct Problem {
   int32_t dtype;  // of q, keys, values and out
   int64_t batch, heads, kv_heads, queries, positions, dim;
   Tensor q, keys, values, out;
+  Table table;             // of keys and values: their batch_stride is then from block to block
   const int32_t* offsets;  // [batch]: causal, query t of row b at position offsets[b] + t; null: not
   int64_t window;          // positions a causal query sees, itself included; 0: all
   float scale;
@@ -62,6 +74,13 @@ struct Problem {
   const float* sinks;  // [heads], or null
 
   int64_t group() const { return heads / kv_heads; }
+
+  // The key or value of a position.
+  template <class T>
+  const T* cached(const Tensor& tensor, int64_t row, int64_t kv_head, int64_t position) const {
+    if (table.blocks == nullptr) return tensor.at<T>(row, kv_head, position);
+    return tensor.at<T>(table.at(row, position), kv_head, position % kBlock);
+  }
 
   Span span(int64_t row, int64_t query) const {
     if (offsets == nullptr) return {0, positions};

@@ -134,7 +134,7 @@ class Worker {
   bool poisoned(const Unit& unit, Span range) const {
     f32x16 sum = zero_f32();
     for (int64_t at = range.first; at < range.last; ++at) {
-      const T* value = p_.values.at<T>(unit.row, unit.kv_head, at);
+      const T* value = p_.template cached<T>(p_.values, unit.row, unit.kv_head, at);
       for (int64_t d = 0; d < p_.dim; d += 16) {
         sum = fma(load_first(value + d, p_.dim - d), zero_f32(), sum);
       }
@@ -208,7 +208,7 @@ class Worker {
     const Rows<T> first_values = rows_at(unit, p_.values, begin);
     for (int64_t at = begin, i = 0; at < segment.last; at += kBlock, ++i) {
       const Rows<T> keys = rows_at(unit, p_.keys, at, segment, partial_keys_);
-      const Ahead<T> ahead = ahead_of(rows_at(unit, p_.keys, at), segment.last - at, first_values);
+      const Ahead<T> ahead = ahead_of(unit, p_.keys, at, segment.last, first_values);
       const Scoring<T> task = scoring(tile, at, ahead, buffers_of(i));
       if (ahead.dense(p_.dim)) {
         score_keys<F, Fetch::kLines>(task, keys);
@@ -221,18 +221,24 @@ class Worker {
     }
     const Rows<T> next_keys = keys_after(unit, segment);
     for (int64_t at = begin, i = 0; at < segment.last; at += kBlock, ++i) {
-      const Ahead<T> ahead = ahead_of(rows_at(unit, p_.values, at), segment.last - at, next_keys);
+      const Ahead<T> ahead = ahead_of(unit, p_.values, at, segment.last, next_keys);
       const StreamedValues<F, T> values{
           {rows_at(unit, p_.values, at, segment, partial_values_), p_.dim}, ahead, ahead.dense(p_.dim)};
       blend(tile, at, state, values, buffers_of(i));
     }
   }
 
-  // While the rows from `rows` on are read, of which `left` are left: those some way ahead, and when they
-  // end the next.
-  Ahead<T> ahead_of(const Rows<T>& rows, int64_t left, const Rows<T>& next) const {
-    const int64_t distance = ceil_div(kAheadBytes, p_.dim * int64_t(sizeof(T)));
-    return {{rows[distance], rows.stride}, left - distance, next};
+  // While the block at `start` is read: the rows some way ahead, then those of the following block, which
+  // may lie elsewhere. Where positions end at `end` `next` follows.
+  Ahead<T> ahead_of(const Unit& unit, const Tensor& tensor, int64_t start, int64_t end,
+                    const Rows<T>& next) const {
+    const int64_t far = ceil_div(kAheadBytes, p_.dim * int64_t(sizeof(T)));
+    const int64_t distance = far < kBlock ? far : kBlock;
+    const Rows<T> rows = rows_at(unit, tensor, start);
+    const bool last = end <= start + kBlock;
+    return {{rows[distance], rows.stride},
+            (last ? end - start : kBlock) - distance,
+            last ? next : rows_at(unit, tensor, start + kBlock)};
   }
 
   // What this thread will probably score next: the following segment, or another head's.
@@ -249,7 +255,7 @@ class Worker {
   }
 
   Rows<T> rows_at(const Unit& unit, const Tensor& tensor, int64_t start) const {
-    return {tensor.at<T>(unit.row, unit.kv_head, start), tensor.position_stride};
+    return {p_.template cached<T>(tensor, unit.row, unit.kv_head, start), tensor.position_stride};
   }
 
   // The same, in a copy where not all of the rows are seen: the others may not be read, zeros stand

@@ -1,9 +1,21 @@
 """Caches: where the keys and values of past positions are kept."""
 
 from onward.cache.block_pool import BlockMemory
+from onward.cache.blocks import KVBlocks, PagedKVCache
 from onward.cache.kv import KVCache
-from onward.cache.sized import CompactableCache, SizedCache, length_of
+from onward.cache.sized import CompactableCache, NamedDims, SizedCache, length_of
 from onward.cache.slot import Slot
 from onward.cache.slots import PagedSlots
 
-__all__ = ["BlockMemory", "CompactableCache", "KVCache", "PagedSlots", "SizedCache", "Slot", "length_of"]
+__all__ = [
+    "BlockMemory",
+    "CompactableCache",
+    "KVBlocks",
+    "KVCache",
+    "NamedDims",
+    "PagedKVCache",
+    "PagedSlots",
+    "SizedCache",
+    "Slot",
+    "length_of",
+]

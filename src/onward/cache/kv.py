@@ -72,3 +72,19 @@ class KVCache(NamedTuple):
         ops.write_cache(keys, k, offsets)
         ops.write_cache(values, v, offsets)
         return keys, values
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        offsets: Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`)."""
+        keys, values = self.write(layer, k, v, offsets)
+        return ops.cached_attention(q, keys, values, offsets, window=window, scale=scale, sinks=sinks)

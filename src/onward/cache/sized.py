@@ -1,5 +1,6 @@
-"""Protocols that a cache may follow, so that Onward can check its length and move its rows."""
+"""Protocols that a cache may follow: then Onward can check its length, move its rows, and knows its dimensions."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -21,6 +22,22 @@ class CompactableCache(Protocol):
 
     def first_rows(self, batch: int) -> Any:
         """The cache of the first `batch` rows, over the same memory."""
+        ...
+
+
+@runtime_checkable
+class NamedDims(Protocol):
+    """A cache that says what the dimensions of its tensors count, so that a program need not guess.
+
+    leaf_dims: for each leaf the names of its dimensions. "rows" counts the rows of a call. "blocks" counts memory that
+    rows share: its number makes no difference to a program. Sizes of any other name belong to a program's shape.
+    """
+
+    @property
+    def leaf_dims(self) -> Sequence[tuple[str, ...]]: ...
+
+    def blank(self) -> Any:
+        """An empty cache of as many rows and positions, over memory of its own."""
         ...
 
 

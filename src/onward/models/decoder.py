@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.cache import KVCache
+from onward.cache import KVBlocks, KVCache, PagedKVCache
 from onward.models.config import DecoderConfig
 from onward.models.contract import take_positions
 from onward.models.model import Model
@@ -55,11 +55,11 @@ def decoder_forward(
     config: DecoderConfig,
     tokens: Tensor,
     offsets: Tensor,
-    cache: KVCache,
+    cache: KVCache | PagedKVCache,
     params: DecoderParams,
     *,
     logits_at: Tensor | None = None,
-) -> tuple[Tensor, KVCache]:
+) -> tuple[Tensor, KVCache | PagedKVCache]:
     """The forward of `onward.models.model`; `config` is static and bound with `functools.partial`."""
     positions = offsets.unsqueeze(1) + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     cos, sin = config.rope.angles(positions)
@@ -80,15 +80,14 @@ def _attention(
     offsets: Tensor,
     cos: Tensor,
     sin: Tensor,
-    cache: KVCache,
+    cache: KVCache | PagedKVCache,
 ) -> Tensor:
     normed = ops.rms_norm(x_BTD, layer.input_norm, eps=config.rms_norm_eps)
     q_BHTE = _heads(ops.linear(normed, *layer.q_proj), config.head_dim, layer.q_norm, config.rms_norm_eps)
     k_BGTE = _heads(ops.linear(normed, *layer.k_proj), config.head_dim, layer.k_norm, config.rms_norm_eps)
     v_BGTE = _heads(ops.linear(normed, *layer.v_proj), config.head_dim, None, config.rms_norm_eps)
     q_BHTE, k_BGTE = ops.rotate(q_BHTE, cos, sin), ops.rotate(k_BGTE, cos, sin)
-    keys, values = cache.write(index, k_BGTE, v_BGTE, offsets)
-    mixed = ops.cached_attention(q_BHTE, keys, values, offsets, window=config.windows[index])
+    mixed = cache.attend(index, q_BHTE, k_BGTE, v_BGTE, offsets, window=config.windows[index])
     return ops.linear(mixed.transpose(1, 2).flatten(2), *layer.o_proj)
 
 
@@ -108,16 +107,17 @@ def _feed_forward(config: DecoderConfig, layer: LayerParams, x_BTD: Tensor) -> T
 
 def decoder_model(config: DecoderConfig, params: DecoderParams, max_seq_len: int | None = None) -> Model:
     """A `Model` of this decoder over `params`, stock or packed, on their device and in their dtype."""
-    new_cache = partial(_new_cache, config, params.embed_tokens.dtype, params.embed_tokens.device)
+    placed = params.embed_tokens.dtype, params.embed_tokens.device
     return Model(
         forward=partial(decoder_forward, config),
         params=params,
-        new_cache=new_cache,
+        new_cache=partial(_new_cache, config, *placed),
         vocab_size=config.vocab_size,
         max_seq_len=max_seq_len or config.max_position_embeddings,
         selects_logits=True,
         device=params.embed_tokens.device,
         num_parameters=config.num_parameters,
+        new_blocks=partial(_new_blocks, config, *placed),
     )
 
 
@@ -127,6 +127,17 @@ def _new_cache(config: DecoderConfig, dtype: torch.dtype, device: torch.device, 
         batch=batch,
         num_kv_heads=config.num_kv_heads,
         max_len=max_len,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _new_blocks(config: DecoderConfig, dtype: torch.dtype, device: torch.device, count: int) -> KVBlocks:
+    return KVBlocks.new(
+        num_layers=config.num_layers,
+        count=count,
+        num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
         device=device,

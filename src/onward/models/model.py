@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from onward.cache import KVBlocks
 from onward.checks import check_whole
 from onward.errors import RequestError
 from onward.models.causal_lm import CausalLM, is_causal_lm
@@ -53,6 +54,8 @@ class Model:
     num_parameters: the number of weights, a tied one counted once; None if unknown.
     compiles: whether its forward may become a program (`onward.compile`). A program reads params where they lay when it
         was traced: it sees changes in place, but not tensors that take their place.
+    new_blocks: makes memory for so many blocks of 64 positions, of which its forward takes views (`onward.KVBlocks`);
+        None for a forward that serves only the caches of `new_cache`.
     """
 
     forward: Forward
@@ -64,6 +67,7 @@ class Model:
     device: torch.device = CPU
     num_parameters: int | None = None
     compiles: bool = True
+    new_blocks: Callable[[int], KVBlocks] | None = None
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None

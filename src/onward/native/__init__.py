@@ -20,7 +20,7 @@ from onward.native.loader import (
     set_num_threads,
     threads_wanted,
 )
-from onward.native.memory import advise_huge_pages
+from onward.native.memory import advise_huge_pages, give_back_pages
 
 __all__ = [
     "ISAS",
@@ -33,6 +33,7 @@ __all__ = [
     "advise_huge_pages",
     "available_isas",
     "built_isas",
+    "give_back_pages",
     "isa",
     "last_level_cache_bytes",
     "library",

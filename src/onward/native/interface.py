@@ -143,6 +143,8 @@ class AttentionArguments(Structure):
         ("sinks", Pointer),
         ("scale", Float),
         ("dtype", Code),
+        ("table", Pointer),
+        ("table_stride", Int),
     )
 
 
@@ -176,6 +178,8 @@ class HeadsArguments(Structure):
         ("out_strides", Int * 3),
         ("to_cache", Code),
         ("positions", Int),
+        ("table", Pointer),
+        ("table_stride", Int),
     )
 
 

@@ -11,6 +11,7 @@ from onward.errors import RequestError
 from onward.native import Library
 from onward.native.interface import AttentionArguments
 from onward.ops.autocast import autocast_dtype, lowered, off
+from onward.ops.blocks import BLOCK, check_blocks, check_table, dense_rows, side_by_side
 from onward.ops.operators import DTYPES, Operator, shapes
 
 
@@ -67,6 +68,7 @@ def cached_attention(
     values: Tensor,
     offsets: Tensor,
     *,
+    table: Tensor | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     window: int | None = None,
@@ -78,8 +80,11 @@ def cached_attention(
 
     Args:
         q: float [B, H, T, D].
-        keys, values: float [B, G, S, D], of q's dtype; T + offsets[b] <= S for every row.
+        keys, values: float [B, G, S, D], of q's dtype; T + offsets[b] <= S for every row. With a table float
+            [N, G, 64, D], N blocks of 64 positions.
         offsets: int32 [B].
+        table: int32 [B, M]: the block of each row's positions 64 m … 64 m + 63 (PagedAttention, arXiv 2309.06180).
+            Then S is 64 M. Entries past the block of a row's last position are not read.
         scale, sinks: as in `scaled_dot_product_attention`.
         window: positions a query sees, itself included; all of them by default.
 
@@ -91,14 +96,18 @@ def cached_attention(
     """
     dtype = autocast_dtype(q)
     if dtype is not None:
+        if table is not None and keys.dtype != dtype:
+            # Of many blocks only those of the rows are converted.
+            last = offsets + (q.shape[2] - 1)
+            keys, values, table = dense_rows(keys, table, last), dense_rows(values, table, last), None
         with off(q):
             q, keys, values = lowered(dtype, q, keys, values)
-            return cached_attention(q, keys, values, offsets, scale=scale, sinks=sinks, window=window)
-    check_shapes(q, keys, values)
+            return cached_attention(q, keys, values, offsets, table=table, scale=scale, sinks=sinks, window=window)
+    check_shapes(q, keys, values, table)
     if offsets.shape != q.shape[:1] or offsets.dtype != torch.int32:
         raise RequestError(f"attention: offsets must be int32 [B]; got {shapes(offsets=offsets, q=q)}")
     _check_extras(q, keys, None, sinks)
-    return _cached_attention(q, keys, values, offsets, sinks, _scale(q, scale), _checked_window(window))
+    return _cached_attention(q, keys, values, offsets, sinks, _scale(q, scale), _checked_window(window), table)
 
 
 def reference(
@@ -208,9 +217,19 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 
 def _cached_definition(
-    q: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, sinks: Tensor | None, scale: float, window: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    table: Tensor | None = None,
 ) -> Tensor:
     """All rows at once over the whole cache, what a row does not see hidden by a mask."""
+    if table is not None:
+        last = offsets + (q.shape[2] - 1)
+        keys, values = dense_rows(keys, table, last), dense_rows(values, table, last)
     queries, length = q.shape[2], keys.shape[2]
     query_at = offsets.unsqueeze(1) + torch.arange(queries, device=q.device)  # [B, T]
     key_at = torch.arange(length, device=q.device)
@@ -226,15 +245,26 @@ def _cached_definition(
 
 
 def _cached_by_row(
-    q: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, sinks: Tensor | None, scale: float, window: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Row by row over what each holds, so that no row's arithmetic depends on another's length."""
-    _check_lengths(q, keys, offsets)
+    _check_positions(q, keys, offsets, window, table)
     rows = []
-    for b, offset in enumerate(offsets.tolist()):
-        # No query sees keys older than the first query's window.
-        start, end = max(0, offset + 1 - window) if window else 0, offset + q.shape[2]
-        k, v = keys[b : b + 1, :, start:end], values[b : b + 1, :, start:end]
+    for b, (start, end) in enumerate(zip(*_seen(q, offsets, window), strict=True)):
+        if table is None:
+            k, v = keys[b : b + 1, :, start:end], values[b : b + 1, :, start:end]
+        else:
+            first = start // BLOCK
+            blocks = table[b : b + 1, first : -(-end // BLOCK)].long()
+            here = slice(start - first * BLOCK, end - first * BLOCK)
+            k, v = side_by_side(keys[blocks])[:, :, here], side_by_side(values[blocks])[:, :, here]
         rows.append(_definition(q[b : b + 1], k, v, None, sinks, True, scale, window))
     return rows[0] if len(rows) == 1 else torch.cat([row.transpose(1, 2) for row in rows]).transpose(1, 2)
 
@@ -266,9 +296,10 @@ def _cached_native(
     sinks: Tensor | None,
     scale: float,
     window: int,
+    table: Tensor | None,
 ) -> Tensor:
-    _check_lengths(q, keys, offsets)
-    return _call(library, q, keys, values, offsets.contiguous(), None, sinks, scale, window)
+    _check_positions(q, keys, offsets, window, table)
+    return _call(library, q, keys, values, offsets.contiguous(), None, sinks, scale, window, table)
 
 
 def _call(
@@ -281,18 +312,22 @@ def _call(
     sinks: Tensor | None,
     scale: float,
     window: int,
+    table: Tensor | None = None,
 ) -> Tensor:
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     batch, heads, queries, dim = q.shape
     out = torch.empty((batch, queries, heads, dim), dtype=q.dtype).transpose(1, 2)
     arguments = AttentionArguments(
-        batch, heads, k.shape[1], queries, k.shape[2], dim,
+        batch, heads, k.shape[1], queries, _room(k, table), dim,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3],
         window=window, scale=scale, dtype=DTYPES[q.dtype],
     )  # fmt: skip
     if offsets is not None:
         arguments.offsets = offsets.data_ptr()
+    if table is not None:
+        table = table if table.stride(1) == 1 else table.contiguous()
+        arguments.table, arguments.table_stride = table.data_ptr(), table.stride(0)
     if mask is not None:
         mask = mask.to(torch.float32).expand(batch, heads, queries, k.shape[2])
         arguments.mask, arguments.mask_strides = mask.data_ptr(), mask.stride()
@@ -306,12 +341,17 @@ def _call(
 # ── checks ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q [B, H, T, D] fits k and v [B, G, S, D] with H a multiple of G, all of one float dtype."""
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -> None:
+    """Raise unless q [B, H, T, D] fits k and v [B, G, S, D] with H a multiple of G, all of one float dtype.
+
+    With a table they must be blocks [N, G, 64, D].
+    """
+    if table is not None:
+        check_table(table, q.shape[0], k)
     fits = (
         q.dim() == k.dim() == 4
         and k.shape == v.shape
-        and q.shape[0] == k.shape[0]
+        and (q.shape[0] == k.shape[0] or table is not None)
         and q.shape[3] == k.shape[3]
         and k.shape[1] > 0
         and q.shape[1] % k.shape[1] == 0
@@ -338,13 +378,29 @@ def _check_extras(q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | Non
         )
 
 
-def _check_lengths(q: Tensor, keys: Tensor, offsets: Tensor) -> None:
-    end = int(offsets.max()) + q.shape[2]
-    if end > keys.shape[2] or int(offsets.min()) < 0:
+def _check_positions(q: Tensor, keys: Tensor, offsets: Tensor, window: int, table: Tensor | None) -> None:
+    if not offsets.numel():
+        return
+    end, room = int(offsets.max()) + q.shape[2], _room(keys, table)
+    if end > room or int(offsets.min()) < 0:
         raise RequestError(
             f"attention: the queries stand at positions {int(offsets.min())} to {end - 1}; the cache has room for 0 to "
-            f"{keys.shape[2] - 1}"
+            f"{room - 1}"
         )
+    if table is not None:
+        check_blocks(table, keys, *_seen(q, offsets, window))
+
+
+def _seen(q: Tensor, offsets: Tensor, window: int) -> tuple[list[int], list[int]]:
+    """The positions that each row's queries see: the first ones, and those past the last ones."""
+    ends = [offset + q.shape[2] for offset in offsets.tolist()]
+    # No query sees keys older than the first query's window.
+    return [max(0, end - q.shape[2] + 1 - window) if window else 0 for end in ends], ends
+
+
+def _room(keys: Tensor, table: Tensor | None) -> int:
+    """How many positions a row has, S."""
+    return keys.shape[2] if table is None else BLOCK * table.shape[1]
 
 
 def _checked_window(window: int | None) -> int:
@@ -371,8 +427,8 @@ _attention = Operator(
     _fake,
 )
 _cached_attention = Operator(
-    "cached_attention(Tensor q, Tensor keys, Tensor values, Tensor offsets, Tensor? sinks, float scale, int window)"
-    " -> Tensor",
+    "cached_attention(Tensor q, Tensor keys, Tensor values, Tensor offsets, Tensor? sinks, float scale, int window,"
+    " Tensor? table) -> Tensor",
     _cached_definition,
     _cached_native,
     _fake,

@@ -1,65 +1,90 @@
-"""Storing new keys or values in a dense cache."""
+"""Storing new keys or values in a cache, dense or in blocks."""
 
 import torch
 from torch import Tensor
 
 from onward.errors import RequestError
+from onward.native import Library
+from onward.native.interface import HeadsArguments
 from onward.ops.autocast import autocast_dtype
+from onward.ops.blocks import BLOCK, check_blocks, check_table
 from onward.ops.operators import DTYPES, define_in_place, shapes, usable_library
 
 
-def write_cache(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
+def write_cache(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None = None) -> None:
     """cache[b, :, offsets[b] : offsets[b] + T] = new[b], in place.
 
     Args:
-        cache: [B, G, S, D].
+        cache: [B, G, S, D]; with a table [N, G, 64, D], N blocks of 64 positions.
         new: [B, G, T, D], of the cache's dtype.
         offsets: int32 [B], each row's own; offsets[b] + T <= S.
+        table: int32 [B, M], the block of each row's positions 64 m … 64 m + 63; then S is 64 M. Entries past the block
+            of a row's last new position are not read.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit; eagerly on the CPU also a row that reaches past the cache.
+        RequestError: shapes or dtypes that do not fit; eagerly on the CPU also a row that reaches past the cache, or
+            a block that does not exist.
     """
     if new.dtype != cache.dtype and autocast_dtype(new) is not None:
         new = new.to(cache.dtype)
     batch, heads, _, dim = new.shape
-    fits = cache.dim() == 4 and (cache.shape[0], cache.shape[1], cache.shape[3]) == (batch, heads, dim)
+    if table is not None:
+        check_table(table, batch, cache)
+    fits = cache.dim() == 4 and (cache.shape[1], cache.shape[3]) == (heads, dim)
+    fits = fits and (cache.shape[0] == batch or table is not None)
     if not fits or cache.dtype != new.dtype or offsets.shape != (batch,):
         raise RequestError(f"a cache [B, G, S, D] wants new [B, G, T, D]; got {shapes(cache=cache, new=new)}")
     if torch.compiler.is_compiling() or type(new) is not Tensor or new.device.type != "cpu":
-        torch.ops.onward.write_cache(cache, new, offsets)
+        torch.ops.onward.write_cache(cache, new, offsets, table)
     else:
-        _write_rows(cache, new, offsets)
+        _write_rows(cache, new, offsets, table)
 
 
-def _definition(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
+def _definition(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
     positions = offsets.unsqueeze(1) + torch.arange(new.shape[2], device=new.device)
-    rows = torch.arange(new.shape[0], device=new.device).unsqueeze(1)
+    if table is None:
+        rows = torch.arange(new.shape[0], device=new.device).unsqueeze(1)
+    else:
+        rows, positions = table.gather(1, positions // BLOCK).long(), positions % BLOCK
     # Indexing dimensions 0 and 2 around a slice puts the indexed ones first: [B, T, G, D].
     cache[rows, :, positions] = new.transpose(1, 2)
 
 
-def _write_rows(cache: Tensor, new: Tensor, offsets: Tensor) -> None:
-    queries = new.shape[2]
-    for b, offset in enumerate(offsets.tolist()):
-        if not 0 <= offset <= cache.shape[2] - queries:
-            raise RequestError(f"a cache of {cache.shape[2]} positions has no room for {queries} at {offset}")
-        _copy(cache[b, :, offset : offset + queries], new[b])
-
-
-def _copy(to: Tensor, new: Tensor) -> None:
-    """Copy new [G, T, D] into part of a row of the cache, with the native threads where there is a library."""
+def _write_rows(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
+    """On the CPU: check the places, then write them with the native threads where there is a library."""
+    queries, room = new.shape[2], cache.shape[2] if table is None else BLOCK * table.shape[1]
+    starts = offsets.tolist()
+    for offset in starts:
+        if not 0 <= offset <= room - queries:
+            raise RequestError(f"a cache of {room} positions has no room for {queries} at {offset}")
+    if table is not None:
+        check_blocks(table, cache, starts, [offset + queries for offset in starts])
     library = usable_library()
-    if library is None or new.dtype not in DTYPES or new.stride(-1) != 1 or to.stride(-1) != 1:
-        to.copy_(new)
-        return
-    heads, queries, dim = new.shape
-    code, size = DTYPES[new.dtype], new.element_size()
-    for head in range(heads):
-        status = library.onward_convert(
-            queries, dim, new.data_ptr() + head * new.stride(0) * size, code, new.stride(1),
-            to.data_ptr() + head * to.stride(0) * size, code, to.stride(1),
-        )  # fmt: skip
-        library.check(status, "onward_convert")
+    if library is not None and new.dtype in DTYPES and new.stride(-1) == 1 and cache.stride(-1) == 1:
+        _call(library, cache, new, offsets, table)
+    elif table is not None:
+        _definition(cache, new, offsets, table)
+    else:
+        for b, offset in enumerate(starts):
+            cache[b, :, offset : offset + queries].copy_(new[b])
 
 
-define_in_place("write_cache(Tensor(a!) cache, Tensor new, Tensor offsets) -> ()", _definition, on_cpu=_write_rows)
+def _call(library: Library, cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
+    batch, heads, queries, dim = new.shape
+    offsets = offsets.to(torch.int32).contiguous()
+    part = HeadsArguments(
+        heads=heads, x=new.data_ptr(), x_strides=new.stride()[:3], out=cache.data_ptr(),
+        out_strides=cache.stride()[:3], to_cache=1, positions=cache.shape[2],
+    )  # fmt: skip
+    if table is not None:
+        table = table if table.stride(1) == 1 else table.contiguous()
+        part.table, part.table_stride, part.positions = table.data_ptr(), table.stride(0), BLOCK * table.shape[1]
+    status = library.onward_heads(
+        part, 1, batch, queries, dim, DTYPES[new.dtype], None, None, None, 0, offsets.data_ptr()
+    )
+    library.check(status, "onward_heads")
+
+
+define_in_place(
+    "write_cache(Tensor(a!) cache, Tensor new, Tensor offsets, Tensor? table) -> ()", _definition, on_cpu=_write_rows
+)

@@ -16,7 +16,7 @@ from onward.native import Library
 from onward.program.arrays import Kind
 from onward.program.calls import KernelCall, TorchCall
 from onward.program.encode import Image, encode
-from onward.program.leaves import CacheLeaves, for_any_rows, without_memory
+from onward.program.leaves import CacheLeaves, without_memory
 from onward.program.lower import fallbacks, is_whole, lower
 from onward.program.lowering import INFER
 from onward.program.lowering.builder import contiguous_strides
@@ -166,7 +166,7 @@ class CompiledForward:
 
     def _make(self, shape: Shape, num_logits: int | None, cache: Any, leaves: CacheLeaves) -> NativeProgram:
         several = shape.batch > 1
-        layouts = for_any_rows(leaves.signature, shape.batch) if several else leaves.signature
+        layouts = leaves.for_any_rows(shape.batch)
         family = _get_or_make(self._programs.families, (several, shape.tokens > 1, num_logits, layouts), _Family)
 
         def trace_shape(shape: Shape) -> tuple[Image, Signature]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from onward.cache import NamedDims
 from onward.native import last_level_cache_bytes
 from onward.program.arrays import Kind
 from onward.program.calls import KernelCall, TorchCall
@@ -78,11 +79,15 @@ class Report:
 
 def explain_native(run: CompiledForward, cache: Any, batch: int, tokens: int, offset: int) -> Report:
     """Run the program of these shapes a few times, on a scratch cache, and time its calls."""
-    scratch = pytree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, cache)
+    scratch = cache.blank() if isinstance(cache, NamedDims) else pytree.tree_map(_zeros_like, cache)
     ids = torch.zeros((batch, tokens), dtype=torch.int32)
     offsets = torch.full((batch,), offset, dtype=torch.int32)
     times = run.timed(ids, offsets, scratch, _ROUNDS)
     return _report(times)
+
+
+def _zeros_like(leaf: Any) -> Any:
+    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _report(times: Sequence[tuple[KernelCall | TorchCall, float]]) -> Report:

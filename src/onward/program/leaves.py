@@ -2,12 +2,21 @@
 
 import weakref
 from collections.abc import Hashable
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from onward.cache import NamedDims
+from onward.errors import ProgramError
+
+# Names of dimensions, from `onward.cache.NamedDims`.
+_ROWS, _BLOCKS = "rows", "blocks"
+# The number of blocks in every signature: any, but of one the stride would mean nothing.
+_SOME_BLOCKS = 2
 
 
 class Layout(NamedTuple):
@@ -30,7 +39,12 @@ class CacheLeaves:
 
     def __init__(self, cache: Any) -> None:
         leaves = tensors_of(cache)
-        self.signature: CacheSignature = tuple(map(_layout, pytree.tree_leaves(cache)))
+        self._dims = tuple(cache.leaf_dims) if isinstance(cache, NamedDims) else None
+        self.signature: CacheSignature
+        if self._dims is None:
+            self.signature = tuple(map(_layout, pytree.tree_leaves(cache)))
+        else:
+            self.signature = tuple(map(_named_layout, leaves, self._dims))
         # When a tensor is freed, a new one may get its id.
         self._ids = ids = list(map(id, leaves))
         self._references = [weakref.ref(leaf, lambda _: ids.clear()) for leaf in leaves]
@@ -38,6 +52,17 @@ class CacheLeaves:
     def are_of(self, cache: Any) -> bool:
         """Whether the cache consists of these very tensors."""
         return bool(self._ids) and self._ids == list(map(id, tensors_of(cache)))
+
+    def for_any_rows(self, batch: int) -> CacheSignature:
+        """The signature with the number of rows, `batch`, left open.
+
+        Raises:
+            ProgramError: the cache says that it has another number of rows.
+        """
+        if self._dims is None:
+            # Of one row a size of 1 says nothing.
+            return for_any_rows(self.signature, batch) if batch > 1 else self.signature
+        return tuple(map(partial(_with_rows_open, batch), self.signature, self._dims))
 
     def tensors(self) -> list[Tensor]:
         leaves = [reference() for reference in self._references]
@@ -47,9 +72,9 @@ class CacheLeaves:
 
 def tensors_of(cache: Any) -> list[Tensor]:
     """The tensors among the leaves of a cache, in order."""
-    if isinstance(cache, tuple) and all(type(part) is tuple for part in cache):
-        # A tuple of tuples of tensors, as `KVCache` is: pytree takes 30 times as long, at every step.
-        leaves = list(chain.from_iterable(cache))
+    if isinstance(cache, tuple):
+        # A tuple of tuples and tensors, as `KVCache` is: pytree takes 30 times as long, at every step.
+        leaves = list(chain.from_iterable(part if type(part) is tuple else (part,) for part in cache))
         if set(map(type, leaves)) == {Tensor}:
             return leaves
     return [leaf for leaf in leaves_of(cache) if isinstance(leaf, Tensor)]
@@ -82,6 +107,15 @@ def _for_any_rows(leaf: Layout, batch: int) -> Layout:
     return leaf._replace(shape=(*leaf.shape[:rows], None, *leaf.shape[rows + 1 :]))
 
 
+def _with_rows_open(batch: int, layout: Layout, dims: tuple[str, ...]) -> Layout:
+    rows = {size for size, dim in zip(layout.shape, dims, strict=True) if dim == _ROWS}
+    if rows - {batch}:
+        raise ProgramError(f"a program of {batch} rows got a cache of {', '.join(map(str, rows))}: make one of as many")
+    return layout._replace(
+        shape=tuple(None if dim == _ROWS else size for size, dim in zip(layout.shape, dims, strict=True))
+    )
+
+
 def without_memory(cache: Any, signature: CacheSignature, batch: int) -> Any:
     """A cache of this structure with `batch` rows, on the meta device. signature: for any number of rows."""
     leaves, spec = pytree.tree_flatten(cache)
@@ -99,6 +133,14 @@ def _meta_tensor(layout: Layout, batch: int) -> Tensor:
     if layout.strides is None:
         return torch.empty(shape, dtype=layout.dtype, device="meta")
     return torch.empty_strided(shape, layout.strides, dtype=layout.dtype, device="meta")
+
+
+def _named_layout(leaf: Tensor, dims: tuple[str, ...]) -> Layout:
+    """The layout of a tensor whose dimensions are named; of shared memory only the strides count."""
+    shape = tuple(_SOME_BLOCKS if dim == _BLOCKS else size for size, dim in zip(leaf.shape, dims, strict=True))
+    # Of one row no stride counts, of one block it does.
+    strides = None if _BLOCKS not in dims and leaf.is_contiguous() else tuple(leaf.stride())
+    return Layout(shape, strides, leaf.dtype)
 
 
 def _layout(leaf: Any) -> Hashable:

@@ -198,9 +198,9 @@ def join_heads(items: list[Item], uses: Uses) -> list[Item]:
 
 def _part(node: Node, uses: Uses) -> Iterator[_Part]:
     if node.op is ops.write_cache.default:
-        cache, new, offsets = node.args
+        cache, new, offsets, table = node.args
         before = uses.only_for(new, node)
-        if cache.dtype != new.dtype or cache.strides[-1] != 1:
+        if cache.dtype != new.dtype or cache.strides[-1] != 1 or (table is not None and table.strides[-1] != 1):
             return
         fields = fused.cache_part(node)
         if before is not None and before.op is ops.rotate.default and before.outputs[0] == new:

@@ -6,6 +6,7 @@ import torch
 
 from onward import ops as _registered  # noqa: F401 - for the names under torch.ops.onward
 from onward.native.interface import Format
+from onward.ops.blocks import BLOCK
 from onward.ops.packed import FORMATS as PACKED_FORMATS
 from onward.ops.quantized import FORMATS as QUANTIZED_FORMATS
 from onward.program.arrays import Array
@@ -218,8 +219,8 @@ def argmax(b: Builder, node: Node) -> None:
 
 @lowers(ops.cached_attention.default)
 def cached_attention(b: Builder, node: Node) -> None:
-    q, keys, values, offsets, sinks, scale, window = node.args
-    emit_attention(b, q, keys, values, node.outputs[0], offsets, None, sinks, scale, window)
+    q, keys, values, offsets, sinks, scale, window, table = node.args
+    emit_attention(b, q, keys, values, node.outputs[0], offsets, None, sinks, scale, window, table)
 
 
 @lowers(ops.attention.default)
@@ -242,6 +243,7 @@ def emit_attention(
     sinks: Array | None,
     scale: float,
     window: int,
+    table: Array | None = None,
 ) -> None:
     q, k, v = (a if a.strides[-1] == 1 else b.contiguous(a) for a in (q, k, v))
     if out.strides[-1] != 1:
@@ -255,6 +257,9 @@ def emit_attention(
     }  # fmt: skip
     if offsets is not None:
         arguments["offsets"] = address(b.contiguous(offsets))
+    if table is not None:
+        table = table if table.strides[-1] == 1 else b.contiguous(table)
+        arguments |= {"positions": BLOCK * table.shape[1], "table": address(table), "table_stride": table.strides[0]}
     if mask is not None:
         mask = as_float32(b, mask)
         arguments["mask"] = address(mask)
@@ -278,9 +283,9 @@ def write_cache(b: Builder, node: Node) -> None:
 
 
 def cache_part(node: Node) -> dict[str, object]:
-    """The part of `onward_heads` that stores new keys or values [B, G, T, D] in a cache [B, G, S, D]."""
-    cache, new, _ = node.args
-    return {
+    """The part of `onward_heads` that stores new keys or values [B, G, T, D] in a cache, dense or in blocks."""
+    cache, new, _, table = node.args
+    part = {
         "heads": new.shape[1],
         "x": new,
         "out": address(cache),
@@ -288,6 +293,11 @@ def cache_part(node: Node) -> dict[str, object]:
         "to_cache": 1,
         "positions": cache.shape[2],
     }
+    if table is not None:
+        if table.strides[-1] != 1:
+            raise Unsupported("a table whose rows are not contiguous")
+        part |= {"positions": BLOCK * table.shape[1], "table": address(table), "table_stride": table.strides[0]}
+    return part
 
 
 def heads(

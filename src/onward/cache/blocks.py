@@ -1,0 +1,158 @@
+"""Keys and values in blocks of 64 positions, so that rows may come and go without being copied.
+
+Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
+(arXiv 2309.06180).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onward import ops
+from onward.cache.buffers import is_lazy, lazy_zeros
+from onward.errors import RequestError
+from onward.native import give_back_pages
+from onward.ops.blocks import BLOCK
+from onward.reprs import described, in_bytes
+
+
+class KVBlocks:
+    """Memory for N blocks of keys and values of every layer; a block takes memory when it is first written.
+
+    count: N. block_nbytes: bytes of a block, all layers. device: where it lies.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        """buffer: [N, 2 L, G, 64, D], a block's keys of each layer, then its values: a block is one run of memory."""
+        self.count: int = buffer.shape[0]
+        self.block_nbytes: int = buffer[:1].nbytes
+        self.device = buffer.device
+        self._buffer = buffer
+        layers = buffer.unbind(1)
+        self._keys, self._values = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+
+    @classmethod
+    def new(
+        cls,
+        *,
+        num_layers: int,
+        count: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "KVBlocks":
+        """Memory for `count` blocks. On the CPU a large one takes memory only as it is written.
+
+        Raises:
+            RequestError: the system refuses so much.
+        """
+        shape = (count, 2 * num_layers, num_kv_heads, BLOCK, head_dim)
+        # A block's parts lie apart by no more than their size: its first position touches all of its huge pages, and
+        # its last one needs no more.
+        return cls(lazy_zeros(shape, dtype, torch.device(device), huge_pages=True))
+
+    def __repr__(self) -> str:
+        return described(self, f"{self.count} blocks of {BLOCK} positions", f"{in_bytes(self.block_nbytes)} each")
+
+    def view(self, table: Tensor) -> "PagedKVCache":
+        """The cache of rows whose blocks the table int32 [B, M] names, over this memory.
+
+        Every view has the same tensors, so that a program need not be bound anew to the next one.
+        """
+        if table.dim() != 2 or table.dtype != torch.int32 or table.stride(1) != 1:
+            raise RequestError(
+                f"a table of blocks must be int32 [B, M] with contiguous rows; got {table.dtype} {list(table.shape)}"
+            )
+        return PagedKVCache(self._keys, self._values, table)
+
+    def copy(self, source: int, to: int, positions: int) -> None:
+        """Copy the first `positions` positions of block `source` to block `to`, all layers."""
+        self._buffer[to, :, :, :positions] = self._buffer[source, :, :, :positions]
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Let the system take the memory of blocks that hold nothing; they need no other preparation to be used again.
+
+        Memory of another device than the CPU, and a small one, stays as it is.
+        """
+        if not is_lazy(self._buffer.nbytes, self._buffer.device):
+            return
+        for first, count in _runs(sorted(set(blocks))):
+            give_back_pages(self._buffer.data_ptr() + first * self.block_nbytes, count * self.block_nbytes)
+
+
+class PagedKVCache(NamedTuple):
+    """Keys and values of every layer in blocks, and a table of the rows; a pytree of tensors. `KVBlocks.view` makes it.
+
+    keys, values: a tensor [N, G, 64, D] a layer: N blocks, G key/value heads, 64 positions, D features.
+    table: int32 [B, M], the block of each row's positions 64 m … 64 m + 63. Entries past the block of a row's last
+        position are never read, and entries of a block at or past the row's offset neither.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    table: Tensor
+
+    def __repr__(self) -> str:
+        shape = list(self.keys[0].shape) if self.keys else []
+        dtype = str(self.keys[0].dtype).removeprefix("torch.") if self.keys else ""
+        rows = f"{self.batch} rows of {self.table.shape[1]} blocks"
+        return described(self, rows, f"{len(self.keys)} layers of {shape} {dtype}")
+
+    @property
+    def batch(self) -> int:
+        return self.table.shape[0]
+
+    @property
+    def max_len(self) -> int:
+        return BLOCK * self.table.shape[1]
+
+    @property
+    def leaf_dims(self) -> list[tuple[str, ...]]:
+        """What the dimensions of each tensor count (`onward.cache.sized.NamedDims`)."""
+        layer = ("blocks", "heads", "positions", "features")
+        return [layer] * (len(self.keys) + len(self.values)) + [("rows", "row's blocks")]
+
+    def blank(self) -> "PagedKVCache":
+        """An empty cache of as many rows and positions, over memory of its own."""
+        layer = self.keys[0]
+        blocks = KVBlocks.new(
+            num_layers=len(self.keys),
+            count=self.table.numel(),
+            num_kv_heads=layer.shape[1],
+            head_dim=layer.shape[3],
+            dtype=layer.dtype,
+            device=layer.device,
+        )
+        return blocks.view(torch.arange(blocks.count, dtype=torch.int32, device=layer.device).view(self.table.shape))
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        offsets: Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`)."""
+        keys, values = self.keys[layer], self.values[layer]
+        ops.write_cache(keys, k, offsets, self.table)
+        ops.write_cache(values, v, offsets, self.table)
+        return ops.cached_attention(q, keys, values, offsets, table=self.table, window=window, scale=scale, sinks=sinks)
+
+
+def _runs(sorted_blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, count) of each run of neighbouring blocks."""
+    runs: list[tuple[int, int]] = []
+    for block in sorted_blocks:
+        if runs and sum(runs[-1]) == block:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((block, 1))
+    return runs

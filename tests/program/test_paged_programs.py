@@ -200,3 +200,41 @@ def test_explaining_touches_neither_the_rows_nor_much_memory() -> None:
     cache.keys[0][0] = 3.0
     assert program.explain(cache, offset=5).rows
     assert (cache.keys[0][0] == 3.0).all()
+
+
+def test_caches_in_turns_are_recognised() -> None:
+    """An engine's steps go over other rows each time, in one memory: nothing is made anew."""
+    model = tiny("qwen3", "bfloat16")
+    program: Any = compiled(model)
+    assert model.new_blocks is not None
+    blocks = model.new_blocks(12)
+    tables = [torch.arange(3 * rows, dtype=torch.int32).view(rows, 3) for rows in (1, 2, 4)]
+
+    def step(rows: int, tokens: int) -> None:
+        table = tables[rows // 2]
+        program(ids_of(model, rows, tokens), torch.zeros(rows, dtype=torch.int32), blocks.view(table))
+
+    steps = [(4, 1), (1, 20), (2, 1), (1, 1)]
+    for each in steps * 2:  # the second time in memory that has grown
+        step(*each)
+    kept = program._run._programs
+    made = dict(kept.recent)
+    bound = []
+    for made_program in made.values():
+        made_program._bind = bound.append
+    for each in steps:
+        step(*each)
+    assert dict(kept.recent) == made
+    assert len(made) == len(steps)
+    assert not bound
+
+
+def test_a_setting_beside_the_same_tensors_is_part_of_a_cache() -> None:
+    def forward(tokens: Tensor, offsets: Tensor, cache: Any, params: Tensor) -> tuple[Tensor, Any]:
+        return params[tokens.long()] * cache["scale"] + cache["base"], cache
+
+    base = torch.ones(4)
+    program = onward.compile(forward, params=torch.eye(4), cache={"base": base, "scale": 2.0})
+    ids, zero = torch.tensor([[2]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for scale in (2.0, 3.0, 2.0):
+        assert program(ids, zero, {"base": base, "scale": scale})[0].max() == scale + 1

@@ -16,7 +16,7 @@ from onward.native import Library
 from onward.program.arrays import Kind
 from onward.program.calls import KernelCall, TorchCall
 from onward.program.encode import Image, encode
-from onward.program.leaves import CacheLeaves, without_memory
+from onward.program.leaves import CacheLeaves, KnownLeaves, without_memory
 from onward.program.lower import fallbacks, is_whole, lower
 from onward.program.lowering import INFER
 from onward.program.lowering.builder import contiguous_strides
@@ -75,8 +75,9 @@ class Programs:
         self.arena = Arena()
         self.families: OrderedDict[Hashable, _Family] = OrderedDict()
         self.by_shape: OrderedDict[Hashable, NativeProgram] = OrderedDict()
-        self.leaves: CacheLeaves | None = None  # of the last cache
-        self.last: tuple[CacheLeaves, Hashable, NativeProgram] | None = None  # what ran last
+        self.leaves = KnownLeaves()
+        # What ran last, by leaves and shape: a key of `by_shape` has all layers' layouts, to be hashed at every step.
+        self.recent: OrderedDict[Hashable, NativeProgram] = OrderedDict()
 
 
 class CompiledForward:
@@ -112,7 +113,7 @@ class CompiledForward:
         self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         with self._programs.lock:
-            leaves = self._leaves(cache)
+            leaves = self._programs.leaves.of(cache)
             program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves, logits_at)
             return program(tokens, offsets, leaves, logits_at if self._selects_logits else None), cache
 
@@ -121,7 +122,7 @@ class CompiledForward:
     ) -> tuple[Tensor, Tensor | None, Any]:
         """Call it for one token a row; also return the ids int64 [B] that `pick` picks, or None if it cannot."""
         with self._programs.lock:
-            leaves = self._leaves(cache)
+            leaves = self._programs.leaves.of(cache)
             program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves)
             if not program.serves(pick):
                 return program(tokens, offsets, leaves, None), None, cache
@@ -132,7 +133,7 @@ class CompiledForward:
     ) -> list[tuple[KernelCall | TorchCall, float]]:
         """Run it `rounds` times; return its kernel and torch calls, each with its mean seconds."""
         with self._programs.lock:
-            leaves = self._leaves(cache)
+            leaves = self._programs.leaves.of(cache)
             # Traced for exactly this shape: the calls of a grid's program know the sizes of its largest shape only.
             image, signature = self._traced(Shape(*tokens.shape), None, cache)
             program = NativeProgram(image, signature, self._library, self._programs.arena)
@@ -141,28 +142,21 @@ class CompiledForward:
     def prepare(self, batch: int, tokens: int, cache: Any) -> NativeProgram:
         """The program for these shapes; it is made if there is none."""
         with self._programs.lock:
-            return self._program(batch, tokens, cache, self._leaves(cache))
-
-    def _leaves(self, cache: Any) -> CacheLeaves:
-        leaves = self._programs.leaves
-        if leaves is None or not leaves.are_of(cache):
-            leaves = self._programs.leaves = CacheLeaves(cache)
-        return leaves
+            return self._program(batch, tokens, cache, self._programs.leaves.of(cache))
 
     def _program(
         self, batch: int, tokens: int, cache: Any, leaves: CacheLeaves, logits_at: Tensor | None = None
     ) -> NativeProgram:
         num_logits = None if logits_at is None or not self._selects_logits else logits_at.shape[1]
-        shape, last = (batch, tokens, num_logits), self._programs.last
-        # Mostly the last program serves again. A look-up by key would hash all layers' layouts at every step.
-        if last is not None and last[0] is leaves and last[1] == shape:
-            return last[2]
-        key = (*shape, leaves.signature)
-        program = _get_or_make(
-            self._programs.by_shape, key, lambda: self._make(Shape(batch, tokens), num_logits, cache, leaves)
-        )
-        self._programs.last = (leaves, shape, program)
-        return program
+        shape = batch, tokens, num_logits
+
+        def by_shape() -> NativeProgram:
+            key = (*shape, leaves.signature)
+            return _get_or_make(
+                self._programs.by_shape, key, lambda: self._make(Shape(batch, tokens), num_logits, cache, leaves)
+            )
+
+        return _get_or_make(self._programs.recent, (leaves, shape), by_shape)
 
     def _make(self, shape: Shape, num_logits: int | None, cache: Any, leaves: CacheLeaves) -> NativeProgram:
         several = shape.batch > 1

@@ -1,6 +1,7 @@
 """The tensors of a cache: recognise them at the next step, and tell their shapes for other numbers of rows."""
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Hashable
 from functools import partial
 from itertools import chain
@@ -17,6 +18,8 @@ from onward.errors import ProgramError
 _ROWS, _BLOCKS = "rows", "blocks"
 # The number of blocks in every signature: any, but of one the stride would mean nothing.
 _SOME_BLOCKS = 2
+# How many caches are known: an engine has one for each number of rows that it runs.
+_MOST_KNOWN = 32
 
 
 class Layout(NamedTuple):
@@ -45,13 +48,13 @@ class CacheLeaves:
             self.signature = tuple(map(_layout, pytree.tree_leaves(cache)))
         else:
             self.signature = tuple(map(_named_layout, leaves, self._dims))
-        # When a tensor is freed, a new one may get its id.
-        self._ids = ids = list(map(id, leaves))
-        self._references = [weakref.ref(leaf, lambda _: ids.clear()) for leaf in leaves]
+        self._freed: list[object] = []
+        self._references = [weakref.ref(leaf, self._freed.append) for leaf in leaves]
 
-    def are_of(self, cache: Any) -> bool:
-        """Whether the cache consists of these very tensors."""
-        return bool(self._ids) and self._ids == list(map(id, tensors_of(cache)))
+    @property
+    def live(self) -> bool:
+        """Whether no tensor has been freed. When one has, a new one may get its id."""
+        return not self._freed
 
     def for_any_rows(self, batch: int) -> CacheSignature:
         """The signature with the number of rows, `batch`, left open.
@@ -70,14 +73,47 @@ class CacheLeaves:
         return leaves  # type: ignore[return-value]
 
 
+class KnownLeaves:
+    """The `CacheLeaves` of the last caches. A step over tensors that were seen before costs a look-up of their ids."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, CacheLeaves] = OrderedDict()
+
+    def of(self, cache: Any) -> CacheLeaves:
+        key = _identity(cache)
+        leaves = self._known.get(key)
+        if leaves is None or not leaves.live:
+            leaves = self._known[key] = CacheLeaves(cache)
+            if len(self._known) > _MOST_KNOWN:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        return leaves
+
+
+def _identity(cache: Any) -> Hashable:
+    """The tensors of a cache by id, its other leaves as they are."""
+    tensors = _plain_tensors(cache)
+    if tensors is not None:
+        return tuple(map(id, tensors))
+    return tuple(id(leaf) if isinstance(leaf, Tensor) else (type(leaf), _setting(leaf)) for leaf in leaves_of(cache))
+
+
 def tensors_of(cache: Any) -> list[Tensor]:
     """The tensors among the leaves of a cache, in order."""
-    if isinstance(cache, tuple):
-        # A tuple of tuples and tensors, as `KVCache` is: pytree takes 30 times as long, at every step.
-        leaves = list(chain.from_iterable(part if type(part) is tuple else (part,) for part in cache))
-        if set(map(type, leaves)) == {Tensor}:
-            return leaves
-    return [leaf for leaf in leaves_of(cache) if isinstance(leaf, Tensor)]
+    tensors = _plain_tensors(cache)
+    return [leaf for leaf in leaves_of(cache) if isinstance(leaf, Tensor)] if tensors is None else tensors
+
+
+def _plain_tensors(cache: Any) -> list[Tensor] | None:
+    """The leaves of a tuple of tuples and tensors, as `KVCache` is; None for another pytree.
+
+    A walk takes 30 times as long, at every step.
+    """
+    if not isinstance(cache, tuple):
+        return None
+    leaves = list(chain.from_iterable(part if type(part) is tuple else (part,) for part in cache))
+    return leaves if set(map(type, leaves)) == {Tensor} else None
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -147,4 +183,9 @@ def _layout(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         strides = None if leaf.is_contiguous() else tuple(leaf.stride())
         return Layout(tuple(leaf.shape), strides, leaf.dtype)
+    return _setting(leaf)
+
+
+def _setting(leaf: Any) -> Hashable:
+    """A leaf that is no tensor, as part of a key."""
     return leaf if isinstance(leaf, Hashable) else str(type(leaf))

@@ -31,7 +31,7 @@ from benchmarks.serve.course import PEERS, Plan, measure, peers_of
 from benchmarks.serve.parts import PARTS
 from onward import native
 
-QUICK = Plan(rounds=1, clients=(1, 4, 16), each=1, arrivals=12, tokens=24)
+QUICK = Plan(rounds=1, clients=(1, 4, 16), each=1, arrivals=12, tokens=16)
 
 
 def main() -> None:

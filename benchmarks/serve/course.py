@@ -21,7 +21,7 @@ class Plan:
     clients: numbers of clients of the closed loop, and of rows that decode together.
     each: requests of each client.
     arrivals: requests that arrive at random times.
-    tokens: at batch 1, where paging is compared.
+    tokens: of each request in the closed loop, of each row that decodes, and where paging is compared.
     """
 
     rounds: int = 3

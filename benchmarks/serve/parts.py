@@ -17,7 +17,7 @@ from benchmarks.serve.figures import (
 from benchmarks.serve.sheet import Column, ratio
 from benchmarks.serve.workload import Request, closed_loop, log_uniform, poisson
 
-PROMPT, NEW = 128, 64
+PROMPT = 128
 PREFILL = 512
 LEAD_OF_ONE, LEAD_OF_MORE = 1.3, 1.8
 SHARE_OF_PREFILL = 0.65
@@ -44,7 +44,7 @@ def _closed(course: Course) -> None:
         for clients in plan.clients:
             progress(f"round {turn + 1} of {plan.rounds}, {clients} clients")
             count = clients * plan.each
-            requests = closed_loop([course.prompt(PROMPT) for _ in range(count)], [NEW] * count, clients)
+            requests = closed_loop([course.prompt(PROMPT) for _ in range(count)], [plan.tokens] * count, clients)
             for name in course.everyone(turn):
                 if records := course.run(name, requests):
                     course.note(name, str(clients), throughput(records))
@@ -66,11 +66,11 @@ def _decode(course: Course) -> None:
     for turn in range(plan.rounds):
         progress(f"round {turn + 1} of {plan.rounds}")
         for rows in plan.clients:
-            requests = [Request(course.prompt(PROMPT), NEW) for _ in range(rows)]
+            requests = [Request(course.prompt(PROMPT), plan.tokens) for _ in range(rows)]
             for name in course.everyone(turn):
                 if records := course.run(name, requests):
                     course.note(name, str(rows), decode_rate(records))
-            course.note_decode_limit(str(rows), rows, PROMPT + NEW / 2)
+            course.note_decode_limit(str(rows), rows, PROMPT + plan.tokens / 2)
         prompt = course.prompt(PREFILL)
         for name in course.everyone(turn):
             if records := course.run(name, [Request(prompt, 1)]):
@@ -217,7 +217,7 @@ PARTS = {
             _decode_columns,
             _decode,
             sequences=_most,
-            positions=PREFILL + NEW,
+            positions=PREFILL + 64,
             ways=(ENGINE, GENERATE),
         ),
         Part(

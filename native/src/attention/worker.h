@@ -228,17 +228,20 @@ class Worker {
     }
   }
 
-  // While the block at `start` is read: the rows some way ahead, then those of the following block, which
-  // may lie elsewhere. Where positions end at `end` `next` follows.
+  // While the block at `start` is read, of positions that end at `end`: the rows some way ahead, then
+  // `next`. Through a table they lie in one piece to the end of the block; then come those of the following
+  // one, or if it has few positions those of `next` that will be wanted after them.
   Ahead<T> ahead_of(const Unit& unit, const Tensor& tensor, int64_t start, int64_t end,
                     const Rows<T>& next) const {
     const int64_t far = ceil_div(kAheadBytes, p_.dim * int64_t(sizeof(T)));
     const int64_t distance = far < kBlock ? far : kBlock;
-    const Rows<T> rows = rows_at(unit, tensor, start);
-    const bool last = end <= start + kBlock;
-    return {{rows[distance], rows.stride},
-            (last ? end - start : kBlock) - distance,
-            last ? next : rows_at(unit, tensor, start + kBlock)};
+    const Rows<T> rows = rows_at(unit, tensor, start), ahead{rows[distance], rows.stride};
+    const int64_t left = end - start;
+    if (p_.table.blocks == nullptr || left <= kBlock) return {ahead, left - distance, next};
+    const Rows<T> following = left - kBlock >= distance / 2
+                                  ? rows_at(unit, tensor, start + kBlock)
+                                  : Rows<T>{next[kBlock - left], next.stride};
+    return {ahead, kBlock - distance, following};
   }
 
   // What this thread will probably score next: the following segment, or another head's.

@@ -39,6 +39,7 @@ def chat(lm: onward.LanguageModel, turns: int) -> tuple[onward.Session, list[dic
     """A session after so many turns, and for each turn what was processed and how long it took."""
     options = {"max_new_tokens": ANSWERED, "temperature": 0.0, "ignore_eos": True}
     generator = torch.Generator().manual_seed(0)
+    lm.prefix_memory = 0  # a fresh call is to process all of its prompt
     session, text, rows = onward.Session(lm), [], []
     lm.generate([1] * ASKED, **options)  # warm up
     for turn in range(1, turns + 1):

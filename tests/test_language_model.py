@@ -455,3 +455,17 @@ def test_a_chat_wants_a_template_messages_and_known_options(demo):
         demo.chat([{"content": "Hi"}])
     with pytest.raises(RequestError, match="unknown option 'role'"):
         demo.chat(HI, role="user")
+
+
+def test_prompts_that_begin_alike_are_not_processed_twice_within_a_budget_that_can_be_set():
+    lm = LanguageModel(tiny_model("qwen3"))
+    prompt = [token % 60 + 1 for token in range(150)]
+    first = lm.generate(prompt, max_new_tokens=8, temperature=0)
+    again = lm.generate([*prompt, 5], max_new_tokens=8, temperature=0)
+    assert (first.cached_tokens, again.cached_tokens) == (0, 150)
+    lm.prefix_memory = 0
+    for _ in range(2):
+        completion = lm.generate([*prompt, 5], max_new_tokens=8, temperature=0)
+        assert (completion.token_ids, completion.cached_tokens) == (again.token_ids, 0)
+    with pytest.raises(RequestError, match="prefix_memory"):
+        lm.prefix_memory = -1

@@ -1,14 +1,15 @@
 """Several texts a prompt, what is told of their tokens, options of single prompts, and ends that callers decide."""
 
+import dataclasses
 import math
 import threading
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onward import Completion, GenerateOptions, LanguageModel
+from onward import Completion, GenerateOptions, LanguageModel, Model
 from onward.checkpoint import ChatTemplate
 from onward.errors import RequestError
 from onward.sampling import sample_seed
@@ -70,16 +71,45 @@ def test_samples_are_what_their_seeds_give_alone(options, chunk):
     ]
 
 
-def test_samples_of_a_cache_without_copies_are_the_same_with_more_work():
-    def follow(tokens):
-        logits = torch.arange(32.0) * 0.1
-        logits[tokens[-1]] += 1
-        return logits
+def likely_again(tokens):
+    """The logits of a script that has a little of everything, and more of the last id."""
+    logits = torch.arange(32.0) * 0.1
+    logits[tokens[-1]] += 1
+    return logits
 
-    lm = LanguageModel(scripted_model(follow))
-    found = lm.generate([[1, 2, 3], [4]], n=3, max_new_tokens=6, **SAMPLED)
+
+class HiddenRows:
+    """A cache that is no pytree of tensors: its rows cannot be told apart, so they are neither copied nor moved."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+
+def hiding_rows(model: Model) -> Model:
+    def forward(tokens, offsets, cache, params, **options):
+        logits, inner = model.forward(tokens, offsets, cache.inner, params, **options)
+        return logits, HiddenRows(inner)
+
+    def new_cache(batch, max_len):
+        return HiddenRows(model.new_cache(batch, max_len))
+
+    return dataclasses.replace(model, forward=forward, new_cache=new_cache)
+
+
+def test_samples_of_a_cache_without_copies_are_the_same_with_more_work():
+    lm = LanguageModel(hiding_rows(scripted_model(likely_again)))
+    completions = lm.generate([[1, 2, 3], [4]], n=3, max_new_tokens=6, **SAMPLED)
     assert lm.model.calls[0].tokens == [[1, 2, 3]] * 3 + [[4, 4, 4]] * 3
-    for prompt, completion in zip([[1, 2, 3], [4]], found, strict=True):
+    for prompt, completion in zip([[1, 2, 3], [4]], completions, strict=True):
+        for one in completion.choices:
+            assert lm.generate(prompt, max_new_tokens=6, **(SAMPLED | {"seed": one.seed})).token_ids == one.token_ids
+
+
+def test_samples_of_any_cache_with_rows_share_one_prefill():
+    lm = LanguageModel(scripted_model(likely_again))
+    completions = lm.generate([[1, 2, 3], [4, 5]], n=3, max_new_tokens=6, **SAMPLED)
+    assert [call.tokens for call in lm.model.calls[:3]] == [[[1, 2]], [[4]], [[3], [5], [3], [3], [5], [5]]]
+    for prompt, completion in zip([[1, 2, 3], [4, 5]], completions, strict=True):
         for one in completion.choices:
             assert lm.generate(prompt, max_new_tokens=6, **(SAMPLED | {"seed": one.seed})).token_ids == one.token_ids
 
@@ -100,6 +130,9 @@ def test_samples_share_one_prefill():
     lm = tiny_lm(compile="eager")
     shapes = counted(lm)
     lm.generate(["x" * 30, "y" * 20], n=5, max_new_tokens=3, **SAMPLED)
+    assert shapes == [(1, 29), (1, 19), (10, 1), (10, 1), (10, 1)], "no prompt is padded to another's length"
+    shapes.clear()
+    lm.generate(["z" * 30, "w" * 30], n=5, max_new_tokens=3, **SAMPLED)
     assert shapes == [(2, 29), (10, 1), (10, 1), (10, 1)]
     shapes.clear()
     lm.generate("x", n=5, max_new_tokens=2, **SAMPLED)
@@ -152,7 +185,9 @@ def test_the_seeds_of_samples_are_those_of_philox_as_published():
         ({"per_prompt": {"seed": 1}}, "per_prompt must be a list of options as dicts, one a prompt"),
         ({"per_prompt": [{}, {}]}, "per_prompt has options for 2 prompts, and there are 1"),
         ({"per_prompt": [3]}, "per_prompt must hold a dict of options for each prompt; got 3"),
-        ({"per_prompt": [{"n": 2}]}, "n is of a whole call: give it to the call, not to one of its prompts"),
+        ({"per_prompt": [{"n": 2}]}, "n=2 with temperature 0 is the same text 2 times"),
+        ({"per_prompt": [{"logprob": 1}]}, "unknown option 'logprob': did you mean logprobs"),
+        ({"per_prompt": [{"beams": 2, "draft": "lookup"}]}, "a beam search cannot use a draft"),
     ],
     ids=str,
 )
@@ -183,6 +218,70 @@ def test_prompts_may_differ_in_their_options(lm):
     assert together[2].finish_reason == "stop"
     with_samples = lm.generate(PROMPTS[1:], n=2, per_prompt=each[1:], **SAMPLED)
     assert [contents(one) for one in with_samples] == [contents(one) for one in alone[1:]]
+
+
+def of_every_kind(one: Completion) -> tuple:
+    """All of a completion that is not its time, nor a number that another order of sums may round otherwise."""
+    told = one.logprobs is not None, one.prompt_logprobs is not None, one.score is not None, one.speculation is not None
+    return contents(one), told, [contents(other) for other in one.others], one.stopped_by
+
+
+def kinds_of_options() -> dict[str, dict]:
+    cancel = threading.Event()
+    cancel.set()
+    return {
+        "plain": {},
+        "samples": {"n": 3, **SAMPLED},
+        "beams": {"beams": 3, "n": 2},
+        "reports": {"logprobs": 2, "prompt_logprobs": 1, **SAMPLED},
+        "reports of beams": {"beams": 2, "logprobs": 1, "prompt_logprobs": 0},
+        "reports of samples": {"n": 2, "logprobs": 0, "prompt_logprobs": 2, **SAMPLED},
+        "no token": {"max_new_tokens": 0, "prompt_logprobs": 0},
+        "draft": {"draft": "lookup"},
+        "drafts of samples": {"n": 2, "draft": "suffix", **SAMPLED},
+        "penalties": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, **SAMPLED},
+        "no time": {"time_limit": 1e-9, **SAMPLED},
+        "a predicate": {"stop_when": stops_after_five},
+        "cancelled": {"cancel": cancel},
+    }
+
+
+def stops_after_five(ids, text):
+    return len(ids) == 5
+
+
+@pytest.mark.parametrize("cache", ["blocks", "dense", "given", "hidden rows"])
+@pytest.mark.parametrize("chunk", [512, 3])
+@given(names=st.lists(st.sampled_from(sorted(kinds_of_options())), min_size=2, max_size=4), data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_requests_of_one_call_with_options_of_any_kind_are_what_they_are_alone(cache, chunk, names, data):
+    lm = of_cache(cache, chunk)
+    if cache == "hidden rows":
+        names = [name for name in names if "beams" not in name] or ["plain"]
+    each = [kinds_of_options()[name] for name in names]
+    prompts = [data.draw(st.text("abAB ", min_size=1, max_size=9)) for _ in each]
+    alone = [lm.generate(prompt, **own) for prompt, own in zip(prompts, each, strict=True)]
+    own_cache = {}
+    if cache == "given":
+        own_cache["cache"] = poison(lm.new_cache(sum(max(own.get("n", 1), own.get("beams", 1)) for own in each), 40))
+    together = lm.generate(prompts, per_prompt=each, **own_cache)
+    assert [of_every_kind(one) for one in together] == [of_every_kind(one) for one in alone]
+    for one, by_itself in zip(together, alone, strict=True):
+        assert told(one) == close(told(by_itself))
+        for choice in one.choices:
+            assert choice.prompt_logprobs == one.prompt_logprobs
+            assert choice.prompt_tokens == one.prompt_tokens
+            assert len(choice.timing.per_token_ms) >= max(0, len(choice.token_ids) - 1)
+
+
+def of_cache(kind: str, chunk: int) -> LanguageModel:
+    model = tiny_model(seed=7)
+    if kind == "dense":
+        model = dataclasses.replace(model, new_blocks=None)
+    elif kind == "hidden rows":
+        model = dataclasses.replace(hiding_rows(model), new_blocks=None, compiles=False)
+    defaults = GenerateOptions(max_new_tokens=8)
+    return LanguageModel(model, TOKENIZER, defaults=defaults, prefill_chunk=chunk, prefix_memory=0)
 
 
 # ── logprobs ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ import torch
 
 import onward
 from onward import LanguageModel, Score, native
-from onward.decoding import prefill
+from onward.decoding import schedule, step
 from onward.errors import ContextOverflowError, OnwardError, RequestError, TokenizerError
 from onward.models import pack_params
 from onward.requests import scoring
@@ -44,8 +44,8 @@ def test_a_text_scores_alone_as_among_others_and_in_any_chunks(lm, monkeypatch):
     many = TEXTS * 5
     same(lm.score(many, logprobs=2), alone * 5)
     monkeypatch.setattr(scoring, "_MOST_TOKENS", 60)
-    monkeypatch.setattr(prefill, "_MOST_LOGITS", 258 * 3)
-    monkeypatch.setattr(prefill, "_MOST_SCORED", 258 * 2)
+    monkeypatch.setattr(schedule, "_MOST_LOGITS", 258 * 3)
+    monkeypatch.setattr(step, "_MOST_SCORED", 258 * 2)
     same(lm.score(many, logprobs=2), alone * 5)
 
 
@@ -62,11 +62,13 @@ def same(scores: list[Score], others: list[Score]) -> None:
 
 def test_no_more_logits_are_made_at_once_than_memory_allows(monkeypatch):
     """The head runs on chunks: [T, V] of a long text is never held."""
-    monkeypatch.setattr(prefill, "_MOST_LOGITS", 32 * 8)
+    monkeypatch.setattr(schedule, "_MOST_LOGITS", 32 * 8)
     model = scripted_model([1, 2, 3], selects_logits=True)
     LanguageModel(model).score([[1] * 40, [2] * 21])
     assert sum(len(call.tokens[0]) for call in model.calls) == 39
-    assert max(len(call.logits_at) * len(call.logits_at[0]) for call in model.calls) == 8
+    # Without logits_at they are of all tokens.
+    logits = [call.tokens if call.logits_at is None else call.logits_at for call in model.calls]
+    assert max(len(rows) * len(rows[0]) for rows in logits) == 8
 
 
 def test_a_likely_text_has_a_perplexity_of_one_and_an_impossible_one_an_infinite(lm):

@@ -130,10 +130,26 @@ def test_a_request_given_as_such_is_the_call_that_it_stands_for(lm):
     assert lm_that_samples.generate(plain).token_ids == lm.generate("Hello", max_new_tokens=3).token_ids
 
 
-def test_requests_of_one_call_agree_on_what_concerns_the_call(lm):
-    pair = [lm.request("a", logprobs=2), lm.request("b")]
-    with pytest.raises(RequestError, match="the requests of one call must agree on logprobs"):
-        lm.generate(pair)
+def test_requests_of_one_call_may_differ_in_every_option(lm):
+    pair = [lm.request("a", logprobs=2), lm.request("b", beams=2, n=2)]
+    first, second = lm.generate(pair)
+    assert first.logprobs == lm.generate(pair[0]).logprobs
+    assert second.logprobs is None
+    assert [one.token_ids for one in second.choices] == [one.token_ids for one in lm.generate(pair[1]).choices]
+
+
+def test_the_draft_of_a_request_is_its_own(lm):
+    drafting = LanguageModel(lm.model, TOKENIZER, draft="suffix", defaults=lm.defaults)
+    drafted, plain = lm.request("abcabcabc", draft="lookup"), lm.request("abcabcabc")
+    for of in (lm, drafting):
+        with_draft, without = of.generate([drafted, plain])
+        assert with_draft.speculation is not None
+        assert without.speculation is None
+        assert with_draft.token_ids == without.token_ids
+    assert drafting.generate("abcabcabc").speculation is not None
+    assert lm.generate(drafted, draft=None).speculation is None
+    assert drafting.generate(drafting.request("abc", beams=2)).speculation is None
+    assert drafting.generate(["abc"], per_prompt=[{"beams": 2}])[0].speculation is None
 
 
 def test_what_ended_a_text_is_told():

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
         generate,
         stream,
     )
-    from onward.errors import OnwardError
+    from onward.engine import Engine, EngineStats, Generation
+    from onward.errors import EngineBusyError, EngineError, OnwardError
     from onward.language_model import LanguageModel
     from onward.loading import load
     from onward.models import Model
@@ -43,9 +44,14 @@ __all__ = [
     "ChatOptionsDict",
     "Completion",
     "DecodeOutput",
+    "Engine",
+    "EngineBusyError",
+    "EngineError",
+    "EngineStats",
     "FilledCache",
     "GenerateOptions",
     "GenerateOptionsDict",
+    "Generation",
     "Inferencer",
     "KVCache",
     "LanguageModel",
@@ -82,9 +88,14 @@ _HOMES = {
     "ChatOptionsDict": "onward.requests",
     "Completion": "onward.completion",
     "DecodeOutput": "onward.decoding",
+    "Engine": "onward.engine",
+    "EngineBusyError": "onward.errors",
+    "EngineError": "onward.errors",
+    "EngineStats": "onward.engine",
     "FilledCache": "onward.decoding",
     "GenerateOptions": "onward.requests",
     "GenerateOptionsDict": "onward.requests",
+    "Generation": "onward.engine",
     "Inferencer": "onward.decoding",
     "KVCache": "onward.cache",
     "LanguageModel": "onward.language_model",
@@ -118,11 +129,13 @@ _SUBMODULES = {
     "checkpoint",
     "completion",
     "decoding",
+    "engine",
     "errors",
     "language_model",
     "loading",
     "models",
     "native",
+    "openai",
     "ops",
     "program",
     "quantization",

@@ -1,12 +1,10 @@
 """The results of a request: pieces while it runs, a completion when it is done, and their times."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from onward.decoding import TokenLogprobs
-from onward.decoding.row import FinishReason, StoppedBy
+from onward.decoding.sequence import FinishReason, StoppedBy
 from onward.speculation import Speculation
 
 
@@ -16,11 +14,13 @@ class Piece(NamedTuple):
     text: the text that became final with it; empty while a character or a possible stop string is unfinished.
     token_id: the token.
     logprobs: of the token and of the likeliest ids, where they were asked for.
+    choice: which of the request's texts it belongs to, as `Completion.choices` counts them.
     """
 
     text: str
     token_id: int
     logprobs: TokenLogprobs | None = None
+    choice: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,25 +96,27 @@ class Completion:
 
 
 class Stopwatch:
-    """The time of each row's tokens.
+    """The time of one text's tokens. The time of steps that bring it none counts to its next token."""
 
-    ahead: seconds spent on the prompts before the first step.
-    """
+    def __init__(self) -> None:
+        self._laps_ms: list[float] = []
+        self._since_ms = 0.0
 
-    def __init__(self, rows: int, ahead: float = 0.0) -> None:
-        self._laps_ms: list[list[float]] = [[] for _ in range(rows)]
-        self._ahead_ms = ahead * 1e3
+    def step(self, seconds: float, tokens: int) -> None:
+        """Note a step that brought so many tokens; they share its time."""
+        self._since_ms += seconds * 1e3
+        if tokens:
+            self._laps_ms += [self._since_ms / tokens] * tokens
+            self._since_ms = 0.0
 
-    def lap(self, seconds: float, owners: Sequence[int]) -> None:
-        """Note a step of `seconds`. `owners` has the row of each token that it emitted."""
-        counts = Counter(owners) if len(owners) > 1 else {}
-        for owner in owners:
-            self._laps_ms[owner].append(seconds * 1e3 / counts.get(owner, 1))
+    @property
+    def tokens(self) -> int:
+        """How many tokens steps have brought."""
+        return len(self._laps_ms)
 
-    def timing(self, row: int) -> Timing:
-        laps = self._laps_ms[row]
-        per_token = laps[1:]
-        prefill = laps[0] + self._ahead_ms if laps else 0.0
+    def timing(self) -> Timing:
+        per_token = self._laps_ms[1:]
+        prefill = self._laps_ms[0] if self._laps_ms else self._since_ms
         return Timing(
             prefill_ms=prefill,
             per_token_ms=per_token,

@@ -6,13 +6,16 @@ Any other exception is a defect in Onward and keeps its traceback. Built-in base
     OnwardError                              itself: logits that are NaN or infinite where a token is chosen
     ├── RequestError (ValueError)            an option, a prompt or an argument cannot be served
     │   ├── ContextOverflowError             a request needs more positions than the context or the cache holds
-    │   └── NothingToDrawError               bans leave no id to choose
+    │   ├── NothingToDrawError               bans leave no id to choose
+    │   └── BodyError                        a body of OpenAI's format asks for what is not served (onward.openai)
     ├── ConfigError (ValueError)             config.json is missing, unreadable or contradicts itself
     │   └── UnsupportedArchitectureError     Onward does not have the checkpoint's family
     ├── CheckpointError                      weights are missing, truncated, mis-shaped or of a wrong dtype
     ├── SessionError                         a session cannot be saved, or a file is no session of this model
     ├── TokenizerError                       there is no tokenizer, or it or its template cannot be read or lacks a part
     ├── DraftError                           a drafter failed, or proposed ids that are no draft
+    ├── EngineError                          an engine is closed, or its thread has failed
+    │   └── EngineBusyError                  an engine's queue is full
     ├── ProgramError                         a forward cannot be compiled, or a program does not fit the call
     │   ├── TraceError                       a forward cannot be traced (onward.program)
     │   └── MissingKernelsError              a forward uses operators that have no kernel (onward.program)
@@ -71,6 +74,21 @@ class SourceError(OnwardError):
 
 class DraftError(OnwardError):
     """A drafter failed, or proposed ids or probabilities that are no draft."""
+
+
+class EngineError(OnwardError):
+    """An engine takes no requests: it is closed, its thread has failed, or this is a forked child."""
+
+
+class EngineBusyError(EngineError):
+    """An engine's queue is full. retry_after: seconds after which there is room, as far as its pace tells."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[type["EngineBusyError"], tuple[str, float]]:
+        return type(self), (str(self), self.retry_after)
 
 
 class ProgramError(OnwardError):

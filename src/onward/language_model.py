@@ -11,7 +11,8 @@ from onward.cache import length_of
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
 from onward.checks import check_whole, plain, plain_items
 from onward.completion import Completion, Piece
-from onward.decoding import PrefixCache
+from onward.decoding import KeptSlots, Slots
+from onward.decoding.held import HeldText
 from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Cache, Model, ModelRun
@@ -55,6 +56,8 @@ class LanguageModel:
     draft: guesses the next tokens of requests that give no `draft`, so that several are processed at once: "lookup",
         "suffix", a smaller LanguageModel or Model of the same vocabulary, a `Drafter` or a `Speculator`
         (docs/speculation.md). The tokens are the same without it.
+    prefix_memory: bytes of keys and values that are kept between calls, so that a prompt which begins as an earlier one
+        did is not processed again; 0 keeps none. It changes no token.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class LanguageModel:
         prefill_chunk: int = 512,
         compile: str = "auto",
         draft: Draft | None = None,
+        prefix_memory: int = 2**30,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -73,6 +77,7 @@ class LanguageModel:
         self.prefill_chunk = prefill_chunk
         self._model_run = ModelRun(model, compile)
         self._speculators = Speculators()
+        self.prefix_memory = prefix_memory
         self.draft = draft
 
     def __repr__(self) -> str:
@@ -86,7 +91,8 @@ class LanguageModel:
 
     def _arguments(self, model: Model) -> tuple[Any, ...]:
         compile, draft = self._model_run.compile, self._draft_source
-        return model, self.tokenizer, self.chat_template, self.defaults, self.prefill_chunk, compile, draft
+        others = self.defaults, self.prefill_chunk, compile, draft, self.prefix_memory
+        return model, self.tokenizer, self.chat_template, *others
 
     @property
     def model(self) -> Model:
@@ -96,6 +102,20 @@ class LanguageModel:
     @model.setter
     def model(self, model: Model) -> None:
         self._model_run = ModelRun(model, self._model_run.compile)
+
+    def _slots_for(self, model: Model, rows: int, length: int) -> Slots:
+        """Slots for `rows` sequences of at most `length` positions."""
+        return self._kept.of(model, rows, length)
+
+    @property
+    def prefix_memory(self) -> int:
+        """The most bytes of keys and values that are kept between calls. Setting it forgets what is kept."""
+        return self._kept.memory
+
+    @prefix_memory.setter
+    def prefix_memory(self, nbytes: int) -> None:
+        check_whole("prefix_memory", nbytes, low=0)
+        self._kept = KeptSlots(nbytes)
 
     def with_model(self, model: Model) -> "LanguageModel":
         """A language model with the same tokenizer, chat template and options that decodes from `model`.
@@ -145,7 +165,6 @@ class LanguageModel:
             cache: made by `new_cache` for as many rows: one for each prompt, times `n` or `beams`. It is overwritten.
                 To go on with a cache from call to call, use an `onward.Session`.
             per_prompt: for each prompt the options in which it differs, such as [{"temperature": 0}, {"seed": 7}].
-                Options of the whole call (n, beams, logprobs, draft, time_limit …) are the same for all prompts.
             options: the fields of `onward.GenerateOptions`; those not given are this model's `defaults`. `draft` may be
                 anything that the attribute `draft` takes, or None for none.
 
@@ -294,16 +313,10 @@ class LanguageModel:
         one_text: bool = False,
     ) -> list[Request]:
         # The defaults of a checkpoint may be beams or several texts. Streams and sessions then decode one text.
-        alone = one_text or isinstance(cache, PrefixCache)
+        alone = one_text or isinstance(cache, HeldText)
         defaults = self.defaults.replace(n=1, beams=1) if alone else self.defaults
         reader = dataclasses.replace(self._reader, defaults=defaults)
-        return reader.read(prompts, self._with_draft(options, defaults), per_prompt, length_of(cache))
-
-    def _with_draft(self, options: Mapping[str, Any], defaults: GenerateOptions) -> dict[str, Any]:
-        """The options with the speculator that they ask for; else with this model's own, which beams cannot use."""
-        if "draft" in options:
-            return {**options, "draft": self._speculator(options["draft"])}
-        return {**options, "draft": self._draft if options.get("beams", defaults.beams) == 1 else None}
+        return reader.read(prompts, options, per_prompt, length_of(cache))
 
     def _speculator(self, draft: Any) -> Speculator | None:
         if not isinstance(draft, LanguageModel):
@@ -318,11 +331,11 @@ class LanguageModel:
 
     @property
     def _reader(self) -> RequestReader:
-        return RequestReader(self.model, self.tokenizer, self.defaults)
+        return RequestReader(self.model, self.tokenizer, self.defaults, self._draft, self._speculator)
 
     @property
     def _runner(self) -> Runner:
-        return Runner(self._model_run, self.tokenizer, self.prefill_chunk)
+        return Runner(self._model_run, self.tokenizer, self.prefill_chunk, self._kept)
 
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """A report of what runs for `tokens` tokens of `batch` rows at position `offset`.

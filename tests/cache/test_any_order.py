@@ -177,7 +177,7 @@ class AnyOrder(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.sampled_from(self.rows), unique=True))
         table = self.slots.view([row.slot for row in rows]).tolist()
         width = self.slots.blocks_for(MAX_LEN)
-        assert table == [row.slot.blocks + [0] * (width - len(row.slot.blocks)) for row in rows]
+        assert table == [row.slot.blocks + [self.slots.total] * (width - len(row.slot.blocks)) for row in rows]
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())

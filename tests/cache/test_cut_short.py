@@ -93,7 +93,7 @@ def test_a_change_that_is_cut_short_at_any_line_loses_nothing(change):
                 kept = min(slot.length, 10)
                 assert memory.read(slot, kept) == text(house.ids)[:kept]
         table = slots.view([house.two, house.two])
-        assert table.tolist() == [house.two.blocks + [0] * (8 - len(house.two.blocks))] * 2
+        assert table.tolist() == [house.two.blocks + [memory.count] * (8 - len(house.two.blocks))] * 2
         for ids in ([*range(11), 1], [7] * 7):
             slot, reused = slots.acquire(ids, 8) or (None, 0)
             if slot is not None:

@@ -339,7 +339,7 @@ def test_a_table_is_the_same_tensor_and_only_rows_that_changed_are_written():
     assert (table == -7).all(), "nothing changed, nothing is written"
     slots.reserve(rows[1], 12)
     assert slots.view(rows) is table
-    assert table[1].tolist() == rows[1].blocks + [0] * 7
+    assert table[1].tolist() == rows[1].blocks + [16] * 7
     assert (table[[0, 2]] == -7).all()
     slots.release(rows[0])
     assert slots.view([rows[2], rows[1]]) is not table
@@ -473,3 +473,25 @@ def test_a_forked_child_keeps_its_slots_and_lets_those_of_other_threads_go():
         over.set()
         thread.join()
     assert slots.held == 5
+
+
+def test_a_slot_that_is_left_is_let_go_with_the_next_call():
+    """As the garbage collector leaves one, which may come in the midst of another method."""
+    memory, slots = slots_over(8)
+    slot, _ = slots.acquire([1, 2, 3, 4, 5], 12)
+    copy = memory.copy
+
+    def leaving_copy(source, to, positions):
+        copy(source, to, positions)
+        slots.leave(slot, [1, 2, 3, 4, 5])
+
+    other, _ = slots.acquire([7, 8, 9], 8)
+    memory.copy = leaving_copy
+    fork = slots.fork(other, 1, 8)
+    memory.copy = copy
+    slots.check()
+    assert slots.held == len(other.blocks) + len(fork.blocks)
+    for each in (other, fork):
+        slots.leave(each)
+    assert slots.held == 0
+    assert reused(slots, [1, 2, 3, 4, 5, 6]) == 5

@@ -64,7 +64,9 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(cli: Cli, loaded: onward.La
         ('{"prompt": [99999999]}', "99999999"),
         ('{"prompt": "a", "temprature": 1}', "did you mean temperature"),
         ('{"prompt": "a", "temperature": -1}', "temperature"),
-        ('{"prompt": "a", "n": 2}', "of a whole call"),
+        ('{"prompt": "a", "n": 2, "temperature": 0}', "n=2 with temperature 0"),
+        ('{"prompt": "a", "beams": 2, "draft": "lookup"}', "a beam search cannot use a draft"),
+        ('{"prompt": "a", "cancel": true}', "cancel must be a threading.Event"),
         ('{"messages": [5]}', "list of objects"),
         ('{"messages": [{"role": "user", "content": "a"}], "tols": 5}', "unknown option 'tols'"),
         (json.dumps({"prompt": "word " * 3000}), "1024"),
@@ -78,6 +80,26 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(cli: Cli, loaded: onward.La
         assert message in answer["error"], line
         assert set(answer) <= {"index", "id", "error"}
     assert middle[3]["id"] == 5
+
+
+def test_a_line_may_name_every_option(cli: Cli, loaded: onward.LanguageModel) -> None:
+    """Also those that shape a whole call: how many texts, beams, what is reported, a draft."""
+    own: list[dict[str, Any]] = [
+        {"n": 2, "temperature": 1.0, "seed": 3},
+        {"beams": 2, "n": 2, "max_new_tokens": 4},
+        {"logprobs": 1, "prompt_logprobs": 0, "temperature": 0},
+        {"draft": "lookup", "temperature": 0},
+    ]
+    said = answers(
+        cli("generate", "--jsonl", "-", "-n", "6", input=as_lines(*({"prompt": "Once"} | one for one in own)))
+    )
+    for answer, options in zip(said, own, strict=True):
+        alone = loaded.generate("Once", **{"max_new_tokens": 6, "draft": None} | options)
+        assert [choice["text"] for choice in answer["choices"]] == [one.text for one in alone.choices]
+        for choice in answer["choices"]:
+            assert (choice["speculation"] is not None) == ("draft" in options)
+            assert all(("logprob" in token) == ("logprobs" in options) for token in choice["tokens"])
+        assert ("prompt" in answer) == ("prompt_logprobs" in options)
 
 
 def test_a_text_that_cannot_be_finished_leaves_the_others(cli: Cli, loaded: onward.LanguageModel) -> None:

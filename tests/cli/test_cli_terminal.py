@@ -102,7 +102,7 @@ def test_a_wait_that_knows_its_end_shows_how_far_it_is(monkeypatch: pytest.Monke
     err = stream(monkeypatch, "stderr", is_terminal=True)
     with waiting("loading demo …", delay_s=0) as show:
         time.sleep(0.2)
-        show(0.5)
+        show(0.5, "3 failed")
         time.sleep(0.2)
     assert "━━━" in err.getvalue()
-    assert "50%" in err.getvalue()
+    assert "50% 3 failed" in err.getvalue()

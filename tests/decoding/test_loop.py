@@ -1,28 +1,43 @@
-"""The one loop: chunked == whole, batched == alone, an ended row is final."""
+"""The one loop: chunked == whole, batched == alone, a sequence that has ended is final."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.decoding import DecodeState, DecodeStep, Picker, Row, Token, decode_loop
-from onward.sampling import History, Sampler, SamplingParams
+from onward.decoding import (
+    AllTogether,
+    DecodeStep,
+    DenseSlots,
+    SamplingChooser,
+    Sequence,
+    Token,
+    decode_loop,
+    slots_for,
+)
+from onward.sampling import SamplingParams
 from onward.testing import scripted_model, tiny_model
 
 CPU = torch.device("cpu")
+GREEDY = SamplingParams()
 
 
-def run(model, prompts, rows, *, chunk=512, select=None, room=64):
-    """Decode rows to their end; the emissions."""
-    select = Sampler([SamplingParams()] * len(rows)) if select is None else select
-    state = DecodeState.start(prompts, model.new_cache(len(prompts), room), CPU)
-    return list(decode_loop(DecodeStep(model, select, chunk), state, rows))
+def greedy(prompts, new, eos=()) -> list[Sequence]:
+    return [Sequence(prompt, new, frozenset(eos), sampling=GREEDY) for prompt in prompts]
 
 
-def tokens_of(model, prompts, new, **options) -> list[list[int]]:
-    rows = [Row(new) for _ in prompts]
-    run(model, prompts, rows, **options)
-    return [row.token_ids for row in rows]
+def run(model, sequences, *, chunk=512, slots=None, room=64):
+    """Decode sequences to their end; the emissions."""
+    slots = slots_for(model, len(sequences), room) if slots is None else slots
+    step = DecodeStep(model, slots, SamplingChooser(CPU), CPU)
+    return list(decode_loop(step, AllTogether(slots, sequences, chunk), slots))
+
+
+def tokens_of(model, prompts, new, sampling=None, **options) -> list[list[int]]:
+    sampling = [GREEDY] * len(prompts) if sampling is None else sampling
+    sequences = [Sequence(prompt, new, sampling=params) for prompt, params in zip(prompts, sampling, strict=True)]
+    run(model, sequences, **options)
+    return [sequence.token_ids for sequence in sequences]
 
 
 # ── prefill ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -31,7 +46,7 @@ def tokens_of(model, prompts, new, **options) -> list[list[int]]:
 @pytest.mark.parametrize("selects_logits", [False, True])
 def test_a_prompt_is_processed_in_chunks_in_order(selects_logits):
     model = scripted_model([1], selects_logits=selects_logits)
-    run(model, [list(range(10))], [Row(1)], chunk=4)
+    run(model, greedy([list(range(10))], 1), chunk=4)
     assert [(call.tokens, call.offsets) for call in model.calls] == [
         ([[0, 1, 2, 3]], [0]),
         ([[4, 5, 6, 7]], [4]),
@@ -39,33 +54,59 @@ def test_a_prompt_is_processed_in_chunks_in_order(selects_logits):
     ]
 
 
-def test_logits_are_asked_for_only_where_a_row_ends():
+def test_logits_are_asked_for_only_where_a_prompt_ends():
     model = scripted_model([1], selects_logits=True)
-    run(model, [list(range(10)), list(range(6))], [Row(1), Row(1)], chunk=4)
-    first, second, third = (call.logits_at for call in model.calls)
-    assert first == [[], []]
-    assert second[1] == [1]  # the short row's last token, 5 = 4 + 1; the long row's entry is nobody's
-    assert third[0] == [1]  # 9 = 8 + 1
+    run(model, greedy([list(range(10)), list(range(6))], 1), chunk=4)
+    assert [(call.tokens, call.offsets, call.logits_at) for call in model.calls] == [
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], [0, 0], [[], []]),
+        ([[4, 5, 6, 7]], [4], [[]]),
+        ([[4, 5]], [4], [[1]]),  # the short prompt's last id, 5 = 4 + 1
+        ([[8, 9]], [8], [[1]]),  # 9 = 8 + 1
+    ]
+
+
+def test_rows_that_cannot_be_told_apart_are_padded_and_the_padding_is_never_read():
+    """A forward gets all rows of such a cache; the entries of the others are nobody's."""
+    model = scripted_model(follow_all, selects_logits=True)
+    prompts = [list(range(10)), list(range(6))]
+    sequences = greedy(prompts, 3)
+    run(model, sequences, chunk=4, slots=opaque_slots(model, 2))
+    first, second, third = model.calls[:3]
+    assert first.logits_at == [[], []]
+    assert (len(second.tokens), second.logits_at[1]) == (2, [1])  # the short prompt's last id, 5 = 4 + 1
+    assert (len(third.tokens), third.logits_at[0]) == (2, [1])  # 9 = 8 + 1
+    assert [sequence.token_ids for sequence in sequences] == [by_hand(prompt, 3) for prompt in prompts]
+
+
+def opaque_slots(model, rows, room=64) -> DenseSlots:
+    """Slots over a cache that does not show which dimension its rows are in."""
+    return DenseSlots(model.new_cache(rows, room), rows, None, None)
+
+
+def follow_all(tokens):
+    """A script that mixes all of a row's tokens and their order finds out any that is lost, moved or another row's."""
+    return sum((at + 1) * (token + 7) for at, token in enumerate(tokens)) % 31
+
+
+def by_hand(prompt, new):
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(follow_all(tokens))
+    return tokens[len(prompt) :]
 
 
 prompts = st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
-@given(prompts, st.integers(1, 13), st.booleans())
-def test_what_a_row_says_depends_on_its_own_tokens_alone(prompts, chunk, selects_logits):
-    """A script that mixes all of a row's tokens and their order finds out any that is lost, moved or another row's."""
-
-    def follow(tokens):
-        return sum((at + 1) * (token + 7) for at, token in enumerate(tokens)) % 31
-
-    def by_hand(prompt, new):
-        tokens = list(prompt)
-        for _ in range(new):
-            tokens.append(follow(tokens))
-        return tokens[len(prompt) :]
-
-    model = scripted_model(follow, selects_logits=selects_logits)
-    assert tokens_of(model, prompts, 5, chunk=chunk) == [by_hand(prompt, 5) for prompt in prompts]
+@given(prompts, st.integers(1, 13), st.booleans(), st.sampled_from(["own", "given", "opaque"]))
+def test_what_a_row_says_depends_on_its_own_tokens_alone(prompts, chunk, selects_logits, kind):
+    model, rows = scripted_model(follow_all, selects_logits=selects_logits), len(prompts)
+    slots = {
+        "own": lambda: slots_for(model, rows, 17),
+        "given": lambda: DenseSlots.given(model, model.new_cache(rows, 24), rows),
+        "opaque": lambda: opaque_slots(model, rows, 24),  # a padded chunk may need up to 24 of them
+    }[kind]()
+    assert tokens_of(model, prompts, 5, chunk=chunk, slots=slots) == [by_hand(prompt, 5) for prompt in prompts]
 
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2], [7, 1, 8, 2, 8], [31, 30]]
@@ -78,56 +119,65 @@ SAMPLED = [
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 11])
 def test_chunked_is_whole_and_batched_is_alone_on_a_real_model(family, chunk):
     model = tiny_model(family, sliding_window=4)
-    whole = tokens_of(model, PROMPTS, 30, select=Sampler(SAMPLED))
-    assert tokens_of(model, PROMPTS, 30, select=Sampler(SAMPLED), chunk=chunk) == whole
+    whole = tokens_of(model, PROMPTS, 30, sampling=SAMPLED)
+    assert tokens_of(model, PROMPTS, 30, sampling=SAMPLED, chunk=chunk) == whole
     for prompt, params, want in zip(PROMPTS, SAMPLED, whole, strict=True):
-        assert tokens_of(model, [prompt], 30, select=Sampler([params]), chunk=chunk) == [want]
+        assert tokens_of(model, [prompt], 30, sampling=[params], chunk=chunk) == [want]
 
 
-# ── the end of a row ──────────────────────────────────────────────────────────────────────────────────────
+# ── the end of a sequence ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("new", [1, 2, 7])
 @pytest.mark.parametrize(("length", "chunk", "prefills"), [(1, 4, 1), (4, 4, 1), (5, 4, 2), (9, 4, 3)])
 def test_no_forward_is_run_whose_token_nobody_takes(new, length, chunk, prefills):
     model = scripted_model([1])
-    run(model, [[0] * length], [Row(new)], chunk=chunk)
+    run(model, greedy([[0] * length], new), chunk=chunk)
     assert len(model.calls) == prefills + new - 1
 
 
-def test_rows_that_want_nothing_run_nothing():
+def test_sequences_that_ask_for_nothing_run_nothing():
     model = scripted_model([1])
-    row = Row(0)
-    assert run(model, [[0]], [row]) == []
-    assert row.finish_reason == "length"
+    sequences = greedy([[0]], 0)
+    assert run(model, sequences) == []
+    assert sequences[0].finish_reason == "length"
     assert model.calls == []
 
 
-def counting_down(prompts, rows, **options):
-    """Each row counts down from its prompt; 0 is the eos id. Returns the model and the emissions."""
+def counting_down(sequences, **options):
+    """Each counts down from its prompt; 0 is the eos id. Returns the model and the emissions."""
     model = scripted_model(lambda tokens: max(tokens[-1] - 1, 0))
-    return model, run(model, prompts, rows, **options)
+    return model, run(model, sequences, **options)
 
 
-def test_rows_end_one_by_one_and_an_ended_row_is_final():
-    rows = [Row(50, {0}) for _ in range(3)]
-    model, emissions = counting_down([[3], [9, 6], [1]], rows)
-    assert [row.token_ids for row in rows] == [[2, 1, 0], [5, 4, 3, 2, 1, 0], [0]]
-    assert [row.finish_reason for row in rows] == ["stop"] * 3
-    assert [[index for index, _, _ in emission.pieces] for emission in emissions] == [
-        [0, 1, 2],
-        [0, 1],
-        [0, 1],
-        [1],
-        [1],
-        [1],
+def test_sequences_end_one_by_one_and_one_that_has_ended_is_final():
+    sequences = greedy([[3], [9, 6], [1]], 50, {0})
+    first, second, third = sequences
+    model, emissions = counting_down(sequences)
+    assert [sequence.token_ids for sequence in sequences] == [[2, 1, 0], [5, 4, 3, 2, 1, 0], [0]]
+    assert [sequence.finish_reason for sequence in sequences] == ["stop"] * 3
+    assert [[sequence for sequence, _, _ in emission.pieces] for emission in emissions] == [
+        [first, second, third],
+        [first, second],
+        [first, second],
+        [second],
+        [second],
+        [second],
     ]
-    assert len(model.calls) == 6, "the loop ends with the longest row"
+    # The prompt of two ids is a forward of its own.
+    assert len(model.calls) == 1 + 6, "the loop ends with the longest text"
+    assert [len(call.tokens) for call in model.calls[2:]] == [2, 2, 1, 1, 1], "those that have ended cost nothing"
 
 
-def test_the_offset_of_an_ended_row_stands_still():
-    _, emissions = counting_down([[3], [9, 6], [1]], [Row(50, {0}) for _ in range(3)])
-    assert [list(emission.state.offsets) for emission in emissions] == [
+def test_the_offset_of_a_sequence_that_has_ended_stands_still():
+    sequences = greedy([[3], [9, 6], [1]], 50, {0})
+    model = scripted_model(lambda tokens: max(tokens[-1] - 1, 0))
+    slots = slots_for(model, 3, 64)
+    step = DecodeStep(model, slots, SamplingChooser(CPU), CPU)
+    computed = [
+        [sequence.computed for sequence in sequences] for _ in decode_loop(step, AllTogether(slots, sequences), slots)
+    ]
+    assert computed == [
         [1, 2, 1],
         [2, 3, 1],
         [3, 4, 1],
@@ -137,53 +187,61 @@ def test_the_offset_of_an_ended_row_stands_still():
     ]
 
 
-def test_what_an_ended_row_holds_is_not_disturbed():
+@pytest.mark.parametrize("kind", ["given", "opaque"])
+def test_what_an_ended_sequence_left_in_the_callers_cache_is_not_disturbed(kind):
+    """Rows keep their places in it. The first and the last go on, over the one between them that has ended."""
     model = scripted_model(lambda tokens: max(tokens[-1] - 1, 0))
-    cache = model.new_cache(2, 64)
-    state = DecodeState.start([[3], [9]], cache, CPU)
-    rows = [Row(50, {0}), Row(50, {0})]
-    list(decode_loop(DecodeStep(model, Sampler([SamplingParams()] * 2)), state, rows))
-    assert cache.tokens[0, :3].tolist() == [3, 2, 1]
+    cache = model.new_cache(3, 64)
+    slots = DenseSlots.given(model, cache, 3) if kind == "given" else DenseSlots(cache, 3, None, None)
+    run(model, greedy([[9], [3], [8]], 50, {0}), slots=slots)
+    assert cache.tokens[1, :3].tolist() == [3, 2, 1]
+    assert cache.tokens[0, :9].tolist() == [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert cache.tokens[2, :8].tolist() == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
-def test_rows_of_a_batch_have_limits_of_their_own():
-    rows = [Row(0), Row(4), Row(1), Row(2, {7})]
-    model, _ = counting_down([[9], [9], [9], [8]], rows)
-    assert [row.token_ids for row in rows] == [[], [8, 7, 6, 5], [8], [7]]
-    assert [row.finish_reason for row in rows] == ["length", "length", "length", "stop"]
+def test_sequences_of_a_batch_have_limits_of_their_own():
+    limits = [([9], 0, set()), ([9], 4, set()), ([9], 1, set()), ([8], 2, {7})]
+    sequences = [Sequence(prompt, new, frozenset(eos), sampling=GREEDY) for prompt, new, eos in limits]
+    model, _ = counting_down(sequences)
+    assert [sequence.token_ids for sequence in sequences] == [[], [8, 7, 6, 5], [8], [7]]
+    assert [sequence.finish_reason for sequence in sequences] == ["length", "length", "length", "stop"]
     assert len(model.calls) == 4
 
 
 def test_an_eos_id_at_the_last_token_is_a_stop_and_no_length():
-    row = Row(2, {0})
-    counting_down([[2]], [row])
-    assert (row.token_ids, row.finish_reason) == ([1, 0], "stop")
+    sequences = greedy([[2]], 2, {0})
+    counting_down(sequences)
+    assert (sequences[0].token_ids, sequences[0].finish_reason) == ([1, 0], "stop")
 
 
-def test_a_row_that_ends_in_the_middle_of_a_step_drops_the_rest():
-    """A step may emit several tokens a row, as a verified draft does."""
+def test_a_sequence_that_ends_in_the_middle_of_a_step_drops_the_rest():
+    """A step may emit several tokens a sequence, as a verified draft does. The cache drops the rest, too."""
+    limits = [(10, {6}), (3, set()), (0, set())]
+    first, second, third = sequences = [Sequence([1], new, frozenset(eos)) for new, eos in limits]
+    tokens = {first: [Token(5), Token(6), Token(7)], second: [Token(8), Token(9)], third: []}
 
-    def step(state):
-        return state, [[Token(5), Token(6), Token(7)], [Token(8), Token(9)], []]
+    def step(work):
+        for sequence, _ in work:
+            sequence.computed += len(tokens[sequence])
+        return [tokens[sequence] for sequence, _ in work]
 
-    rows = [Row(10, {6}), Row(3), Row(0)]
-    state = DecodeState.start([[1], [1], [1]], None, CPU)
-    pieces = [emission.pieces for emission in decode_loop(step, state, rows)]
-    assert [row.token_ids for row in rows] == [[5, 6], [8, 9, 8], []]
-    assert pieces == [[(0, 5, ""), (0, 6, ""), (1, 8, ""), (1, 9, "")], [(1, 8, "")]]
+    slots = DenseSlots(None, 3, None, None)
+    pieces = [emission.pieces for emission in decode_loop(step, AllTogether(slots, sequences), slots)]
+    assert [sequence.token_ids for sequence in sequences] == [[5, 6], [8, 9, 8], []]
+    assert pieces == [[(first, 5, ""), (first, 6, ""), (second, 8, ""), (second, 9, "")], [(second, 8, "")]]
+    assert [sequence.computed for sequence in sequences] == [2, 3, 0], "all but the last id of a text"
 
 
 def test_a_step_takes_time_and_its_consumer_takes_none_of_it():
     model = scripted_model([1])
-    assert all(0 < emission.seconds < 1 for emission in run(model, [[0]], [Row(3)]))
+    assert all(0 < emission.seconds < 1 for emission in run(model, greedy([[0]], 3)))
 
 
-def test_what_bans_leave_an_ended_row_concerns_nobody():
-    """Its last id was the last that it might say; the row stays in the batch, for this cache cannot be narrowed."""
+@pytest.mark.parametrize("opaque", [False, True])
+def test_what_bans_leave_an_ended_sequence_concerns_nobody(opaque):
+    """Its last id was the last that it might say. Its row stays in the batch where the cache cannot be narrowed."""
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 4, vocab_size=4)
-    rows = [Row(2), Row(6)]
-    select = Sampler([SamplingParams(no_repeat_ngram_size=1), SamplingParams()])
-    prompts = [[0, 1], [2]]
-    picker = Picker(select, [History(prompt) for prompt in prompts])
-    run(model, prompts, rows, select=picker)
-    assert [row.token_ids for row in rows] == [[2, 3], [3, 0, 1, 2, 3, 0]]
+    banned = SamplingParams(no_repeat_ngram_size=1)
+    sequences = [Sequence([0, 1], 2, sampling=banned), Sequence([2], 6, sampling=GREEDY)]
+    run(model, sequences, slots=opaque_slots(model, 2) if opaque else None)
+    assert [sequence.token_ids for sequence in sequences] == [[2, 3], [3, 0, 1, 2, 3, 0]]

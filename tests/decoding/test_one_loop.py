@@ -1,4 +1,4 @@
-"""There is one loop, and one place that decides that a row has ended: read from the source."""
+"""There is one loop, and one place that decides that a text has ended: read from the source."""
 
 import ast
 from functools import cache
@@ -28,29 +28,43 @@ def called(node: ast.AST) -> str | None:
 
 
 def runs_a_step(node: ast.AST) -> bool:
-    """`state, emitted = step(state)`, whatever the step is called."""
-    return called(node) in ("step", "_step") and [ast.unparse(argument) for argument in node.args] == ["state"]
+    """`emitted = step(work)`, whatever the step and its work are called."""
+    return called(node) in ("step", "_step") and len(node.args) == 1 and "work" in ast.unparse(node.args[0]).lower()
 
 
-def test_only_the_loop_runs_steps_until_rows_end():
-    found = [
+def test_only_the_loop_runs_steps_until_texts_end():
+    loops = [
         (module, type(loop).__name__)
         for module, loop in code()
         if isinstance(loop, LOOPS)
         if any(runs_a_step(node) for node in ast.walk(loop))
     ]
-    # A draft is so many steps long: no row ends there, and what it emits is only a guess.
-    assert sorted(found) == [("decoding/loop.py", "While"), ("speculation/model_drafter.py", "For")]
+    drafting = [
+        # A draft is so many steps long: no text ends there, and what it emits is only a guess.
+        ("speculation/model_drafter.py", "For"),
+        # It begins with what has been said since the last one.
+        ("speculation/model_drafter.py", "While"),
+    ]
+    # One step is made of one step for each kind of sequence, whose tokens are put where they belong.
+    of_kinds = [("requests/steps.py", "For")] * 2
+    assert sorted(loops) == sorted([("decoding/loop.py", "While"), *of_kinds, *drafting])
 
 
 def test_every_way_to_decode_consumes_the_loop():
     consumers = {module for module, node in code() if called(node) == "decode_loop"}
-    assert consumers >= {"requests/runner.py", "decoding/driver.py", "decoding/inferencer.py", "decoding/tensors.py"}
+    assert consumers >= {
+        "decoding/driver.py",
+        "decoding/inferencer.py",
+        "decoding/tensors.py",
+        "requests/runner.py",
+        "requests/scoring.py",
+        "speculation/inferencers.py",
+    }
     defined = [module for module, node in code() if isinstance(node, ast.FunctionDef) and node.name == "decode_loop"]
     assert defined == ["decoding/loop.py"]
 
 
-def test_only_a_row_ends_a_row():
+def test_only_a_sequence_ends_a_sequence():
     def targets(node):
         return node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
 
@@ -61,16 +75,15 @@ def test_only_a_row_ends_a_row():
         for target in targets(node)
         if isinstance(target, ast.Attribute) and target.attr == "finish_reason"
     }
-    assert assigned == {"decoding/row.py"}
-    assert "decoding/row.py" not in {module for module, node in code() if called(node) in ("setattr", "__setattr__")}
-
-
-def test_rows_take_tokens_from_the_loop_alone_and_their_forks_from_beams():
-    accepting = {
-        module
-        for module, node in code()
-        if called(node) == "accept" and isinstance(node.func, ast.Attribute) and "row" in ast.unparse(node.func.value)
+    assert assigned == {"decoding/sequence.py"}
+    assert "decoding/sequence.py" not in {
+        module for module, node in code() if called(node) in ("setattr", "__setattr__")
     }
-    assert accepting == {"decoding/loop.py", "decoding/beam.py"}
+
+
+def test_sequences_take_tokens_from_the_loop_alone_and_their_forks_from_beams():
+    accepting = {module for module, node in code() if called(node) == "accept" and isinstance(node.func, ast.Attribute)}
+    # The texts of a draft model are guesses of its own.
+    assert accepting == {"decoding/loop.py", "decoding/beam.py", "speculation/model_drafter.py"}
     taking_over = {module for module, node in code() if called(node) == "take_over"}
     assert taking_over == {"decoding/beam.py"}

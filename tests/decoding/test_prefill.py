@@ -1,4 +1,4 @@
-"""Prompts processed ahead of the loop leave what the loop would have left, one token short."""
+"""Prompts processed ahead, shared or in chunks leave what a fresh start would have left, one id short."""
 
 import pytest
 import torch
@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onward import LanguageModel
-from onward.cache import KVCache
-from onward.decoding import DecodeState, DecodeStep, PromptLogprobs, Row, decode_loop, prefilled, spread
-from onward.sampling import Sampler, SamplingParams
+from onward.decoding import AllTogether, DecodeStep, DenseSlots, SamplingChooser, Sequence, Work, decode_loop, slots_for
+from onward.sampling import SamplingParams
 from onward.testing import poison, scripted_model, tiny_model
 
 CPU = torch.device("cpu")
@@ -20,47 +19,82 @@ def follow(tokens: list[int]) -> int:
     return sum((at + 1) * (token + 7) for at, token in enumerate(tokens)) % 31
 
 
-def decoded(model, state, count) -> list[list[int]]:
-    rows = [Row(5) for _ in range(count)]
-    list(decode_loop(DecodeStep(model, Sampler([SamplingParams()] * count)), state, rows))
-    return [row.token_ids for row in rows]
+def sequences_of(prompts, new=5, **options) -> list[Sequence]:
+    return [Sequence(prompt, new, sampling=SamplingParams(), **options) for prompt in prompts]
+
+
+def step_over(model, slots) -> DecodeStep:
+    return DecodeStep(model, slots, SamplingChooser(CPU), CPU)
+
+
+def run(model, slots, sequences, chunk=512, **options) -> list[list[int]]:
+    list(decode_loop(step_over(model, slots), AllTogether(slots, sequences, chunk, **options), slots))
+    return [sequence.token_ids for sequence in sequences]
 
 
 @given(prompts, st.integers(1, 9), st.booleans())
-def test_the_loop_goes_on_from_a_prefilled_state_as_from_a_fresh_one(prompts, chunk, selects_logits):
+def test_the_loop_goes_on_from_prompts_processed_ahead_as_from_fresh_ones(prompts, chunk, selects_logits):
     model = scripted_model(follow, selects_logits=selects_logits)
-    fresh = DecodeState.start(prompts, model.new_cache(len(prompts), 16), CPU)
-    state = prefilled(model, DecodeState.start(prompts, model.new_cache(len(prompts), 16), CPU), chunk)
-    assert state.pending == tuple((prompt[-1],) for prompt in prompts)
-    assert state.offsets == tuple(len(prompt) - 1 for prompt in prompts)
-    assert decoded(model, state, len(prompts)) == decoded(model, fresh, len(prompts))
+    fresh, ahead = sequences_of(prompts), sequences_of(prompts)
+    slots = slots_for(model, len(prompts), 16)
+    step = step_over(model, slots)
+    for sequence in ahead:
+        sequence.slot, reused = slots.acquire(sequence.prompt, sequence.longest)
+        assert reused == 0
+    while work := [Work(text, min(text.pending - 1, chunk)) for text in ahead if text.pending > 1]:
+        assert step(work) == [[] for _ in work]
+    assert [text.ids(text.computed, text.length) for text in ahead] == [prompt[-1:] for prompt in prompts]
+    assert [text.computed for text in ahead] == [len(prompt) - 1 for prompt in prompts]
+    expected = run(model, slots_for(model, len(prompts), 16), fresh)
+    assert run(model, slots, ahead, keep=True) == expected
+    assert all(text.slot is not None for text in ahead), "slots that somebody else holds are kept"
 
 
-def test_a_prefill_runs_no_head_and_no_more_than_it_must():
+def test_a_shared_prompt_is_processed_once_without_a_head_and_no_further_than_it_must():
     model = scripted_model([1], selects_logits=True)
-    prefilled(model, DecodeState.start([[1, 2, 3, 4, 5, 6], [7]], model.new_cache(2, 8), CPU), 3)
-    assert [call.tokens for call in model.calls] == [[[1, 2, 3], [7, 7, 7]], [[4, 5], [7, 7]]]
-    assert [call.logits_at for call in model.calls] == [[[], []]] * 2
+    first, second = sequences_of([[1, 2, 3, 4, 5, 6]] * 2, 1)
+    run(model, slots_for(model, 2, 8), [first, second], 3, siblings={second: first})
+    assert [call.tokens for call in model.calls] == [[[1, 2, 3]], [[4, 5]], [[6], [6]]]
+    assert [call.logits_at for call in model.calls] == [[[]], [[]], None]
     model.calls.clear()
-    prefilled(model, DecodeState.start([[1], [7]], model.new_cache(2, 8), CPU), 3)
-    assert model.calls == []
+    first, second = sequences_of([[7]] * 2, 1)
+    run(model, slots_for(model, 2, 8), [first, second], 3, siblings={second: first})
+    assert [call.tokens for call in model.calls] == [[[7], [7]]]
 
 
-@pytest.mark.parametrize("copies", [1, 2, 5])
-def test_copies_stand_beside_their_original_and_hold_its_past(copies):
+@pytest.mark.parametrize("copies", [2, 3, 5])
+def test_siblings_hold_the_past_of_the_one_whose_prompt_they_share(copies):
     model = tiny_model()
     texts = [[1, 2, 3, 4], [9], [5, 6]]
     cache = poison(model.new_cache(3 * copies, 16))
-    state = prefilled(model, DecodeState.start(texts, cache.first_rows(3), CPU), 512)
-    before = [layer[row].clone() for layer in cache.keys for row in range(3)]
-    state = spread(state, cache, copies)
-    assert state.owners == tuple(range(3 * copies))
-    assert state.pending == tuple(text[-1:] for text in map(tuple, texts) for _ in range(copies))
-    assert isinstance(state.cache, KVCache)
-    for at, layer in enumerate(cache.keys):
-        for row, text in enumerate(texts):
-            for copy in range(row * copies, (row + 1) * copies):
-                assert torch.equal(layer[copy, :, : len(text) - 1], before[3 * at + row][:, : len(text) - 1])
+    slots = DenseSlots.given(model, cache, 3 * copies)
+    groups = [sequences_of([text] * copies) for text in texts]
+    sequences = [sequence for group in groups for sequence in group]
+    siblings = {sequence: group[0] for group in groups for sequence in group[1:]}
+    rows = {}
+    for _ in decode_loop(step_over(model, slots), AllTogether(slots, sequences, siblings=siblings), slots):
+        rows.update((sequence, sequence.slot.row) for sequence in sequences if sequence.slot is not None)
+    assert sorted(rows.values()) == list(range(3 * copies))
+    assert len({tuple(sequence.token_ids) for sequence in sequences}) == 3
+    for layer in cache.keys:
+        for text, group in zip(texts, groups, strict=True):
+            first, *others = (layer[rows[sequence], :, : len(text) - 1] for sequence in group)
+            assert not first.isnan().any()
+            assert all(torch.equal(other, first) for other in others)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("chunk", [2, 512])
+def test_siblings_are_as_if_each_had_processed_the_prompt(rows, chunk):
+    """Also where there are fewer slots than texts, so that some wait for those that end."""
+    model = scripted_model(follow)
+    texts = [[1, 2, 3, 4], [9], [5, 6]]
+    groups = [sequences_of([text] * 3) for text in texts]
+    sequences = [sequence for group in groups for sequence in group]
+    siblings = {sequence: group[0] for group in groups for sequence in group[1:]}
+    alone = [run(model, slots_for(model, 1, 16), [sequence])[0] for sequence in sequences_of(texts)]
+    found = run(model, DenseSlots.of(model, rows, 16), sequences, chunk, siblings=siblings)
+    assert found == [ids for ids in alone for _ in range(3)]
 
 
 @given(prompts, st.integers(1, 9))
@@ -69,18 +103,35 @@ def test_prompt_logprobs_are_of_each_id_given_those_before_it(prompts, chunk):
         return torch.arange(32.0) * (follow(tokens) % 5) / 8
 
     model = scripted_model(logits)
-    told = PromptLogprobs(prompts, top=2)
-    prefilled(model, DecodeState.start(prompts, model.new_cache(len(prompts), 16), CPU), chunk, told)
-    for prompt, found in zip(prompts, told.logprobs, strict=True):
-        assert found[0] is None
+    sequences = sequences_of(prompts, 0, prompt_top=2)
+    run(model, slots_for(model, len(prompts), 16), sequences, chunk)
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        reports = sequence.prompt_logprobs
+        assert len(reports) == len(prompt)
+        assert reports[0] is None
         for at in range(1, len(prompt)):
             want = logits(prompt[:at]).log_softmax(-1)
             # Two float32 evaluations of numbers below 16: each rounded to 2^-21 a few times.
-            assert found[at].chosen == pytest.approx(want[prompt[at]].item(), abs=4 * 2**-21, rel=0)
-            assert [value for _, value in found[at].top] == pytest.approx(want.topk(2).values.tolist(), abs=4 * 2**-21)
+            assert reports[at].chosen == pytest.approx(want[prompt[at]].item(), abs=4 * 2**-21, rel=0)
+            assert [value for _, value in reports[at].top] == pytest.approx(
+                want.topk(2).values.tolist(), abs=4 * 2**-21
+            )
 
 
-def test_ended_rows_need_no_prefill():
+@given(prompts, st.integers(1, 9), st.booleans())
+def test_prompt_logprobs_change_no_token_and_no_logprob_of_another(prompts, chunk, opaque):
+    model, rows = scripted_model(follow), len(prompts)
+    plain = run(model, slots_for(model, rows, 16), sequences_of(prompts))
+    sequences = sequences_of(prompts)
+    for sequence in sequences[::2]:
+        sequence.prompt_top = 1
+    slots = DenseSlots(model.new_cache(rows, 24), rows, None, None) if opaque else slots_for(model, rows, 16)
+    assert run(model, slots, sequences, chunk) == plain
+    for index, sequence in enumerate(sequences):
+        assert len(sequence.prompt_logprobs) == (1 if index % 2 else len(sequence.prompt))
+
+
+def test_texts_of_no_tokens_need_no_prefill():
     model = tiny_model()
     calls = []
     object.__setattr__(model, "forward", lambda *arguments, **options: calls.append(arguments))

@@ -3,44 +3,77 @@
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.decoding import Row
+from onward.decoding import AllTogether, BeamStep, DecodeStep, DenseSlots, SamplingChooser, Sequence, decode_loop
 from onward.decoding.beam import BeamOptions, Candidate, Search
+from onward.sampling import SamplingParams
+from onward.testing import scripted_model
+
+CPU = torch.device("cpu")
 
 
-def texts(search: Search) -> list[list[int] | None]:
-    return [None if beam is None else beam.row.token_ids for beam in search.running]
+def texts(search: Search) -> list[list[int]]:
+    return [beam.sequence.token_ids for beam in search.running]
 
 
 @given(st.integers(0, 2**32), st.integers(2, 6), st.integers(1, 12))
-def test_copies_bring_every_beam_its_parents_past(seed, width, steps):
-    """Slots hold what was processed so far, as rows of a cache do: copied where the search says, then appended to."""
+def test_every_text_continues_the_one_that_the_search_says(seed, width, steps):
     rng = random.Random(seed)
-    search = Search(Row(steps + 1), BeamOptions(width))
-    held: list[list[int]] = [[] for _ in range(width)]
+    search = Search(BeamOptions(width), [1], steps + 1)
     for _ in range(steps):
-        running = [slot for slot, beam in enumerate(search.running) if beam is not None]
-        pairs = rng.sample([(slot, token) for slot in running for token in range(5)], min(2 * width, 5 * len(running)))
-        moves = search.advance([Candidate(slot, token, -float(rank)) for rank, (slot, token) in enumerate(pairs)])
-        read, written = {source for source, _ in moves}, [to for _, to in moves]
-        assert not read & set(written), "no order of the copies matters"
-        assert len(set(written)) == len(written)
-        for source, to in moves:
-            held[to] = held[source].copy()
-        for slot, beam in enumerate(search.running):
-            if beam is not None:
-                held[slot].append(beam.row.token_ids[-1])
-                assert held[slot] == beam.row.token_ids
-        parents = {slot for slot, _ in pairs[:width]}
-        assert len(moves) == min(width, len(pairs)) - len(parents), "a parent's first child stays where it is"
+        before = texts(search)
+        pairs = [(beam, token) for beam in range(len(before)) for token in range(5)]
+        pairs = rng.sample(pairs, min(2 * width, len(pairs)))
+        parents = search.advance([Candidate(beam, token, -float(rank)) for rank, (beam, token) in enumerate(pairs)])
+        assert parents == [beam for beam, _ in pairs[:width]]
+        assert texts(search) == [[*before[beam], token] for beam, token in pairs[:width]]
+
+
+class CountingSlots(DenseSlots):
+    """Counts the rows that were copied for forks."""
+
+    forks = 0
+
+    def fork(self, slot, positions, length):
+        self.forks += 1
+        return super().fork(slot, positions, length)
+
+
+@given(st.integers(0, 2**32), st.integers(2, 5), st.integers(1, 9), st.sampled_from(["own", "given"]))
+def test_copies_bring_every_beam_its_parents_past(seed, width, new, kind):
+    """After every step the row of each text holds all of its ids but the last, and few rows were copied."""
+
+    def logits(tokens):
+        return 2 * torch.randn(8, generator=torch.Generator().manual_seed(seed + hash(tuple(tokens)) % 2**32))
+
+    model, prompt = scripted_model(logits, vocab_size=8), [3, 1, 4]
+    searches = [Search(BeamOptions(width), prompt, new, {0}, sampling=SamplingParams(eos=(0,))) for _ in range(2)]
+    rows = 2 * width
+    slots = CountingSlots.of(model, rows, 12) if kind == "own" else None
+    slots = CountingSlots.given(model, model.new_cache(rows, 12), rows) if slots is None else slots
+    step = BeamStep(DecodeStep(model, slots, SamplingChooser(CPU), CPU), model, slots, CPU)
+    before = [list(texts(search)) for search in searches]
+    for _ in decode_loop(step, AllTogether(slots, searches), slots):
+        expected = 0
+        for search, earlier in zip(searches, before, strict=True):
+            for beam in search.running:
+                text = beam.sequence
+                held = slots.cache.tokens[text.slot.row, : text.computed]
+                assert held.tolist() == [*prompt, *text.token_ids[:-1]]
+            parents = {earlier.index(text[:-1]) for text in texts(search) if text}
+            expected += len(search.running) - len(parents) if search.tokens else 0
+        assert slots.forks == expected, "a parent's first child stays where it is"
+        slots.forks, before = 0, [list(texts(search)) for search in searches]
+    assert all(search.is_over and search.holders() == [] for search in searches)
 
 
 def test_of_an_ended_text_only_the_best_count_and_worse_ones_stand_by():
-    search = Search(Row(9, {0}), BeamOptions(2, length_penalty=0.0))
+    search = Search(BeamOptions(2, length_penalty=0.0), [1], 9, {0})
     search.advance([Candidate(0, 0, -1.0), Candidate(0, 5, -2.0), Candidate(0, 6, -3.0), Candidate(0, 7, -4.0)])
-    assert [(score, row.token_ids) for score, row in search.ended] == [(-1.0, [0])]
+    assert [(score, sequence.token_ids) for score, sequence in search.ended] == [(-1.0, [0])]
     assert texts(search) == [[5], [6]]
     search.advance([Candidate(0, 8, -2.5), Candidate(1, 8, -3.5), Candidate(0, 0, -3.6), Candidate(1, 0, -3.7)])
     assert len(search.ended) == 1, "the third best may go on, and may not end"
@@ -60,8 +93,8 @@ def test_of_an_ended_text_only_the_best_count_and_worse_ones_stand_by():
     ],
 )
 def test_a_search_is_over_when_its_rule_says_so(early_stopping, length_penalty, running, over):
-    search = Search(Row(4, {0, 1}), BeamOptions(2, length_penalty, early_stopping))
+    search = Search(BeamOptions(2, length_penalty, early_stopping), [1], 4, {0, 1})
     search.advance([Candidate(0, 5, -0.1), Candidate(0, 6, -0.2)])
-    search.ended = [(-1.0, Row(0)), (-2.0, Row(0))]
+    search.ended = [(score, Sequence([1], 0)) for score in (-1.0, -2.0)]
     search.advance([Candidate(0, 5, running), Candidate(1, 6, running - 1)])
     assert search.is_over == over

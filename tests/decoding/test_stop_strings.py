@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from onward.decoding import Row, StopStrings, StreamingDetokenizer
+from onward.decoding import Sequence, StopStrings, StreamingDetokenizer
 from onward.testing import ByteTokenizer
 
 
@@ -71,70 +71,70 @@ def test_nothing_is_held_back_but_what_may_begin_a_stop_string(pieces, stops):
 @given(st.text("ab€", max_size=12), st.lists(st.text("ab€", min_size=1, max_size=3), max_size=2))
 def test_stop_strings_and_half_characters_together(text, stops):
     tokenizer = ByteTokenizer()
-    row = Row(1000, text=StopStrings(StreamingDetokenizer(tokenizer.decode), stops))
+    sequence = Sequence([0], 1000, text=StopStrings(StreamingDetokenizer(tokenizer.decode), stops))
     streamed = ""
     for token in tokenizer.encode(text):
-        streamed += row.accept(token)
-        if row.finish_reason:
+        streamed += sequence.accept(token)
+        if sequence.finish_reason:
             break
     else:
-        streamed += row.accept(tokenizer.encode("!")[0])
-    taken = tokenizer.decode(row.token_ids)
-    assert row.finish_reason == (None if earliest(taken, stops) is None else "stop")
-    if row.finish_reason:
-        assert streamed == row.text == taken[: earliest(taken, stops)]
+        streamed += sequence.accept(tokenizer.encode("!")[0])
+    taken = tokenizer.decode(sequence.token_ids)
+    assert sequence.finish_reason == (None if earliest(taken, stops) is None else "stop")
+    if sequence.finish_reason:
+        assert streamed == sequence.text == taken[: earliest(taken, stops)]
     else:
         assert taken.startswith(streamed)
 
 
-def row_over(pieces, max_new_tokens, eos=frozenset(), stop=()):
-    return Row(max_new_tokens, eos, StopStrings(Pieces(pieces), stop))
+def sequence_over(pieces, max_new_tokens, eos=frozenset(), stop=()):
+    return Sequence([0], max_new_tokens, eos, StopStrings(Pieces(pieces), stop))
 
 
 def test_a_stop_string_over_three_tokens_never_leaks():
-    row = row_over(["Hi <", "|en", "d|> there"], 10, stop=["<|end|>"])
-    assert [row.accept(token) for token in range(3)] == ["Hi ", "", ""]
-    assert (row.text, row.finish_reason) == ("Hi ", "stop")
+    sequence = sequence_over(["Hi <", "|en", "d|> there"], 10, stop=["<|end|>"])
+    assert [sequence.accept(token) for token in range(3)] == ["Hi ", "", ""]
+    assert (sequence.text, sequence.finish_reason) == ("Hi ", "stop")
 
 
 def test_what_was_held_back_comes_when_it_turns_out_to_be_nothing():
-    row = row_over(["a<", "|", "b"], 10, stop=["<|end|>"])
-    assert [row.accept(token) for token in range(3)] == ["a", "", "<|b"]
+    sequence = sequence_over(["a<", "|", "b"], 10, stop=["<|end|>"])
+    assert [sequence.accept(token) for token in range(3)] == ["a", "", "<|b"]
 
 
 @pytest.mark.parametrize("ending", ["length", "eos"])
-def test_what_was_held_back_comes_when_the_row_ends(ending):
-    row = row_over(["a<", "|", "unseen"], 2 if ending == "length" else 10, {2}, ["<|end|>"])
-    got = [row.accept(token) for token in range(2 if ending == "length" else 3)]
-    assert "".join(got) == row.text == "a<|"
-    assert row.finish_reason == ("length" if ending == "length" else "stop")
+def test_what_was_held_back_comes_when_the_text_ends(ending):
+    sequence = sequence_over(["a<", "|", "unseen"], 2 if ending == "length" else 10, {2}, ["<|end|>"])
+    got = [sequence.accept(token) for token in range(2 if ending == "length" else 3)]
+    assert "".join(got) == sequence.text == "a<|"
+    assert sequence.finish_reason == ("length" if ending == "length" else "stop")
 
 
 def test_the_text_of_an_eos_id_is_not_part_of_the_text():
-    row = row_over(["a", "b", "END"], 10, {2})
-    assert [row.accept(token) for token in range(3)] == ["a", "b", ""]
-    assert (row.text, row.token_ids) == ("ab", [0, 1, 2])
+    sequence = sequence_over(["a", "b", "END"], 10, {2})
+    assert [sequence.accept(token) for token in range(3)] == ["a", "b", ""]
+    assert (sequence.text, sequence.token_ids) == ("ab", [0, 1, 2])
 
 
 def test_the_tokens_of_a_stop_string_are_part_of_the_ids():
-    row = row_over(["a", "b", "c"], 10, stop="b")
-    row.accept(0)
-    row.accept(1)
-    assert (row.text, row.token_ids, row.finish_reason) == ("a", [0, 1], "stop")
+    sequence = sequence_over(["a", "b", "c"], 10, stop="b")
+    sequence.accept(0)
+    sequence.accept(1)
+    assert (sequence.text, sequence.token_ids, sequence.finish_reason) == ("a", [0, 1], "stop")
 
 
 def test_a_stop_string_at_the_last_token_is_a_stop_and_no_length():
-    row = row_over(["a", "b"], 2, stop="b")
-    row.accept(0)
-    row.accept(1)
-    assert row.finish_reason == "stop"
+    sequence = sequence_over(["a", "b"], 2, stop="b")
+    sequence.accept(0)
+    sequence.accept(1)
+    assert sequence.finish_reason == "stop"
 
 
 def test_a_stop_string_that_the_flush_completes_stops():
     """The broken character is shown only when nothing can follow it any more, and then it is the stop string."""
-    row = Row(2, text=StopStrings(StreamingDetokenizer(ByteTokenizer().decode), ["\ufffd"]))
-    assert [row.accept(0x61), row.accept(0xE2)] == ["a", ""]
-    assert (row.text, row.finish_reason) == ("a", "stop")
+    sequence = Sequence([0], 2, text=StopStrings(StreamingDetokenizer(ByteTokenizer().decode), ["\ufffd"]))
+    assert [sequence.accept(0x61), sequence.accept(0xE2)] == ["a", ""]
+    assert (sequence.text, sequence.finish_reason) == ("a", "stop")
 
 
 def test_after_a_stop_nothing_follows():

@@ -21,11 +21,18 @@ CODE = re.compile(r"`([^`]+)`")
 
 
 def option_names():
-    """Every keyword that the verbs and `load` take."""
+    """Every keyword that the verbs, `load`, a `LanguageModel` and an `Engine` take."""
     names = {
         field.name for kind in (onward.SamplingParams, onward.GenerateOptions) for field in dataclasses.fields(kind)
     }
-    for function in (onward.load, onward.LanguageModel.generate, onward.decode, onward.stream):
+    for function in (
+        onward.load,
+        onward.LanguageModel,
+        onward.Engine,
+        onward.LanguageModel.generate,
+        onward.decode,
+        onward.stream,
+    ):
         names |= set(inspect.signature(function).parameters)
     names |= set(onward.ChatOptionsDict.__annotations__)
     return names

@@ -289,6 +289,7 @@ def with_plain_cache(model: onward.Model, pack, unpack) -> onward.Model:
         new_cache=lambda batch, max_len: pack(model.new_cache(batch, max_len)),
         selects_logits=False,
         compiles=False,
+        new_blocks=None,
     )
 
 

@@ -110,8 +110,8 @@ def test_under_autocast_only_the_rows_blocks_are_cast():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([[0, 99]], "blocks 0 to 5; row 0 of the table names"),
-        ([[0, -1]], "blocks 0 to 5; row 0 of the table names"),
+        ([[0, 99]], "blocks 0 to 6; row 0 of the table names"),
+        ([[0, -1]], "blocks 0 to 6; row 0 of the table names"),
         ([[0]], "64 positions has no room for 2 at 63"),
         ([[0, 1], [2, 3]], r"int32 \[B, M\], over blocks \[N, G, 64, D\], for 1 rows"),
     ],

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import onward
 from onward import Sampler, SamplingParams, native
-from onward.decoding.driver import positional
+from onward.decoding.driver import chooser_of
 from onward.models.run import ModelRun
 from onward.program import Pick
 from onward.sampling import greedy
@@ -66,8 +66,9 @@ def test_options_that_take_more_than_a_kernel_are_left_to_the_sampler(options: d
 
 
 def test_other_choices_than_greedy_are_called() -> None:
-    assert positional(greedy) is GREEDY
-    assert not hasattr(positional(lambda logits: logits.argmin(-1)), "pick")
+    device = torch.device("cpu")
+    assert chooser_of(greedy, 1, device)[0].kernel([]) is GREEDY.pick
+    assert chooser_of(lambda logits: logits.argmin(-1), 1, device)[0].kernel([]) is None
 
 
 def test_where_it_cannot_it_says_so_and_gives_the_logits() -> None:

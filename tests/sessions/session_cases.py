@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from onward import Completion, GenerateOptions, LanguageModel, Model, Session, ops
+from onward.cache import PagedSlots
 from onward.models import pack_params
+from onward.ops.blocks import BLOCK
 from onward.testing import ByteTokenizer, tiny_model
 
 TOKENIZER = ByteTokenizer()
@@ -56,8 +58,11 @@ def counting(model: Model) -> tuple[Model, list[int]]:
 
 
 def spoil(session: Session) -> None:
-    """NaN wherever the session's cache holds nothing: what reads it shows in the tokens, or raises."""
-    held = session._prefix.held
-    assert held is not None
-    for layer in (*held.cache.keys, *held.cache.values):
-        layer[:, :, len(session.tokens) :] = float("nan")
+    """NaN wherever the session's slot holds nothing: what reads it shows in the tokens, or raises."""
+    slots, slot = session._text._slots, session._text._slot
+    assert isinstance(slots, PagedSlots)
+    cache = slots.view([slot])
+    for number, block in enumerate(slot.blocks):
+        held = max(0, len(session.tokens) - number * BLOCK)
+        for layer in (*cache.keys, *cache.values):
+            layer[block, :, held:] = float("nan")

@@ -14,7 +14,7 @@ from session_cases import GREEDY, PENALISED, SAMPLED, TOKENIZER, contents, count
 import onward
 from onward import GenerateOptions, LanguageModel, Model, Session
 from onward.checkpoint import ChatTemplate
-from onward.decoding import PrefixCache
+from onward.decoding.held import HeldText
 from onward.errors import ContextOverflowError, RequestError
 from onward.speculation import ModelDrafter, PromptLookup, Speculator
 from onward.testing import scripted_model, tiny_model
@@ -147,11 +147,22 @@ def test_an_edit_costs_what_follows_it() -> None:
         assert processed == [new]
 
 
-def test_a_fresh_session_and_a_language_model_keep_nothing() -> None:
-    lm = tiny()
-    assert Session(lm).generate("Hi").cached_tokens == 0
-    assert lm.generate("Hi").cached_tokens == 0
-    assert Session(lm).tokens == []
+def test_a_fresh_session_and_a_language_model_without_memory_keep_nothing() -> None:
+    lm = LanguageModel(tiny().model, TOKENIZER, prefix_memory=0)
+    for _ in range(2):
+        assert Session(lm).generate("Hi").cached_tokens == 0
+        assert lm.generate("Hi").cached_tokens == 0
+        assert Session(lm).tokens == []
+
+
+def test_a_session_of_a_language_model_without_memory_keeps_what_it_holds_as_it_grows() -> None:
+    lm = LanguageModel(tiny().model, TOKENIZER, prefix_memory=0)
+    session, text = Session(lm), [1]
+    for _ in range(5):
+        completion = session.generate(text, max_new_tokens=40, ignore_eos=True)
+        assert completion.cached_tokens == max(len(text) - 2, 0)
+        assert completion.token_ids == lm.generate(text, max_new_tokens=40, ignore_eos=True).token_ids
+        text += [*completion.token_ids, 5]
 
 
 def test_the_logprobs_of_a_prompt_want_all_of_it_processed() -> None:
@@ -266,7 +277,7 @@ def test_a_cache_grows_with_its_text_and_is_made_once_for_every_doubling() -> No
         made.append(max_len)
         return model.new_cache(batch, max_len)
 
-    lm = LanguageModel(dataclasses.replace(model, new_cache=new_cache), TOKENIZER)
+    lm = LanguageModel(dataclasses.replace(model, new_cache=new_cache, new_blocks=None), TOKENIZER)
     session, text = Session(lm), [1]
     for _ in range(25):
         completion = session.generate([*text, *[5] * 60], max_new_tokens=40, ignore_eos=True)
@@ -299,11 +310,11 @@ def test_a_cache_grows_by_doubling_on_every_device() -> None:
     model = Model(
         lambda *_: None, (), lambda batch, max_len: torch.zeros(batch, max_len), 32, device=torch.device("cuda")
     )
-    prefix, capacities = PrefixCache(), []
+    text, capacities = HeldText(), []
     for length in (10, 11, 20, 21, 100):
-        prefix.begin(model, [1], length)
-        assert prefix.held is not None
-        capacities.append(prefix.held.capacity)
+        text.begin(model, [1], length)
+        assert text.held is not None
+        capacities.append(text.held.capacity)
     assert capacities == [10, 20, 20, 40, 100]
 
 
@@ -315,7 +326,9 @@ def test_a_forward_may_return_another_cache_than_it_was_given() -> None:
         return model.forward(tokens, offsets, copy, params, **options)
 
     few_tokens = GenerateOptions(max_new_tokens=10)
-    lm = LanguageModel(dataclasses.replace(model, forward=forward), TOKENIZER, None, few_tokens, compile="eager")
+    lm = LanguageModel(
+        dataclasses.replace(model, forward=forward, new_blocks=None), TOKENIZER, None, few_tokens, compile="eager"
+    )
     session = Session(lm)
     text = [*b"Hello", *session.generate("Hello", **SAMPLED).token_ids, *b" again"]
     again = session.generate(text, **SAMPLED)

@@ -4,8 +4,8 @@ import random
 
 import torch
 
-from onward.decoding import DecodeState, DecodeStep, Picker, Row, decode_loop
-from onward.sampling import History, Sampler
+from onward.decoding import AllTogether, DecodeStep, DenseSlots, SamplingChooser, Sequence, decode_loop
+from onward.decoding.slots import dims_of
 from onward.speculation import Speculator
 
 CPU = torch.device("cpu")
@@ -43,27 +43,42 @@ def at_random(seed, vocab=32):
     return Guess(lambda row: [source.randrange(vocab) for _ in range(source.randrange(row.wanted + 3))])
 
 
-def decode(model, prompts, rows, params, *, speculator=None, room=64, compact=True, top_logprobs=None, run=None):
-    """Run the rows to their end; the step and the last state. run: the model by default."""
+def slots_over(model, rows, room, kind="own"):
+    """Slots over a cache of `room` positions: one whose rows move, a caller's, or one that does not show its rows."""
+    cache = model.new_cache(rows, room)
+    if kind == "given":
+        return DenseSlots.given(model, cache, rows)
+    if kind == "opaque":
+        return DenseSlots(cache, rows, room, None)
+    return DenseSlots(cache, rows, room, dims_of(model, cache, rows), model)
+
+
+def decode(model, sequences, *, speculator=None, room=64, kind="own", run=None):
+    """Run sequences to their end. kind: see `slots_over`. run: the model by default."""
     run = model if run is None else run
-    sampler = Sampler(params)
-    histories = [History(prompt) for prompt in prompts] if sampler.needs_history else None
-    picker = Picker(sampler, histories, top_logprobs)
-    state = DecodeState.start(prompts, model.new_cache(len(prompts), room), CPU, compact=compact)
-    if speculator is None:
-        step = DecodeStep(run, picker)
-    else:
-        step = speculator.step(run, picker, prompts, rows, max_len=room, vocab_size=model.vocab_size, device=CPU)
-    for emission in decode_loop(step, state, rows):
-        state = emission.state
-    return step, state
+    slots = slots_over(model, len(sequences), room, kind)
+    chooser = SamplingChooser(CPU)
+    step = DecodeStep(run, slots, chooser, CPU)
+    if speculator is not None:
+        step = speculator.step(step, run, slots, chooser, CPU)
+        speculator.join(sequences, model.vocab_size, CPU)
+    for _ in decode_loop(step, AllTogether(slots, sequences), slots):
+        pass
+
+
+def sequences_of(prompts, new, params, **options):
+    """new: the most tokens of each."""
+    return [
+        Sequence(prompt, count, sampling=of_row, **options)
+        for prompt, count, of_row in zip(prompts, new, params, strict=True)
+    ]
 
 
 def texts(model, prompts, new, params, **options):
-    """The ids of every row; new: the most of each."""
-    rows = [Row(count) for count in new]
-    decode(model, prompts, rows, params, **options)
-    return [row.token_ids for row in rows]
+    """The ids of every text; new: the most of each."""
+    sequences = sequences_of(prompts, new, params)
+    decode(model, sequences, **options)
+    return [sequence.token_ids for sequence in sequences]
 
 
 def fixed(drafter, length=4, verifier="coupled"):

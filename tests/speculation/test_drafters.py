@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafted import CPU, Guess, decode, fixed, texts
+from drafted import CPU, Guess, decode, fixed, sequences_of, texts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.decoding import Row
 from onward.errors import DraftError, RequestError, TokenizerError
 from onward.sampling import Sampler, SamplingParams, greedy
 from onward.speculation import (
@@ -23,6 +22,7 @@ from onward.speculation import (
 )
 from onward.speculation.automaton import SuffixAutomaton
 from onward.speculation.drafter import continued
+from onward.speculation.step import speculation_of
 from onward.testing import ByteTokenizer, scripted_model
 
 REQUEST = DraftRequest(rows=4, max_len=100, longest=15, vocab_size=100, device=CPU, select=lambda x, at: greedy(x))
@@ -192,10 +192,10 @@ def test_lookups_refuse_what_they_cannot_do():
 def test_a_draft_model_is_not_asked_past_its_context():
     draft = scripted_model(lambda tokens: (tokens[-1] + 1) % 32, max_seq_len=20)
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
-    rows = [Row(40)]
-    step, _ = decode(model, [[1]], rows, [SamplingParams()], speculator=fixed(ModelDrafter(draft, "eager"), 4))
-    assert rows[0].token_ids == [token % 32 for token in range(2, 42)]
-    assert step.speculation(0).rounds == 4  # from texts of 1, 6, 11 and 16 ids; after 21 there is no room
+    sequences = sequences_of([[1]], [40], [SamplingParams()])
+    decode(model, sequences, speculator=fixed(ModelDrafter(draft, "eager"), 4))
+    assert sequences[0].token_ids == [token % 32 for token in range(2, 42)]
+    assert speculation_of(sequences[0]).rounds == 4  # from texts of 1, 6, 11 and 16 ids; after 21 there is no room
     assert all(call.offsets[0] + len(call.tokens[0]) <= 20 for call in draft.calls)
 
 
@@ -207,8 +207,7 @@ def test_rows_of_a_draft_model_leave_its_batch_when_they_end():
         model, [[1], [2], [3]], [3, 20, 9], [SamplingParams()] * 3, speculator=fixed(ModelDrafter(draft, "eager"), 4)
     )
     assert found == plain
-    # ScriptedCache cannot be narrowed, so rows stay; KVCache can: see the demo model's test.
-    assert len(draft.calls[-1].tokens) == 3
+    assert [len(call.tokens) for call in draft.calls if len(call.tokens[0]) == 1][-1] == 1
 
 
 def test_ids_that_only_the_draft_has_are_never_drafted():
@@ -222,9 +221,9 @@ def test_ids_that_only_the_draft_has_are_never_drafted():
 
     draft = ModelDrafter(scripted_model(script, vocab_size=40), "eager")
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
-    rows = [Row(11)]
-    step, _ = decode(model, [[1]], rows, [SamplingParams()], speculator=fixed(draft, 4))
-    assert step.speculation(0).acceptance == 1
+    sequences = sequences_of([[1]], [11], [SamplingParams()])
+    decode(model, sequences, speculator=fixed(draft, 4))
+    assert speculation_of(sequences[0]).acceptance == 1
 
 
 def test_a_draft_model_of_fewer_ids_drafts_those():
@@ -234,10 +233,10 @@ def test_a_draft_model_of_fewer_ids_drafts_those():
     params = [SamplingParams(temperature=1.0, seed=1, logit_bias={11: 1.0}, bad_words=((9, 11),))]
     plain = texts(model, [[1]], [30], params)
     for verifier in ("coupled", "rejection"):
-        rows = [Row(30)]
-        step, _ = decode(model, [[1]], rows, params, speculator=fixed(draft, 3, verifier))
-        assert rows[0].token_ids == plain[0]
-        assert 0.2 < step.speculation(0).acceptance < 0.9
+        sequences = sequences_of([[1]], [30], params)
+        decode(model, sequences, speculator=fixed(draft, 3, verifier))
+        assert sequences[0].token_ids == plain[0]
+        assert 0.2 < speculation_of(sequences[0]).acceptance < 0.9
 
 
 def test_a_model_drafter_wants_a_model():
@@ -305,7 +304,7 @@ def broken(result):
 def test_a_broken_drafter_is_one_clear_error(result, message):
     model = scripted_model([1, 2, 3])
     with pytest.raises(DraftError, match=message):
-        decode(model, [[1, 2]], [Row(9)], [SamplingParams()], speculator=fixed(broken(result)))
+        decode(model, sequences_of([[1, 2]], [9], [SamplingParams()]), speculator=fixed(broken(result)))
 
 
 def test_a_drafter_that_is_interrupted_is_interrupted():
@@ -313,16 +312,16 @@ def test_a_drafter_that_is_interrupted_is_interrupted():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        decode(scripted_model([1]), [[1]], [Row(9)], [SamplingParams()], speculator=fixed(Guess(interrupt)))
+        decode(scripted_model([1]), sequences_of([[1]], [9], [SamplingParams()]), speculator=fixed(Guess(interrupt)))
 
 
 def test_numbers_of_numpy_and_torch_are_ids_too():
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
-    rows = [Row(9)]
+    sequences = sequences_of([[1]], [9], [SamplingParams()])
     guess = Guess(lambda row: torch.arange(row.ids()[-1] + 1, row.ids()[-1] + 1 + row.wanted))
-    step, _ = decode(model, [[1]], rows, [SamplingParams()], speculator=fixed(guess))
-    assert rows[0].token_ids == list(range(2, 11))
-    assert step.speculation(0).acceptance == 1
+    decode(model, sequences, speculator=fixed(guess))
+    assert sequences[0].token_ids == list(range(2, 11))
+    assert speculation_of(sequences[0]).acceptance == 1
 
 
 def test_the_drafter_of_the_documentation_drafts():
@@ -331,11 +330,11 @@ def test_the_drafter_of_the_documentation_drafts():
     names = {}
     exec("class Table" + source, names)
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 8)
-    rows = [Row(30), Row(20)]
-    step, _ = decode(model, [[1], [5]], rows, [SamplingParams()] * 2, speculator=fixed(names["Table"](), 3))
-    assert rows[0].token_ids == [token % 8 for token in range(2, 32)]
-    assert step.speculation(0).acceptance == 1
-    assert step.speculation(0).rounds > 8
+    sequences = sequences_of([[1], [5]], [30, 20], [SamplingParams()] * 2)
+    decode(model, sequences, speculator=fixed(names["Table"](), 3))
+    assert sequences[0].token_ids == [token % 8 for token in range(2, 32)]
+    assert speculation_of(sequences[0]).acceptance == 1
+    assert speculation_of(sequences[0]).rounds > 8
 
 
 def test_coupled_draws_agree_as_often_as_is_promised():

@@ -3,15 +3,15 @@
 import random
 
 import pytest
-from drafted import Guess, decode, oracle, texts
+from drafted import Guess, decode, oracle, sequences_of, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onward.decoding import Row
 from onward.models import Model
 from onward.sampling import SamplingParams
 from onward.speculation import Speculator
 from onward.speculation.pace import Acceptance, Pace, RowPace, expected_tokens
+from onward.speculation.step import speculation_of
 from onward.testing import scripted_model
 
 PLAIN = 0.010
@@ -51,14 +51,13 @@ class Machine:
         return Guess(timed)
 
     def seconds(self, new, speculator=None, rows=1):
-        """What so many new tokens take; and the step."""
+        """What so many new tokens take; and what drafting brought the first row."""
         began = self.now
-        ran = [Row(new) for _ in range(rows)]
-        step, _ = decode(self.model(), [[1, 2]] * rows, ran, [SamplingParams()] * rows, room=new + 4,
-                         speculator=speculator)  # fmt: skip
-        for row in ran:
-            assert row.token_ids == [(3 + at) % 32 for at in range(new)], "whatever was drafted"
-        return self.now - began, step
+        sequences = sequences_of([[1, 2]] * rows, [new] * rows, [SamplingParams()] * rows)
+        decode(self.model(), sequences, room=new + 4, speculator=speculator)
+        for sequence in sequences:
+            assert sequence.token_ids == [(3 + at) % 32 for at in range(new)], "whatever was drafted"
+        return self.now - began, speculation_of(sequences[0])
 
 
 def test_times_change_how_much_is_drafted_and_nothing_else():
@@ -67,7 +66,7 @@ def test_times_change_how_much_is_drafted_and_nothing_else():
     for seed in range(8):
         machine = Machine(cheap, noise=3.0, seed=seed)
         speculator = Speculator(machine.drafter(counting(lambda at: at % 5)), clock=machine.clock)
-        drafted.add(machine.seconds(200, speculator, rows=2)[1].speculation(0).drafted)
+        drafted.add(machine.seconds(200, speculator, rows=2)[1].drafted)
     assert len(drafted) > 3, "the clock should have mattered to how much was drafted"
 
 
@@ -96,10 +95,10 @@ def test_drafts_that_are_right_are_taken_as_long_as_can_be(rows):
     plain, _ = machine.seconds(400, rows=rows)
     speculator = Speculator(machine.drafter(counting(lambda at: True)), clock=machine.clock)
     first, _ = machine.seconds(400, speculator, rows)
-    again, step = machine.seconds(400, speculator, rows)
+    again, speculation = machine.seconds(400, speculator, rows)
     assert first < plain / 4
     assert again < plain / 8, "what was learnt is kept for the next request"
-    assert step.speculation(0).tokens_per_round > 12
+    assert speculation.tokens_per_round > 12
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
@@ -118,9 +117,11 @@ def test_drafts_that_are_right_but_dear_cost_no_more_than_three_percent():
     """A draft model as slow as its target, always right."""
     machine = Machine(dear, lambda wanted: PLAIN * wanted)
     plain, _ = machine.seconds(600)
-    seconds, step = machine.seconds(600, Speculator(machine.drafter(counting(lambda at: True)), clock=machine.clock))
+    seconds, speculation = machine.seconds(
+        600, Speculator(machine.drafter(counting(lambda at: True)), clock=machine.clock)
+    )
     assert seconds < 1.03 * plain
-    assert 0 < step.speculation(0).rounds < 30
+    assert 0 < speculation.rounds < 30
 
 
 class Warming(Machine):
@@ -155,9 +156,9 @@ def test_a_drafter_that_is_new_is_asked_soon_whatever_was_drafted_with_before(te
 def test_a_drafter_that_finds_nothing_costs_no_more_than_three_percent():
     machine = Machine(cheap, lambda wanted: 0.5 * PLAIN)
     plain, _ = machine.seconds(600)
-    seconds, step = machine.seconds(600, Speculator(machine.drafter(lambda row: []), clock=machine.clock))
+    seconds, speculation = machine.seconds(600, Speculator(machine.drafter(lambda row: []), clock=machine.clock))
     assert seconds < 1.03 * plain
-    assert step.speculation(0).drafted == 0
+    assert speculation.drafted == 0
 
 
 def test_a_text_that_becomes_predictable_is_noticed_and_one_that_ceases_to_be_is_too():
@@ -182,9 +183,8 @@ def test_the_length_follows_acceptance_and_cost(period, cost, longest, shortest)
     speculator = Speculator(machine.drafter(counting(lambda at: at % period)), clock=machine.clock)
     machine.seconds(300, speculator)
     plain, _ = machine.seconds(600)
-    seconds, step = machine.seconds(600, speculator)
-    found = step.speculation(0)
-    assert shortest <= found.drafted / found.rounds <= longest
+    seconds, speculation = machine.seconds(600, speculator)
+    assert shortest <= speculation.drafted / speculation.rounds <= longest
     assert seconds < plain
 
 

@@ -89,6 +89,9 @@ def test_what_speculate_refuses():
     target = ModelInferencer(scripted_model([1]))
     with pytest.raises(RequestError, match="max_new_tokens must be a whole number of 1 or more; got 0"):
         speculate(target, target, PROMPTS, 0)
+    for options in ({"temperature": 1.0}, {"repetition_penalty": 1.1}):
+        with pytest.raises(RequestError, match="a sampler of 1 rows was given for 2: make one for as many rows"):
+            speculate(target, target, PROMPTS, 3, Sampler([SamplingParams(**options)]))
     with pytest.raises(RequestError, match=r"prompts as whole numbers \[B, T\].*float32"):
         speculate(target, target, PROMPTS.float(), 3)
 

@@ -4,17 +4,18 @@ import functools
 
 import pytest
 import torch
-from drafted import Guess, at_random, decode, fixed, oracle, texts
+from drafted import Guess, at_random, decode, fixed, oracle, sequences_of, texts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import onward
 from onward import native, ops
-from onward.decoding import Row, StopStrings, StreamingDetokenizer
+from onward.decoding import Sequence, StopStrings, StreamingDetokenizer
 from onward.errors import OnwardError
 from onward.models import ModelRun
 from onward.sampling import SamplingParams
 from onward.speculation import ModelDrafter, PromptLookup, SuffixLookup
+from onward.speculation.step import speculation_of
 from onward.testing import poison, scripted_model, tiny_model
 
 VOCAB = 12
@@ -81,21 +82,29 @@ request = st.lists(
 )
 
 
-def outcome(model, asked, eos, stop, **options):
+def outcome(model, asked, eos, stop, tops, **options):
     """All that a request says: ids, texts, ends and logprobs; or its error."""
-    prompts = [prompt for prompt, _, _ in asked]
-    rows = [Row(new, eos, StopStrings(StreamingDetokenizer(written, before=prompt), stop)) for prompt, new, _ in asked]
+    sequences = [
+        Sequence(
+            prompt,
+            new,
+            eos,
+            StopStrings(StreamingDetokenizer(written, before=prompt), stop),
+            sampling=row,
+            top_logprobs=tops[index % len(tops)],
+        )
+        for index, (prompt, new, row) in enumerate(asked)
+    ]
     try:
-        step, state = decode(model, prompts, rows, [row for _, _, row in asked], room=26, **options)
+        decode(model, sequences, room=26, **options)
     except OnwardError as error:
         return str(error)
-    for owner, offset in zip(state.owners, state.offsets, strict=True):
-        if rows[owner].token_ids:  # the cache holds all of the text but its last id
-            assert offset == len(prompts[owner]) + len(rows[owner].token_ids) - 1
-    if step.picker.histories is not None:
-        for prompt, row, history in zip(prompts, rows, step.picker.histories, strict=True):
-            assert [*prompt, *row.token_ids][: len(history)] == history.ids.tolist()
-    return [(row.token_ids, row.text, row.finish_reason, row.logprobs) for row in rows]
+    for sequence in sequences:
+        if sequence.token_ids:  # the cache holds all of the text but its last id
+            assert sequence.computed == len(sequence.prompt) + len(sequence.token_ids) - 1
+        if sequence.history is not None:
+            assert sequence.history.ids.tolist() == [*sequence.prompt, *sequence.token_ids]
+    return [(each.token_ids, each.text, each.finish_reason, each.logprobs) for each in sequences]
 
 
 @settings(max_examples=500)
@@ -105,13 +114,13 @@ def outcome(model, asked, eos, stop, **options):
     st.integers(1, 6),
     st.sets(st.integers(0, VOCAB - 1), max_size=2),
     st.sampled_from([(), ("ab",), ("cd", "e")]),
-    st.booleans(),
-    st.sampled_from([None, 0, 2]),
+    st.sampled_from(["own", "given", "opaque"]),
+    st.lists(st.sampled_from([None, 0, 2]), min_size=1, max_size=3),
     st.integers(0, 99),
 )
-def test_speculated_is_plain(asked, kind, length, eos, stop, compact, top_logprobs, seed):
+def test_speculated_is_plain(asked, kind, length, eos, stop, slots, tops, seed):
     model = scripted_model(follow, vocab_size=VOCAB)
-    options = {"eos": frozenset(eos), "stop": stop, "compact": compact, "top_logprobs": top_logprobs}
+    options = {"eos": frozenset(eos), "stop": stop, "kind": slots, "tops": tops}
     plain = outcome(model, asked, **options)
     coming = [row[0] for row in plain] if isinstance(plain, list) else [[] for _ in asked]
     speculator = fixed(drafter(kind, coming, seed), length)
@@ -160,13 +169,13 @@ def test_a_draft_model_is_in_step_after_a_draft_that_was_accepted_whole():
     """The scripted forward complains of any entry that was not written, and its script of any that is another's."""
     draft = scripted_model(follow, vocab_size=VOCAB)
     model = scripted_model(follow, vocab_size=VOCAB)
-    rows = [Row(17)]
-    step, _ = decode(model, [[1, 2, 3]], rows, [SamplingParams()], speculator=fixed(ModelDrafter(draft, "eager"), 3))
-    found = step.speculation(0)
-    assert (found.drafted, found.accepted, found.rounds) == (12, 12, 4)
+    sequences = sequences_of([[1, 2, 3]], [17], [SamplingParams()])
+    decode(model, sequences, speculator=fixed(ModelDrafter(draft, "eager"), 3))
+    counts = speculation_of(sequences[0])
+    assert (counts.drafted, counts.accepted, counts.rounds) == (12, 12, 4)
     # The prompt, then the last id of each draft and the one that the target added, in one call.
     catching_up = [call.tokens[0] for call in draft.calls if len(call.tokens[0]) > 1]
-    ids = rows[0].token_ids
+    ids = sequences[0].token_ids
     assert catching_up == [[1, 2, 3, ids[0]], ids[3:5], ids[7:9], ids[11:13]]
 
 
@@ -193,23 +202,25 @@ def test_a_draft_fits_what_the_cache_still_holds():
     model = scripted_model(follow, vocab_size=VOCAB)
     prompts, new = [[1] * 14, [2]], [2, 12]
     plain = texts(model, prompts, new, [SamplingParams()] * 2, room=16)
-    for compact in (False, True):
-        found = texts(model, prompts, new, [SamplingParams()] * 2, room=16, compact=compact,
-                      speculator=fixed(oracle(plain), 8))  # fmt: skip
-        assert found == plain
+    for kind in ("own", "given", "opaque"):
+        drafted = texts(
+            model, prompts, new, [SamplingParams()] * 2, room=16, kind=kind, speculator=fixed(oracle(plain), 8)
+        )
+        assert drafted == plain
 
 
 def test_eos_inside_an_accepted_draft_ends_the_row_there_and_the_cache_with_it():
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
-    rows = [Row(20, eos=frozenset({8}))]
     params = [SamplingParams(repetition_penalty=1.01)]  # so that there is a history
+    (sequence,) = sequences_of([[3]], [20], params, eos=frozenset({8}))
     coming = [list(range(4, 30))]
-    step, state = decode(model, [[3]], rows, params, speculator=fixed(oracle(coming), 9), compact=False)
-    assert rows[0].token_ids == [4, 5, 6, 7, 8]
-    assert rows[0].finish_reason == "stop"
-    assert (state.offsets, state.pending) == ((5,), ((8,),))
-    assert step.picker.histories[0].ids.tolist() == [3]
-    assert (step.speculation(0).accepted, step.speculation(0).rounds) == (4, 1)
+    decode(model, [sequence], speculator=fixed(oracle(coming), 9))
+    assert sequence.token_ids == [4, 5, 6, 7, 8]
+    assert sequence.finish_reason == "stop"
+    assert (sequence.computed, sequence.ids(5, sequence.length)) == (5, [8])
+    assert sequence.history.ids.tolist() == [3, 4, 5, 6, 7, 8]
+    counts = speculation_of(sequence)
+    assert (counts.accepted, counts.rounds) == (4, 1)
 
 
 def test_a_ban_that_a_wrong_draft_would_bring_about_does_not_end_the_text():
@@ -249,9 +260,10 @@ def test_rows_with_drafts_of_their_own_accept_numbers_of_their_own(seed):
     alone = [texts(model, [prompt], [15], [row])[0] for prompt, row in zip(prompts, rows, strict=True)]
     assert plain == alone
     guess = oracle(plain, lambda owner, position: owner == 0 or (owner == 1 and position % 4 == 0), vocab=VOCAB)
-    ran = [Row(15) for _ in prompts]
-    step, _ = decode(model, prompts, ran, rows, speculator=fixed(guess, 5))
-    assert [row.token_ids for row in ran] == plain
-    assert step.speculation(0).accepted == 0
-    assert step.speculation(2).acceptance == 1
-    assert 0 < step.speculation(1).acceptance < 1
+    sequences = sequences_of(prompts, [15] * 3, rows)
+    decode(model, sequences, speculator=fixed(guess, 5))
+    assert [sequence.token_ids for sequence in sequences] == plain
+    counts = [speculation_of(sequence) for sequence in sequences]
+    assert counts[0].accepted == 0
+    assert counts[2].acceptance == 1
+    assert 0 < counts[1].acceptance < 1

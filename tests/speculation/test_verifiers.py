@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from drafted import CPU, Guess, decode, fixed, texts
+from drafted import CPU, Guess, decode, fixed, sequences_of, slots_over, texts
 
 from chi_square import LEVEL, p_value
-from onward.decoding import Picker, Row
+from onward.decoding import DecodeStep, SelectChooser
 from onward.errors import OnwardError, RequestError
 from onward.models import Model
 from onward.sampling import Sampler, SamplingParams, greedy
 from onward.speculation import Draft, ModelDrafter, Speculator
+from onward.speculation.step import speculation_of
 from onward.speculation.verify import accept_or_resample
 from onward.testing import scripted_model
 
@@ -90,16 +91,16 @@ def test_texts_of_the_rejection_rule_follow_the_targets_distribution(kind, count
         "certain": lambda: Guess(lambda row: [likeliest[row.ids()[-1]], 1, 3][: row.wanted]),
     }[kind]()
     params = [SamplingParams(**{"temperature": 1.0} | options, seed=seed) for seed in range(count)]
-    rows = [Row(NEW) for _ in range(count)]
-    step, _ = decode(target, [[0]] * count, rows, params, speculator=fixed(drafter, 3, "rejection"))
-    ids = torch.tensor([[0, *row.token_ids] for row in rows])
+    sequences = sequences_of([[0]] * count, [NEW] * count, params)
+    decode(target, sequences, speculator=fixed(drafter, 3, "rejection"))
+    ids = torch.tensor([[0, *sequence.token_ids] for sequence in sequences])
     sampler = Sampler([params[0]] * V)
     expected = sampler.scores(target.params).to(torch.float64).softmax(-1)
     for before in range(V):
         following = ids[:, 1:][ids[:, :-1] == before]
         assert p_value(torch.bincount(following, minlength=V), expected[before]) > LEVEL
-    found = [step.speculation(row) for row in range(count)]
-    assert 0.1 < sum(each.accepted for each in found) / sum(each.drafted for each in found) < 0.9
+    counts = [speculation_of(sequence) for sequence in sequences]
+    assert 0.1 < sum(each.accepted for each in counts) / sum(each.drafted for each in counts) < 0.9
 
 
 # ── both, by hand ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,10 +130,9 @@ def test_greedy_rows_are_plain_under_the_rejection_rule():
 
 def test_a_draft_model_of_the_same_weights_is_always_accepted_by_the_rejection_rule():
     model = scripted_model(follow, vocab_size=V)
-    rows = [Row(17)]
-    params = [SamplingParams(temperature=0.9, seed=4)]
-    step, _ = decode(model, [[1]], rows, params, speculator=fixed(ModelDrafter(model, "eager"), 3, "rejection"))
-    assert step.speculation(0).acceptance == 1
+    sequences = sequences_of([[1]], [17], [SamplingParams(temperature=0.9, seed=4)])
+    decode(model, sequences, speculator=fixed(ModelDrafter(model, "eager"), 3, "rejection"))
+    assert speculation_of(sequences[0]).acceptance == 1
 
 
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
@@ -142,11 +142,11 @@ def test_logits_that_are_nan_are_an_error_where_they_are_reached_and_nowhere_els
 
     model = scripted_model(script, vocab_size=V)
     right = fixed(Guess(lambda row: [1, 2, 3, 4][: row.wanted]), 4, verifier)
-    rows = [Row(10, eos=frozenset({3}))]
-    decode(model, [[0]], rows, [SamplingParams()], speculator=right)
-    assert rows[0].token_ids == [1, 2, 3]
+    sequences = sequences_of([[0]], [10], [SamplingParams()], eos=frozenset({3}))
+    decode(model, sequences, speculator=right)
+    assert sequences[0].token_ids == [1, 2, 3]
     with pytest.raises(OnwardError, match="NaN or infinite"):
-        decode(model, [[0]], [Row(10)], [SamplingParams()], speculator=right)
+        decode(model, sequences_of([[0]], [10], [SamplingParams()]), speculator=right)
 
 
 def test_what_a_speculator_refuses():
@@ -154,8 +154,8 @@ def test_what_a_speculator_refuses():
         Speculator(Guess(list), verifier="typical")
     with pytest.raises(RequestError, match="length must be a whole number of 1 or more; got 0"):
         Speculator(Guess(list), length=0)
-    picker = Picker(lambda logits, positions: greedy(logits))
+    model, chooser = chain(1), SelectChooser(lambda logits, positions: greedy(logits))
+    slots = slots_over(model, 1, 8)
+    plain = DecodeStep(model, slots, chooser, CPU)
     with pytest.raises(RequestError, match="needs a Sampler"):
-        Speculator(Guess(list), verifier="rejection").step(
-            chain(1), picker, [[1]], [Row(1)], max_len=8, vocab_size=V, device=CPU
-        )
+        Speculator(Guess(list), verifier="rejection").step(plain, model, slots, chooser, CPU)

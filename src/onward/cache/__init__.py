@@ -3,13 +3,12 @@
 from onward.cache.block_pool import BlockMemory
 from onward.cache.blocks import KVBlocks, PagedKVCache
 from onward.cache.kv import KVCache
-from onward.cache.sized import CompactableCache, NamedDims, SizedCache, length_of
+from onward.cache.sized import NamedDims, SizedCache, length_of
 from onward.cache.slot import Slot
 from onward.cache.slots import PagedSlots
 
 __all__ = [
     "BlockMemory",
-    "CompactableCache",
     "KVBlocks",
     "KVCache",
     "NamedDims",

@@ -15,7 +15,10 @@ from onward.cache.block_trie import BlockNode, BlockTrie, Tokens
 
 
 class BlockMemory(Protocol):
-    """Memory for `count` blocks of keys and values, numbered from 0."""
+    """Memory for `count` blocks of keys and values, numbered from 0.
+
+    Block number `count` is spare: it holds nothing, and padding may write there.
+    """
 
     @property
     def count(self) -> int: ...
@@ -29,6 +32,14 @@ class BlockMemory(Protocol):
 
     def copy(self, source: int, to: int, positions: int) -> None:
         """Copy the first `positions` positions of block `source` to block `to`, all layers."""
+        ...
+
+    def read(self, blocks: Sequence[int], positions: int) -> Any:
+        """The first positions of a row that lies in these blocks, as a dense cache of one row of its own."""
+        ...
+
+    def write(self, blocks: Sequence[int], cache: Any, positions: int) -> None:
+        """Copy the first positions of a dense cache of one row into these blocks."""
         ...
 
     def give_back(self, blocks: Sequence[int]) -> None:

@@ -44,7 +44,7 @@ class BlockTables:
         """The cache of these rows, valid until the next call.
 
         Args:
-            rows: the blocks of each row, in order of position. Entries past them are 0; a forward does not read them.
+            rows: the blocks of each row, in order of position. Entries past them name the memory's spare block.
             stamps: of each row a number above 0 that changes with its blocks.
         """
         batch = len(rows)
@@ -54,7 +54,7 @@ class BlockTables:
             if table.stamps[row] != stamp:
                 table.stamps[row] = -1  # until it is whole: an interrupt may come
                 host[row, : len(blocks)] = blocks
-                host[row, len(blocks) :] = 0
+                host[row, len(blocks) :] = self._memory.count
                 if table.device is not table.host:
                     table.device[row].copy_(table.host[row])
                 table.stamps[row] = stamp

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache.buffers import is_lazy, lazy_zeros
+from onward.cache.kv import KVCache
 from onward.errors import RequestError
 from onward.native import give_back_pages
 from onward.ops.blocks import BLOCK
@@ -22,13 +23,16 @@ class KVBlocks:
     """Memory for N blocks of keys and values of every layer; a block takes memory when it is first written.
 
     count: N. block_nbytes: bytes of a block, all layers. device: where it lies.
+
+    There is one block more, number N, which holds nothing. Tables name it where a row has no block: what pads rows that
+    run together may be written there.
     """
 
     def __init__(self, buffer: Tensor) -> None:
-        """buffer: [N, 2 L, G, 64, D], a block's keys of each layer, then its values: a block is one run of memory."""
-        self.count: int = buffer.shape[0]
-        self.block_nbytes: int = buffer[:1].nbytes
+        """buffer: [N + 1, 2 L, G, 64, D]: a block is one run of memory, the keys of each layer, then the values."""
+        self.count: int = buffer.shape[0] - 1
         self.device = buffer.device
+        self.block_nbytes: int = buffer[:1].nbytes
         self._buffer = buffer
         layers = buffer.unbind(1)
         self._keys, self._values = layers[: len(layers) // 2], layers[len(layers) // 2 :]
@@ -49,7 +53,7 @@ class KVBlocks:
         Raises:
             RequestError: the system refuses so much.
         """
-        shape = (count, 2 * num_layers, num_kv_heads, BLOCK, head_dim)
+        shape = (count + 1, 2 * num_layers, num_kv_heads, BLOCK, head_dim)
         # A block's parts lie apart by no more than their size: its first position touches all of its huge pages, and
         # its last one needs no more.
         return cls(lazy_zeros(shape, dtype, torch.device(device), huge_pages=True))
@@ -67,6 +71,19 @@ class KVBlocks:
                 f"a table of blocks must be int32 [B, M] with contiguous rows; got {table.dtype} {list(table.shape)}"
             )
         return PagedKVCache(self._keys, self._values, table)
+
+    def read(self, blocks: Sequence[int], positions: int) -> KVCache:
+        """A copy of the first `positions` positions of a row that lies in these blocks, as a dense cache of one row."""
+        used = self._buffer[list(blocks[: -(-positions // BLOCK)])]  # [m, 2 L, G, 64, D]
+        rows = used.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, :positions].contiguous().unbind()
+        return KVCache(rows[: len(self._keys)], rows[len(self._keys) :])
+
+    def write(self, blocks: Sequence[int], cache: KVCache, positions: int) -> None:
+        """Copy the first `positions` positions of a dense cache of one row into these blocks."""
+        for number, block in enumerate(blocks[: -(-positions // BLOCK)]):
+            first, last = number * BLOCK, min((number + 1) * BLOCK, positions)
+            for index, layer in enumerate((*cache.keys, *cache.values)):
+                self._buffer[block, index, :, : last - first] = layer[0, :, first:last]
 
     def copy(self, source: int, to: int, positions: int) -> None:
         """Copy the first `positions` positions of block `source` to block `to`, all layers."""

@@ -1,4 +1,4 @@
-"""Protocols that a cache may follow: then Onward can check its length, move its rows, and knows its dimensions."""
+"""Protocols that a cache may follow: then Onward can check its length and knows its dimensions."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -10,19 +10,6 @@ class SizedCache(Protocol):
 
     @property
     def max_len(self) -> int: ...
-
-
-@runtime_checkable
-class CompactableCache(Protocol):
-    """A cache whose rows can be moved and dropped, so that rows that have ended cost nothing more."""
-
-    def copy_row(self, source: int, to: int, positions: int) -> None:
-        """Copy the first `positions` positions of row `source` to row `to`."""
-        ...
-
-    def first_rows(self, batch: int) -> Any:
-        """The cache of the first `batch` rows, over the same memory."""
-        ...
 
 
 @runtime_checkable

@@ -5,22 +5,25 @@ A `Slot` is a row's place: a list of blocks for a number of positions. Blocks wh
 What a slot may still write is its alone.
 """
 
+import operator
 import threading
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 from onward.cache.block_check import check_slots
 from onward.cache.block_pool import BlockMemory, BlockPool
 from onward.cache.block_tables import BlockTables
 from onward.cache.block_trie import NO_MATCH, BlockNode
 from onward.cache.slot import NEVER, Slot
+from onward.cache.view import View
 from onward.checks import check_whole
-from onward.errors import ContextOverflowError
+from onward.errors import ContextOverflowError, RequestError
 from onward.forks import renew_in_forks
+from onward.ops.blocks import BLOCK
 from onward.reprs import described
-
-BLOCK = 64
-"""Positions of a block."""
 
 _WARM_BLOCKS = 8
 
@@ -38,8 +41,11 @@ class PagedSlots:
         warm_blocks: how many free blocks keep their memory (`BlockPool`).
         block: positions of a block.
 
+    whole: False, for any rows make a cache of their own (`onward.decoding.slots.Slots`).
     hits, lookups: positions that `acquire` found, and that it was asked for, in all.
     """
+
+    whole = False
 
     def __init__(
         self,
@@ -61,8 +67,9 @@ class PagedSlots:
         self._pool = BlockPool(memory, block, cached_blocks, warm_blocks)
         self._tables = BlockTables(memory, self.blocks_for(max_len))
         self._slots: dict[Slot, None] = {}
-        self._key: Hashable = None
+        self._key: object = None
         self._changing = False
+        self._left: deque[tuple[Slot, Sequence[int]]] = deque()
         renew_in_forks(self)
 
     def __repr__(self) -> str:
@@ -97,9 +104,24 @@ class PagedSlots:
             self._mend()
             return self.total - self._pool.available
 
+    @property
+    def available(self) -> int:
+        """Blocks that can be had now: free and cached ones."""
+        with self.lock:
+            self._mend()
+            return self._pool.available
+
     def blocks_for(self, length: int) -> int:
         """How many blocks hold `length` positions."""
         return -(-length // self.block)
+
+    def shared_blocks(self, positions: int) -> int:
+        """How many blocks a fork at so many positions shares with the slot that it is a fork of."""
+        return positions // self.block
+
+    def blocks_of(self, slots: Sequence[Slot]) -> int:
+        """How many blocks these slots hold together."""
+        return len({block for slot in slots for block in slot.blocks})
 
     def can_hold(self, length: int) -> bool:
         """Whether `length` positions could ever be reserved: with no other slot there."""
@@ -249,6 +271,11 @@ class PagedSlots:
         pool.drop([cut])
         pool.settle([cut])
 
+    def advance(self, slot: Slot, computed: int, ids: Callable[[int, int], Sequence[int]]) -> None:
+        """`note` that the first `computed` positions are final. ids: (first, last) -> the ids that they hold."""
+        if computed >= slot.note_at:
+            self.note(slot, ids(0, computed))
+
     def note(self, slot: Slot, ids: Sequence[int]) -> None:
         """Say that the first len(ids) positions of the slot hold these ids for good: full blocks can be found now.
 
@@ -278,6 +305,10 @@ class PagedSlots:
             slot.noted += 1
         slot.sealed = max(slot.sealed, full)
         slot.note_at = (full + 1) * size
+
+    def leave(self, slot: Slot, ids: Sequence[int] = ()) -> None:
+        """`release` with the next call. It may come from the garbage collector, in the midst of any other method."""
+        self._left.append((slot, ids))
 
     def release(self, slot: Slot, ids: Sequence[int] = ()) -> None:
         """Let the slot go. ids: what its first len(ids) positions hold; they can be found, the part of a block too."""
@@ -327,7 +358,41 @@ class PagedSlots:
                 cache = self._tables.view([slot.blocks for slot in slots], stamps)
             return cache
 
-    def use(self, key: Hashable) -> None:
+    def view_of(self, slots: Sequence[Slot], tokens: int) -> View:
+        """The same with the row of each slot."""
+        return View(self.view(slots), range(len(slots)))
+
+    def put(self, view: View, cache: Any) -> None:
+        """A forward has written to the blocks in place.
+
+        Raises:
+            RequestError: it returned other tensors.
+        """
+        if cache is not view.cache and any(map(operator.is_not, tree_leaves(cache), tree_leaves(view.cache))):
+            raise RequestError(
+                "a forward over a cache in blocks must write to it in place and return it, and this one returned "
+                "another: give its Model new_blocks=None, so that it gets the caches of new_cache"
+            )
+
+    def groups(self, slots: Sequence[Slot], tokens: int) -> list[list[int]]:
+        """Any slots can go together."""
+        return [list(range(len(slots)))]
+
+    def room(self, slots: Sequence[Slot], computed: Sequence[int]) -> int:
+        """How many tokens a row a forward over these slots may process, each from what it has computed on."""
+        return self.max_len - max(computed)
+
+    def read(self, slot: Slot, positions: int) -> Any:
+        """A copy of the first positions of a slot, as a dense cache of one row."""
+        with self.lock:
+            return self._memory.read(slot.blocks, positions)
+
+    def write(self, slot: Slot, cache: Any, positions: int) -> None:
+        """Take the first positions of a dense cache of one row into a slot that nobody shares."""
+        with self.lock:
+            self._memory.write(slot.blocks, cache, positions)
+
+    def use(self, key: object) -> None:
         """Say which weights (and adapter) fill the blocks from now on. Another key than before: nothing can be found.
 
         Slots of before keep their blocks, and what they hold will never be found.
@@ -354,9 +419,11 @@ class PagedSlots:
     def renew(self) -> None:
         """In a forked child: a new lock; slots of threads that the child does not have are let go."""
         self.lock = threading.RLock()
+        left, self._left = self._left, deque()
         for slot in list(self._slots):
             if slot.thread != threading.get_ident():
                 self.release(slot)
+        self._left.extend(item for item in left if item[0] in self._slots)
 
     # Within
 
@@ -372,6 +439,8 @@ class PagedSlots:
         """Make the accounts anew if the last change was cut short; see that `slot` is held."""
         if self._changing:
             self._forget()
+        while self._left:
+            self.release(*self._left.popleft())
         assert slot is None or slot in self._slots, "the slot was released, or the process was forked by another thread"
 
     def _forget(self) -> None:

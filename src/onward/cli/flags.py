@@ -257,6 +257,44 @@ class DraftFlags:
     ] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """The limits of an `Engine`; None means its own."""
+
+    max_sequences: Annotated[int | None, Option("--max-sequences", metavar="N", help="The most texts at once.")] = None
+    cache_memory: Annotated[
+        float | None,
+        Option("--cache-memory", metavar="GIB", help="GiB of keys and values; else up to a quarter of the memory."),
+    ] = None
+    max_waiting: Annotated[
+        int | None, Option("--max-waiting", metavar="N", help="The most requests that wait in the engine.")
+    ] = None
+    max_waiting_tokens: Annotated[
+        int | None, Option("--max-waiting-tokens", metavar="N", help="The most ids of their prompts.")
+    ] = None
+    max_step_ms: Annotated[
+        float,
+        Option("--max-step-ms", metavar="MS", show_default=False, help="What prompts may make a step take; else 1000."),
+    ] = 1000.0
+    overcommit: Annotated[
+        float | None,
+        Option("--overcommit", metavar="X", help="Reserve 1/X of what may be generated; computes again what fails."),
+    ] = None
+
+    def limits(self) -> dict[str, Any]:
+        """As keyword arguments of `Engine`.
+
+        Raises:
+            RequestError: a cache_memory outside its range; the engine checks the others.
+        """
+        limits = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.cache_memory is not None:
+            if not 0 < self.cache_memory < 2**20:
+                raise RequestError(f"--cache-memory must be a number of GiB above 0; got {self.cache_memory}")
+            limits["cache_memory"] = int(self.cache_memory * 2**30)
+        return {name: value for name, value in limits.items() if value is not None}
+
+
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take a group of flags as one argument.
 

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from onward import Completion, Timing
     from onward.checkpoint import Tokenizer
     from onward.decoding import TokenLogprobs
-    from onward.decoding.detokenizer import StreamingDetokenizer
 
 
 def json_fields(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokenizer | None") -> dict[str, Any]:
@@ -61,28 +60,21 @@ def _tokens(
     tokenizer: "Tokenizer | None",
 ) -> list[dict[str, Any]]:
     """Ids with their texts, which add up to the whole: a character of several tokens is in the last of them."""
-    from onward.decoding.detokenizer import StreamingDetokenizer
+    from onward.decoding.token_texts import token_texts
 
-    detokenizer = None if tokenizer is None else StreamingDetokenizer(tokenizer.decode, before)
+    texts = None if tokenizer is None else token_texts(ids, logprobs, before, tokenizer)
     tokens = []
     for at, token in enumerate(ids):
-        entry = None if logprobs is None else logprobs[at]
-        top = [] if entry is None else [_token(one, value, detokenizer) for one, value in entry.top]
-        text = {} if detokenizer is None else {"text": detokenizer.push(token)}
-        if detokenizer is not None and at == len(ids) - 1:
-            text["text"] += detokenizer.flush()
-        chosen = {} if logprobs is None else {"logprob": None if entry is None else finite(entry.chosen), "top": top}
-        tokens.append({"id": token} | text | chosen)
+        fields: dict[str, Any] = {"id": token} if texts is None else {"id": token, "text": texts[at].text}
+        if logprobs is not None:
+            entry = logprobs[at]
+            top = []
+            for place, (one, value) in enumerate(() if entry is None else entry.top):
+                text = {} if texts is None else {"text": texts[at].top[place]}
+                top.append({"id": one} | text | {"logprob": finite(value)})
+            fields |= {"logprob": None if entry is None else finite(entry.chosen), "top": top}
+        tokens.append(fields)
     return tokens
-
-
-def _token(token: int, logprob: float, before: "StreamingDetokenizer | None") -> dict[str, Any]:
-    """One that might have stood there."""
-    text = {}
-    if before is not None:
-        here = before.fork()
-        text = {"text": here.push(token) or here.flush()}
-    return {"id": token} | text | {"logprob": finite(logprob)}
 
 
 def finite(value: float) -> float | None:

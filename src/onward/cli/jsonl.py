@@ -15,6 +15,7 @@ from onward.cli.json_output import json_fields
 from onward.cli.prompt import expanded
 from onward.cli.terminal import waiting
 from onward.errors import OnwardError, RequestError
+from onward.option_names import check_option_names
 
 if TYPE_CHECKING:
     from onward import Completion, LanguageModel
@@ -54,7 +55,7 @@ class LinePrompts:
     def request(self, fields: Mapping[str, Any]) -> "Request":
         """Raises `OnwardError` for a line that cannot be served."""
         from onward.requests import split_chat_options
-        from onward.requests.options import check_of_one_prompt
+        from onward.requests.options import option_names
 
         own = {name: value for name, value in fields.items() if name not in ("id", "prompt", "messages")}
         if ("prompt" in fields) == ("messages" in fields):
@@ -64,14 +65,14 @@ class LinePrompts:
             first = [] if self.system is None else [{"role": "system", "content": self.system}]
             messages = [*first, {"role": "user", "content": fields["prompt"]}]
         if messages is None:
-            check_of_one_prompt(own)
+            check_option_names(own, option_names())
             prompt = fields["prompt"]
             if not isinstance(prompt, str | list):
                 raise RequestError(f'"prompt" must be a text or a list of ids; got {prompt!r}')
         else:
             variables, options = split_chat_options(self.lm.chat_template, own)
             own = dict(options)
-            check_of_one_prompt(own)
+            check_option_names(own, option_names())
             if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
                 raise RequestError(f'"messages" must be a list of objects with a role and a content; got {messages!r}')
             prompt = self.lm.chat_prompt(messages, {**self.variables, **variables})

@@ -13,6 +13,7 @@ import typer
 from typer.main import get_command
 
 from onward import __version__
+from onward.cli.batch import batch
 from onward.cli.bench import bench
 from onward.cli.chat import chat
 from onward.cli.flags import with_flags
@@ -64,6 +65,7 @@ def onward(
 _command = partial(app.command, cls=GroupedCommand)
 _command(epilog='Example: onward generate "Once upon a time" -n 200 -t 0.8 --seed 7')(with_flags(generate))
 _command(epilog='Example: onward chat demo --system "You answer in one sentence."')(with_flags(chat))
+_command(epilog="Example: onward batch requests.jsonl results.jsonl -m Qwen/Qwen3-0.6B")(with_flags(batch))
 _command(epilog="Example: onward score --file story.txt")(with_flags(score))
 _command(epilog="Example: onward quantize Qwen/Qwen3-0.6B qwen3-int4 --format int4")(quantize)
 _command(epilog="Example: onward bench Qwen/Qwen3-0.6B --quantize int8 --profile")(with_flags(bench))

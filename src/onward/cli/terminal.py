@@ -6,9 +6,9 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from onward.cli.whole_words import WholeWords
@@ -135,14 +135,19 @@ def note(text: str) -> None:
         console.print(text, style="dim", markup=False, soft_wrap=not is_terminal(sys.stderr))
 
 
+class Show(Protocol):
+    def __call__(self, fraction: float, counts: str = "") -> None: ...
+
+
 @contextmanager
-def waiting(what: str, *, delay_s: float = 0.2) -> Iterator[Callable[[float], None]]:
+def waiting(what: str, *, delay_s: float = 0.2) -> Iterator[Show]:
     """A spinner on stderr while the block runs, once it has run for `delay_s`; nothing where that is no terminal.
 
-    The block may call what it is given with the fraction that is done, from 0 to 1: a bar then stands beside.
+    The block may call what it is given with the fraction that is done, from 0 to 1: a bar then stands beside, and
+    `counts` after it.
     """
     if not is_terminal(sys.stderr):
-        yield lambda fraction: None
+        yield lambda fraction, counts="": None
         return
     from rich.console import Console
     from rich.markup import escape
@@ -151,9 +156,10 @@ def waiting(what: str, *, delay_s: float = 0.2) -> Iterator[Callable[[float], No
     timer = threading.Timer(delay_s, status.start)
     timer.start()
 
-    def show(fraction: float) -> None:
+    def show(fraction: float, counts: str = "") -> None:
         filled = round(fraction * _BAR_WIDTH)
-        status.update(f"{escape(what)} {'━' * filled}[dim]{'─' * (_BAR_WIDTH - filled)}[/dim] {fraction:4.0%}")
+        bar = f"{'━' * filled}[dim]{'─' * (_BAR_WIDTH - filled)}[/dim] {fraction:4.0%}"
+        status.update(f"{escape(what)} {bar} {escape(counts)}".rstrip())
 
     try:
         yield show

@@ -1,38 +1,43 @@
-"""The one decode loop: its state, its steps, its rows and their text; and drivers for a forward of the user's own."""
+"""The one decode loop: its sequences, slots, steps and schedule; and drivers for a forward of the user's own."""
 
-from onward.decoding.beam import BeamOptions, BeamStep
+from onward.decoding.beam import BeamOptions, BeamStep, Search
+from onward.decoding.choose import Chooser, SamplingChooser, Select, SelectChooser
 from onward.decoding.detokenizer import StreamingDetokenizer
 from onward.decoding.driver import decode, stream
+from onward.decoding.forward import Work
 from onward.decoding.inferencer import DecodeOutput, FilledCache, Inferencer, ModelInferencer, PrefillOutput
-from onward.decoding.loop import Emission, decode_loop
-from onward.decoding.prefill import PromptLogprobs, prefilled, spread
-from onward.decoding.prefix import HeldCache, PrefixCache, PrefixTurn
-from onward.decoding.row import FinishReason, Row, StoppedBy, StopWhen
-from onward.decoding.state import DecodeState
-from onward.decoding.step import DecodeStep, Picker, Select, Step, Token, TokenLogprobs
+from onward.decoding.loop import Emission, Schedule, decode_loop
+from onward.decoding.schedule import AllTogether
+from onward.decoding.sequence import FinishReason, Sequence, StoppedBy, StopWhen
+from onward.decoding.slots import DenseSlots, KeptSlots, Slots, slots_for
+from onward.decoding.step import DecodeStep, Step
 from onward.decoding.tensors import generate
 from onward.decoding.text import NoText, StopStrings, TextStream
+from onward.decoding.token import Token, TokenLogprobs
 
 __all__ = [
+    "AllTogether",
     "BeamOptions",
     "BeamStep",
+    "Chooser",
     "DecodeOutput",
-    "DecodeState",
     "DecodeStep",
+    "DenseSlots",
     "Emission",
     "FilledCache",
     "FinishReason",
-    "HeldCache",
     "Inferencer",
+    "KeptSlots",
     "ModelInferencer",
     "NoText",
-    "Picker",
     "PrefillOutput",
-    "PrefixCache",
-    "PrefixTurn",
-    "PromptLogprobs",
-    "Row",
+    "SamplingChooser",
+    "Schedule",
+    "Search",
     "Select",
+    "SelectChooser",
+    "Sequence",
+    "Slots",
     "Step",
     "StopStrings",
     "StopWhen",
@@ -41,10 +46,10 @@ __all__ = [
     "TextStream",
     "Token",
     "TokenLogprobs",
+    "Work",
     "decode",
     "decode_loop",
     "generate",
-    "prefilled",
-    "spread",
+    "slots_for",
     "stream",
 ]

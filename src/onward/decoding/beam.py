@@ -1,29 +1,27 @@
 """Beam search: a `Step` that keeps the likeliest texts of each prompt.
 
-A beam holds a fork of one of the loop's rows, so a `Row` decides where each text ends, as in every other step. When a
-prompt's search is over, the loop's rows take over its best texts.
+A beam is a fork of the request's sequence, so a `Sequence` decides where each text ends, as in every other step. When a
+search is over, the request's sequence takes over its best text.
 
 Beams fork, finish and stop where those of transformers do (`GenerationMixin._beam_search`, 5.x), so texts and scores
 are the same. The length penalty is that of Wu et al. (arXiv 1609.08144) in transformers' form: without its constant.
 """
 
-import copy
 import math
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onward.cache import CompactableCache
-from onward.cache.rows import copy_row, have_rows, row_dims
-from onward.decoding.row import Row
-from onward.decoding.state import DecodeState
-from onward.decoding.step import Emitted, Run, TokenLogprobs, last_logits, not_finite, token_logprobs
+from onward.decoding.forward import Run, Work, batches, processed
+from onward.decoding.loop import Failed
+from onward.decoding.sequence import Sequence
+from onward.decoding.slots import Slots
+from onward.decoding.step import Emitted, Step
+from onward.decoding.token import TokenLogprobs, not_finite, token_logprobs
 from onward.errors import RequestError
-from onward.models import Cache, ModelRun
-from onward.sampling import History, SamplingParams
 from onward.sampling.adjustments import Adjustments
 
 
@@ -41,9 +39,9 @@ class BeamOptions:
 
 
 class Candidate(NamedTuple):
-    """A beam and a token that may follow it; `total` is the sum of logprobs with that token."""
+    """A running beam, by index, and a token that may follow it; `total` is the sum of logprobs with that token."""
 
-    slot: int
+    beam: int
     token: int
     total: float
     logprobs: TokenLogprobs | None = None
@@ -52,194 +50,221 @@ class Candidate(NamedTuple):
 class Beam(NamedTuple):
     """A text that goes on. `total` is the sum of its logprobs."""
 
-    row: Row
+    sequence: Sequence
     total: float
 
 
-class Search:
-    """The search of one prompt. It begins with one beam: the prompt.
+class Search(Sequence):
+    """The search for the best texts of one prompt. Its prompt is processed like that of any sequence.
 
-    running: the texts that go on, in `width` slots; None in an empty slot. ended: scores and rows of the texts that
-    have ended, best first.
+    It takes no tokens itself, and its last id stays pending: the running texts go on from there. When the search is
+    over it takes over the best text.
+
+    sampling: only the adjustments (penalties, bias, bans) act; they act on logprobs, as in transformers.
+    running: the texts that go on. ended: scores and sequences of the texts that have ended, best first.
+    tokens: how many the search has gone.
     """
 
-    def __init__(self, row: Row, options: BeamOptions) -> None:
-        self.options = options
-        self.running: list[Beam | None] = [Beam(row.fork(), 0.0), *[None] * (options.width - 1)]
-        self.ended: list[tuple[float, Row]] = []
-        self.is_over = False
+    def __init__(
+        self, beams: BeamOptions, prompt: abc.Sequence[int], max_new_tokens: int, *args: Any, **options: Any
+    ) -> None:
+        super().__init__(prompt, max_new_tokens, *args, **options)
+        self.beams = beams
+        self._first = Sequence(prompt, max_new_tokens, *args, **options)
+        self.running = [Beam(self._first.fork(), 0.0)]
+        self.ended: list[tuple[float, Sequence]] = []
+        self.tokens = 0
 
-    def advance(self, candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
-        """Go on with the best candidates. They are given best first.
+    @property
+    def has_begun(self) -> bool:
+        return self.tokens > 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None
+
+    def holders(self) -> list[Sequence]:
+        """This search as long as its prompt is processed, then the texts that go on."""
+        return super().holders() or [holder for beam in self.running for holder in beam.sequence.holders()]
+
+    def restart(self) -> None:
+        """Begin the search anew, for it does not depend on when that is."""
+        super().restart()
+        self.running, self.ended, self.tokens = [Beam(self._first.fork(), 0.0)], [], 0
+
+    def advance(self, candidates: abc.Sequence[Candidate]) -> list[int]:
+        """Go on with the best candidates, which are given best first.
 
         Returns:
-            The slots whose past has to be copied, as (from, to). The first child of a beam stays in its parent's
-            slot; the others move. No slot is both read and written.
+            For each of the texts that go on now, the index of the one that it continues.
         """
-        width = self.options.width
+        width = self.beams.width
+        self.tokens += 1
         children: list[tuple[int, Beam]] = []
+        ended = self.ended
         for rank, candidate in enumerate(candidates):
-            # A text may end only if it is among the `width` best. Worse candidates only fill slots, if they go on.
+            # A text may end only if it is among the `width` best. Worse candidates only fill up, if they go on.
             if (rank >= width and len(children) == width) or candidate.total == -math.inf:
                 break
-            parent = self.running[candidate.slot]
-            assert parent is not None, "an empty slot has no candidates"
-            row = parent.row.fork()
-            row.accept(candidate.token, candidate.logprobs)
-            if row.finish_reason is None:
+            sequence = self.running[candidate.beam].sequence.fork()
+            sequence.accept(candidate.token, candidate.logprobs)
+            if sequence.finish_reason is None:
                 if len(children) < width:
-                    children.append((candidate.slot, Beam(row, candidate.total)))
+                    children.append((candidate.beam, Beam(sequence, candidate.total)))
             elif rank < width:
-                self.ended.append((self.options.score(candidate.total, len(row.token_ids)), row))
-        self.ended = sorted(self.ended, key=lambda scored: -scored[0])[:width]
-        self.is_over = self._cannot_improve([beam for _, beam in children])
-        return self._place(children)
+                ended = [*ended, (self.beams.score(candidate.total, len(sequence.token_ids)), sequence)]
+        self.ended = sorted(ended, key=lambda scored: -scored[0])[:width]
+        self.running = [beam for _, beam in children]
+        if self._cannot_improve():
+            self.take_over(self.ended[0][1])
+        return [parent for parent, _ in children]
 
-    def _cannot_improve(self, running: Sequence[Beam]) -> bool:
-        if not running:
+    def _cannot_improve(self) -> bool:
+        if not self.running:
             return True
-        if len(self.ended) < self.options.width:
+        if len(self.ended) < self.beams.width:
             return False
-        if self.options.early_stopping is True:
+        if self.beams.early_stopping is True:
             return True
-        best = running[0]
-        length = len(best.row.token_ids)
-        if self.options.early_stopping == "never" and self.options.length_penalty > 0:
-            length += best.row.room  # the length that scores highest
-        return self.options.score(best.total, length) <= self.ended[-1][0]
-
-    def _place(self, children: Sequence[tuple[int, Beam]]) -> list[tuple[int, int]]:
-        self.running = [None] * self.options.width
-        others = []
-        for slot, beam in children:
-            if self.running[slot] is None:
-                self.running[slot] = beam
-            else:
-                others.append((slot, beam))
-        free = [slot for slot, beam in enumerate(self.running) if beam is None]
-        moves = []
-        for (parent, beam), slot in zip(others, free, strict=False):
-            self.running[slot] = beam
-            moves.append((parent, slot))
-        return moves
+        best = self.running[0]
+        length = len(best.sequence.token_ids)
+        if self.beams.early_stopping == "never" and self.beams.length_penalty > 0:
+            length += best.sequence.room  # the length that scores highest
+        return self.beams.score(best.total, length) <= self.ended[-1][0]
 
 
 class BeamStep:
-    """Advances every prompt's beams by one token. It emits nothing: when a prompt's search is over, its rows end.
+    """Advances every search by one token. It emits nothing: when a search is over, its sequence has ended.
 
-    run: the model.
-    rows: the loop's rows, `width` for each prompt. When they end they hold the prompt's texts, best first. Where the
-        search ended with fewer texts, the last one repeats.
-    params: the options of each row. Only the adjustments (penalties, bias, bans) act; they act on logprobs, as in
-        transformers.
-    histories: the history of each row, where an option reads it.
-    chunk, top_logprobs: as in `DecodeStep` and `Picker`.
+    plain: processes the prompts. run, slots, device: as in `DecodeStep`.
+    failed: is told of a search that could not go on, as in `decode_loop`. Without it the step raises.
     """
 
     def __init__(
         self,
+        plain: Step,
         run: Run,
-        rows: Sequence[Row],
-        options: BeamOptions,
-        params: Sequence[SamplingParams],
-        histories: Sequence[History] | None = None,
-        chunk: int = 512,
-        top_logprobs: int | None = None,
+        slots: Slots,
+        device: torch.device,
+        failed: Failed | None = None,
     ) -> None:
-        self.run, self.rows, self.options, self.chunk, self.top_logprobs = run, rows, options, chunk, top_logprobs
-        self.searches = [Search(row, options) for row in rows[:: options.width]]
-        self.histories = None if histories is None else list(histories)
-        self._params = params
-        self._row_dims: list[int] | None = None
-        # Enough candidates for `width` beams to go on, whichever candidates end their texts.
-        self._candidate_counts = [options.width * max(2, 1 + len(each.eos or ())) for each in params[:: options.width]]
+        self._plain, self._run, self._slots, self._device = plain, run, slots, device
+        self._failed = failed
 
     @torch.no_grad()
-    def __call__(self, state: DecodeState) -> tuple[DecodeState, Emitted]:
-        self._check_rows(state)
-        logits, cache = last_logits(self.run, state, self.chunk)
-        logprobs = self._logprobs(logits, state)
-        after = tuple(
-            offset + len(ids) if live else offset
-            for offset, ids, live in zip(state.offsets, state.pending, state.live, strict=True)
-        )
-        pending = [ids[-1:] for ids in state.pending]
-        places = {owner: place for place, owner in enumerate(state.owners) if state.live[place]}
-        for group, search in enumerate(self.searches):
-            first = group * self.options.width
-            if first not in places:
-                continue
-            slot_places = [places[first + slot] for slot in range(self.options.width)]
-            candidates = self._best_candidates(group, logprobs[slot_places], logits, slot_places)
-            for source, to in search.advance(candidates):
-                self._copy_row(cache, slot_places[source], slot_places[to], after[slot_places[source]])
-                if self.histories is not None:
-                    self.histories[first + to] = copy.deepcopy(self.histories[first + source])
-            for slot, beam in enumerate(search.running):
-                if beam is not None:
-                    pending[slot_places[slot]] = (beam.row.token_ids[-1],)
-                    if self.histories is not None:
-                        self.histories[first + slot].append(beam.row.token_ids[-1])
-            if search.is_over:
-                self._end(first, search)
-        return state.advanced(tuple(pending), after, cache), [[] for _ in state.owners]
+    def __call__(self, work: abc.Sequence[Work]) -> Emitted:
+        prompts = []
+        deciding = []
+        for search, count in work:
+            assert isinstance(search, Search), "a step of beams advances searches"
+            if count == search.pending and not search.is_over:
+                deciding.append(search)
+                count -= 1
+            if count:
+                prompts.append(Work(search, count))
+        before = [(search, search.computed, len(search.prompt_logprobs)) for search, _ in prompts]
+        try:
+            if prompts:
+                self._plain(prompts)
+            items = [Work(sequence, 1) for search in deciding for sequence in _last_ids(search)]
+            logits = self._logits(items) if items else None
+            decisions = []
+            first_row = 0
+            for search in deciding:
+                assert logits is not None
+                rows = logits[first_row : first_row + len(search.running)]
+                decisions.append((search, _best_candidates(search, rows)))
+                first_row += len(search.running)
+        except BaseException:
+            for search, computed, logprobs in before:
+                search.computed = computed
+                del search.prompt_logprobs[logprobs:]
+            raise
+        for search, candidates in decisions:
+            try:
+                self._advance(search, candidates)
+            except BaseException as error:
+                if self._failed is None:
+                    raise
+                self._failed(search, error)
+        return [[] for _ in work]
 
-    def score(self, row: int) -> float | None:
-        """The score of the text that the loop's row has taken over; None where it only repeats another row's text."""
-        group, rank = divmod(row, self.options.width)
-        ended = self.searches[group].ended
-        return ended[rank][0] if rank < len(ended) else None
+    def _logits(self, items: abc.Sequence[Work]) -> Tensor:
+        """The logits [N, V] after the last id of each text."""
+        rows: list[Tensor | None] = [None] * len(items)
+        for indices, needs in batches(items, self._slots):
+            with self._slots.lock:
+                logits = processed(self._run, self._slots, [items[index] for index in indices], needs, self._device)
+            assert logits is not None, "a text that goes on needs the logits after its last id"
+            if indices == list(range(len(items))):
+                return logits[:, 0]
+            for place, index in enumerate(indices):
+                rows[index] = logits[place, 0]
+        return torch.stack([row for row in rows if row is not None])
 
-    def _check_rows(self, state: DecodeState) -> None:
-        if isinstance(state.cache, CompactableCache):
-            return
-        if self._row_dims is None and isinstance(self.run, ModelRun):
-            self._row_dims = row_dims(self.run.model.new_cache)
-        if self._row_dims is None or not have_rows(state.cache, self._row_dims, len(state.owners)):
-            raise RequestError(
-                f"beams need a cache whose rows can be copied, with copy_row and first_rows as onward.KVCache has "
-                f"them, or a pytree of tensors that each have a dimension for the batch; got "
-                f"{type(state.cache).__name__}"
-            )
+    def _advance(self, search: Search, candidates: abc.Sequence[Candidate]) -> None:
+        """Go on with the best texts. The first child of a text goes on in its slot, others get copies of it."""
+        search.slot = None
+        before = [beam.sequence for beam in search.running]
+        parents = search.advance(candidates)
+        if search.is_over:
+            for beam in search.running:
+                beam.sequence.slot = None
+            search.running = []
+        children = list(zip(parents, (beam.sequence for beam in search.running), strict=False))
+        computed = before[0].computed + 1
+        firsts = dict(reversed(children))  # the first child of each parent
+        for index, sequence in enumerate(before):
+            if index not in firsts:
+                self._slots.release(sequence.slot)
+        for parent, sequence in children:
+            sequence.computed = computed
+            if firsts[parent] is sequence:
+                sequence.slot = before[parent].slot
+        for parent, sequence in children:
+            if firsts[parent] is not sequence:
+                sequence.slot = self._slots.fork(before[parent].slot, computed, sequence.longest)
+                if sequence.slot is None:
+                    raise RequestError(
+                        "beams need a cache whose rows can be copied, a pytree of tensors that each have a dimension "
+                        "for the batch, and a row for each beam"
+                    )
+            self._slots.advance(sequence.slot, computed, sequence.ids)
 
-    def _copy_row(self, cache: Cache, source: int, to: int, positions: int) -> None:
-        if isinstance(cache, CompactableCache):
-            cache.copy_row(source, to, positions)
-        else:
-            assert self._row_dims is not None, "checked before the step"
-            copy_row(cache, self._row_dims, source, to)
 
-    def _logprobs(self, logits: Tensor, state: DecodeState) -> Tensor:
-        """The adjusted logprobs of every id in every row of the cache, float32 [B, V]."""
-        logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1)
-        adjust = Adjustments([self._params[owner] for owner in state.owners], state.device)
-        if not adjust.any:
-            return logprobs
-        histories = None if self.histories is None else [self.histories[owner] for owner in state.owners]
-        return adjust(logprobs.unsqueeze(1), histories, None).squeeze(1)
+def _last_ids(search: Search) -> list[Sequence]:
+    """The texts whose last ids are processed next. The first of a search takes the slot of the prompt."""
+    sequences = [beam.sequence for beam in search.running]
+    if search.slot is not None:
+        sequences[0].slot, sequences[0].computed = search.slot, search.length - 1
+    return sequences
 
-    def _best_candidates(self, group: int, logprobs: Tensor, logits: Tensor, places: Sequence[int]) -> list[Candidate]:
-        """The best continuations of a prompt's beams, best first, from their logprobs [width, V]."""
-        running = self.searches[group].running
-        slots = [slot for slot, beam in enumerate(running) if beam is not None]
-        totals = torch.tensor([beam.total for beam in running if beam is not None], device=logprobs.device)
-        vocab = logprobs.shape[-1]
-        flat = (logprobs[slots] + totals.unsqueeze(1)).flatten()
-        best = flat.topk(min(self._candidate_counts[group], flat.numel()))
-        best_totals = best.values.tolist()
-        if not math.isfinite(best_totals[0]):
-            raise not_finite()
-        # Which of the running beams, and which token follows it.
-        choices = [divmod(index, vocab) for index in best.indices.tolist()]
-        reported: Sequence[TokenLogprobs | None] = [None] * len(choices)
-        if self.top_logprobs is not None:
-            rows = logits[[places[slots[beam]] for beam, _ in choices]]
-            reported = token_logprobs([token for _, token in choices], rows, self.top_logprobs)
-        return [
-            Candidate(slots[beam], token, total, token_report)
-            for (beam, token), total, token_report in zip(choices, best_totals, reported, strict=True)
-        ]
 
-    def _end(self, first: int, search: Search) -> None:
-        for rank in range(self.options.width):
-            self.rows[first + rank].take_over(search.ended[min(rank, len(search.ended) - 1)][1])
+def _best_candidates(search: Search, logits: Tensor) -> list[Candidate]:
+    """The best continuations of the running texts, best first, from the logits [N, V] after each."""
+    assert search.sampling is not None
+    running = search.running
+    logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1)
+    adjust = Adjustments([search.sampling] * len(running), logits.device)
+    if adjust.any:
+        histories = [beam.sequence.read_history() for beam in running] if adjust.needs_history else None
+        logprobs = adjust(logprobs.unsqueeze(1), histories, None).squeeze(1)
+    totals = torch.tensor([beam.total for beam in running], device=logits.device)
+    vocab = logits.shape[-1]
+    flat = (logprobs + totals.unsqueeze(1)).flatten()
+    # Enough candidates for `width` texts to go on, whichever candidates end theirs.
+    count = search.beams.width * max(2, 1 + len(search.sampling.eos or ()))
+    best = flat.topk(min(count, flat.numel()))
+    best_totals = best.values.tolist()
+    if not math.isfinite(best_totals[0]):
+        raise not_finite()
+    # Which of the texts, and which token follows it.
+    choices = [divmod(index, vocab) for index in best.indices.tolist()]
+    reports: list[TokenLogprobs | None] = [None] * len(choices)
+    if search.top_logprobs is not None:
+        rows = logits[[beam for beam, _ in choices]]
+        reports = list(token_logprobs([token for _, token in choices], rows, search.top_logprobs))
+    return [
+        Candidate(beam, token, total, report)
+        for (beam, token), total, report in zip(choices, best_totals, reports, strict=True)
+    ]

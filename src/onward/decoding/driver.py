@@ -1,7 +1,8 @@
 """`onward.decode` and `onward.stream`: the loop over any forward, without a checkpoint, a tokenizer or a `Model`."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,14 +11,16 @@ from torch.utils import _pytree as pytree
 
 from onward.cache import length_of
 from onward.checks import as_tuple, check_whole, plain
+from onward.decoding.choose import Chooser, SamplingChooser, SelectChooser
 from onward.decoding.loop import decode_loop
 from onward.decoding.prompt import PromptIds, VocabularyCheck, prompt_ids
-from onward.decoding.row import Row
-from onward.decoding.state import DecodeState
+from onward.decoding.schedule import AllTogether
+from onward.decoding.sequence import Sequence
+from onward.decoding.slots import DenseSlots
 from onward.decoding.step import DecodeStep
 from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Forward, Model, Params, padded_length, reused_run
-from onward.sampling import Sampler, greedy
+from onward.sampling import Sampler, SamplingParams, greedy
 from onward.sampling.draw import GREEDY
 
 
@@ -40,7 +43,7 @@ def stream(
     cache: Cache = _OWN,
     params: Params = _OWN,
     offset: int = 0,
-    eos: int | Sequence[int] = (),
+    eos: int | abc.Sequence[int] = (),
     select: Callable[[Tensor], Tensor] | Sampler = greedy,
     on_token: Callable[[int], Any] | None = None,
     max_len: int | None = None,
@@ -94,9 +97,11 @@ def stream(
         cache = model.new_cache(1, padded_length(max(length, 1), model))
     run = reused_run(model, compile)
     checked = run if isinstance(forward, Model) else VocabularyCheck(run, name, ids)
-    step = DecodeStep(checked, positional(select), prefill_chunk)
-    state = DecodeState.start([ids], cache, model.device, offset)
-    return _ids(step, state, Row(max_new_tokens, stop_ids), on_token)
+    slots = DenseSlots.given(model, cache, 1, [offset])
+    chooser, sampling = chooser_of(select, 1, model.device)
+    sequence = Sequence(ids, max_new_tokens, stop_ids, start=offset, sampling=sampling[0])
+    step = DecodeStep(checked, slots, chooser, model.device)
+    return _ids(step, slots, AllTogether(slots, [sequence], prefill_chunk), on_token)
 
 
 def decode(
@@ -108,7 +113,7 @@ def decode(
     cache: Cache = _OWN,
     params: Params = _OWN,
     offset: int = 0,
-    eos: int | Sequence[int] = (),
+    eos: int | abc.Sequence[int] = (),
     select: Callable[[Tensor], Tensor] | Sampler = greedy,
     on_token: Callable[[int], Any] | None = None,
     max_len: int | None = None,
@@ -146,7 +151,7 @@ def _named_ids(prompt: PromptIds | None, first_token: int | None) -> tuple[str, 
     return "first_token", [first_token]
 
 
-def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, ids: Sequence[int]) -> Model:
+def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, ids: abc.Sequence[int]) -> Model:
     """The forward as a Model. The vocabulary of a bare forward is not known before its first logits: its size is 0."""
     if isinstance(forward, Model):
         if max(ids) >= forward.vocab_size:
@@ -163,8 +168,10 @@ def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, id
     return Model(forward, params, _no_cache, vocab_size=0, device=_device_of(cache, params))
 
 
-def _ids(step: DecodeStep, state: DecodeState, row: Row, on_token: Callable[[int], Any] | None) -> Iterator[int]:
-    for emission in decode_loop(step, state, [row]):
+def _ids(
+    step: DecodeStep, slots: DenseSlots, schedule: AllTogether, on_token: Callable[[int], Any] | None
+) -> Iterator[int]:
+    for emission in decode_loop(step, schedule, slots):
         for _, token, _ in emission.pieces:
             if on_token is not None:
                 on_token(token)
@@ -175,23 +182,30 @@ def _no_cache(batch: int, max_len: int) -> Cache:
     raise AssertionError("a bare forward is called with the caller's cache")
 
 
-def positional(select: Callable[[Tensor], Tensor] | Sampler) -> Callable[[Tensor, Tensor], Tensor]:
-    """A `Select` that calls `select` with the logits alone. A `Sampler` takes the positions too and stays as it is.
+def chooser_of(
+    select: Callable[[Tensor], Tensor] | Sampler, rows: int, device: torch.device, *, whole_text: bool = False
+) -> tuple[Chooser, list[SamplingParams | None]]:
+    """The chooser for a function of the logits or a `Sampler`, and how each row chooses where the chooser asks it.
+
+    whole_text: whether the sequences begin with the whole text so far, which some options of a `Sampler` read.
 
     Raises:
-        RequestError: a `Sampler` whose options read the text so far, which is not known here.
+        RequestError: a `Sampler` of another number of rows, or whose options read a text that is not known.
     """
-    if isinstance(select, Sampler):
-        if select.needs_history:
-            raise RequestError(
-                "penalties, DRY, n-grams, bad words and min_new_tokens read the whole text, but here only the next "
-                "tokens are known: use onward.generate or LanguageModel.generate, or leave them out"
-            )
-        return select
-    return GREEDY if select is greedy else lambda logits, positions: select(logits)
+    if not isinstance(select, Sampler):
+        function = GREEDY if select is greedy else lambda logits, positions: select(logits)
+        return SelectChooser(function), [None] * rows
+    if select.needs_history and not whole_text:
+        raise RequestError(
+            "penalties, DRY, n-grams, bad words and min_new_tokens read the whole text, but here only the next "
+            "tokens are known: use onward.generate or LanguageModel.generate, or leave them out"
+        )
+    if len(select.seeds) != rows:
+        raise RequestError(f"a sampler of {len(select.seeds)} rows was given for {rows}: make one for as many rows")
+    return SamplingChooser(device), [select.row(row) for row in range(rows)]
 
 
-def _check_room(limits: Sequence[int], offset: int, prompt: int, max_new_tokens: int) -> None:
+def _check_room(limits: abc.Sequence[int], offset: int, prompt: int, max_new_tokens: int) -> None:
     before_new = offset + prompt - 1
     needed = before_new + max(max_new_tokens, 0)
     if limits and needed > min(limits):

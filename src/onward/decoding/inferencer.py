@@ -6,7 +6,8 @@ back by lowering the cache's lengths, for nothing past them is read.
 Shapes: B rows, T query tokens, N new tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from onward.cache import length_of
 from onward.checks import check_whole
-from onward.decoding.driver import positional
+from onward.decoding.driver import chooser_of
 from onward.decoding.loop import decode_loop
-from onward.decoding.row import Row
-from onward.decoding.state import DecodeState
+from onward.decoding.schedule import AllTogether
+from onward.decoding.sequence import Sequence
+from onward.decoding.slots import DenseSlots
 from onward.decoding.step import DecodeStep
 from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Model, ModelRun, reused_run
@@ -101,7 +103,7 @@ class ModelInferencer:
     """
 
     def __init__(
-        self, model: Model, eos: int | Sequence[int] = (), prefill_chunk: int = 512, compile: str = "auto"
+        self, model: Model, eos: int | abc.Sequence[int] = (), prefill_chunk: int = 512, compile: str = "auto"
     ) -> None:
         self.model = model
         self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
@@ -122,10 +124,9 @@ class ModelInferencer:
         """
         query_length = self._check_query(query_token_ids, kv_cache)
         self._check_room(kv_cache, query_length)
-        rows = [Row(1) for _ in query_token_ids]
-        logits = self._run(query_token_ids, kv_cache, rows, sample_strategy)
+        token_ids, logits = self._run(query_token_ids, kv_cache, 1, frozenset(), sample_strategy)
         kv_cache.lengths = kv_cache.lengths + query_length
-        return PrefillOutput(self._ids(rows), logits)
+        return PrefillOutput(self._padded(token_ids), logits)
 
     def decode(
         self, query_token_ids: Tensor, kv_cache: FilledCache, max_new_tokens: int, sample_strategy: SampleStrategy
@@ -137,35 +138,48 @@ class ModelInferencer:
                 f"decode takes one query token a row, [B, 1]; got {list(query_token_ids.shape)}: prefill takes more"
             )
         self._check_room(kv_cache, max_new_tokens)
-        rows = [Row(max_new_tokens, self.eos) for _ in query_token_ids]
-        logits = self._run(query_token_ids, kv_cache, rows, sample_strategy)
-        ids = self._ids(rows)
-        new = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int32, device=ids.device)
+        token_ids, logits = self._run(query_token_ids, kv_cache, max_new_tokens, self.eos, sample_strategy)
+        ids = self._padded(token_ids)
+        new = torch.tensor([len(of_row) for of_row in token_ids], dtype=torch.int32, device=ids.device)
         ended = torch.arange(ids.shape[1], device=ids.device) >= new.unsqueeze(1)
         kv_cache.lengths = kv_cache.lengths + new
         return DecodeOutput(ids, logits.masked_fill(ended.unsqueeze(2), 0.0))
 
-    def _run(self, query: Tensor, kv_cache: FilledCache, rows: Sequence[Row], strategy: SampleStrategy) -> Tensor:
-        """Run the loop from the query on, until the rows have their new ids. Returns the logits at every token."""
-        all_logits: list[Tensor] = []
+    def _run(
+        self,
+        query: Tensor,
+        kv_cache: FilledCache,
+        max_new_tokens: int,
+        eos: frozenset[int],
+        strategy: SampleStrategy,
+    ) -> tuple[list[list[int]], Tensor]:
+        """Run the loop from the query on. Returns the new ids of each row, and the logits at every token [B, T, V]."""
         if self._model_run is None or self._model_run.model is not self.model:
             self._model_run = reused_run(self.model, self.compile)
         model = self._model_run
+        all_logits: list[Tensor] = []
 
         def run(tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None) -> tuple[Tensor, Cache]:
             logits, cache = model(tokens, offsets, cache)
             all_logits.append(logits)
             return (logits if logits_at is None else take_positions(logits, logits_at)), cache
 
-        # The state is not compacted: the cache's rows are the caller's, also those that ended.
-        state = DecodeState.start(query.tolist(), kv_cache.cache, self.model.device, kv_cache.lengths.tolist())
-        for emission in decode_loop(DecodeStep(run, positional(strategy), self.prefill_chunk), state, rows):
-            kv_cache.cache = emission.state.cache
-        return torch.cat(all_logits, 1)
+        device, lengths = self.model.device, kv_cache.lengths.tolist()
+        # Every forward gets all rows, so that each gives the logits of all.
+        slots = DenseSlots(kv_cache.cache, len(lengths), None, None, filled=lengths)
+        chooser, sampling = chooser_of(strategy, len(lengths), device)
+        sequences = [
+            Sequence(ids, max_new_tokens, eos, start=start, sampling=of_row)
+            for ids, start, of_row in zip(query.tolist(), lengths, sampling, strict=True)
+        ]
+        step = DecodeStep(run, slots, chooser, device)
+        for _ in decode_loop(step, AllTogether(slots, sequences, self.prefill_chunk), slots):
+            kv_cache.cache = slots.cache
+        return [sequence.token_ids for sequence in sequences], torch.cat(all_logits, 1)
 
-    def _ids(self, rows: Sequence[Row]) -> Tensor:
-        longest = max(len(row.token_ids) for row in rows)
-        ids = [row.token_ids + row.token_ids[-1:] * (longest - len(row.token_ids)) for row in rows]
+    def _padded(self, token_ids: abc.Sequence[list[int]]) -> Tensor:
+        longest = max(map(len, token_ids))
+        ids = [of_row + of_row[-1:] * (longest - len(of_row)) for of_row in token_ids]
         return torch.tensor(ids, dtype=torch.int64, device=self.model.device)
 
     def _check_query(self, query: Tensor, kv_cache: FilledCache) -> int:

@@ -1,51 +1,61 @@
-"""The one loop. Streaming, batches, chat, speculation and forwards of the user's own all run through it."""
+"""The one loop. Streaming, batches, chat, speculation, forwards of the user's own and the engine all run through it."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from onward.decoding.row import Row
-from onward.decoding.state import DecodeState
+from onward.decoding.forward import Work
+from onward.decoding.sequence import Sequence
+from onward.decoding.slots import Slots
 from onward.decoding.step import Step
+
+# The work of the next step; none when all is done. It may admit sequences and remove them.
+Schedule = Callable[[], abc.Sequence[Work]]
+# Is told of a sequence that cannot go on, and why.
+Failed = Callable[[Sequence, BaseException], None]
 
 
 class Emission(NamedTuple):
     """What one step emitted.
 
-    pieces: (row index, token id, text that became final) for every token a row accepted, in order.
+    pieces: (sequence, token id, text that became final) for every token that a sequence accepted, in order.
     seconds: the time of the step, without the time of whoever consumes its emission.
-    state: the state after the step.
+    work: what the step did.
     """
 
-    pieces: list[tuple[int, int, str]]
+    pieces: list[tuple[Sequence, int, str]]
     seconds: float
-    state: DecodeState
+    work: abc.Sequence[Work]
 
 
-def decode_loop(step: Step, state: DecodeState, rows: Sequence[Row]) -> Iterator[Emission]:
-    """Step until every row has ended.
+def decode_loop(step: Step, schedule: Schedule, slots: Slots, failed: Failed | None = None) -> Iterator[Emission]:
+    """Step as long as there is work.
 
-    A row that has ended takes no more tokens. Where the cache can be narrowed, it costs no more time either. The loop
-    looks at the rows before it steps, so that no step runs whose tokens nobody takes.
+    Sequences alone say whether they have ended, and one that has ended takes no more tokens.
+
+    failed: is told of a sequence that could not take its token, because a function of the user's raised. Without it
+        the loop raises.
     """
-    going_on = [row.finish_reason is None for row in rows]
-    while any(going_on):
-        # The state is narrowed only when a row has ended.
-        if not all(going_on[owner] for owner, live in zip(state.owners, state.live, strict=True) if live):
-            state = state.only(going_on)
+    while work := schedule():
         began = time.perf_counter()
-        owners = state.owners
-        state, emitted = step(state)
+        emitted = step(work)
         seconds = time.perf_counter() - began
         pieces = []
-        for place, (owner, tokens) in enumerate(zip(owners, emitted, strict=True)):
-            row = rows[owner]
-            for accepted, token in enumerate(tokens):
-                if row.finish_reason is not None:
-                    if accepted:
-                        # The step's tokens after the end are not part of the text, so the cache drops them too.
-                        state = state.taken_back(place, tokens[accepted - 1].id, len(tokens) - accepted)
-                    break
-                pieces.append((owner, token.id, row.accept(*token)))
-        going_on = [row.finish_reason is None for row in rows]
-        yield Emission(pieces, seconds, state)
+        for (sequence, _), tokens in zip(work, emitted, strict=True):
+            try:
+                for token in tokens:
+                    if sequence.finish_reason is not None:
+                        break
+                    pieces.append((sequence, token.id, sequence.accept(*token)))
+            except BaseException as error:
+                if failed is None:
+                    raise
+                failed(sequence, error)
+                continue
+            if tokens:
+                # The step's tokens after the end are not part of the text, so the cache drops them too.
+                sequence.computed = min(sequence.computed, sequence.length - 1)
+            if sequence.slot is not None:
+                slots.advance(sequence.slot, sequence.computed, sequence.ids)
+        yield Emission(pieces, seconds, work)

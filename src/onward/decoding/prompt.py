@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onward.checks import check_whole, plain, plain_items
-from onward.decoding.step import PickingRun
+from onward.decoding.forward import PickingRun
 from onward.errors import ProgramError, RequestError
 from onward.models import Cache
 from onward.program import Pick

@@ -1,6 +1,6 @@
 """Tensors in, tensors out: `onward.generate` continues prompts of one length through the one loop."""
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Unpack
 
 import numpy as np
@@ -9,14 +9,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onward.checks import check_whole
+from onward.decoding.choose import SamplingChooser
 from onward.decoding.loop import decode_loop
 from onward.decoding.room import check_room
-from onward.decoding.row import Row
-from onward.decoding.state import DecodeState
-from onward.decoding.step import DecodeStep, Picker
+from onward.decoding.schedule import AllTogether
+from onward.decoding.sequence import Sequence
+from onward.decoding.slots import slots_for
+from onward.decoding.step import DecodeStep
 from onward.errors import RequestError
-from onward.models import Model, padded_length, reused_run
-from onward.sampling import History, Sampler, SamplingParams
+from onward.models import Model, reused_run
+from onward.sampling import Sampler, SamplingParams
 from onward.sampling.params import UnseededOptionsDict
 
 
@@ -25,7 +27,7 @@ def generate(
     prompt_tokens: Tensor | NDArray[np.integer],
     max_new_tokens: int,
     *,
-    seed: int | Sequence[int] | None = None,
+    seed: int | abc.Sequence[int] | None = None,
     pad: int | None = None,
     compile: str = "auto",
     **options: Unpack[UnseededOptionsDict],
@@ -66,15 +68,16 @@ def generate(
         if token is not None:
             _check_id(name, token, model.vocab_size)
     check_room(prompt_tokens.shape[1], max_new_tokens, model.max_seq_len)
-    rows = [Row(max_new_tokens, stop_ids) for _ in prompts]
-    cache = model.new_cache(len(prompts), padded_length(prompt_tokens.shape[1] + max_new_tokens, model))
-    state = DecodeState.start(prompts, cache, model.device, compact=True)
-    sampler = Sampler(requests, model.device)
-    picker = Picker(sampler, [History(prompt) for prompt in prompts] if sampler.needs_history else None)
-    for _ in decode_loop(DecodeStep(reused_run(model, compile), picker), state, rows):
-        pass  # the rows collect their ids
-    filled = [_filled(row.token_ids, max_new_tokens, pad) for row in rows]
-    new = torch.tensor(filled, dtype=torch.int64, device=prompt_tokens.device).reshape(len(rows), max_new_tokens)
+    sampler = Sampler(requests, model.device)  # it draws the seeds that are not given
+    sequences = [
+        Sequence(prompt, max_new_tokens, stop_ids, sampling=sampler.row(row)) for row, prompt in enumerate(prompts)
+    ]
+    slots = slots_for(model, len(prompts), prompt_tokens.shape[1] + max_new_tokens)
+    step = DecodeStep(reused_run(model, compile), slots, SamplingChooser(model.device), model.device)
+    for _ in decode_loop(step, AllTogether(slots, sequences), slots):
+        pass  # the sequences collect their ids
+    filled = [_filled(sequence.token_ids, max_new_tokens, pad) for sequence in sequences]
+    new = torch.tensor(filled, dtype=torch.int64, device=prompt_tokens.device).reshape(len(prompts), max_new_tokens)
     return torch.cat((prompt_tokens.to(torch.int64), new), 1)
 
 
@@ -84,8 +87,8 @@ def _filled(tokens: list[int], length: int, pad: int | None) -> list[int]:
     return tokens + [tokens[-1] if pad is None else pad] * (length - len(tokens))
 
 
-def _row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int | None]:
-    if not isinstance(seed, Sequence):
+def _row_seeds(seed: int | abc.Sequence[int] | None, rows: int) -> list[int | None]:
+    if not isinstance(seed, abc.Sequence):
         return [seed] * rows
     if len(seed) != rows:
         raise RequestError(f"seed must be one number or one for each of the {rows} rows; got {len(seed)}")

@@ -1,1 +1,7 @@
-"""Many requests at once: who waits, who joins, and how much of a prompt a step takes."""
+"""The engine: requests that come and go, from any thread, served by one decode loop."""
+
+from onward.engine.engine import Engine
+from onward.engine.generation import Generation
+from onward.engine.stats import EngineStats
+
+__all__ = ["Engine", "EngineStats", "Generation"]

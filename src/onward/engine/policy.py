@@ -141,6 +141,7 @@ class Policy(Generic[ItemT]):
         self._running: dict[ItemT, None] = {}  # in the order of admission
         self._preempted: set[ItemT] = set()  # of those that wait or run
         self._sequences = 0  # of all that run
+        self._earliest = math.inf  # no deadline of those that wait is before
         self._offers = self._admitted = 0  # in all, and since the last step
         self._nobody_joins = False  # until a request has ended
         self._shortest_first = False  # in the next step
@@ -188,9 +189,12 @@ class Policy(Generic[ItemT]):
 
     def expire(self, now: float) -> list[ItemT]:
         """The waiting requests whose deadline has come; they wait no longer."""
+        if now < self._earliest:
+            return []
         late = [waiting.item for waiting in self._queue if waiting.item.deadline <= now]
         for item in late:
             self.ended(item)
+        self._earliest = min((waiting.item.deadline for waiting in self._queue), default=math.inf)
         return late
 
     def admit(self, reserve: Callable[[ItemT, int], bool]) -> list[ItemT]:
@@ -282,6 +286,7 @@ class Policy(Generic[ItemT]):
     def _wait(self, item: ItemT, rank: tuple[float, int]) -> None:
         waiting = _Waiting(rank, item, item.prompt_tokens)
         insort(self._queue, waiting, key=lambda waiting: waiting.rank)
+        self._earliest = min(self._earliest, item.deadline)
         self.waiting_tokens += waiting.tokens
 
     def _remove(self, gone: Sequence[_Waiting[ItemT]]) -> None:

@@ -4,10 +4,18 @@ import weakref
 from typing import final
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from onward import ops
 from onward.models.model import Model
 from onward.models.module import ModuleForward
+from onward.ops.autocast import autocast_dtype_on
+from onward.program.leaves import leaves_of
+
+
+def computation(model: Model) -> tuple[object, ...]:
+    """What keys and values depend on beside the ids: the weights as they are now, the kernels, and autocast."""
+    device = model.device.type
+    return WeightsVersion(model), ops.choice() if device == "cpu" else None, autocast_dtype_on(device)
 
 
 @final
@@ -23,7 +31,7 @@ class WeightsVersion:
         params = model.params
         if isinstance(model.forward, ModuleForward) and params is model.forward.params:
             params = model.forward.look_up()
-        tensors = [leaf for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of(params) if isinstance(leaf, Tensor)]
         self._tensors = [(weakref.ref(tensor), _count_writes(tensor)) for tensor in tensors]
 
     def is_of(self, model: Model) -> bool:

@@ -17,9 +17,11 @@ _any_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype in which autocast computes products on x's device; None where autocast is off."""
-    if not _any_is_on():
-        return None
-    device = x.device.type
+    return autocast_dtype_on(x.device.type) if _any_is_on() else None
+
+
+def autocast_dtype_on(device: str) -> torch.dtype | None:
+    """The dtype in which autocast computes products on this type of device; None where autocast is off."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)

@@ -70,19 +70,6 @@ _OF_DRAWING: dict[str, Any] = {
 } | {"seed": None}
 # Options that only beams use.
 OF_BEAMS = ("length_penalty", "early_stopping")
-# Options of a whole call; the prompts of one call share them.
-_OF_CALL = (
-    "n",
-    "beams",
-    "length_penalty",
-    "early_stopping",
-    "logprobs",
-    "prompt_logprobs",
-    "draft",
-    "time_limit",
-    "stop_when",
-    "cancel",
-)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -230,23 +217,3 @@ def split_chat_options(
     of_template = {name: value for name, value in options.items() if name in variables and name not in names}
     others: Any = {name: value for name, value in options.items() if name not in {"template", *of_template}}
     return {**of_template, **(options.get("template") or {})}, others
-
-
-def check_of_one_prompt(options: Mapping[str, Any]) -> None:
-    """Raise `RequestError` unless one prompt of a call may have options of its own by these names."""
-    if shared := sorted(set(options) & set(_OF_CALL)):
-        raise RequestError(f"{', '.join(shared)} is of a whole call: give it to the call, not to one of its prompts")
-    check_option_names(options, [name for name in option_names() if name not in _OF_CALL])
-
-
-def shared_options(requests: Sequence[GenerateOptions]) -> GenerateOptions:
-    """The options of the first request, after a check that all requests agree on the options of a whole call.
-
-    Raises:
-        RequestError: the requests differ in one of these.
-    """
-    first, *others = requests
-    for name in _OF_CALL:
-        if any(getattr(other, name) != getattr(first, name) for other in others):
-            raise RequestError(f"the requests of one call must agree on {name}: make a call for each")
-    return first

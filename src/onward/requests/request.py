@@ -1,7 +1,7 @@
 """Checks the prompts and options that users give, and makes requests of them."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
 
@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onward.checkpoint import Tokenizer
-from onward.checks import check_whole, plain_items
+from onward.checks import check_whole, plain, plain_items
 from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Model
 from onward.option_names import check_option_names
 from onward.reprs import brief_list
-from onward.requests.options import GenerateOptions, check_of_one_prompt, option_names
+from onward.requests.options import GenerateOptions, option_names
+from onward.speculation import Speculator
 
 # Ids: a list or a tuple, or one dimension of an array or a tensor of whole numbers.
 Ids: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
@@ -58,12 +59,15 @@ Prompt: TypeAlias = str | Ids | Request
 class RequestReader:
     """Makes requests for one model of what users give, and checks them.
 
-    defaults: the options that a request does not give.
+    defaults: the options that a request does not give. draft: likewise; None for none.
+    speculator: makes a speculator of what users give as `draft`.
     """
 
     model: Model
     tokenizer: Tokenizer | None
     defaults: GenerateOptions
+    draft: Speculator | None
+    speculator: Callable[[Any], Speculator | None]
 
     def read(
         self,
@@ -92,9 +96,22 @@ class RequestReader:
 
     def _read(self, prompt: Prompt, options: Mapping[str, Any], cache_len: int | None) -> Request:
         base = prompt.options if isinstance(prompt, Request) else self.defaults
-        chosen = base.replace(**options)
+        chosen = base.replace(**{**options, **self._own_draft(prompt, base, options)})
         ids = self.prompt_ids(prompt.prompt if isinstance(prompt, Request) else prompt)
         return Request(tuple(ids), self._served(chosen, len(ids), cache_len))
+
+    def _own_draft(
+        self, prompt: Prompt, base: GenerateOptions, options: Mapping[str, Any]
+    ) -> dict[str, Speculator | None]:
+        """The speculator of a prompt: the one that its options ask for, a request's own, or the model's.
+
+        Beams cannot use one, so they have none where the options do not ask for it.
+        """
+        if "draft" in options:
+            return {"draft": self.speculator(options["draft"])}
+        if plain(options.get("beams", base.beams)) != 1:
+            return {"draft": None}
+        return {} if isinstance(prompt, Request) else {"draft": self.draft}
 
     def _served(self, options: GenerateOptions, prompt_len: int, cache_len: int | None) -> GenerateOptions:
         """The options with ids in place of words and a number of tokens in place of None.
@@ -177,7 +194,7 @@ def _checked_per_prompt(per_prompt: object, prompts: int) -> list[Mapping[str, A
     if wrong := [own for own in per_prompt if not isinstance(own, Mapping)]:
         raise RequestError(f"per_prompt must hold a dict of options for each prompt; got {wrong[0]!r}")
     for own in per_prompt:
-        check_of_one_prompt(own)
+        check_option_names(own, option_names())
     return list(per_prompt)
 
 

@@ -4,140 +4,106 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from onward.cache import CompactableCache, KVCache
+from onward.cache import KVCache
 from onward.checkpoint import Tokenizer
-from onward.completion import Completion, Piece, Stopwatch
-from onward.decoding import (
-    BeamOptions,
-    BeamStep,
-    DecodeState,
-    DecodeStep,
-    Picker,
-    PrefixCache,
-    PrefixTurn,
-    PromptLogprobs,
-    Step,
-    TokenLogprobs,
-    decode_loop,
-    prefilled,
-    spread,
-)
+from onward.completion import Completion, Piece
+from onward.decoding import AllTogether, DenseSlots, KeptSlots, Slots, decode_loop
+from onward.decoding.held import HeldText, Turn
 from onward.errors import RequestError
-from onward.models import Cache, ModelRun, padded_length
-from onward.requests.batch import Batch
+from onward.models import Cache, ModelRun
+from onward.requests.job import Job
 from onward.requests.request import Request
-from onward.sampling import History, Sampler
-from onward.sampling.adjustments import Adjustments
+from onward.requests.steps import Steps
 
 Pieces = Generator[Piece, None, list[Completion]]
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs requests together, as the rows of one batch.
+    """Runs requests together.
 
     run: the model. tokenizer: None where texts are to stay empty. chunk: the most prompt tokens processed at once.
+    kept: the slots that calls share.
     """
 
     run: ModelRun
     tokenizer: Tokenizer | None
-    chunk: int = 512
+    chunk: int
+    kept: KeptSlots
 
-    def pieces(
-        self,
-        requests: Sequence[Request],
-        cache: Cache | PrefixCache | None = None,
-    ) -> Pieces:
+    def pieces(self, requests: Sequence[Request], cache: Cache | HeldText | None = None) -> Pieces:
         """Check that the requests can be served, and return a generator over the one loop.
 
-        cache: a cache of `options.rows` rows for each request, which is overwritten; or a `PrefixCache`, whose text one
-            request goes on from. None makes one.
+        cache: a cache of `options.rows` rows for each request, which is overwritten; or a `HeldText`, from which one
+            request goes on. None takes slots of one's own.
         """
-        batch = Batch.of(requests, self.tokenizer)
-        self._check_cache(batch, cache)
-        return self._pieces(batch, self._step(batch), cache)
-
-    def _pieces(self, batch: Batch, step: Step, cache: Cache | PrefixCache | None) -> Pieces:
-        began = time.perf_counter()
-        turn = self._turn(batch, cache) if isinstance(cache, PrefixCache) else None
-        state, prompt_logprobs = self._start(batch, cache if turn is None else turn.cache, turn)
-        watch = Stopwatch(len(batch.rows), ahead=time.perf_counter() - began)
-        emitted = [0] * len(batch.rows)
-        emissions = decode_loop(step, state, batch.rows)
-        for emission in emissions if turn is None else turn.follow(emissions):
-            # A step of beams emits nothing, and its time is that of every row.
-            watch.lap(emission.seconds, [owner for owner, _, _ in emission.pieces] or emission.state.owners)
-            for owner, token, text in emission.pieces:
-                logprobs = batch.rows[owner].logprobs[emitted[owner]] if batch.options.logprobs is not None else None
-                emitted[owner] += 1
-                yield Piece(text, token, logprobs)
-        return batch.completions(step, watch, prompt_logprobs, 0 if turn is None else turn.kept)
-
-    def _turn(self, batch: Batch, prefix: PrefixCache) -> PrefixTurn:
-        (request,) = batch.requests
-        if batch.options.prompt_logprobs is not None:  # the whole prompt has to be processed for them
-            prefix.truncate(0)
-        return prefix.begin(self.run.model, request.prompt, len(request.prompt) + request.max_new_tokens)
-
-    def _start(
-        self, batch: Batch, cache: Cache | None, turn: PrefixTurn | None
-    ) -> tuple[DecodeState, Sequence[list[TokenLogprobs | None] | None]]:
-        """The state to start from, and the logprobs of each prompt, None where the call does not ask for them.
-
-        The texts of a prompt share its prefill, where rows of the cache can be copied.
-        """
-        model, requests, options = self.run.model, batch.requests, batch.options
-        # A cache made here may be narrowed to the rows that go on; the caller's cache must stay whole.
-        own = cache is None
-        if cache is None:
-            longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-            cache = model.new_cache(len(batch.rows), padded_length(longest, model))
-        shares = options.rows > 1 and isinstance(cache, CompactableCache)
-        copies = 1 if shares else options.rows
-        cached = 0 if turn is None else turn.kept
-        pending = [request.prompt[cached:] for request in requests for _ in range(copies)]
-        shared = cache.first_rows(len(requests)) if shares else cache
-        state = DecodeState.start(pending, shared, model.device, cached, compact=own)
-        collector = None
-        if options.prompt_logprobs is not None:
-            collector = PromptLogprobs(pending, options.prompt_logprobs)
-            state = prefilled(self.run, state, collector.chunk(self.chunk, model.vocab_size), collector)
-        elif shares and any(request.max_new_tokens for request in requests):
-            state = prefilled(self.run, state, self.chunk)
-        if shares:
-            state = spread(state, cache, options.rows)
-        return state, [None] * len(requests) if collector is None else collector.logprobs[::copies]
-
-    def _step(self, batch: Batch) -> Step:
-        """The step of this batch: of beams, of speculation, or a plain one."""
-        params, options, device = [sample.options for sample in batch.samples], batch.options, self.run.model.device
-        if options.beams > 1:
-            histories = _histories(batch, Adjustments(params, device).needs_history)
-            beams = BeamOptions(options.beams, options.length_penalty, options.early_stopping)
-            return BeamStep(self.run, batch.rows, beams, params, histories, self.chunk, options.logprobs)
-        sampler = Sampler(params, device)
-        picker = Picker(sampler, _histories(batch, sampler.needs_history), options.logprobs)
-        if options.draft is None:
-            return DecodeStep(self.run, picker, self.chunk)
-        return options.draft.step(
-            self.run,
-            picker,
-            [sample.prompt for sample in batch.samples],
-            batch.rows,
-            max_len=max(len(sample.prompt) + sample.max_new_tokens for sample in batch.samples),
-            vocab_size=self.run.model.vocab_size,
-            device=device,
-            chunk=self.chunk,
-        )
-
-    def _check_cache(self, batch: Batch, cache: Cache | PrefixCache | None) -> None:
-        rows = len(batch.rows)
-        if isinstance(cache, PrefixCache) and rows != 1:
+        jobs = [Job(request, self.tokenizer) for request in requests]
+        rows = sum(request.options.rows for request in requests)
+        if isinstance(cache, HeldText) and rows != 1:
             raise RequestError(f"a session goes on with one text at a time; got {rows}")
         if isinstance(cache, KVCache) and cache.batch != rows:
-            prompts, rows_each = len(batch.requests), batch.options.rows
-            of_rows = "" if rows_each == 1 else f" of {rows_each} rows each"
-            raise RequestError(f"the cache was made for {cache.batch} rows, but there are {prompts} prompts{of_rows}")
+            each = {request.options.rows for request in requests}
+            of_rows = "" if each == {1} else f" of {' or '.join(map(str, sorted(each)))} rows each"
+            raise RequestError(
+                f"the cache was made for {cache.batch} rows, but there are {len(requests)} prompts{of_rows}"
+            )
+        return self._pieces(jobs, rows, cache)
+
+    def _pieces(self, jobs: Sequence[Job], rows: int, cache: Cache | HeldText | None) -> Pieces:
+        began = time.perf_counter()
+        turn = self._turn(jobs[0], cache) if isinstance(cache, HeldText) else None
+        slots = turn.slots if turn is not None else self._slots(jobs, rows, cache)
+        steps = self._steps(jobs, slots)
+        sequences = [sequence for job in jobs for sequence in job.sequences]
+        siblings = {sequence: first for job in jobs for sequence, first in job.siblings.items()}
+        schedule = AllTogether(
+            slots,
+            sequences,
+            self.chunk,
+            vocab_size=self.run.model.vocab_size,
+            siblings=siblings,
+            keep=turn is not None,
+        )
+        ahead = time.perf_counter() - began
+        for job in jobs:
+            job.took(ahead)
+        tell_logprobs = {sequence: sequence.top_logprobs is not None for sequence in sequences}
+        told = dict.fromkeys(sequences, 0)
+        try:
+            for emission in decode_loop(steps, schedule, slots):
+                if turn is not None:
+                    turn.note(sequences[0].ids(0, sequences[0].computed))
+                for job in jobs:
+                    job.took(emission.seconds)
+                for sequence, token, text in emission.pieces:
+                    logprobs = sequence.logprobs[told[sequence]] if tell_logprobs[sequence] else None
+                    told[sequence] += 1
+                    yield Piece(text, token, logprobs)
+                if turn is not None:
+                    turn.check()
+        finally:
+            schedule.close()
+        return [job.completion() for job in jobs]
+
+    def _turn(self, job: Job, text: HeldText) -> Turn:
+        (sequence,) = job.sequences
+        if sequence.prompt_top is not None:  # the whole prompt has to be processed for them
+            text.truncate(0)
+        turn = text.begin(self.run.model, sequence.prompt, sequence.longest)
+        sequence.slot, sequence.computed, sequence.cached = turn.slot, turn.kept, turn.kept
+        return turn
+
+    def _slots(self, jobs: Sequence[Job], rows: int, cache: Cache | None) -> Slots:
+        if cache is not None:
+            return DenseSlots.given(self.run.model, cache, rows)
+        longest = max(sequence.longest for job in jobs for sequence in job.sequences)
+        return self.kept.of(self.run.model, rows, longest)
+
+    def _steps(self, jobs: Sequence[Job], slots: Slots) -> Steps:
+        steps = Steps(self.run, slots)
+        for draft in dict.fromkeys(job.request.options.draft for job in jobs):
+            steps.join([each for job in jobs if job.request.options.draft is draft for each in job.sequences], draft)
+        return steps
 
 
 def drained(pieces: Pieces) -> list[Completion]:
@@ -154,8 +120,3 @@ def only(pieces: Pieces) -> Generator[Piece, None, Completion]:
     """The pieces of one request. The generator returns its completion."""
     (completion,) = yield from pieces
     return completion
-
-
-def _histories(batch: Batch, needed: bool) -> list[History] | None:
-    """The history of each row before it starts; None where no option reads it."""
-    return [History(sample.prompt) for sample in batch.samples] if needed else None

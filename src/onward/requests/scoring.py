@@ -1,12 +1,20 @@
 """How likely a model finds texts."""
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 
-from onward.decoding import DecodeState, PromptLogprobs, TokenLogprobs, prefilled
+from onward.decoding import (
+    AllTogether,
+    DecodeStep,
+    SamplingChooser,
+    Sequence,
+    TokenLogprobs,
+    decode_loop,
+    slots_for,
+)
 from onward.errors import RequestError
-from onward.models import ModelRun, padded_length
+from onward.models import ModelRun
 
 # The most texts that run together, and the most tokens that their cache holds. They are of about one length.
 _MOST_ROWS = 8
@@ -42,7 +50,7 @@ class Score:
         return math.exp(mean) if mean < 700 else math.inf
 
 
-def score_texts(run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int) -> list[Score]:
+def score_texts(run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int) -> list[Score]:
     """The score of each text, in order. A text has the same score, bit for bit, alone or among others."""
     for ids in texts:
         if len(ids) < 2:
@@ -60,7 +68,7 @@ def score_texts(run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int)
 
 
 def score_in_windows(
-    run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int, context: int | None, stride: int
+    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, context: int | None, stride: int
 ) -> list[Score]:
     """`score_texts`, with sliding windows over texts that are longer than the context.
 
@@ -87,7 +95,7 @@ def _windows(length: int, context: int | None, stride: int) -> list[tuple[int, i
     return [(number * stride, min(number * stride + context, length)) for number in range(last + 1)]
 
 
-def _joined(ids: list[int], places: Sequence[tuple[int, int]], windows: Sequence[Score]) -> Score:
+def _joined(ids: list[int], places: abc.Sequence[tuple[int, int]], windows: abc.Sequence[Score]) -> Score:
     """The score of a text out of those of its windows."""
     logprobs: list[TokenLogprobs | None] = []
     for (begin, _), window in zip(places, windows, strict=True):
@@ -95,10 +103,12 @@ def _joined(ids: list[int], places: Sequence[tuple[int, int]], windows: Sequence
     return Score(ids, logprobs)
 
 
-def _logprobs(run: ModelRun, texts: Sequence[list[int]], top: int, chunk: int) -> list[list[TokenLogprobs | None]]:
+def _logprobs(run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int) -> list[list[TokenLogprobs | None]]:
+    """Process the texts as prompts that nothing follows, and collect the logprobs of their ids."""
     model = run.model
-    collected = PromptLogprobs(texts, top)
-    cache = model.new_cache(len(texts), padded_length(max(map(len, texts)), model))
-    state = DecodeState.start(texts, cache, model.device)
-    prefilled(run, state, collected.chunk(chunk, model.vocab_size), collected)
-    return collected.logprobs
+    sequences = [Sequence(ids, 0, prompt_top=top) for ids in texts]
+    slots = slots_for(model, len(texts), max(map(len, texts)))
+    step = DecodeStep(run, slots, SamplingChooser(model.device), model.device)
+    for _ in decode_loop(step, AllTogether(slots, sequences, chunk, vocab_size=model.vocab_size), slots):
+        pass  # the sequences collect their logprobs
+    return [sequence.prompt_logprobs for sequence in sequences]

@@ -1,7 +1,9 @@
 """What a row has seen: its prompt's ids and its output's, counted as they come."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +67,12 @@ class History:
             self._seen.remove(token)
             self._drawn.remove(token)
 
+    def fork(self) -> Self:
+        """A copy that goes on from here by itself."""
+        other = copy.copy(self)
+        other._ids, other._seen, other._drawn = self._ids.fork(), self._seen.fork(), self._drawn.fork()
+        return other
+
     @contextmanager
     def assuming(self, tokens: Sequence[int]) -> Iterator[None]:
         """As it would be after `tokens`, and what is appended to them meanwhile; afterwards as it was."""
@@ -98,6 +106,11 @@ class _Growing:
         taken: list[int] = self._room[self._length : self._length + count][::-1].tolist()
         return taken
 
+    def fork(self) -> "_Growing":
+        other = _Growing()
+        other._room, other._length = self._room.copy(), self._length
+        return other
+
     def view(self) -> Ids:
         return self._room[: self._length]
 
@@ -130,6 +143,11 @@ class _Counts:
             del self._places[token]
             self._ids.pop(1)
             self._counts.pop(1)
+
+    def fork(self) -> "_Counts":
+        other = _Counts()
+        other._ids, other._counts, other._places = self._ids.fork(), self._counts.fork(), self._places.copy()
+        return other
 
     def view(self) -> tuple[Ids, Ids]:
         return self._ids.view(), self._counts.view()

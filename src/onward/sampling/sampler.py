@@ -132,10 +132,13 @@ class Sampler:
         """The 64 bits of the seeds as noise takes them: int64 [B]."""
         return self._draw.keys
 
+    def row(self, index: int) -> SamplingParams:
+        """The options of a row, with the seed that it has here."""
+        return self._rows[index].replace(seed=self.seeds[index])
+
     def take(self, rows: Sequence[int]) -> Self:
         """A sampler of these rows, with the seeds they have here."""
-        seeded = [self._rows[row].replace(seed=self.seeds[row]) for row in rows]
-        return type(self)(seeded, self._device)
+        return type(self)([self.row(row) for row in rows], self._device)
 
     def _prepared(
         self, logits: Tensor, histories: Sequence[History] | None, drafts: Sequence[Sequence[int]] | None

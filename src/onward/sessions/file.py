@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.cache.positions import first_positions, position_dims
-from onward.decoding import HeldCache
+from onward.decoding.held import HeldCache
 from onward.errors import SessionError, one_line, warn
 from onward.files import write_whole
 from onward.models import Model, padded_length

@@ -7,7 +7,7 @@ from typing import NoReturn, Self, Unpack
 
 from onward.checkpoint import Message
 from onward.completion import Completion, Piece
-from onward.decoding import PrefixCache
+from onward.decoding.held import HeldText
 from onward.errors import RequestError, SessionError
 from onward.language_model import LanguageModel
 from onward.reprs import described
@@ -40,7 +40,7 @@ class Session:
     def __init__(self, lm: LanguageModel) -> None:
         self.lm = lm
         self.notes: dict[str, str] = {}
-        self._prefix = PrefixCache()
+        self._text = HeldText(lm._slots_for)
 
     def __repr__(self) -> str:
         return described(self, f"{len(self.tokens):,} ids held", repr(self.lm))
@@ -52,15 +52,15 @@ class Session:
     def tokens(self) -> list[int]:
         """The ids whose keys and values are held: the last prompt and the generated ids, but for the last one, which
         is not processed yet."""
-        return self._prefix.tokens
+        return self._text.tokens
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Completion:
         """`LanguageModel.generate` for one prompt. It raises the same errors, before it changes the session."""
-        return self.lm.generate(_single_prompt(prompt), cache=self._prefix, **options)
+        return self.lm.generate(_single_prompt(prompt), cache=self._text, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Generator[Piece, None, Completion]:
         """`LanguageModel.stream`. Going on with it after another call has begun raises `RequestError`."""
-        return self.lm.stream(_single_prompt(prompt), cache=self._prefix, **options)
+        return self.lm.stream(_single_prompt(prompt), cache=self._text, **options)
 
     def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]) -> Completion:
         """`LanguageModel.chat`: the conversation so far, all of it."""
@@ -76,7 +76,7 @@ class Session:
 
     def truncate(self, length: int = 0) -> None:
         """Forget the ids held from position `length` on. The cache is not moved or cleared."""
-        self._prefix.truncate(length)
+        self._text.truncate(length)
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the ids held, their keys and values, and the notes to a safetensors file, whole or not at all.
@@ -87,9 +87,9 @@ class Session:
             SessionError: the file cannot be written or is something else than a session; the model's cache is no pytree
                 of tensors.
         """
-        if not self._prefix.is_of(self.lm.model):  # the cache was filled with other weights
+        if not self._text.is_of(self.lm.model):  # the cache was filled with other weights
             self.truncate(0)
-        saved = SavedSession(self._prefix.tokens, self._prefix.held, self.notes)
+        saved = SavedSession(self._text.tokens, self._text.held, self.notes)
         session_file.save(Path(file), self.lm.model, saved)
 
     @classmethod
@@ -103,7 +103,7 @@ class Session:
         session = cls(lm)
         session.notes = saved.notes
         if saved.held is not None:
-            session._prefix.adopt(lm.model, saved.held, saved.tokens)
+            session._text.adopt(lm.model, saved.held, saved.tokens)
         return session
 
 

@@ -5,22 +5,32 @@ a `Model` asks for no more. So each inferencer becomes a `Model`, and the step, 
 of every other text.
 """
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onward.checks import check_whole
-from onward.decoding import DecodeState, FilledCache, Inferencer, Picker, Row, decode_loop
-from onward.decoding.driver import positional
+from onward.decoding import (
+    AllTogether,
+    DecodeStep,
+    DenseSlots,
+    FilledCache,
+    Inferencer,
+    Select,
+    Sequence,
+    decode_loop,
+)
+from onward.decoding.driver import chooser_of
 from onward.decoding.inferencer import SampleStrategy
 from onward.errors import RequestError
 from onward.models import Model
-from onward.sampling import History, Sampler, greedy
+from onward.sampling import Sampler, greedy
 from onward.speculation.counts import Speculation
 from onward.speculation.model_drafter import ModelDrafter
 from onward.speculation.speculator import Speculator
+from onward.speculation.step import drafted_text
 
 
 class SpeculateOutput(NamedTuple):
@@ -39,7 +49,7 @@ def speculate(
     max_new_tokens: int,
     sample_strategy: SampleStrategy = greedy,
     *,
-    eos: int | Sequence[int] = (),
+    eos: int | abc.Sequence[int] = (),
     length: int | None = None,
     verifier: Literal["coupled", "rejection"] = "coupled",
 ) -> SpeculateOutput:
@@ -66,25 +76,24 @@ def speculate(
         )
     prompts: list[list[int]] = query.tolist()
     stop_ids = frozenset((eos,) if isinstance(eos, int) else eos)
-    rows = [Row(max_new_tokens, stop_ids) for _ in prompts]
     max_len = query.shape[1] + max_new_tokens
     model = _as_model(target, query)
-    step = Speculator(ModelDrafter(_as_model(drafter, query)), length=length, verifier=verifier).step(
-        model,
-        _picker(sample_strategy, prompts),
-        prompts,
-        rows,
-        max_len=max_len,
-        vocab_size=model.vocab_size,
-        device=query.device,
-    )
-    state = DecodeState.start(prompts, model.new_cache(len(prompts), max_len), query.device)
-    for _ in decode_loop(step, state, rows):
-        pass  # the rows collect their ids
-    longest = max(len(row.token_ids) for row in rows)
-    ids = [row.token_ids + row.token_ids[-1:] * (longest - len(row.token_ids)) for row in rows]
+    device, rows = query.device, len(prompts)
+    chooser, sampling = chooser_of(sample_strategy, rows, device, whole_text=True)
+    sequences = [
+        Sequence(prompt, max_new_tokens, stop_ids, sampling=of_row)
+        for prompt, of_row in zip(prompts, sampling, strict=True)
+    ]
+    slots = DenseSlots(model.new_cache(rows, max_len), rows, max_len, None)
+    speculator = Speculator(ModelDrafter(_as_model(drafter, query)), length=length, verifier=verifier)
+    step = speculator.step(DecodeStep(model, slots, chooser, device), model, slots, chooser, device)
+    speculator.join(sequences, model.vocab_size, device, None if sampling[0] else _select(sample_strategy), max_len)
+    for _ in decode_loop(step, AllTogether(slots, sequences), slots):
+        pass  # the sequences collect their ids
+    longest = max(len(sequence.token_ids) for sequence in sequences)
+    ids = [each.token_ids + each.token_ids[-1:] * (longest - len(each.token_ids)) for each in sequences]
     return SpeculateOutput(
-        torch.tensor(ids, device=query.device), [step.speculation(owner) for owner in range(len(rows))]
+        torch.tensor(ids, device=device), [drafted_text(sequence).counts(sequence) for sequence in sequences]
     )
 
 
@@ -107,7 +116,6 @@ def _as_model(inferencer: Inferencer, query: Tensor) -> Model:
     )
 
 
-def _picker(strategy: SampleStrategy, prompts: Sequence[Sequence[int]]) -> Picker:
-    if not isinstance(strategy, Sampler):
-        return Picker(positional(strategy))
-    return Picker(strategy, [History(prompt) for prompt in prompts] if strategy.needs_history else None)
+def _select(strategy: SampleStrategy) -> Select:
+    assert not isinstance(strategy, Sampler), "a sampler is each sequence's own"
+    return lambda logits, positions: strategy(logits)

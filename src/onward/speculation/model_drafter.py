@@ -1,17 +1,17 @@
 """A drafter that decodes with a smaller model than the target."""
 
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 from torch import Tensor
 
-from onward.decoding import DecodeState, DecodeStep, Picker
-from onward.decoding.step import Run
+from onward.decoding import Chooser, DecodeStep, SamplingChooser, SelectChooser, Sequence, Work, slots_for
+from onward.decoding.forward import Run
 from onward.errors import ContextOverflowError, NothingToDrawError, RequestError
-from onward.models import Cache, Model, ModelRun, padded_length
-from onward.sampling import History, Sampler
+from onward.models import Cache, Model, ModelRun
+from onward.sampling import Sampler
 from onward.speculation.drafter import Draft, DraftRequest, DraftRow
-from onward.speculation.verify import DraftSampler
+from onward.speculation.verify import DraftChooser
 
 
 class ModelDrafter:
@@ -38,111 +38,104 @@ class ModelDrafter:
 
 
 class _ModelDrafts:
-    """The rows of a request in the draft model's own cache.
+    """The rows of a request as sequences of the draft model, in slots of its own.
 
-    The cache holds of each row its text when the last draft began, and then all ids of that draft but the last. The
+    A sequence holds of its row the text when the last draft began, and then all ids of that draft but the last. The
     rest of the row's text is pending when the next draft begins. That is two ids after a draft that was accepted whole,
     one id after any other draft, and more after a pause in drafting.
     """
 
     def __init__(self, run: Run, model: Model, request: DraftRequest, chunk: int) -> None:
         self._request = request
-        self._model = model
-        select, histories = request.select, request.histories
-        self._sampler: DraftSampler | None = None
-        if request.probabilities and isinstance(select, Sampler):
-            self._sampler = DraftSampler(select, histories)
-        picker = self._sampler or Picker(select, histories)
-        self._step = DecodeStep(_with_target_vocabulary(run, model.vocab_size, request.vocab_size), picker, chunk)
-        self._state: DecodeState | None = None
-        self._processed: dict[int, int] = {}  # by owner: the length of its text when its last draft began
-        self._drafted: dict[int, list[int]] = {}  # by owner: its last draft
-        # In a ragged batch padding is written after a row's ids, up to the length of a draft past the longest text.
+        self._chunk = chunk
+        # Padding is written after a row's ids, up to the length of a draft past the longest text.
         needed = request.max_len + request.longest
         limit = needed if model.max_seq_len is None else min(needed, model.max_seq_len)
         self._fits = limit - request.longest
-        self._positions = padded_length(limit, model)
+        self._positions = limit
+        self._slots = slots_for(model, request.rows, limit)
+        device = model.device
+        self._chooser: Chooser = SelectChooser(request.select)
+        if isinstance(request.select, Sampler):
+            self._chooser = DraftChooser(device) if request.probabilities else SamplingChooser(device)
+        run = _with_target_vocabulary(run, model.vocab_size, request.vocab_size)
+        self._step = DecodeStep(run, self._slots, self._chooser, device)
+        self._texts: dict[int, Sequence] = {}
+        self._confirmed: dict[int, int] = {}  # by owner: how long its output was when its last draft began
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
-        state = self._caught_up({row.owner: row for row in rows if len(row) <= self._fits})
-        if state is None:
+    def propose(self, rows: abc.Sequence[DraftRow]) -> list[Draft]:
+        fitting = [row for row in rows if len(row) <= self._fits]
+        self._let_go({row.owner for row in fitting})
+        if not fitting:
             return [Draft(()) for _ in rows]
-        drafted, probabilities = self._drafts(state, max(row.wanted for row in rows))
+        texts = [self._caught_up(row) for row in fitting]
+        drafted, probabilities = self._drafts(texts, max(row.wanted for row in fitting))
+        by_owner = {row.owner: place for place, row in enumerate(fitting)}
         drafts = []
         for row in rows:
-            ids = drafted.get(row.owner, [])[: row.wanted]
-            drafts.append(Draft(ids, probabilities[row.owner][: len(ids)] if ids and probabilities else None))
+            place = by_owner.get(row.owner)
+            if place is None:
+                drafts.append(Draft(()))
+                continue
+            ids = drafted[place][: row.wanted]
+            drafts.append(Draft(ids, torch.stack(probabilities[place][: len(ids)]) if ids and probabilities else None))
         return drafts
 
-    def _caught_up(self, rows: dict[int, DraftRow]) -> DecodeState | None:
-        """The state in which all of each row's text is in the cache or pending; None where no row is left."""
-        state = self._state or self._first(sorted(rows))
-        if state is None:
-            return None
-        state = state.only([owner in rows for owner in range(self._request.rows)])
-        if not any(state.live):
-            self._state = state
-            return None
-        owners_live = list(zip(state.owners, state.live, strict=True))
-        offsets = [self._cached_length(rows[owner]) if live else 0 for owner, live in owners_live]
-        pending = [
-            tuple(rows[owner].ids(offset)) if live else (0,)
-            for (owner, live), offset in zip(owners_live, offsets, strict=True)
-        ]
-        # A row that gets no more drafts needs nothing in the cache, so it may be written over from its beginning.
-        return state.advanced(tuple(pending), tuple(offsets), state.cache)
+    def _let_go(self, owners: set[int]) -> None:
+        """Let go of rows that are not asked for. A row that is asked for again later is processed anew."""
+        for owner in self._texts.keys() - owners:
+            self._slots.release(self._texts.pop(owner).slot)
 
-    def _first(self, owners: Sequence[int]) -> DecodeState | None:
-        if not owners:
-            return None
-        cache = self._model.new_cache(len(owners), self._positions)
-        count = len(owners)
-        return DecodeState(
-            ((0,),) * count, (0,) * count, tuple(owners), (True,) * count, cache, self._model.device, True
-        )
+    def _caught_up(self, row: DraftRow) -> Sequence:
+        """The row's text, whose ids after those that its slot holds are pending."""
+        text = self._texts.get(row.owner)
+        if text is None:
+            text = self._texts[row.owner] = self._begun(row)
+        agreeing, before, now = self._confirmed[row.owner], text.token_ids, row.output
+        while agreeing < min(len(before), len(now)) and before[agreeing] == now[agreeing]:
+            agreeing += 1
+        text.computed = min(text.computed, len(row.prompt) + agreeing, len(row) - 1)
+        text.token_ids = list(now)
+        self._slots.advance(text.slot, text.computed, text.ids)  # what the target has said is final
+        self._confirmed[row.owner] = len(now)
+        return text
 
-    def _cached_length(self, row: DraftRow) -> int:
-        """How many ids of the row's text the cache holds."""
-        length = self._processed.get(row.owner, 0)
-        for drafted, accepted in zip(self._drafted.get(row.owner, [])[:-1], row.ids(length)[:-1], strict=False):
-            if drafted != accepted:
-                break
-            length += 1
-        return length
+    def _begun(self, row: DraftRow) -> Sequence:
+        select, histories = self._request.select, self._request.histories
+        sampling = select.row(row.owner) if isinstance(select, Sampler) else None
+        text = Sequence(row.prompt, self._positions, sampling=sampling)
+        text.history = None if histories is None else histories[row.owner]
+        acquired = self._slots.acquire(row.ids(), self._positions, reuse=False)
+        assert acquired is not None, "there is a slot for every row"
+        text.slot, _ = acquired
+        self._confirmed[row.owner] = 0
+        return text
 
-    def _drafts(self, state: DecodeState, count: int) -> tuple[dict[int, list[int]], dict[int, Tensor] | None]:
-        """Up to `count` ids for each live row; their distributions too, where the request asks for them."""
-        owners = [owner for owner, live in zip(state.owners, state.live, strict=True) if live]
-        lengths = [begin + len(pending) for begin, pending in zip(state.offsets, state.pending, strict=True)]
-        drafted: dict[int, list[int]] = {owner: [] for owner in owners}
-        self._drafted = {}  # the last draft is written over now; if a step fails, the cache holds no draft
-        drawn_from: list[Tensor] = []
-        histories = self._request.histories
-        before = {} if histories is None else {owner: histories[owner].output_length for owner in owners}
+    def _drafts(self, texts: abc.Sequence[Sequence], count: int) -> tuple[list[list[int]], list[list[Tensor]]]:
+        """Up to `count` ids for each text; their distributions too, where the request asks for them."""
+        before = [len(text.token_ids) for text in texts]
+        probabilities: list[list[Tensor]] = [[] for _ in texts]
         try:
+            self._catch_up(texts)
             for _ in range(count):
-                try:
-                    state, emitted = self._step(state)
-                except (NothingToDrawError, ContextOverflowError):
-                    break  # the draft ends here: bans leave no id, or the draft model's context is full
-                for owner, tokens in zip(state.owners, emitted, strict=True):
-                    drafted.get(owner, []).extend(token.id for token in tokens)
-                if self._sampler is not None:
-                    drawn_from.append(self._sampler.probabilities)
+                emitted = self._step([Work(text, text.pending) for text in texts])
+                for text, (token,), drawn_from in zip(texts, emitted, probabilities, strict=True):
+                    text.accept(token.id)
+                    if isinstance(self._chooser, DraftChooser):
+                        drawn_from.append(self._chooser.probabilities[text])
+        except (NothingToDrawError, ContextOverflowError):
+            pass  # the draft ends here: bans leave no id, or the draft model's context is full
         finally:
-            _take_back(histories, before)
-        self._state, self._drafted = state, drafted
-        if any(drafted.values()):
-            self._processed = dict(zip(state.owners, lengths, strict=True))
-        if self._sampler is None or not drawn_from:
-            return drafted, None
-        return drafted, dict(zip(owners, torch.stack(drawn_from, 1), strict=True))
+            for text, length in zip(texts, before, strict=True):
+                if text.history is not None:
+                    text.history.truncate(length)
+        drafted = [text.token_ids[length:] for text, length in zip(texts, before, strict=True)]
+        return drafted, probabilities if isinstance(self._chooser, DraftChooser) else []
 
-
-def _take_back(histories: Sequence[History] | None, before: dict[int, int]) -> None:
-    for owner, length in before.items():
-        assert histories is not None
-        histories[owner].truncate(length)
+    def _catch_up(self, texts: abc.Sequence[Sequence]) -> None:
+        """Process long pending texts chunk by chunk, up to the ids that the draft begins with."""
+        while work := [Work(text, self._chunk) for text in texts if text.pending > self._chunk]:
+            self._step(work)
 
 
 def _with_target_vocabulary(run: Run, own: int, target: int) -> Run:

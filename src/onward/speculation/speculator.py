@@ -1,14 +1,16 @@
 """A drafter with its verifier, and what they have learnt of costs and acceptance."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 from onward.checks import check_whole
-from onward.decoding import Picker, Row
-from onward.decoding.step import Run
+from onward.decoding import Chooser, SamplingChooser, Select, Sequence, Slots, Step
+from onward.decoding.choose import histories_of, sampling_of
+from onward.decoding.forward import Run
 from onward.errors import RequestError
 from onward.models import Model
 from onward.reprs import described
@@ -16,7 +18,7 @@ from onward.sampling import Sampler
 from onward.speculation.drafter import Drafter, DraftRequest
 from onward.speculation.drafters import ModelHolder, as_drafter
 from onward.speculation.pace import LENGTHS, Acceptance, Pace
-from onward.speculation.step import SpeculativeStep
+from onward.speculation.step import DraftedText, DraftedTogether, SpeculativeStep
 from onward.speculation.verify import Verifier, coupled, rejection
 
 _VERIFIERS: dict[str, Verifier] = {"coupled": coupled, "rejection": rejection}
@@ -25,7 +27,7 @@ _FIXED_LENGTH = 4
 
 
 class Speculator:
-    """A drafter with a verifier: makes a `SpeculativeStep` for each request.
+    """A drafter with a verifier: makes a `SpeculativeStep`, for the sequences that join.
 
     It keeps what it learns of costs and acceptance for further requests, so use one for each target.
 
@@ -67,52 +69,62 @@ class Speculator:
         length = "adaptive" if self.length is None else str(self.length)
         return described(self, type(self.drafter).__name__, f"length {length}", self.verifier)
 
-    def step(
-        self,
-        run: Run,
-        picker: Picker,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[Row],
-        *,
-        max_len: int,
-        vocab_size: int,
-        device: torch.device,
-        chunk: int = 512,
-    ) -> SpeculativeStep:
-        """The step of a request.
+    def step(self, plain: Step, run: Run, slots: Slots, chooser: Chooser, device: torch.device) -> SpeculativeStep:
+        """The step of sequences that have joined.
 
-        Args:
-            run, picker, chunk: as in `DecodeStep`.
-            prompts, rows: one of each for every row of the loop.
-            max_len: the most positions that a row takes. It is the cache's length where the cache does not give it.
-            vocab_size: V of the logits. device: where tokens go.
+        plain: the step that processes prompts. run, slots, chooser, device: as in `DecodeStep`.
 
         Raises:
-            RequestError: the verifier is "rejection" and the picker has no `Sampler`, so there is no distribution.
+            RequestError: the verifier is "rejection" and the chooser does not sample, so there is no distribution.
         """
-        select = picker.of(tuple(range(len(rows))))
-        if self.verifier == "rejection" and not isinstance(select, Sampler):
+        if self.verifier == "rejection" and not isinstance(chooser, SamplingChooser):
             raise RequestError("the verifier 'rejection' needs a Sampler, for its distribution: use 'coupled'")
+        return SpeculativeStep(
+            plain,
+            run,
+            slots,
+            chooser,
+            device,
+            verifier=_VERIFIERS[self.verifier],
+            longest=self._longest,
+            pace=self._pace,
+            acceptance=self._acceptance,
+            clock=self._clock,
+        )
+
+    def join(
+        self,
+        sequences: abc.Sequence[Sequence],
+        vocab_size: int,
+        device: torch.device,
+        select: Select | None = None,
+        max_len: int | None = None,
+    ) -> None:
+        """Draft for these sequences together.
+
+        Args:
+            vocab_size: V of the logits. device: where tokens go.
+            select: chooses the target's tokens, where the sequences do not say how.
+            max_len: the most positions that a text takes; by default those of the longest.
+        """
+        histories = None
+        if select is None:
+            sampler = Sampler([sampling_of(sequence) for sequence in sequences], device)
+            histories = histories_of(sampler, sequences)
         request = DraftRequest(
-            rows=len(rows),
-            max_len=max_len,
-            longest=LENGTHS[-1] if self.length is None else self.length,
+            rows=len(sequences),
+            max_len=max(sequence.longest for sequence in sequences) if max_len is None else max_len,
+            longest=self._longest,
             vocab_size=vocab_size,
-            select=select,
-            histories=picker.histories,
+            select=sampler if select is None else select,
+            histories=histories,
             probabilities=self.verifier == "rejection",
             device=device,
         )
-        return SpeculativeStep(
-            run,
-            picker,
-            drafter=self.drafter,
-            verifier=_VERIFIERS[self.verifier],
-            request=request,
-            prompts=prompts,
-            rows=rows,
-            pace=self._pace,
-            acceptance=self._acceptance,
-            chunk=chunk,
-            clock=self._clock,
-        )
+        group = DraftedTogether(self.drafter, request)
+        for owner, sequence in enumerate(sequences):
+            sequence.drafting = DraftedText(group, owner, Acceptance(self._acceptance.rate))
+
+    @property
+    def _longest(self) -> int:
+        return LENGTHS[-1] if self.length is None else self.length

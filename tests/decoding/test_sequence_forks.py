@@ -1,10 +1,10 @@
-"""A row that forks goes on twice: each fork is the row that had taken its tokens alone."""
+"""A sequence that forks goes on twice: each fork is the sequence that had taken its tokens alone."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.decoding import NoText, Row, StopStrings, StreamingDetokenizer, TokenLogprobs
+from onward.decoding import NoText, Sequence, StopStrings, StreamingDetokenizer, TokenLogprobs
 from onward.testing import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -12,41 +12,48 @@ TOKENIZER = ByteTokenizer()
 ids = st.lists(st.sampled_from([*b"ab", *"€".encode(), 257]), max_size=8)
 
 
-def row(limit: int) -> Row:
+def sequence(limit: int) -> Sequence:
     text = StopStrings(StreamingDetokenizer(TOKENIZER.decode), ["aab", "b€"])
-    return Row(limit, {257}, text)
+    return Sequence([1], limit, {257}, text)
 
 
-def taken(row: Row, tokens: list[int]) -> list[str]:
+def taken(sequence: Sequence, tokens: list[int]) -> list[str]:
     pieces = []
     for token in tokens:
-        if row.finish_reason is not None:
+        if sequence.finish_reason is not None:
             break
-        pieces.append(row.accept(token, TokenLogprobs(-float(token), ())))
+        pieces.append(sequence.accept(token, TokenLogprobs(-float(token), ())))
     return pieces
 
 
-def contents(row: Row) -> tuple:
-    return row.token_ids, row.text, row.finish_reason, row.logprobs, row.room
+def contents(sequence: Sequence) -> tuple:
+    return (
+        sequence.token_ids,
+        sequence.text,
+        sequence.finish_reason,
+        sequence.logprobs,
+        sequence.room,
+        sequence.read_history().ids.tolist(),
+    )
 
 
 @given(ids, ids, ids, st.integers(1, 12))
-def test_a_fork_is_the_row_that_took_its_tokens_alone(before, one, other, limit):
-    trunk = row(limit)
+def test_a_fork_is_the_sequence_that_took_its_tokens_alone(before, one, other, limit):
+    trunk = sequence(limit)
     taken(trunk, before)
     if trunk.finish_reason is not None:
         return
     fork = trunk.fork()
     pieces = taken(trunk, one), taken(fork, other)
     for forked, tokens, got in zip((trunk, fork), (one, other), pieces, strict=True):
-        alone = row(limit)
+        alone = sequence(limit)
         taken(alone, before)
         assert taken(alone, tokens) == got
         assert contents(alone) == contents(forked)
 
 
-def test_a_row_takes_over_what_a_fork_of_it_became():
-    trunk = row(3)
+def test_a_sequence_takes_over_what_a_fork_of_it_became():
+    trunk = sequence(3)
     fork = trunk.fork()
     taken(fork, [*b"ab", 257])
     trunk.take_over(fork)
@@ -54,8 +61,8 @@ def test_a_row_takes_over_what_a_fork_of_it_became():
     assert trunk.token_ids is not fork.token_ids
     with pytest.raises(AssertionError, match="final"):
         trunk.take_over(fork)
-    with pytest.raises(AssertionError, match="only a row's own end ends it"):
-        Row(3).take_over(Row(3))
+    with pytest.raises(AssertionError, match="only a sequence's own end ends it"):
+        sequence(3).take_over(sequence(3))
 
 
 def test_where_there_is_no_text_there_is_none_in_a_fork():

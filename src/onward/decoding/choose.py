@@ -1,0 +1,100 @@
+"""Choosing the next id of several sequences at once."""
+
+from collections import abc
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from onward.decoding.sequence import Sequence
+from onward.program import Pick
+from onward.sampling import History, Sampler, SamplingParams
+
+# (logits [B, V], positions int32 [B] of the tokens to choose) -> int64 [B]
+Select = Callable[[Tensor, Tensor], Tensor]
+
+
+class Chooser(Protocol):
+    """Chooses the next id of sequences from their logits."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sequences: abc.Sequence[Sequence],
+        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+    ) -> Tensor:
+        """float [B, V] and int [B], the positions of the ids to choose, of B sequences -> ids int64 [B].
+
+        For K places a sequence: [B, K, V] and [B, K] -> [B, K]. The id at place k is chosen as if the first k ids of
+        the sequence's draft had been.
+        """
+        ...
+
+    def kernel(self, sequences: abc.Sequence[Sequence]) -> Pick | None:
+        """The kernel that does it for these sequences; None where none does."""
+        ...
+
+
+class SamplingChooser:
+    """Chooses as each sequence's own `sampling` says, from its own history. device: where the logits are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: tuple[list[Sequence], Sampler] | None = None
+
+    def __call__(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sequences: abc.Sequence[Sequence],
+        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+    ) -> Tensor:
+        sampler = self.sampler(sequences)
+        return sampler(logits, positions, histories_of(sampler, sequences), drafts)
+
+    def sampler(self, sequences: abc.Sequence[Sequence]) -> Sampler:
+        """The sampler of these sequences. That of the last ones is kept, for they are most often the next ones too."""
+        wanted = list(sequences)
+        if self._last is None or self._last[0] != wanted:
+            self._last = wanted, Sampler([sampling_of(sequence) for sequence in wanted], self._device)
+        return self._last[1]
+
+    def kernel(self, sequences: abc.Sequence[Sequence]) -> Pick | None:
+        return self.sampler(sequences).pick
+
+
+class SelectChooser:
+    """Chooses with a function of logits and positions that is the same for all sequences.
+
+    select: may have an attribute `pick`, the kernel that does it.
+    """
+
+    def __init__(self, select: Select) -> None:
+        self._select = select
+        self._kernel: Pick | None = getattr(select, "pick", None)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sequences: abc.Sequence[Sequence],
+        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+    ) -> Tensor:
+        assert drafts is None, "a function chooses at one place at a time"
+        return self._select(logits, positions)
+
+    def kernel(self, sequences: abc.Sequence[Sequence]) -> Pick | None:
+        return self._kernel
+
+
+def histories_of(sampler: Sampler, sequences: abc.Sequence[Sequence]) -> list[History] | None:
+    """The histories of sequences; None where the sampler reads none."""
+    return [sequence.read_history() for sequence in sequences] if sampler.needs_history else None
+
+
+def sampling_of(sequence: Sequence) -> SamplingParams:
+    """How a sequence's tokens are chosen."""
+    assert sequence.sampling is not None, "a sequence without sampling wants a SelectChooser"
+    return sequence.sampling

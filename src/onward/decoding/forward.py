@@ -1,0 +1,156 @@
+"""Forwards over sequences: which of them one call of the model serves, and its tokens, offsets and logits.
+
+A sequence processes pending ids: one when it decodes, many of a prompt. Sequences that process equally many run
+together, so that no prompt is padded to another's length. Where a cache does not show its rows, all run together,
+padded to the longest; what padding writes lies past a row's own ids, where nothing is read.
+"""
+
+from collections import abc
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from onward.cache.view import View
+from onward.decoding.sequence import Sequence
+from onward.decoding.slots import Slots
+from onward.models import Cache
+from onward.models.contract import check_logits
+from onward.program import Pick
+
+# The most tokens of prompts that one forward takes together. More would be no faster, and take more memory.
+_MOST_TOGETHER = 512
+
+
+class Work(NamedTuple):
+    """A sequence and how many of its pending ids to process: so many tokens."""
+
+    sequence: Sequence
+    tokens: int
+
+
+class Run(Protocol):
+    """A model with its weights: `onward.models.ModelRun`, a `Model`, or a user's forward bound to its params."""
+
+    def __call__(
+        self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, Cache]: ...
+
+
+@runtime_checkable
+class PickingRun(Run, Protocol):
+    """A `Run` that can process one token a row and pick the next from its logits [B, 1, V], both in one call.
+
+    `picked` returns None for the ids where it could only process.
+    """
+
+    def picked(
+        self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: Pick, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None, Cache]: ...
+
+
+class Needs(IntEnum):
+    """At which of the processed ids the logits are wanted."""
+
+    NONE = 0
+    LAST = 1
+    ALL = 2
+
+
+def needs_of(work: Work) -> Needs:
+    """The logits after a text's last id choose the next one; those within a prompt are its logprobs."""
+    sequence, count = work
+    if sequence.prompt_top is not None and len(sequence.prompt_logprobs) < len(sequence.prompt):
+        return Needs.ALL
+    return Needs.LAST if sequence.finish_reason is None and count == sequence.pending else Needs.NONE
+
+
+def batches(work: abc.Sequence[Work], slots: Slots) -> Iterator[tuple[list[int], Needs]]:
+    """The items of work, by index, that run together, and which logits they need."""
+    if len(work) == 1:
+        yield [0], needs_of(work[0])
+        return
+    if slots.whole:
+        yield list(range(len(work))), max(map(needs_of, work))
+        return
+    by_shape: dict[tuple[int, Needs], list[int]] = {}
+    for index, item in enumerate(work):
+        # The logits after a single id cost little, so those that need none run with the others.
+        needs = max(Needs.LAST, needs_of(item)) if item.tokens == 1 else needs_of(item)
+        by_shape.setdefault((item.tokens, needs), []).append(index)
+    for (count, needs), indices in by_shape.items():
+        for group in slots.groups([work[index].sequence.slot for index in indices], count):
+            rows = len(group) if count == 1 else max(1, _MOST_TOGETHER // count)
+            for first in range(0, len(group), rows):
+                yield [indices[place] for place in group[first : first + rows]], needs
+
+
+class Inputs(NamedTuple):
+    """tokens: int32 [B, T]. offsets: int32 [B]. rows: the row of each item; view: the cache."""
+
+    tokens: Tensor
+    offsets: Tensor
+    view: View
+
+    @property
+    def all_rows(self) -> bool:
+        """Whether every row of the cache is one of the items', in order."""
+        return self.view.offsets is None
+
+    def of_items(self, x: Tensor) -> Tensor:
+        """The rows [N, …] of the items out of those [B, …] of the cache."""
+        return x if self.all_rows else x[list(self.view.rows)]
+
+
+def inputs(
+    work: abc.Sequence[Work],
+    slots: Slots,
+    device: torch.device,
+    ids: list[list[int]] | None = None,
+) -> Inputs:
+    """What a forward gets for items of work. ids: those of each item, where they are not its pending ones."""
+    if ids is None:
+        ids = [sequence.ids(sequence.computed, sequence.computed + tokens) for sequence, tokens in work]
+    offsets = [sequence.computed for sequence, _ in work]
+    longest = max(map(len, ids))
+    view = slots.view_of([sequence.slot for sequence, _ in work], longest)
+    # Any valid id does as padding; the last is one.
+    rows = [
+        of_item if len(of_item) == longest else [*of_item, *[of_item[-1]] * (longest - len(of_item))] for of_item in ids
+    ]
+    if view.offsets is not None:
+        all_offsets = list(view.offsets)
+        all_rows = [[0] * longest] * len(all_offsets)
+        for row, of_item, offset in zip(view.rows, rows, offsets, strict=True):
+            all_rows[row], all_offsets[row] = of_item, offset
+        rows, offsets = all_rows, all_offsets
+    return Inputs(
+        torch.tensor(rows, dtype=torch.int32, device=device),
+        torch.tensor(offsets, dtype=torch.int32, device=device),
+        view,
+    )
+
+
+def forward(run: Run, slots: Slots, given: Inputs, logits_at: Tensor | None) -> Tensor:
+    """Call the model, check that its logits have the shape of the contract, and keep its cache."""
+    logits, cache = run(given.tokens, given.offsets, given.view.cache, logits_at)
+    check_logits(logits, given.tokens.shape if logits_at is None else logits_at.shape)
+    slots.put(given.view, cache)
+    return logits
+
+
+def processed(run: Run, slots: Slots, work: abc.Sequence[Work], needs: Needs, device: torch.device) -> Tensor | None:
+    """Process items together. Returns their logits: [N, T, V] if all are needed, else [N, 1, V] after each item's last
+    id; None where none are needed. The caller holds the slots' lock."""
+    given = inputs(work, slots, device)
+    if needs is Needs.ALL or given.tokens.shape[1] == 1:
+        logits = forward(run, slots, given, None)
+    else:
+        last = [0] * len(given.tokens)
+        for row, (_, count) in zip(given.view.rows, work, strict=True):
+            last[row] = count - 1
+        at = torch.tensor(last, dtype=torch.int64, device=device).unsqueeze(1)
+        logits = forward(run, slots, given, at[:, : int(needs)])
+    return given.of_items(logits) if needs else None

@@ -1,0 +1,181 @@
+"""A text whose keys and values are held between requests.
+
+Entries at or past a text's computed positions are never read. So an edited text keeps its ids up to the edit, and only
+the ids after it are processed again. Nothing is cleared: fewer ids take the others back.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from onward.cache.slot import Slot as PagedSlot
+from onward.cache.slots import PagedSlots
+from onward.checks import check_whole
+from onward.decoding.slots import DenseSlots, Slot, Slots, slots_for
+from onward.errors import ContextOverflowError, RequestError
+from onward.models import Cache, Model
+from onward.models.weights_version import WeightsVersion
+
+
+class HeldCache(NamedTuple):
+    """A cache of one row and how many positions it has room for."""
+
+    cache: Cache
+    capacity: int
+
+
+class HeldText:
+    """The slot of one text, from request to request.
+
+    A prompt is compared with the ids that the slot holds, and their common prefix is not processed again. Another
+    model or changed weights make it forget all ids.
+
+    slots_for: (model, rows, length) -> the slots to hold it in.
+    """
+
+    def __init__(self, slots_for: Callable[[Model, int, int], Slots] = slots_for) -> None:
+        self._slots_for = slots_for
+        self._slots: Slots | None = None
+        self._slot: Slot = None
+        self._tokens: list[int] = []
+        self._weights: WeightsVersion | None = None
+        self._turns = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids whose keys and values are held, in order of position."""
+        return list(self._tokens)
+
+    @property
+    def held(self) -> HeldCache | None:
+        """The cache of one row that holds them, a copy where they lie in blocks; None before there is one."""
+        if isinstance(self._slots, PagedSlots):
+            count = len(self._tokens)
+            return HeldCache(self._slots.read(self._slot, count), count) if count else None
+        if self._slots is None:
+            return None
+        assert isinstance(self._slots, DenseSlots)
+        assert self._slots.length is not None
+        return HeldCache(self._slots.cache, self._slots.length)
+
+    def is_of(self, model: Model) -> bool:
+        """Whether this model computed what is held, with the weights that it has now."""
+        return self._weights is not None and self._weights == WeightsVersion(model)
+
+    def adopt(self, model: Model, held: HeldCache, tokens: Sequence[int]) -> None:
+        """Go on with a cache of `model` that holds `tokens`."""
+        self._let_go()
+        count = len(tokens)
+        slots = self._slots_for(model, 1, max(count, 1))
+        if not isinstance(slots, PagedSlots):
+            slots = DenseSlots(held.cache, 1, held.capacity, None, model, [count])
+        acquired = slots.acquire(tokens, count, reuse=False)
+        assert acquired is not None, "new slots have room for one text"
+        slot, _ = acquired
+        if isinstance(slots, PagedSlots):
+            assert isinstance(slot, PagedSlot)
+            slots.write(slot, held.cache, count)
+        self._slots, self._slot, self._weights = slots, slot, WeightsVersion(model)
+        self._tokens = list(tokens)
+
+    def __del__(self) -> None:
+        if self._slots is not None:
+            self._slots.leave(self._slot, self._tokens)
+
+    def truncate(self, length: int) -> None:
+        """Forget the ids from position `length` on; nothing is moved or cleared.
+
+        Raises:
+            RequestError: a length below 0 or above what is held.
+        """
+        check_whole("length", length, low=0)
+        if length > len(self._tokens):
+            raise RequestError(f"{len(self._tokens)} ids are held; to forget those from {length} on there must be more")
+        self._turns += 1
+        del self._tokens[length:]
+
+    def begin(self, model: Model, prompt: Sequence[int], length: int) -> "Turn":
+        """Prepare for a prompt (of one id at least) in a text of at most `length` positions.
+
+        The ids past the common prefix are forgotten: the request's own keys and values will take their place.
+        """
+        weights = WeightsVersion(model)
+        # The last id is always processed, for the model predicts the next one from it.
+        kept = min(common_prefix(self._tokens, prompt), len(prompt) - 1) if weights == self._weights else 0
+        if self._weights is None or not self._weights.is_of(model):
+            self._let_go()
+        elif weights != self._weights and isinstance(self._slots, PagedSlots):
+            self._let_go()  # what others find in blocks is of one state of the weights
+        self._turns += 1
+        # The ids are dropped before the slot changes: an interrupt must not leave more ids than the slot holds.
+        del self._tokens[kept:]
+        if not self._make_room(kept, length):
+            kept = self._move(model, kept, length)
+        self._weights = weights
+        assert self._slots is not None
+        return Turn(self, kept, self._turns)
+
+    def _make_room(self, kept: int, length: int) -> bool:
+        """Make room for `length` positions in the slot, of which it holds the first `kept`. False: there is none."""
+        if self._slots is None:
+            return False
+        try:
+            self._slots.truncate(self._slot, kept)
+            return self._slots.reserve(self._slot, length)
+        except ContextOverflowError:  # others share the block that is cut; or there never is room for so many
+            return False
+
+    def _move(self, model: Model, kept: int, length: int) -> int:
+        """Take a new slot of `length` positions. Returns how many of the `kept` ones it holds: all or none."""
+        old, old_slot, tokens = self._slots, self._slot, self._tokens[:kept]
+        asked = length
+        if isinstance(old, PagedSlots):  # room for twice as many, so that a text that grows is copied twice at most
+            asked = max(length, min(2 * kept, length if model.max_seq_len is None else model.max_seq_len))
+        slots = self._slots_for(model, 1, asked)
+        acquired = slots.acquire((), length, reuse=False)
+        assert acquired is not None, "new slots have room"
+        slot, _ = acquired
+        if isinstance(old, PagedSlots) and isinstance(slots, PagedSlots) and kept:
+            slots.write(slot, old.read(old_slot, kept), kept)
+        else:
+            tokens = []
+        self._let_go()
+        self._slots, self._slot, self._tokens = slots, slot, tokens
+        return len(tokens)
+
+    def _let_go(self) -> None:
+        self._turns += 1
+        tokens, self._tokens = self._tokens, []
+        if self._slots is not None:
+            self._slots.release(self._slot, tokens)
+        self._slots = self._slot = None
+
+
+class Turn:
+    """One request over a `HeldText`. kept: how many ids of the prompt it holds."""
+
+    def __init__(self, text: HeldText, kept: int, number: int) -> None:
+        assert text._slots is not None, "a turn begins with a slot"
+        self.slots, self.slot, self.kept = text._slots, text._slot, kept
+        self._text, self._number = text, number
+
+    def note(self, ids: Sequence[int]) -> None:
+        """Note the ids that the slot holds now."""
+        if self._text._turns == self._number:
+            self._text._tokens = list(ids)
+
+    def check(self) -> None:
+        """Raise `RequestError` if another request has begun since in the same slot."""
+        if self._text._turns != self._number:
+            raise RequestError(
+                "this stream cannot go on: its session has begun another request since, or was truncated; a "
+                "session decodes one text at a time"
+            )
+
+
+def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
+    """The length of the longest common prefix of two texts."""
+    length = min(len(ids), len(others))
+    # Most often one text continues the other, and comparing whole lists is fast.
+    if list(ids[:length]) == list(others[:length]):
+        return length
+    return next(index for index in range(length) if ids[index] != others[index])

@@ -1,0 +1,199 @@
+"""`Engine`: a thread that runs the decode loop for requests that come and go."""
+
+import weakref
+from collections import abc
+from typing import Any, NoReturn, Self, Unpack, overload
+
+from onward.checkpoint import Message
+from onward.checks import check_whole
+from onward.engine.generation import Generation
+from onward.engine.limits import engine_slots
+from onward.engine.policy import Policy
+from onward.engine.serving import Serving
+from onward.engine.stats import EngineStats
+from onward.engine.ticket import Ticket
+from onward.errors import ContextOverflowError, EngineError, RequestError
+from onward.language_model import LanguageModel
+from onward.reprs import described
+from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, Request, split_chat_options
+from onward.requests.job import Job
+from onward.requests.request import as_list
+
+_MOST_PRIORITY = 2**31
+
+
+class Engine:
+    """Serves requests that come and go, from any thread and from asyncio.
+
+        with onward.Engine(lm) as engine:
+            generation = engine.submit("Once upon a time", temperature=0.8)
+            for piece in generation:
+                print(piece.text, end="")
+
+    A request's tokens depend on its prompt, its options and its seed alone: not on what else is served, when it came,
+    how its prompt was cut, what was cached, or whether it was preempted. They are those of `LanguageModel.generate`.
+
+    Close it, or use it in a `with` statement. An engine that nobody holds any more serves what was submitted, and then
+    its thread ends. Functions that requests bring (`stop_when`, drafters) run in that thread: while one runs, every
+    request waits.
+
+    lm: the model, with its tokenizer, template, defaults and draft.
+    max_sequences: the most texts that run at once.
+    cache_memory: bytes of keys and values, of texts that run and of prefixes that are kept for others.
+    max_waiting, max_waiting_tokens: the most requests that wait, and ids of their prompts. More are refused at once.
+    max_step_ms: about how long a step may take, in milliseconds, while texts decode: prompts are cut accordingly.
+    overcommit: 1 reserves all that a request may need when it joins, so nothing is ever preempted. Above 1 only this
+        fraction of its new tokens is reserved; the newest gives way where room is missing, and is computed again later.
+    ageing: seconds of waiting that a step of priority is worth.
+
+    Raises:
+        RequestError: a limit outside its range, or a memory that holds not even one block.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        max_sequences: int = 32,
+        cache_memory: int | None = None,
+        max_waiting: int = 1024,
+        max_waiting_tokens: int = 1_000_000,
+        max_step_ms: float = 100.0,
+        overcommit: float = 1.0,
+        ageing: float = 10.0,
+    ) -> None:
+        if not isinstance(lm, LanguageModel):
+            raise RequestError(f"an engine serves a LanguageModel; got {type(lm).__name__}: see onward.load")
+        for name, value in (
+            ("max_sequences", max_sequences),
+            ("max_waiting", max_waiting),
+            ("max_waiting_tokens", max_waiting_tokens),
+        ):
+            check_whole(name, value, low=1)
+        for name, limit, low in (("max_step_ms", max_step_ms, 0), ("overcommit", overcommit, 1), ("ageing", ageing, 0)):
+            if isinstance(limit, bool) or not isinstance(limit, int | float) or not low <= limit < float("inf"):
+                raise RequestError(f"{name} must be a number of {low} or more; got {limit!r}")
+        self.lm = lm
+        self.max_sequences = max_sequences
+        slots = engine_slots(lm.model, max_sequences, cache_memory)
+        if slots.whole:
+            raise RequestError("this model's cache does not show its rows: an engine serves it with max_sequences=1")
+        policy: Policy[Ticket] = Policy(
+            max_sequences=max_sequences,
+            max_waiting=max_waiting,
+            max_waiting_tokens=max_waiting_tokens,
+            max_step_ms=max_step_ms,
+            prefill_chunk=lm.prefill_chunk,
+            overcommit=overcommit,
+            ageing=ageing,
+        )
+        self._serving = Serving(lm._model_run, slots, policy)
+        weakref.finalize(self, self._serving.abandon).atexit = False
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return described(self, f"{stats.running} running", f"{stats.waiting} waiting", repr(self.lm))
+
+    def __reduce__(self) -> NoReturn:
+        raise EngineError("an engine is a thread with the memory of its process: make one where you need it")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(drain=kind is None)
+
+    # ── for callers, from any thread ────────────────────────────────────────────────────────────────────────────
+
+    @overload
+    def submit(self, prompt: Prompt, *, priority: int = 0, **options: Unpack[GenerateOptionsDict]) -> Generation: ...
+
+    @overload
+    def submit(
+        self, *, messages: abc.Sequence[Message], priority: int = 0, **options: Unpack[ChatOptionsDict]
+    ) -> Generation: ...
+
+    def submit(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: abc.Sequence[Message] | None = None,
+        priority: int = 0,
+        **options: Any,
+    ) -> Generation:
+        """Queue a request and return at once. Everything is checked here, before anything is queued.
+
+        Args:
+            prompt: a text, ids, or a `Request`.
+            messages: in place of a prompt, a conversation, as `LanguageModel.chat` takes it.
+            priority: smaller goes first.
+            options: those of `LanguageModel.generate`; with messages those of `chat`. time_limit counts from here.
+
+        Raises:
+            RequestError: as `LanguageModel.generate` raises it; both or none of prompt and messages; a request that the
+                engine's limits could never serve.
+            EngineBusyError: the queue is full; `retry_after` says for how many seconds about.
+            EngineError: the engine is closed.
+        """
+        serving = self._serving
+        serving.check_open()
+        if self.lm.model is not serving.run.model:
+            raise EngineError("the LanguageModel has another model than when this engine was made: make another engine")
+        request = self._request(prompt, messages, options)
+        check_whole("priority", priority, low=-_MOST_PRIORITY)
+        if priority > _MOST_PRIORITY:
+            raise RequestError(f"priority must be {_MOST_PRIORITY} or less; got {priority}")
+        job = Job(request, self.lm.tokenizer)
+        ticket = Ticket(job, priority, serving.slots, self.lm.model.vocab_size, serving.cancel)
+        self._check_fits(ticket)
+        if job.has_ended:  # it asks for no tokens
+            ticket.end()
+        else:
+            serving.offer(ticket)
+        return ticket.generation
+
+    def stats(self) -> EngineStats:
+        """What the engine does now, and its counts so far."""
+        return self._serving.stats()
+
+    def close(self, drain: bool = True) -> None:
+        """Take no more requests and end the thread. Closing twice does nothing; a function of the user's that an engine
+        calls may close it too.
+
+        drain: let all requests end first, those that wait too. Otherwise they end as "cancelled".
+        """
+        self._serving.close(drain)
+
+    # ── checks ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _request(
+        self, prompt: Prompt | None, messages: abc.Sequence[Message] | None, options: abc.Mapping[str, Any]
+    ) -> Request:
+        if (prompt is None) == (messages is None):
+            count = "neither" if prompt is None else "both"
+            raise RequestError(f"give a prompt, or messages= for a chat; got {count}")
+        if "cache" in options:
+            raise RequestError("an engine has a cache of its own: leave out cache, or use LanguageModel.generate")
+        others: Any = options
+        if messages is not None:
+            variables, others = split_chat_options(self.lm.chat_template, options)
+            prompt = self.lm.chat_prompt(messages, variables)
+        assert prompt is not None
+        prompts, is_batch = as_list(prompt)
+        if is_batch:
+            raise RequestError(f"submit takes one prompt; got a list of {len(prompts)}: submit each")
+        return self.lm.request(prompt, **others)
+
+    def _check_fits(self, ticket: Ticket) -> None:
+        if ticket.sequences > self.max_sequences:
+            raise RequestError(
+                f"the request runs {ticket.sequences} texts at once, and the engine {self.max_sequences}: ask for "
+                "fewer, or give the engine a larger max_sequences"
+            )
+        needed = ticket.needed_blocks
+        if needed > self._serving.slots.total:
+            longest = ticket.job.sequences[0].longest
+            raise ContextOverflowError(
+                f"the request may take {ticket.sequences} x {longest} positions, more than the engine's whole cache: "
+                "ask for fewer new tokens, shorten the prompt, or give the engine more cache_memory"
+            )

@@ -1,0 +1,194 @@
+"""A request in an engine: what the policy asks of it, and how its sequences come and go."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from onward.completion import Piece
+from onward.decoding import FinishReason, Search, Sequence, Slots
+from onward.decoding.schedule import scored_chunk
+from onward.engine.generation import Generation
+from onward.requests.job import Job
+
+
+class Ticket:
+    """A job with its generation. It is a `policy.Item`, told apart by identity.
+
+    priority: smaller goes first. error: what made it fail. cancel: asks for its end, at any time from any thread.
+    """
+
+    def __init__(
+        self, job: Job, priority: int, slots: Slots, vocab_size: int, cancel: Callable[["Ticket"], None]
+    ) -> None:
+        self.job, self.priority = job, priority
+        self.generation = Generation(job.request, partial(cancel, self))
+        self.error: BaseException | None = None
+        self._slots = slots
+        self._scored_chunk = scored_chunk(vocab_size)
+        self._given_out = dict.fromkeys(job.sequences, 0)  # tokens of each
+        self._indices = {sequence: index for index, sequence in enumerate(job.sequences)}
+        self._promised = 0
+        self._began = False
+        self._leader = self._first_of_several()
+
+    # ── numbers for the policy ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def sequences(self) -> int:
+        return self.job.request.options.rows
+
+    @property
+    def prompt_tokens(self) -> int:
+        """What is processed before it decodes. Several texts share the prompt."""
+        return len(self.job.request.prompt) + sum(len(text.token_ids) for text in self.job.sequences if text.pending)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return max(sequence.room for sequence in self.job.sequences)
+
+    @property
+    def deadline(self) -> float:
+        return math.inf if self.job.deadline is None else self.job.deadline
+
+    @property
+    def needed_blocks(self) -> int:
+        """The most blocks that it may hold at once."""
+        first = self.job.sequences[0]
+        whole = self._slots.blocks_for(first.longest)
+        if isinstance(first, Search):
+            return first.beams.width * whole
+        shared = self._slots.shared_blocks(len(first.prompt) - 1)
+        return whole + (len(self.job.sequences) - 1) * (whole - shared)
+
+    @property
+    def promised_blocks(self) -> int:
+        """How many of the blocks that it may need it has not taken yet."""
+        return max(0, self._promised - self._slots.blocks_of(self._held())) if self._promised else 0
+
+    # ── coming and going ────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, new_tokens: int, available: int) -> bool:
+        """Take slots, where so many blocks are there for it. new_tokens: reserve so many of each text."""
+        several = self.sequences > 1
+        if several and self.needed_blocks > available:
+            return False
+        taken: list[Sequence] = []
+        for sequence in self._starting():
+            length = sequence.longest if several else min(sequence.length + new_tokens, sequence.longest)
+            if not several and self._slots.blocks_for(length) > available:
+                return False
+            acquired = self._slots.acquire(sequence.ids(0, sequence.length), length, reuse=sequence.prompt_top is None)
+            if acquired is None:
+                for other in taken:
+                    self._leave(other)
+                return False
+            sequence.slot, reused = acquired
+            sequence.computed = reused
+            taken.append(sequence)
+        if not self._began:  # what is found after a preemption is its own
+            self.job.sequences[0].cached = self.job.sequences[0].computed
+            self._began = True
+        self._promised = self.needed_blocks if several else 0
+        return True
+
+    def fork_siblings(self) -> None:
+        """Let the other texts of the prompt begin, once it is computed all but for its last id."""
+        leader = self._leader
+        if leader is None or leader.slot is None or leader.computed < self._shared:
+            return
+        for sequence in self.job.sequences:
+            if sequence is leader or not sequence.pending:
+                continue
+            sequence.slot, sequence.computed = (
+                self._slots.fork(leader.slot, self._shared, sequence.longest),
+                self._shared,
+            )
+            if sequence.slot is None:  # rows that cannot be copied
+                acquired = self._slots.acquire(sequence.ids(0, sequence.length), sequence.longest)
+                assert acquired is not None, "the blocks of all texts were promised"
+                sequence.slot, sequence.computed = acquired
+        self._leader, self._promised = None, 0
+
+    def preempt(self) -> None:
+        """Give up all slots. What was computed is computed again later, and the tokens are the same."""
+        for sequence in self.job.sequences:
+            self._leave(sequence)
+            sequence.restart()
+        self._promised = 0
+        self._leader = self._first_of_several()
+
+    def release_ended(self) -> None:
+        """Let go of the slots of texts that have ended before the others."""
+        if len(self.job.sequences) > 1:
+            for sequence in self.job.sequences:
+                if not sequence.pending:
+                    self._leave(sequence)
+
+    def end(self, reason: FinishReason | None = None) -> None:
+        """Let go of all slots, and tell whoever waits how it ended. reason: of texts that go on."""
+        try:
+            for sequence in self.job.sequences:
+                self._leave(sequence)
+            self._promised = 0
+            if self.error is None:
+                if reason is not None:
+                    self.job.end(reason)
+                completion = self.job.completion()
+        except Exception as error:
+            self.error = self.error or error
+        if self.error is None:
+            self.generation.end(completion)
+        else:
+            self.generation.fail(self.error)
+
+    def _leave(self, sequence: Sequence) -> None:
+        for holder in sequence.holders():
+            self._slots.release(holder.slot, holder.ids(0, holder.computed))
+            holder.slot = None
+
+    def _held(self) -> list[object]:
+        return [holder.slot for sequence in self.job.sequences for holder in sequence.holders()]
+
+    def _starting(self) -> list[Sequence]:
+        """The sequences that begin by themselves. The others of a prompt begin as forks of the first."""
+        if self._leader is not None:
+            return [self._leader]
+        return [sequence for sequence in self.job.sequences if sequence.pending]
+
+    def _first_of_several(self) -> Sequence | None:
+        """The first of several texts that go on; None where there is one. It processes the prompt for all."""
+        going_on = [sequence for sequence in self.job.sequences if sequence.pending]
+        return going_on[0] if len(going_on) > 1 else None
+
+    @property
+    def _shared(self) -> int:
+        """How many positions the texts share. Each processes the last id of the prompt itself, in one step."""
+        return len(self.job.request.prompt) - 1
+
+    # ── at work ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def rows(self) -> Iterator["Row"]:
+        """The sequences that can go on now."""
+        for sequence in self.job.sequences:
+            if sequence.pending and sequence.holders():
+                total = self._shared if sequence is self._leader else sequence.computed + sequence.pending
+                if sequence.prompt_top is not None and len(sequence.prompt_logprobs) < len(sequence.prompt):
+                    total = min(total, sequence.computed + self._scored_chunk)  # logits of every id are large
+                if total > sequence.computed:
+                    yield Row(sequence, total)
+
+    def piece(self, sequence: Sequence, token: int, text: str) -> Piece:
+        """A token of one of the texts as whoever waits gets it."""
+        at = self._given_out[sequence]
+        self._given_out[sequence] += 1
+        logprobs = sequence.logprobs[at] if sequence.top_logprobs is not None else None
+        return Piece(text, token, logprobs, self._indices[sequence])
+
+
+class Row:
+    """One sequence as the policy sees it."""
+
+    __slots__ = ("computed", "sequence", "total")
+
+    def __init__(self, sequence: Sequence, total: int) -> None:
+        self.sequence, self.computed, self.total = sequence, sequence.computed, total

@@ -1,0 +1,23 @@
+"""OpenAI's formats: bodies of chats and completions to requests, completions to bodies, and files of batches.
+
+Nothing here runs a model. A body becomes the requests that an engine or a `LanguageModel` serves, and their completions
+become the body of the answer; `onward batch` is the first to use it.
+"""
+
+from onward.openai.answer import answer_body
+from onward.openai.batch import BatchInput, BatchLine, BatchOutput
+from onward.openai.body import URLS, Body, BodyReader
+from onward.openai.errors import BodyError, error_fields, status_of
+
+__all__ = [
+    "URLS",
+    "BatchInput",
+    "BatchLine",
+    "BatchOutput",
+    "Body",
+    "BodyError",
+    "BodyReader",
+    "answer_body",
+    "error_fields",
+    "status_of",
+]

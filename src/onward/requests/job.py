@@ -1,0 +1,124 @@
+"""A request while it is served: its sequences, their times, and the completion that they make."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from onward.checkpoint import Tokenizer
+from onward.completion import Completion, Stopwatch
+from onward.decoding import (
+    BeamOptions,
+    FinishReason,
+    NoText,
+    Search,
+    Sequence,
+    StopStrings,
+    StreamingDetokenizer,
+    TextStream,
+)
+from onward.requests.request import Request
+from onward.sampling import SamplingParams, fresh_seed, sample_seed
+from onward.speculation.step import speculation_of
+
+
+class Job:
+    """One request and the sequences that serve it: one for each of `n` texts, or one search of beams.
+
+    siblings: those that share the prompt of the first sequence, which is processed once. deadline: on the clock
+    `time.monotonic`; None for none.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        """Make the sequences. The time limit counts from here."""
+        self.request = request
+        options = request.options
+        limit = options.time_limit
+        self.deadline = None if limit is None else time.monotonic() + limit
+        self._tokenizer = tokenizer
+        if options.beams > 1:
+            beams = BeamOptions(options.beams, options.length_penalty, options.early_stopping)
+            self.sequences: list[Sequence] = [self._sequence(options, beams)]
+        else:
+            seed = fresh_seed() if options.seed is None else options.seed
+            seeded = [options.replace(seed=sample_seed(seed, index)) for index in range(options.n)]
+            self.sequences = [self._sequence(of_sample) for of_sample in seeded]
+            for sequence in self.sequences[1:]:
+                sequence.prompt_top = None
+        self.siblings = dict.fromkeys(self.sequences[1:], self.sequences[0])
+        self._watches = {sequence: Stopwatch() for sequence in self.sequences}
+
+    @property
+    def has_ended(self) -> bool:
+        return not any(sequence.pending for sequence in self.sequences)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether some of its sequences has gone on."""
+        return any(watch.tokens for watch in self._watches.values())
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether somebody has set the request's `cancel`."""
+        cancel = self.request.options.cancel
+        return cancel is not None and cancel.is_set()
+
+    def end(self, reason: FinishReason) -> None:
+        """End all texts that go on, between two steps."""
+        for sequence in self.sequences:
+            if sequence.pending:
+                sequence.end(reason)
+
+    def took(self, seconds: float) -> None:
+        """Note that a step took so many seconds, after its tokens were accepted."""
+        for sequence, watch in self._watches.items():
+            tokens = sequence.tokens if isinstance(sequence, Search) else len(sequence.token_ids)
+            if sequence.finish_reason is None or tokens > watch.tokens:
+                watch.step(seconds, tokens - watch.tokens)
+
+    def completion(self) -> Completion:
+        """The completion, when all sequences have ended; those of the other texts are in its `others`."""
+        first = self.sequences[0]
+        if isinstance(first, Search):
+            best = first.ended[: self.request.options.n]
+            texts = [self._completion(sequence, first, score) for score, sequence in best]
+            if not texts:  # it asked for no tokens
+                texts = [self._completion(first, first)]
+        else:
+            texts = [self._completion(sequence, sequence) for sequence in self.sequences]
+        return replace(texts[0], others=texts[1:])
+
+    def _completion(self, sequence: Sequence, timed: Sequence, score: float | None = None) -> Completion:
+        options = self.request.options
+        sampling = sequence.sampling
+        assert sampling is not None
+        return Completion(
+            text=sequence.text,
+            token_ids=sequence.token_ids,
+            finish_reason=sequence.finish_reason or "length",
+            stopped_by=sequence.stopped_by,
+            timing=self._watches[timed].timing(),
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self.sequences[0].cached,
+            seed=None if options.temperature == 0 or options.beams > 1 else sampling.seed,
+            logprobs=None if options.logprobs is None else sequence.logprobs,
+            prompt_logprobs=None if options.prompt_logprobs is None else self.sequences[0].prompt_logprobs,
+            score=score,
+            speculation=speculation_of(sequence),
+        )
+
+    def _sequence(self, sampling: SamplingParams, beams: BeamOptions | None = None) -> Sequence:
+        request, options = self.request, self.request.options
+        text: TextStream = NoText()
+        if self._tokenizer is not None:
+            text = StopStrings(StreamingDetokenizer(self._tokenizer.decode, before=request.prompt), options.stop)
+        kinds: dict[str, Any] = {
+            "sampling": sampling,
+            "top_logprobs": options.logprobs,
+            "prompt_top": options.prompt_logprobs,
+            "stop_when": options.stop_when,
+            "deadline": self.deadline,
+            "cancel": options.cancel,
+        }
+        if beams is not None:
+            return Search(beams, request.prompt, request.max_new_tokens, options.stop_ids, text, **kinds)
+        return Sequence(request.prompt, request.max_new_tokens, options.stop_ids, text, **kinds)

@@ -1,0 +1,307 @@
+"""A batch in OpenAI's format: each line as it would be alone, and a run that is stopped goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import ENVIRONMENT, PROGRAM, Cli
+
+import onward
+from onward.errors import EngineError
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def chat(custom_id: str, **body: Any) -> dict[str, Any]:
+    body = {"model": "demo", "messages": MESSAGES, "max_tokens": 8} | body
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def completion(custom_id: str, **body: Any) -> dict[str, Any]:
+    body = {"prompt": "Once upon a time", "max_tokens": 8} | body
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def write(file: Path, *lines: Any) -> Path:
+    file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def results(file: Path) -> dict[str | None, dict[str, Any]]:
+    """By custom_id; each is there once."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines)
+    assert all(set(line) == {"id", "custom_id", "response", "error"} for line in lines)
+    return {line["custom_id"]: line for line in lines}
+
+
+def body(result: dict[str, Any]) -> dict[str, Any]:
+    assert result["error"] is None
+    assert result["response"]["status_code"] == 200, result
+    answer: dict[str, Any] = result["response"]["body"]
+    return answer
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    return [choice["message"]["content"] if "message" in choice else choice["text"] for choice in answer["choices"]]
+
+
+@pytest.mark.parametrize("limits", [(), ("--max-sequences", "4", "--max-waiting", "1", "--max-step-ms", "1")], ids=len)
+def test_each_line_is_answered_as_it_would_be_alone(
+    cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, limits: tuple[str, ...]
+) -> None:
+    of_chats = {
+        "seeded": {"temperature": 0.9, "seed": 7},
+        "greedy": {"temperature": 0},
+        "several": {"n": 3, "seed": 2, "temperature": 1.0},
+        "stopped": {"seed": 1, "stop": ["e"], "max_tokens": 40},
+        "biased": {"seed": 1, "logit_bias": {"1541": -100}, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+        "ours": {"seed": 5, "top_k": 5, "repetition_penalty": 1.2},
+        "beams": {"beams": 3, "n": 2},
+    }
+    lines = [chat(name, **options) for name, options in of_chats.items()]
+    lines.append(completion("prompts", prompt=["The fox", "The owl", "A dwarf"], seed=3, n=2))
+    lines.append(completion("ids", prompt=loaded.encode("The end"), temperature=0))
+    source, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    run = cli("batch", str(source), str(out), *limits)
+    assert (run.code, run.err) == (0, "")
+    assert run.out.startswith(f"{len(lines)} lines: {len(lines)} served, 0 failed · ")
+    answers = {name: body(result) for name, result in results(out).items()}
+    for name, given in of_chats.items():
+        options = {"max_new_tokens": given.pop("max_tokens", 8)} | given
+        if "logit_bias" in options:
+            options["logit_bias"] = {1541: -100}
+        alone = loaded.chat(MESSAGES, **options)
+        assert texts(answers[name]) == [choice.text for choice in alone.choices], name
+        reasons = [choice["finish_reason"] for choice in answers[name]["choices"]]
+        assert reasons == [choice.finish_reason for choice in alone.choices]
+        assert answers[name]["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in alone.choices)
+        assert answers[name]["seed"] == alone.seed
+    several = loaded.generate(["The fox", "The owl", "A dwarf"], seed=3, n=2, max_new_tokens=8)
+    assert texts(answers["prompts"]) == [choice.text for one in several for choice in one.choices]
+    assert [choice["index"] for choice in answers["prompts"]["choices"]] == list(range(6))
+    assert texts(answers["ids"]) == [loaded.generate("The end", temperature=0, max_new_tokens=8).text]
+
+
+def test_a_line_without_a_seed_says_with_which_it_was_drawn(
+    cli: Cli, loaded: onward.LanguageModel, tmp_path: Path
+) -> None:
+    wide = {"temperature": 1.5, "top_p": 1.0}
+    asked = {"one": chat("one", **wide), "same": chat("same", **wide)}
+    asked["prompts"] = completion("prompts", prompt=["The fox", "The owl"], **wide)
+    first, again = tmp_path / "first.jsonl", tmp_path / "again.jsonl"
+    assert cli("batch", str(write(tmp_path / "in.jsonl", *asked.values())), str(first)).code == 0
+    drawn = {name: body(result) for name, result in results(first).items()}
+    assert len({answer["seed"] for answer in drawn.values()}) == 3
+    for name, line in asked.items():
+        line["body"]["seed"] = drawn[name]["seed"]
+    assert cli("batch", str(write(tmp_path / "in.jsonl", *asked.values())), str(again)).code == 0
+    for name, result in results(again).items():
+        assert texts(body(result)) == texts(drawn[str(name)])
+
+
+def test_a_line_without_a_length_has_that_of_the_flag(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    lines = [completion("open", max_tokens=None, ignore_eos=True), completion("given", max_tokens=2)]
+    out = tmp_path / "out.jsonl"
+    cli("batch", str(write(tmp_path / "in.jsonl", *lines)), str(out), "-n", "5")
+    lengths = {name: body(result)["usage"]["completion_tokens"] for name, result in results(out).items()}
+    assert lengths == {"open": 5, "given": 2}
+
+
+def test_the_model_has_the_name_that_lines_call_it(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    lines = [chat("ours", model="gpt-4o-mini"), chat("none", model=None), chat("theirs", model="gpt-5")]
+    out = tmp_path / "out.jsonl"
+    run = cli("batch", str(write(tmp_path / "in.jsonl", *lines)), str(out), "--model-name", "gpt-4o-mini")
+    ours, none, theirs = (results(out)[name] for name in ("ours", "none", "theirs"))
+    assert body(ours)["model"] == body(none)["model"] == "gpt-4o-mini"
+    assert theirs["response"]["status_code"] == 404
+    assert theirs["response"]["body"]["error"]["code"] == "model_not_found"
+    assert (run.code, run.err) == (2, f"error: 1 of 3 lines could not be served; '{out}' says why\n")
+
+
+def test_a_bad_line_is_an_error_and_the_others_go_on(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    bad = {
+        "{": "invalid_json_line",
+        "\udcff": "invalid_json_line",
+        "[1]": "invalid_json_line",
+        json.dumps(chat("") | {"custom_id": 5}): "missing_required_parameter",
+        json.dumps(chat("get") | {"method": "GET"}): "invalid_method",
+        json.dumps(chat("url") | {"url": "/v1/embeddings"}): "invalid_url",
+        '{"custom_id": "empty", "method": "POST", "url": "/v1/completions"}': "missing_required_parameter",
+    }
+    source = tmp_path / "in.jsonl"
+    content = "\n".join(["", json.dumps(chat("first")), *bad, json.dumps(chat("last"))])
+    source.write_bytes(content.encode("utf-8", "surrogateescape"))
+    out = tmp_path / "out.jsonl"
+    run = cli("batch", str(source), str(out))
+    assert run.code == 2
+    assert run.out.startswith("9 lines: 2 served, 7 failed")
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["custom_id"] for line in lines if line["error"] is None} == {"first", "last"}
+    errors = {line["error"]["line"]: line["error"] for line in lines if line["error"] is not None}
+    assert [errors[number]["code"] for number in range(3, 10)] == list(bad.values())
+    assert all(error["message"].startswith(f"line {number}: ") for number, error in errors.items())
+    assert all(line["response"] is None for line in lines if line["error"] is not None)
+
+
+def test_a_text_that_cannot_be_finished_fails_alone(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    """Bans that leave no id show only while the text runs."""
+    every = [[token] for token in range(loaded.model.vocab_size)]
+    lines = [chat("good", temperature=0), completion("bad", prompt=["a", "b"], bad_words=every)]
+    out = tmp_path / "out.jsonl"
+    assert cli("batch", str(write(tmp_path / "in.jsonl", *lines)), str(out)).code == 2
+    assert body(results(out)["good"])
+    assert results(out)["bad"]["response"]["status_code"] == 400
+
+
+def test_the_same_command_again_serves_what_is_not_done(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    lines = [chat(f"line {number}", seed=number) for number in range(5)]
+    lines.append(completion("long", prompt="word " * 2000))
+    source, out, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    assert cli("batch", str(write(source, *lines)), str(whole)).code == 2
+    cli("batch", str(write(source, *lines[:2], lines[5])), str(out))
+    before = [line for line in out.read_text().splitlines() if '"custom_id": "line ' in line]
+    assert len(before) == 2
+    with out.open("a") as content:
+        content.write('{"id": "batch_req_1", "custom_id": "line 3", "respon')  # a kill in the middle of a line
+    out.chmod(0o640)
+    lines[5]["body"]["prompt"] = "a shorter one"
+    run = cli("batch", str(write(source, *lines)), str(out))
+    assert run.code == 0
+    assert run.out.startswith("6 lines: 2 done before, 4 served, 0 failed")
+    assert out.read_text().splitlines()[:2] == before
+    assert out.stat().st_mode & 0o777 == 0o640
+    answers = results(out)
+    assert set(answers) == {line["custom_id"] for line in lines}
+    for name, result in results(whole).items():
+        if name != "long":
+            assert texts(body(result)) == texts(body(answers[name]))
+    done = out.read_bytes()
+    assert cli("batch", str(source), str(out)).out.startswith("6 lines: 6 done before, 0 served, 0 failed")
+    assert out.read_bytes() == done
+
+
+def test_a_result_whose_end_of_line_is_lost_is_done(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", chat("a"), chat("b")), tmp_path / "out.jsonl"
+    cli("batch", str(source), str(out))
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(lines[0].rstrip(b"\n"))
+    assert cli("batch", str(source), str(out)).out.startswith("2 lines: 1 done before, 1 served")
+    assert out.read_bytes().splitlines(keepends=True)[0] == lines[0]
+    assert len(results(out)) == 2
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs in its background deaf to interrupts, and its children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=str)
+def test_a_run_that_is_stopped_goes_on_where_it_was(
+    cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    lines = [completion(f"{at}", seed=at, max_tokens=100 if at > 5 else 5, ignore_eos=True) for at in range(24)]
+    source, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    command = [*PROGRAM, "batch", str(source), str(out), "--max-sequences", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as run:
+        deadline = time.monotonic() + 120
+        while not out.exists() or out.read_bytes().count(b"\n") < 3:
+            assert run.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        run.send_signal(sent)
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == code
+    assert b"Traceback" not in said
+    before = out.read_bytes()
+    kept = before[: before.rfind(b"\n") + 1]
+    done = kept.count(b"\n")
+    assert 3 <= done < 24
+    assert cli("batch", str(source), str(out)).out.startswith(f"24 lines: {done} done before, {24 - done} served")
+    assert out.read_bytes().startswith(kept)
+    answers = results(out)
+    assert len(answers) == 24
+    for at in (0, 5, 23):
+        options = {"seed": at, "max_new_tokens": lines[at]["body"]["max_tokens"], "ignore_eos": True}
+        assert texts(body(answers[str(at)])) == [loaded.generate("Once upon a time", **options).text]
+
+
+def test_an_engine_that_fails_ends_the_batch(
+    cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise EngineError("the engine has failed: no memory")
+
+    monkeypatch.setattr(onward.Engine, "submit", fail)
+    source, out = write(tmp_path / "in.jsonl", chat("a"), chat("b")), tmp_path / "out.jsonl"
+    assert cli("batch", str(source), str(out)) == (2, "", "error: the engine has failed: no memory\n")
+    assert out.read_bytes() == b""
+
+
+def test_results_that_find_no_room_are_one_line(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("a device of Linux")
+    run = cli("batch", str(write(tmp_path / "in.jsonl", chat("a"))), "/dev/full")
+    assert (run.code, run.err) == (2, "error: the results cannot be written to '/dev/full': No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("none.jsonl", "out.jsonl"), "'none.jsonl' cannot be read: No such file"),
+        ((".", "out.jsonl"), "it is read twice"),
+        (("in.jsonl", "in.jsonl"), "is the batch itself"),
+        (("in.jsonl", "link.jsonl"), "is the batch itself"),
+        (("in.jsonl", "no/folder/out.jsonl"), "cannot be written to"),
+        (("in.jsonl", "."), "cannot be written to"),
+        (("twice.jsonl", "out.jsonl"), "lines 1 and 3 of 'twice.jsonl' have one custom_id, 'a'"),
+        (("in.jsonl", "notes.txt"), "line 1 of 'notes.txt' is no result of a batch"),
+        (("in.jsonl", "data.json"), "line 1 of 'data.json' is no result of a batch"),
+        (("in.jsonl", "other.jsonl"), "a result of custom_id 'other'"),
+        (("in.jsonl", "double.jsonl"), "two results of custom_id 'a'"),
+        (("in.jsonl", "out.jsonl", "--max-sequences", "0"), "max_sequences must be"),
+        (("in.jsonl", "out.jsonl", "--cache-memory", "0"), "--cache-memory must be"),
+        (("in.jsonl", "out.jsonl", "--cache-memory", "nan"), "--cache-memory must be"),
+        (("in.jsonl", "out.jsonl", "--cache-memory", "1e-9"), "not even one block"),
+        (("in.jsonl", "out.jsonl", "--overcommit", "0.5"), "overcommit must be"),
+        (("in.jsonl", "out.jsonl", "-n", "-1"), "max_new_tokens must be"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_mistake_is_one_line_and_changes_no_file(
+    cli: Cli,
+    loaded: onward.LanguageModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("in.jsonl"), chat("a"))
+    os.symlink("in.jsonl", "link.jsonl")
+    write(Path("twice.jsonl"), chat("a"), "{", chat("a"))
+    Path("notes.txt").write_text("dear diary\n" * 3)
+    Path("data.json").write_text("{}\n")
+    result = {"id": "1", "custom_id": "other", "response": {"status_code": 200, "body": {}}, "error": None}
+    write(Path("other.jsonl"), result)
+    write(Path("double.jsonl"), result | {"custom_id": "a"}, result | {"custom_id": "a"})
+    files = {file: file.read_bytes() for file in Path().iterdir()}
+    run = cli("batch", *arguments)
+    assert (run.code, run.out, run.err.count("\n")) == (2, "", 1)
+    assert message in run.err
+    assert {file: file.read_bytes() for file in files} == files
+
+
+def test_a_batch_of_no_lines_is_done(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    run = cli("batch", str(write(tmp_path / "in.jsonl", "")), str(tmp_path / "out.jsonl"))
+    assert (run.code, run.out.partition(" ·")[0]) == (0, "0 lines: 0 served, 0 failed")

@@ -1,0 +1,65 @@
+"""An engine whose books are checked when it is closed."""
+
+import threading
+
+from onward.cache.slots import PagedSlots
+from onward.engine import Engine
+
+# Those that a test has made and not yet closed.
+OPEN: list["CheckedEngine"] = []
+
+
+class CheckedEngine(Engine):
+    """Remembers its generations, and asserts when it is closed that nothing is left of them."""
+
+    def __init__(self, lm, **limits):
+        super().__init__(lm, **limits)
+        self.generations = []
+        self._recording = threading.Lock()
+        OPEN.append(self)
+
+    def submit(self, *args, **options):
+        generation = super().submit(*args, **options)
+        with self._recording:
+            self.generations.append(generation)
+        return generation
+
+    @property
+    def slots(self):
+        return self._serving.slots
+
+    @property
+    def thread(self):
+        return self._serving._thread
+
+    def between_steps(self, action):
+        """Call `action()` in the engine's thread before every step. It may submit and cancel."""
+        steps = self._serving._steps
+        by_kind = steps.by_kind
+
+        def with_action(work):
+            action()
+            return by_kind(work)
+
+        steps.by_kind = with_action
+
+    def check(self):
+        """The accounts, while the thread does not run."""
+        serving = self._serving
+        assert not self.thread.is_alive()
+        assert all(generation.done for generation in self.generations)
+        assert not serving._tickets
+        assert not serving._watched
+        assert not serving._of_sequence
+        assert not serving._steps._own
+        assert not serving._policy.waiting
+        assert not serving._policy.running
+        assert serving._policy.waiting_tokens == 0
+        assert self.slots.available == self.slots.total, "a block is held, and nothing runs"
+        if isinstance(self.slots, PagedSlots):
+            self.slots.check()
+            assert self.slots.held == 0
+            assert self.slots.free + self.slots.cached == self.slots.total
+        stats = self.stats()
+        assert (stats.waiting, stats.running, stats.sequences, stats.blocks_used) == (0, 0, 0, 0)
+        assert stats.blocks_free + stats.blocks_cached == stats.blocks

@@ -1,0 +1,43 @@
+"""Every request gets the tokens, the text and the logprobs that it gets alone, whatever else the engine serves.
+
+ONWARD_SCHEDULES=1000 runs so many random schedules of up to 64 requests.
+"""
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedules import CHUNKS, MODELS, REQUESTS, Arrival, Schedule, random_schedule, run
+
+SCHEDULES = int(os.environ.get("ONWARD_SCHEDULES", "0"))
+
+arrivals = st.builds(
+    Arrival,
+    index=st.integers(0, REQUESTS - 1),
+    at=st.integers(0, 12),
+    priority=st.sampled_from([0, 0, -2, 3]),
+    cancel=st.none() | st.integers(0, 6),
+    by_event=st.booleans(),
+)
+schedules = st.builds(
+    Schedule,
+    name=st.sampled_from(list(MODELS)),
+    arrivals=st.lists(arrivals, min_size=1, max_size=8),
+    chunk=st.sampled_from(CHUNKS),
+    max_sequences=st.integers(3, 6),
+    blocks=st.none() | st.integers(9, 16),
+    overcommit=st.sampled_from([1.0, 1.5, 8.0]),
+    max_step_ms=st.sampled_from([0.0, 1.0, 100.0]),
+)
+
+
+@settings(max_examples=SCHEDULES or 24)
+@given(schedules)
+def test_any_schedule(schedule):
+    run(schedule)
+
+
+@pytest.mark.parametrize("seed", range(SCHEDULES or 8))
+def test_random_schedule_of_many_requests(seed):
+    run(random_schedule(seed, most=64 if SCHEDULES or seed == 0 else 24))

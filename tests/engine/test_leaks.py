@@ -1,0 +1,109 @@
+"""An engine that has served thousands of requests holds no more than one that has served hundreds.
+
+ONWARD_REQUESTS=100000 serves so many; run it with -s to see what is held meanwhile.
+"""
+
+import gc
+import os
+import random
+import sys
+import threading
+from collections import Counter, deque
+from pathlib import Path
+
+import pytest
+from checked_engine import CheckedEngine
+
+from onward import LanguageModel
+from onward.cache.slot import Slot
+from onward.decoding import Sequence
+from onward.engine import Generation
+from onward.engine.ticket import Ticket
+from onward.requests.job import Job
+from onward.testing import ByteTokenizer, tiny_model
+
+REQUESTS = int(os.environ.get("ONWARD_REQUESTS", "2500"))
+ROWS = 16
+SECONDS = 600
+
+
+def held():
+    """Kilobytes of the process' own memory, its threads, and its open files."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]), threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def alive():
+    gc.collect()
+    kinds = (Ticket, Job, Sequence, Generation, Slot)
+    return Counter(kind.__name__ for kind in map(type, gc.get_objects()) if issubclass(kind, kinds))
+
+
+def fails(ids, text):
+    raise LookupError("mine")
+
+
+class Clients:
+    """Keeps so many requests waiting and running, of every kind, and counts how they end."""
+
+    def __init__(self, engine, outstanding):
+        self.engine, self.outstanding = engine, outstanding
+        self.ends = Counter()
+        self.chance = random.Random(0)
+        self.served = deque()
+        self.beginnings = ["".join(self.chance.choices("abcdef ", k=140)) for _ in range(5)]
+
+    def serve(self, requests):
+        for _ in range(requests):
+            while len(self.served) >= self.outstanding:
+                self.wait()
+            self.submit()
+        while self.served:
+            self.wait()
+        self.engine.generations.clear()
+
+    def submit(self):
+        chance = self.chance
+        shared = chance.choice(self.beginnings)[: chance.choice([0, 0, 20, 70, 140])]
+        prompt = shared + "".join(chance.choices("abcdef ", k=chance.randint(1, 10)))
+        options = {"max_new_tokens": chance.randint(1, 6)}
+        options |= chance.choice([{}, {}, {"temperature": 1.0, "seed": chance.randrange(1000)}])
+        options |= chance.choice(
+            [{}, {}, {"draft": "lookup"}, {"eos": range(64)}, {"time_limit": 1e6}, {"logprobs": 1}]
+        )
+        if chance.random() < 0.05:
+            options = {"max_new_tokens": 4, **chance.choice([{"n": 3, "temperature": 1.0}, {"beams": 3}])}
+        if chance.random() < 0.02:
+            options["stop_when"] = fails
+        generation = self.engine.submit(prompt, priority=chance.choice([0, 0, 1]), **options)
+        if chance.random() < 0.05:
+            generation.cancel()
+        self.served.append(generation)
+
+    def wait(self):
+        try:
+            self.ends[self.served.popleft().result(SECONDS).finish_reason] += 1
+        except LookupError:
+            self.ends["failed"] += 1
+
+
+@pytest.mark.timeout(3600 if REQUESTS > 10_000 else 300)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_is_held_does_not_grow_with_the_requests_that_were_served():
+    model = tiny_model("llama", seed=1, num_hidden_layers=1, hidden_size=16, intermediate_size=16)
+    memory = 3 * ROWS * model.new_blocks(1).block_nbytes
+    before = alive()
+    seen = []
+    lm = LanguageModel(model, ByteTokenizer(), prefix_memory=0)
+    with CheckedEngine(lm, max_sequences=ROWS, cache_memory=memory) as engine:
+        clients = Clients(engine, 2 * ROWS)
+        for part in range(10):
+            clients.serve(REQUESTS // 10)
+            seen.append(held())
+            print(f"{(part + 1) * (REQUESTS // 10):8} requests: RssAnon {seen[-1][0]} kB, {seen[-1][1:]}")
+        # Of the last step alone: its rows, and the sampler's that chose for them.
+        assert all(count <= 2 * ROWS for count in (alive() - before).values())
+    assert {"length", "failed", "cancelled", "stop"} <= set(clients.ends)
+    assert {numbers[1:] for numbers in seen[2:]} == {seen[2][1:]}
+    # The objects alone of a request that stayed are 5 kB: above 2.5 for each.
+    assert seen[-1][0] - seen[2][0] < 2.5 * REQUESTS * 7 / 10

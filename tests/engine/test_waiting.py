@@ -1,0 +1,244 @@
+"""Whoever waits for a generation: threads, tasks, several at once, some who give up."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+from checked_engine import CheckedEngine
+
+from onward import LanguageModel
+from onward.engine import Engine
+from onward.errors import EngineBusyError, EngineError
+from onward.testing import ByteTokenizer, tiny_model
+
+LM = LanguageModel(tiny_model(seed=7), ByteTokenizer(), prefix_memory=0)
+WHOLE = LM.generate("abc", max_new_tokens=20)
+SECONDS = 60
+
+
+def slowly(ids, text):
+    time.sleep(0.005)
+    return False
+
+
+def ids_of(pieces):
+    return [piece.token_id for piece in pieces]
+
+
+# ── threads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_many_threads_submit_at_once():
+    prompts = [f"{'ab' * (k % 5)}{k}" for k in range(24)]
+    options = [{"draft": ["lookup", "suffix", None][k % 3], "temperature": 1.0, "seed": k} for k in range(24)]
+    alone = [
+        LM.generate(p, max_new_tokens=8, **o | {"draft": None}).token_ids for p, o in zip(prompts, options, strict=True)
+    ]
+    served = {}
+    with CheckedEngine(LM, max_sequences=6) as engine:
+
+        def client(k):
+            served[k] = engine.submit(prompts[k], max_new_tokens=8, **options[k]).result(SECONDS).token_ids
+
+        threads = [threading.Thread(target=client, args=(k,)) for k in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [served[k] for k in range(24)] == alone
+
+
+def test_the_same_model_generates_in_another_thread_meanwhile():
+    with CheckedEngine(LM) as engine:
+        generations = [engine.submit("abc", max_new_tokens=20, stop_when=slowly) for _ in range(3)]
+        assert LM.generate("abc", max_new_tokens=20).token_ids == WHOLE.token_ids
+        assert [one.result(SECONDS).token_ids for one in generations] == [WHOLE.token_ids] * 3
+
+
+def test_several_iterate_over_one_generation_from_its_first_piece_on():
+    collected = []
+    with CheckedEngine(LM) as engine:
+        generation = engine.submit("abc", max_new_tokens=20, stop_when=slowly)
+        threads = [threading.Thread(target=lambda: collected.append(ids_of(generation))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert ids_of(generation) == WHOLE.token_ids
+        for thread in threads:
+            thread.join(SECONDS)
+        assert ids_of(generation) == WHOLE.token_ids
+    assert collected == [WHOLE.token_ids] * 3
+    assert "".join(piece.text for piece in generation) == WHOLE.text
+
+
+def test_a_consumer_that_stops_leaves_the_request_as_it_is():
+    with CheckedEngine(LM) as engine:
+        generation = engine.submit("abc", max_new_tokens=20, stop_when=slowly)
+        for piece in generation:
+            assert piece.token_id == WHOLE.token_ids[0]
+            break
+        assert generation.result(SECONDS).token_ids == WHOLE.token_ids
+
+
+def test_result_with_a_timeout():
+    with CheckedEngine(LM) as engine:
+        generation = engine.submit("abc", max_new_tokens=20, stop_when=slowly)
+        with pytest.raises(TimeoutError, match=r"not ended within 0\.001 s"):
+            generation.result(0.001)
+        assert not generation.done
+        assert generation.result(SECONDS).token_ids == WHOLE.token_ids
+        assert generation.done
+        assert generation.result(0) is generation.result()
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
+    holding = threading.Event()
+    with CheckedEngine(LM, max_sequences=1, max_waiting=2, max_waiting_tokens=10) as engine:
+        first = engine.submit("abc", max_new_tokens=3, stop_when=lambda ids, text: not holding.wait(SECONDS))
+        next(iter([first]))
+        while engine.stats().running < 1:
+            time.sleep(0.001)
+        waiting = [engine.submit("abc", max_new_tokens=3) for _ in range(2)]
+        with pytest.raises(EngineBusyError, match=r"2 requests wait \(max_waiting=2\)") as refused:
+            engine.submit("abc")
+        assert 0 < refused.value.retry_after <= 600
+        waiting[0].cancel()
+        holding.set()
+        assert waiting[1].result(SECONDS).token_ids == WHOLE.token_ids[:3]
+    with CheckedEngine(LM, max_sequences=1, max_waiting_tokens=10) as engine:
+        holding.clear()
+        first = engine.submit("abc", max_new_tokens=3, stop_when=lambda ids, text: not holding.wait(SECONDS))
+        while engine.stats().running < 1:
+            time.sleep(0.001)
+        long = engine.submit("a" * 50, max_new_tokens=1)
+        with pytest.raises(EngineBusyError, match="50 tokens of prompts wait"):
+            engine.submit("abc")
+        holding.set()
+        assert long.result(SECONDS).finish_reason == "length"
+
+
+# ── asyncio ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tasks_await_and_iterate():
+    async def pieces_of(generation):
+        return [piece async for piece in generation]
+
+    async def serve(engine):
+        generations = [engine.submit("abc", max_new_tokens=20) for _ in range(4)]
+        streams = [asyncio.create_task(pieces_of(one)) for one in generations]
+        completions = await asyncio.gather(*[_awaited(one) for one in generations])
+        assert [one.token_ids for one in completions] == [WHOLE.token_ids] * 4
+        assert [ids_of(await stream) for stream in streams] == [WHOLE.token_ids] * 4
+        assert ids_of(await pieces_of(generations[0])) == WHOLE.token_ids
+        assert (await generations[0]) is completions[0]
+
+    with CheckedEngine(LM) as engine:
+        asyncio.run(asyncio.wait_for(serve(engine), SECONDS))
+
+
+async def _awaited(generation):
+    return await generation
+
+
+def test_a_task_that_is_cancelled_while_it_waits_leaves_the_request_as_it_is():
+    async def serve(engine):
+        generation = engine.submit("abc", max_new_tokens=20, stop_when=slowly)
+        task = asyncio.create_task(_awaited(generation))
+        async for _ in generation:
+            break
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_awaited(generation), 0.005)
+        assert not generation._wakers
+        assert (await generation).token_ids == WHOLE.token_ids
+
+    with CheckedEngine(LM) as engine:
+        asyncio.run(asyncio.wait_for(serve(engine), SECONDS))
+
+
+def test_a_loop_that_is_closed_before_the_end_disturbs_nobody():
+    with CheckedEngine(LM) as engine:
+        generation = engine.submit("abc", max_new_tokens=20, stop_when=slowly)
+        loop = asyncio.new_event_loop()
+        waiting = generation._until(lambda: generation.done)
+        task = loop.create_task(waiting)
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+        assert generation._wakers
+        task._log_destroy_pending = False
+        loop.close()
+        assert generation.result(SECONDS).token_ids == WHOLE.token_ids
+        waiting.close()
+
+
+def test_an_error_reaches_those_who_await():
+    def fails(ids, text):
+        raise ValueError("mine")
+
+    async def serve(engine):
+        generation = engine.submit("abc", stop_when=fails)
+        with pytest.raises(ValueError, match="mine"):
+            await generation
+        with pytest.raises(ValueError, match="mine"):
+            async for _ in generation:
+                pass
+
+    with CheckedEngine(LM) as engine:
+        asyncio.run(asyncio.wait_for(serve(engine), SECONDS))
+
+
+# ── who holds what ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_engine_that_nobody_holds_serves_what_it_has_and_ends():
+    engine = Engine(LM)
+    thread = engine._serving._thread
+    generations = [engine.submit("abc", max_new_tokens=20) for _ in range(3)]
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert [one.result(SECONDS).token_ids for one in generations] == [WHOLE.token_ids] * 3
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_an_engine_keeps_no_request_that_has_ended():
+    with CheckedEngine(LM) as engine:
+        for options in ({}, {"n": 2, "temperature": 1.0}, {"beams": 2}, {"draft": "lookup"}, {"time_limit": 1000.0}):
+            generation = engine.submit("abc", max_new_tokens=5, **options)
+            generation.result(SECONDS)
+            gone = weakref.ref(generation)
+            engine.generations.clear()
+            del generation
+            engine.submit("abcd", max_new_tokens=2).result(SECONDS)  # the last step's work is kept until the next
+            gc.collect()
+            assert gone() is None, options
+
+
+def test_a_generation_keeps_no_engine():
+    engine = Engine(LM)
+    generation = engine.submit("abc", max_new_tokens=2)
+    generation.result(SECONDS)
+    engine.close()
+    serving = weakref.ref(engine._serving)
+    del engine
+    gc.collect()
+    assert serving() is None
+    assert generation.done
+
+
+def test_an_engine_is_not_copied(tmp_path):
+    import copy
+    import pickle
+
+    with CheckedEngine(LM) as engine:
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(EngineError, match="an engine is a thread"):
+                attempt(engine)
+        assert repr(engine).startswith("<CheckedEngine: 0 running, 0 waiting")

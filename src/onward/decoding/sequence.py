@@ -64,6 +64,7 @@ class Sequence:
         assert prompt, "an empty prompt has nothing to predict from"
         self.prompt = prompt
         self.start = self.computed = start
+        self._output_at = start + len(prompt)  # the position of the first new id
         self.cached = 0
         self.sampling = sampling
         self.top_logprobs = top_logprobs
@@ -89,7 +90,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """The position after the last id."""
-        return self.start + len(self.prompt) + len(self.token_ids)
+        return self._output_at + len(self.token_ids)
 
     @property
     def longest(self) -> int:
@@ -114,7 +115,7 @@ class Sequence:
         logprobs of the prompt are asked for.
         """
         if self.finish_reason is None:
-            return self.length - self.computed
+            return self._output_at + len(self.token_ids) - self.computed  # written out, for every step asks often
         if self.prompt_top is None or self.token_ids:
             return 0
         return self.start + len(self.prompt) - 1 - self.computed

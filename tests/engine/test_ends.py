@@ -317,3 +317,16 @@ def test_a_failure_of_the_slots_ends_its_request_alone(alone, monkeypatch, call)
         with pytest.raises(MemoryError):
             generations[0].result(SECONDS)
         assert texts(generations[1].result(SECONDS)) == alone[0]
+
+
+def test_a_cancelled_search_gives_the_best_texts_so_far():
+    """As `generate` does where a caller's event is set: texts that went on end as cancelled."""
+    with CheckedEngine(LM, max_sequences=4) as engine:
+        generation = engine.submit("abc", beams=3, n=3, max_new_tokens=200, eos=())
+        engine.between_steps(lambda: generation.cancel() if engine.stats().steps > 8 else None)
+        completion = generation.result(SECONDS)
+    assert len(completion.choices) == 3
+    assert {choice.finish_reason for choice in completion.choices} == {"cancelled"}
+    assert all(choice.token_ids for choice in completion.choices)
+    scores = [choice.score for choice in completion.choices]
+    assert scores == sorted(scores, reverse=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onward.decoding.forward import Run, Work, batches, processed
 from onward.decoding.loop import Failed
-from onward.decoding.sequence import Sequence
+from onward.decoding.sequence import FinishReason, Sequence
 from onward.decoding.slots import Slots
 from onward.decoding.step import Emitted, Step
 from onward.decoding.token import TokenLogprobs, not_finite, token_logprobs
@@ -118,6 +118,19 @@ class Search(Sequence):
         if self._cannot_improve():
             self.take_over(self.ended[0][1])
         return [parent for parent, _ in children]
+
+    def end(self, reason: FinishReason) -> None:
+        """End the search with the best texts so far; those that still went on end for this reason."""
+        going_on = [beam for beam in self.running if beam.sequence.token_ids]
+        for beam in going_on:
+            text = beam.sequence.fork()
+            text.end(reason)
+            self.ended.append((self.beams.score(beam.total, len(text.token_ids)), text))
+        self.ended = sorted(self.ended, key=lambda scored: -scored[0])[: self.beams.width]
+        if self.ended:
+            self.take_over(self.ended[0][1])
+        else:
+            super().end(reason)
 
     def _cannot_improve(self) -> bool:
         if not self.running:

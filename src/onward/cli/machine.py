@@ -2,7 +2,6 @@
 
 import os
 import platform
-from pathlib import Path
 
 from onward import __version__
 from onward.cli.facts import Fact
@@ -19,9 +18,11 @@ _INSTRUCTIONS = [
 
 def machine_facts() -> list[Fact]:
     """The processor and its memory."""
-    cpuinfo = _fields("/proc/cpuinfo")
+    from onward.native.machine_memory import machine_memory, system_fields
+
+    cpuinfo = system_fields("/proc/cpuinfo")
     flags = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
-    total, available = _memory()
+    total, available = machine_memory()
     return [
         Fact("processor", cpuinfo.get("model name") or platform.processor() or platform.machine()),
         Fact("cores", _usable_cores(), f"{_usable_cores()} of {os.cpu_count()} usable"),
@@ -76,38 +77,6 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _memory() -> tuple[int | None, int | None]:
-    """Bytes of memory, all and available; a control group may grant less than the machine has."""
-    fields = _fields("/proc/meminfo")
-    if "MemTotal" not in fields:
-        pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}) else None
-        return (None if pages is None else pages * os.sysconf("SC_PAGE_SIZE")), None
-    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    granted = _read("/sys/fs/cgroup/memory.max").strip()
-    if granted.isdigit():
-        used = _read("/sys/fs/cgroup/memory.current").strip()
-        total = min(total, int(granted))
-        available = min(available, int(granted) - int(used or 0))
-    return total, available
-
-
-def _fields(path: str) -> dict[str, str]:
-    """The `name : value` lines of a file under /proc, the first of each name."""
-    fields: dict[str, str] = {}
-    for line in _read(path).splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    return fields
-
-
-def _read(path: str) -> str:
-    """Empty where the system has no such file."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def _size(count: int | None) -> str:

@@ -98,7 +98,7 @@ class AllTogether:
         sibling = self._siblings.get(sequence)
         if sibling is None or sibling.finish_reason is not None:
             return False
-        return sibling.slot is None or sibling.computed < _last_of_prompt(sibling)
+        return sibling.slot is None or sibling.computed < sibling.output_at - 1
 
     def _starts(self, sequence: Sequence) -> bool:
         """Give a sequence a slot. False: there is no room."""
@@ -123,7 +123,7 @@ class AllTogether:
         sibling = self._siblings.get(sequence)
         if sibling is None or sibling.slot is None:
             return False
-        computed = _last_of_prompt(sibling)
+        computed = sibling.output_at - 1  # the last id is processed anew by all texts of the prompt
         sequence.slot = self._slots.fork(sibling.slot, computed, sequence.longest)
         if sequence.slot is None:
             return False
@@ -145,8 +145,3 @@ class AllTogether:
         for holder in sequence.holders():
             release(holder.slot, holder.ids(0, holder.computed))
             holder.slot = None
-
-
-def _last_of_prompt(sequence: Sequence) -> int:
-    """The position of the last id of the prompt, which is processed anew by all texts of that prompt."""
-    return sequence.start + len(sequence.prompt) - 1

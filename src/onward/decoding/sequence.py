@@ -37,6 +37,7 @@ class Sequence:
     stopped_by is the id, the stop string or the function `stop_when` that ended the text with "stop"; otherwise None.
 
     prompt: ids, one at least. start: the position of the first; the cache holds the positions before it.
+    output_at: the position of the first new id.
     sampling: how a token is chosen, with its seed; None where the step's chooser knows.
     top_logprobs: how many of the likeliest ids to report with each token; None reports no logprobs at all.
     prompt_top: the same for the prompt's ids. `prompt_logprobs` collects them: None for the first id.
@@ -64,7 +65,7 @@ class Sequence:
         assert prompt, "an empty prompt has nothing to predict from"
         self.prompt = prompt
         self.start = self.computed = start
-        self._output_at = start + len(prompt)  # the position of the first new id
+        self.output_at = start + len(prompt)
         self.cached = 0
         self.sampling = sampling
         self.top_logprobs = top_logprobs
@@ -90,12 +91,12 @@ class Sequence:
     @property
     def length(self) -> int:
         """The position after the last id."""
-        return self._output_at + len(self.token_ids)
+        return self.output_at + len(self.token_ids)
 
     @property
     def longest(self) -> int:
         """The most positions that the text may take."""
-        return self.start + len(self.prompt) + self._max_new_tokens
+        return self.output_at + self._max_new_tokens
 
     @property
     def has_begun(self) -> bool:
@@ -115,10 +116,10 @@ class Sequence:
         logprobs of the prompt are asked for.
         """
         if self.finish_reason is None:
-            return self._output_at + len(self.token_ids) - self.computed  # written out, for every step asks often
+            return self.output_at + len(self.token_ids) - self.computed  # written out, for every step asks often
         if self.prompt_top is None or self.token_ids:
             return 0
-        return self.start + len(self.prompt) - 1 - self.computed
+        return self.output_at - 1 - self.computed
 
     def holders(self) -> list["Sequence"]:
         """The sequences that have slots for this text: this one, or those that search for it."""

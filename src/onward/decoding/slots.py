@@ -8,18 +8,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.cache import KVBlocks, KVCache, length_of
-from onward.cache.machine import has_lazy_memory, machine_memory
+from onward.cache.buffers import is_lazy
 from onward.cache.positions import copy_positions, position_dims
-from onward.cache.rows import have_rows, row_dims
+from onward.cache.rows import copy_row, have_rows, row_dims
 from onward.cache.slots import PagedSlots
 from onward.cache.view import View
 from onward.errors import RequestError
 from onward.models import Cache, Model, padded_length
 from onward.models.weights_version import computation
+from onward.native.machine_memory import memory_limit
 from onward.ops.blocks import BLOCK
 
 Slot = Any
@@ -302,9 +302,10 @@ class DenseSlots:
     def _copy(self, source: int, to: int, positions: int) -> None:
         """Copy a row of the cache, of which `positions` count."""
         assert self._dims is not None, "the rows of this cache are not known"
-        some = positions if isinstance(self.cache, KVCache) else None
-        for leaf, dim in zip(pytree.tree_leaves(self.cache), self._dims, strict=True):
-            _copy_row(leaf, dim, source, to, some)
+        if isinstance(self.cache, KVCache):
+            self.cache.copy_row(source, to, positions)
+        else:
+            copy_row(self.cache, self._dims, source, to)
 
     def _make_room(self, length: int) -> bool:
         """Make the cache longer where it must be. It at least doubles, so a text that grows is copied twice at most."""
@@ -366,18 +367,14 @@ class KeptSlots:
         slots.use(computation(model))
         return slots
 
-    def clear(self) -> None:
-        """Forget all that is kept."""
-        if self._slots is not None:
-            self._slots.clear()
-
     def _shared(self, model: Model, length: int) -> PagedSlots:
         if self._slots is None or self._model is None or self._model() is not model:
             assert model.new_blocks is not None, "asked before"
             nbytes = model.new_blocks(1).block_nbytes
             kept = self.memory // nbytes
             # Memory that is never written is never allocated on the CPU, so all of the machine's may be asked for.
-            count = machine_memory() // nbytes if model.device.type == "cpu" and has_lazy_memory() else kept
+            memory = memory_limit()
+            count = memory // nbytes if is_lazy(memory, model.device) else kept
             blocks = _as_many_blocks(model.new_blocks, max(1, min(count, MOST_BLOCKS)))
             self._slots = PagedSlots(blocks, max_len=longest_text(model, length), cached_blocks=min(kept, blocks.count))
             self._model = weakref.ref(model)
@@ -402,11 +399,3 @@ def dims_of(model: Model, cache: Cache, rows: int) -> Sequence[int] | None:
         return None
     dims = row_dims(model.new_cache)
     return dims if dims is not None and have_rows(cache, dims, rows) else None
-
-
-def _copy_row(leaf: Tensor, dim: int, source: int, to: int, positions: int | None) -> None:
-    """Copy a row of a cache's tensor. positions: so many of a `KVCache`'s [G, S, D]; None: all of it."""
-    old, new = leaf.select(dim, source), leaf.select(dim, to)
-    if positions is not None:
-        old, new = old[:, :positions], new[:, :positions]
-    new.copy_(old)

@@ -109,7 +109,7 @@ def prompt_logprobs_of(item: Work, logits: Tensor) -> list[TokenLogprobs]:
     sequence, count = item
     assert sequence.prompt_top is not None
     first = sequence.computed + 1
-    ids = sequence.ids(first, min(first + count, sequence.start + len(sequence.prompt)))
+    ids = sequence.ids(first, min(first + count, sequence.output_at))
     at_once = max(1, _MOST_SCORED // logits.shape[1])
     logprobs: list[TokenLogprobs] = []
     for begin in range(0, len(ids), at_once):

@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from onward.cache.machine import machine_memory
 from onward.cache.slots import PagedSlots
 from onward.checks import check_whole
 from onward.decoding import DenseSlots, Slots
 from onward.decoding.slots import MOST_BLOCKS, dims_of
 from onward.errors import RequestError
 from onward.models import Model
+from onward.native.machine_memory import memory_limit
 from onward.ops.blocks import BLOCK
 from onward.program.leaves import leaves_of
 from onward.reprs import in_bytes
@@ -30,7 +30,7 @@ def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> 
     """
     if cache_memory is not None:
         check_whole("cache_memory", cache_memory, low=1)
-    limit = int(_SHARE * machine_memory()) if cache_memory is None else cache_memory
+    limit = int(_SHARE * memory_limit()) if cache_memory is None else cache_memory
     context = _UNKNOWN_CONTEXT if model.max_seq_len is None else model.max_seq_len
     if model.new_blocks is None:
         return _dense(model, max_sequences, context, limit, cache_memory)

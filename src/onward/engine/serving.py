@@ -262,7 +262,7 @@ class Serving:
             ticket.job.took(emission.seconds)
         for sequence, token, text in emission.pieces:
             ticket = self._of_sequence[sequence]
-            pieces.setdefault(ticket, []).append(ticket.piece(sequence, token, text))
+            pieces.setdefault(ticket, []).append(ticket.job.piece(sequence, token, text))
         for ticket, new in pieces.items():
             ticket.generation.add(new)
         with self._lock:

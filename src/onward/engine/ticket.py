@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from onward.completion import Piece
 from onward.decoding import FinishReason, Search, Sequence, Slots
 from onward.decoding.schedule import scored_chunk
 from onward.engine.generation import Generation
@@ -25,8 +24,6 @@ class Ticket:
         self.error: BaseException | None = None
         self._slots = slots
         self._scored_chunk = scored_chunk(vocab_size)
-        self._given_out = dict.fromkeys(job.sequences, 0)  # tokens of each
-        self._indices = {sequence: index for index, sequence in enumerate(job.sequences)}
         self._promised = 0
         self._began = False
         self._leader = self._first_of_several()
@@ -57,7 +54,7 @@ class Ticket:
         whole = self._slots.blocks_for(first.longest)
         if isinstance(first, Search):
             return first.beams.width * whole
-        shared = self._slots.shared_blocks(len(first.prompt) - 1)
+        shared = self._slots.shared_blocks(self._shared)
         return whole + (len(self.job.sequences) - 1) * (whole - shared)
 
     @property
@@ -163,7 +160,7 @@ class Ticket:
     @property
     def _shared(self) -> int:
         """How many positions the texts share. Each processes the last id of the prompt itself, in one step."""
-        return len(self.job.request.prompt) - 1
+        return self.job.sequences[0].output_at - 1
 
     # ── at work ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -176,13 +173,6 @@ class Ticket:
                     total = min(total, sequence.computed + self._scored_chunk)  # logits of every id are large
                 if total > sequence.computed:
                     yield Row(sequence, total)
-
-    def piece(self, sequence: Sequence, token: int, text: str) -> Piece:
-        """A token of one of the texts as whoever waits gets it."""
-        at = self._given_out[sequence]
-        self._given_out[sequence] += 1
-        logprobs = sequence.logprobs[at] if sequence.top_logprobs is not None else None
-        return Piece(text, token, logprobs, self._indices[sequence])
 
 
 class Row:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from onward.checkpoint import Tokenizer
-from onward.completion import Completion, Stopwatch
+from onward.completion import Completion, Piece, Stopwatch
 from onward.decoding import (
     BeamOptions,
     FinishReason,
@@ -46,6 +46,8 @@ class Job:
                 sequence.prompt_top = None
         self.siblings = dict.fromkeys(self.sequences[1:], self.sequences[0])
         self._watches = {sequence: Stopwatch() for sequence in self.sequences}
+        self._given_out = dict.fromkeys(self.sequences, 0)  # tokens of each
+        self._choices = {sequence: choice for choice, sequence in enumerate(self.sequences)}
 
     @property
     def has_ended(self) -> bool:
@@ -55,12 +57,6 @@ class Job:
     def has_tokens(self) -> bool:
         """Whether some of its sequences has gone on."""
         return any(watch.tokens for watch in self._watches.values())
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether somebody has set the request's `cancel`."""
-        cancel = self.request.options.cancel
-        return cancel is not None and cancel.is_set()
 
     def end(self, reason: FinishReason) -> None:
         """End all texts that go on, between two steps."""
@@ -74,6 +70,13 @@ class Job:
             tokens = sequence.tokens if isinstance(sequence, Search) else len(sequence.token_ids)
             if sequence.finish_reason is None or tokens > watch.tokens:
                 watch.step(seconds, tokens - watch.tokens)
+
+    def piece(self, sequence: Sequence, token: int, text: str) -> Piece:
+        """The next token of one of the texts as whoever waits gets it."""
+        at = self._given_out[sequence]
+        self._given_out[sequence] += 1
+        logprobs = sequence.logprobs[at] if sequence.top_logprobs is not None else None
+        return Piece(text, token, logprobs, self._choices[sequence])
 
     def completion(self) -> Completion:
         """The completion, when all sequences have ended; those of the other texts are in its `others`."""

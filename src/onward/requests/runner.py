@@ -67,8 +67,7 @@ class Runner:
         ahead = time.perf_counter() - began
         for job in jobs:
             job.took(ahead)
-        tell_logprobs = {sequence: sequence.top_logprobs is not None for sequence in sequences}
-        told = dict.fromkeys(sequences, 0)
+        of_sequence = {sequence: job for job in jobs for sequence in job.sequences}
         try:
             for emission in decode_loop(steps, schedule, slots):
                 if turn is not None:
@@ -76,9 +75,7 @@ class Runner:
                 for job in jobs:
                     job.took(emission.seconds)
                 for sequence, token, text in emission.pieces:
-                    logprobs = sequence.logprobs[told[sequence]] if tell_logprobs[sequence] else None
-                    told[sequence] += 1
-                    yield Piece(text, token, logprobs)
+                    yield of_sequence[sequence].piece(sequence, token, text)
                 if turn is not None:
                     turn.check()
         finally:

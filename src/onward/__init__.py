@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from onward import ops
     from onward.cache import KVCache
     from onward.completion import Completion, Piece, Timing
+    from onward.constraints import Constraint
     from onward.decoding import (
         DecodeOutput,
         FilledCache,
@@ -43,6 +44,7 @@ logging.getLogger("onward").addHandler(logging.NullHandler())
 __all__ = [
     "ChatOptionsDict",
     "Completion",
+    "Constraint",
     "DecodeOutput",
     "Engine",
     "EngineBusyError",
@@ -87,6 +89,7 @@ __all__ = [
 _HOMES = {
     "ChatOptionsDict": "onward.requests",
     "Completion": "onward.completion",
+    "Constraint": "onward.sampling",
     "DecodeOutput": "onward.decoding",
     "Engine": "onward.engine",
     "EngineBusyError": "onward.errors",
@@ -128,6 +131,7 @@ _SUBMODULES = {
     "cache",
     "checkpoint",
     "completion",
+    "constraints",
     "decoding",
     "engine",
     "errors",

@@ -1,10 +1,12 @@
 """The results of a request: pieces while it runs, a completion when it is done, and their times."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from onward.constraints import JsonSchema
 from onward.decoding import TokenLogprobs
 from onward.decoding.sequence import FinishReason, StoppedBy
+from onward.errors import RequestError
 from onward.speculation import Speculation
 
 
@@ -51,10 +53,10 @@ class Completion:
 
     text: what was generated, without the prompt, the ending id and the stop string.
     token_ids: every id generated, the ending one too.
-    finish_reason: "stop" (an eos id, a stop string or `stop_when`), "length" (max_new_tokens), "time" (time_limit) or
-        "cancelled" (cancel).
+    finish_reason: "stop" (an eos id, a stop string, `stop_when`, or a complete constraint), "length" (max_new_tokens),
+        "time" (time_limit) or "cancelled" (cancel).
     stopped_by: what ended the text with "stop": the ending id, the stop string, or the function `stop_when`; otherwise
-        None.
+        None, also where a constraint lets nothing follow.
     timing: see `Timing`.
     prompt_tokens: how many ids the prompt had.
     cached_tokens: how many of the prompt's ids a session held already.
@@ -65,6 +67,7 @@ class Completion:
     score: the sum of logprobs / length^length_penalty of a text that beams found; None without beams.
     others: the prompt's other texts, for n > 1; see `choices`.
     speculation: how many ids were drafted and accepted; None without a draft.
+    json_schema: the schema that the text was made to meet; None without one.
     """
 
     text: str
@@ -80,6 +83,7 @@ class Completion:
     cached_tokens: int = 0
     speculation: Speculation | None = None
     stopped_by: StoppedBy | None = None
+    json_schema: JsonSchema | None = None
 
     def __repr__(self) -> str:
         """One line; every field is an attribute."""
@@ -93,6 +97,23 @@ class Completion:
     def choices(self) -> list["Completion"]:
         """All texts of this prompt: this one, then the others. Samples are in order, beams best first."""
         return [self, *self.others]
+
+    @property
+    def parsed(self) -> Any:
+        """What a text with a `json_schema` stands for: a value of JSON, or an instance of the pydantic class.
+
+        Raises:
+            RequestError: there was no json_schema; the text was cut before it was whole; or the class's own checks
+                refuse the value.
+        """
+        if self.json_schema is None:
+            raise RequestError("this text has no json_schema to be parsed by: give json_schema= to the request")
+        if self.finish_reason != "stop":
+            raise RequestError(
+                f"the JSON is not whole, for the text ended by {self.finish_reason!r} after {len(self.token_ids)} "
+                "tokens: give it more room (max_new_tokens, time_limit)"
+            )
+        return self.json_schema.parsed(self.text)
 
 
 class Stopwatch:

@@ -120,6 +120,10 @@ class JsonTokenizer:
         """The token of every id as the vocabulary spells it; None for an id that has none."""
         return [self._inner.id_to_token(token) for token in range(self.vocab_size)]
 
+    def to_json(self) -> str:
+        """The content of a tokenizer.json that makes the same ids."""
+        return self._inner.to_str()
+
     def _resolve_add_bos(self, config: Mapping[str, Any]) -> bool:
         add_bos = _flag(config, "add_bos_token")
         if add_bos and self.bos_id is None:

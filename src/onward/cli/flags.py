@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial, wraps
@@ -10,7 +11,8 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, Option
 
-from onward.cli.help import CHAT, LENGTH, MODEL, OUTPUT, REPETITION, SAMPLING, TEXTS
+from onward.cli.help import CHAT, FORM, LENGTH, MODEL, OUTPUT, REPETITION, SAMPLING, TEXTS
+from onward.cli.prompt import read_text
 from onward.cli.terminal import waiting
 from onward.errors import RequestError
 
@@ -21,8 +23,8 @@ def _one_of(*names: str) -> Callable[[], list[str]]:
 
 
 # An option in a group of the help.
-_chat, _model, _length, _sampling, _repetition, _texts, _output = (
-    partial(Option, rich_help_panel=group) for group in (CHAT, MODEL, LENGTH, SAMPLING, REPETITION, TEXTS, OUTPUT)
+_chat, _model, _length, _sampling, _repetition, _form, _texts, _output = (
+    partial(Option, rich_help_panel=group) for group in (CHAT, MODEL, LENGTH, SAMPLING, REPETITION, FORM, TEXTS, OUTPUT)
 )
 
 
@@ -123,6 +125,18 @@ class GenerateFlags:
     time_limit: Annotated[
         float | None, _length("--time-limit", metavar="SECONDS", help="End the text after so long.")
     ] = None
+    json_schema: Annotated[
+        Path | None, _form("--json-schema", metavar="FILE", help="JSON that the JSON Schema in FILE validates.")
+    ] = None
+    regex: Annotated[
+        str | None, _form("--regex", metavar="PATTERN", help="A text that matches PATTERN from end to end.")
+    ] = None
+    grammar: Annotated[
+        Path | None, _form("--grammar", metavar="FILE", help="What the grammar in FILE derives, in Lark's syntax.")
+    ] = None
+    choice: Annotated[list[str] | None, _form("--choice", metavar="TEXT", help="One of several texts. Repeatable.")] = (
+        None
+    )
 
 
 def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> dict[str, Any]:
@@ -142,7 +156,20 @@ def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> d
 
 def _given(flags: Any) -> dict[str, Any]:
     values = {field.name: getattr(flags, field.name) for field in fields(flags)}
-    return {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
+    given = {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
+    if "grammar" in given:
+        given["grammar"] = read_text(given["grammar"])
+    if "json_schema" in given:
+        given["json_schema"] = _json_of(given["json_schema"])
+    return given
+
+
+def _json_of(file: Path) -> Any:
+    text = read_text(file)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{str(file)!r} holds no JSON Schema, for it is no JSON: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,11 @@ MODEL = "Model"
 LENGTH = "Length and stops"
 SAMPLING = "Sampling"
 REPETITION = "Repetition and bans"
+FORM = "The form of the text"
 TEXTS = "Several texts"
 OUTPUT = "Output"
 # In the order of the help; what a command has for itself alone stands first, without a group.
-GROUPS = (PROMPT, MODEL, CHAT, LENGTH, SAMPLING, REPETITION, TEXTS, OUTPUT)
+GROUPS = (PROMPT, MODEL, CHAT, LENGTH, SAMPLING, REPETITION, FORM, TEXTS, OUTPUT)
 
 
 class GroupedCommand(TyperCommand):

@@ -24,10 +24,21 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if argument is not None and not from_input:
         return argument
     if file is not None and not from_input:
-        return _without_last_newline(_decoded(_read(file), str(file)))
+        return _without_last_newline(_decoded(_read(file, "prompt file"), f"the prompt in {file}"))
     if not from_input and (sys.stdin is None or is_terminal(sys.stdin)):
         raise RequestError("no prompt: give one as an argument, with --file FILE, or on standard input")
-    return _without_last_newline(_decoded(standard_input(), "standard input"))
+    return _without_last_newline(_decoded(standard_input(), "the prompt in standard input"))
+
+
+def read_text(file: Path) -> str:
+    """The content of a file that a flag names; '-' is standard input.
+
+    Raises:
+        RequestError: it cannot be read as UTF-8.
+    """
+    if str(file) == "-":
+        return _decoded(standard_input(), "standard input")
+    return _decoded(_read(file, "file"), repr(str(file)))
 
 
 def parse_ids(text: str) -> list[int]:
@@ -61,18 +72,18 @@ def expanded_source(source: str) -> str:
     return os.path.expanduser(source) if source.startswith("~") else source
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path, what: str) -> bytes:
     try:
         return expanded(file).read_bytes()
     except OSError as error:
-        raise RequestError(f"the prompt file {str(file)!r} cannot be read: {error.strerror or error}") from error
+        raise RequestError(f"the {what} {str(file)!r} cannot be read: {error.strerror or error}") from error
 
 
 def _decoded(content: bytes, where: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"the prompt in {where} is not UTF-8 text: byte {error.start} is out of place") from error
+        raise RequestError(f"{where} is not UTF-8 text: byte {error.start} is out of place") from error
 
 
 def _without_last_newline(text: str) -> str:

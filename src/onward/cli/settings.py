@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _NOT_OF_A_CHAT = {
     *("n", "beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs"),
     *("draft", "stop_when", "cancel", "logit_bias"),
+    *("json_schema", "regex", "grammar", "choice", "constraint"),
 }
 _ALWAYS_SHOWN = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed")
 _OF_TEXTS = ("stop", "bad_words")

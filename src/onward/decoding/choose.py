@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onward.decoding.sequence import Sequence
 from onward.program import Pick
-from onward.sampling import History, Sampler, SamplingParams
+from onward.sampling import ConstrainedText, History, Sampler, SamplingParams
 
 # (logits [B, V], positions int32 [B] of the tokens to choose) -> int64 [B]
 Select = Callable[[Tensor, Tensor], Tensor]
@@ -52,7 +52,7 @@ class SamplingChooser:
         drafts: abc.Sequence[abc.Sequence[int]] | None = None,
     ) -> Tensor:
         sampler = self.sampler(sequences)
-        return sampler(logits, positions, histories_of(sampler, sequences), drafts)
+        return sampler(logits, positions, histories_of(sampler, sequences), drafts, constraints_of(sequences))
 
     def sampler(self, sequences: abc.Sequence[Sequence]) -> Sampler:
         """The sampler of these sequences. That of the last ones is kept, for they are most often the next ones too."""
@@ -62,7 +62,7 @@ class SamplingChooser:
         return self._last[1]
 
     def kernel(self, sequences: abc.Sequence[Sequence]) -> Pick | None:
-        return self.sampler(sequences).pick
+        return self.sampler(sequences).pick if constraints_of(sequences) is None else None
 
 
 class SelectChooser:
@@ -92,6 +92,12 @@ class SelectChooser:
 def histories_of(sampler: Sampler, sequences: abc.Sequence[Sequence]) -> list[History] | None:
     """The histories of sequences; None where the sampler reads none."""
     return [sequence.read_history() for sequence in sequences] if sampler.needs_history else None
+
+
+def constraints_of(sequences: abc.Sequence[Sequence]) -> list[ConstrainedText | None] | None:
+    """The constraints of sequences; None where none has any."""
+    constraints = [sequence.constraint for sequence in sequences]
+    return constraints if any(constraint is not None for constraint in constraints) else None
 
 
 def sampling_of(sequence: Sequence) -> SamplingParams:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from onward.decoding.text import NoText, TextStream
 from onward.decoding.token import TokenLogprobs
-from onward.sampling import History, SamplingParams
+from onward.sampling import ConstrainedText, History, SamplingParams
 
 FinishReason = Literal["stop", "length", "time", "cancelled"]
 # (ids so far, text so far) -> whether to end
@@ -28,8 +28,8 @@ class Sequence:
     already and ids whose cache was given up differ in `computed` alone.
 
     finish_reason is None while the text goes on. It becomes
-        "stop" after an id of `eos` (which is part of `token_ids` and not of the text), after a stop string, or when
-            `stop_when` returns True;
+        "stop" after an id of `eos` (which is part of `token_ids` and not of the text), after a stop string, when the
+            constraint lets nothing follow, or when `stop_when` returns True;
         "length" after `max_new_tokens`; at once where that is 0;
         "time" with the first token at or after `deadline` (on the clock `time.monotonic`);
         "cancelled" with the first token after any thread has set `cancel`.
@@ -39,6 +39,7 @@ class Sequence:
     prompt: ids, one at least. start: the position of the first; the cache holds the positions before it.
     output_at: the position of the first new id.
     sampling: how a token is chosen, with its seed; None where the step's chooser knows.
+    constraint: what may follow; None for everything.
     top_logprobs: how many of the likeliest ids to report with each token; None reports no logprobs at all.
     prompt_top: the same for the prompt's ids. `prompt_logprobs` collects them: None for the first id.
     cached: how many ids of the prompt were not processed, for the cache held them.
@@ -56,6 +57,7 @@ class Sequence:
         *,
         start: int = 0,
         sampling: SamplingParams | None = None,
+        constraint: ConstrainedText | None = None,
         top_logprobs: int | None = None,
         prompt_top: int | None = None,
         stop_when: StopWhen | None = None,
@@ -68,6 +70,7 @@ class Sequence:
         self.output_at = start + len(prompt)
         self.cached = 0
         self.sampling = sampling
+        self.constraint = constraint
         self.top_logprobs = top_logprobs
         self.prompt_top = prompt_top
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
@@ -78,6 +81,8 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None if max_new_tokens > 0 else "length"
+        if constraint is not None and constraint.is_done:
+            self.finish_reason = "stop"
         self.stopped_by: StoppedBy | None = None
         self._max_new_tokens = max_new_tokens
         self._eos = eos
@@ -152,6 +157,8 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.history is not None:
             self.history.append(token_id)
+        if self.constraint is not None:
+            self.constraint.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         piece = ""
@@ -181,6 +188,7 @@ class Sequence:
         other = copy.copy(self)
         other.token_ids, other.logprobs = self.token_ids.copy(), self.logprobs.copy()
         other.history = None if self.history is None else self.history.fork()
+        other.constraint = None if self.constraint is None else self.constraint.fork()
         other.slot = None
         other._stream = self._stream.fork()
         return other
@@ -191,10 +199,12 @@ class Sequence:
         assert ended.finish_reason is not None, "only a sequence's own end ends it"
         fork = ended.fork()
         self.token_ids, self.logprobs, self.text, self._stream = fork.token_ids, fork.logprobs, fork.text, fork._stream
-        self.finish_reason, self.stopped_by = fork.finish_reason, fork.stopped_by
+        self.finish_reason, self.stopped_by, self.constraint = fork.finish_reason, fork.stopped_by, fork.constraint
 
     def _reason_to_end(self, piece: str) -> FinishReason | None:
         if self._stream.stopped_by is not None:
+            return "stop"
+        if self.constraint is not None and self.constraint.is_done:
             return "stop"
         if self._stop_when is not None and self._stop_when(self.token_ids, self.text + piece):
             self.stopped_by = self._stop_when

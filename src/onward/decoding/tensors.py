@@ -18,7 +18,7 @@ from onward.decoding.slots import slots_for
 from onward.decoding.step import DecodeStep
 from onward.errors import RequestError
 from onward.models import Model, reused_run
-from onward.sampling import Sampler, SamplingParams
+from onward.sampling import ConstrainedText, Constraint, Sampler, SamplingParams
 from onward.sampling.params import UnseededOptionsDict
 
 
@@ -30,6 +30,7 @@ def generate(
     seed: int | abc.Sequence[int] | None = None,
     pad: int | None = None,
     compile: str = "auto",
+    constraint: Constraint | None = None,
     **options: Unpack[UnseededOptionsDict],
 ) -> Tensor:
     """Continue prompts of one length: int [B, P] -> int64 [B, P + max_new_tokens], on the prompts' device.
@@ -47,6 +48,7 @@ def generate(
             equal prompts with an equal seed continue equally. None draws a seed for each row.
         pad: the id that fills a row after its end.
         compile: as in `onward.LanguageModel`; later calls with the same model use the same programs.
+        constraint: says which ids may follow; every row gets a copy. It stands at the beginning of the new ids.
         options: fields of `SamplingParams`, for every row. `temperature` is 1 by default, the model's own distribution;
             0 is greedy. `eos` names the ids that end a row. Bad words are ids here.
 
@@ -56,6 +58,8 @@ def generate(
     """
     if not isinstance(model, Model):
         raise RequestError(f"generate takes an onward.Model; got {type(model).__name__}: see onward.Model.from_module")
+    if constraint is not None and not isinstance(constraint, Constraint):
+        raise RequestError(f"constraint must be an onward.Constraint; got {constraint!r}")
     prompt_tokens = _as_tensor(prompt_tokens)
     prompts = _checked_prompts(prompt_tokens, model.vocab_size)
     if "stop" in options:
@@ -70,7 +74,14 @@ def generate(
     check_room(prompt_tokens.shape[1], max_new_tokens, model.max_seq_len)
     sampler = Sampler(requests, model.device)  # it draws the seeds that are not given
     sequences = [
-        Sequence(prompt, max_new_tokens, stop_ids, sampling=sampler.row(row)) for row, prompt in enumerate(prompts)
+        Sequence(
+            prompt,
+            max_new_tokens,
+            stop_ids,
+            sampling=sampler.row(row),
+            constraint=None if constraint is None else ConstrainedText(constraint.fork(), stop_ids),
+        )
+        for row, prompt in enumerate(prompts)
     ]
     slots = slots_for(model, len(prompts), prompt_tokens.shape[1] + max_new_tokens)
     step = DecodeStep(reused_run(model, compile), slots, SamplingChooser(model.device), model.device)

@@ -29,7 +29,7 @@ _LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 # Fields that are read here and are no options of the same name and meaning.
 _OWN = {"model", "messages", "prompt", "logprobs", "top_logprobs", "echo", "best_of", "chat_template_kwargs"}
 # Options that JSON cannot say, or that mean something else in OpenAI's format.
-_NO_FIELDS = {*_LENGTHS, "logprobs", "prompt_logprobs", "draft", "stop_when", "cancel", "time_limit"}
+_NO_FIELDS = {*_LENGTHS, "logprobs", "prompt_logprobs", "draft", "stop_when", "cancel", "time_limit", "constraint"}
 # Fields that change no answer.
 _LABELS = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
 # Fields of which only these values are served: those that ask for nothing.

@@ -6,6 +6,7 @@ from typing import Any
 
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece, Stopwatch
+from onward.constraints import JsonSchema
 from onward.decoding import (
     BeamOptions,
     FinishReason,
@@ -17,7 +18,7 @@ from onward.decoding import (
     TextStream,
 )
 from onward.requests.request import Request
-from onward.sampling import SamplingParams, fresh_seed, sample_seed
+from onward.sampling import ConstrainedText, SamplingParams, fresh_seed, sample_seed
 from onward.speculation.step import speculation_of
 
 
@@ -35,6 +36,7 @@ class Job:
         limit = options.time_limit
         self.deadline = None if limit is None else time.monotonic() + limit
         self._tokenizer = tokenizer
+        self._constraint = options.new_constraint(tokenizer)
         if options.beams > 1:
             beams = BeamOptions(options.beams, options.length_penalty, options.early_stopping)
             self.sequences: list[Sequence] = [self._sequence(options, beams)]
@@ -107,6 +109,7 @@ class Job:
             prompt_logprobs=None if options.prompt_logprobs is None else self.sequences[0].prompt_logprobs,
             score=score,
             speculation=speculation_of(sequence),
+            json_schema=None if not isinstance(options.constrained_by, JsonSchema) else options.constrained_by,
         )
 
     def _sequence(self, sampling: SamplingParams, beams: BeamOptions | None = None) -> Sequence:
@@ -122,6 +125,8 @@ class Job:
             "deadline": self.deadline,
             "cancel": options.cancel,
         }
+        if self._constraint is not None:
+            kinds["constraint"] = ConstrainedText(self._constraint.fork(), options.stop_ids)
         if beams is not None:
             return Search(beams, request.prompt, request.max_new_tokens, options.stop_ids, text, **kinds)
         return Sequence(request.prompt, request.max_new_tokens, options.stop_ids, text, **kinds)

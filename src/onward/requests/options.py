@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from onward.checkpoint import ChatTemplate, Tokenizer
 from onward.checks import as_tuple, check_whole, is_finite, plain
+from onward.constraints import Choice, Constraint, JsonSchema, Lark, Regex
 from onward.decoding import StopWhen
 from onward.errors import RequestError
 from onward.models import Model
@@ -29,6 +31,10 @@ class DraftLanguageModel(Protocol):
 # What `draft=` takes: "lookup", "suffix", a smaller model of the same vocabulary, a drafter; None drafts nothing.
 Draft: TypeAlias = str | DraftLanguageModel | Model | Drafter | Speculator
 
+# What `constraint=` takes: a constraint at the beginning of a text, or what makes one of the tokenizer and the ids that
+# end a text, as every `onward.constraints.Grammar` does.
+ConstraintMaker: TypeAlias = Constraint | Callable[[Tokenizer | None, AbstractSet[int]], Constraint]
+
 
 class GenerateOptionsDict(SamplingOptionsDict, total=False):
     """The fields of `GenerateOptions` as keyword arguments, for editors and type checkers."""
@@ -45,6 +51,11 @@ class GenerateOptionsDict(SamplingOptionsDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     draft: Draft | None
+    json_schema: Mapping[str, Any] | bool | type | JsonSchema | None
+    regex: str | None
+    grammar: str | None
+    choice: str | Sequence[str] | None
+    constraint: ConstraintMaker | None
 
 
 class ChatOptionsDict(GenerateOptionsDict, total=False):
@@ -70,6 +81,8 @@ _OF_DRAWING: dict[str, Any] = {
 } | {"seed": None}
 # Options that only beams use.
 OF_BEAMS = ("length_penalty", "early_stopping")
+# Options that say what a text may be; they exclude each other.
+CONSTRAINTS = ("json_schema", "regex", "grammar", "choice", "constraint")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -96,6 +109,13 @@ class GenerateOptions(SamplingParams):
         running beam can become better, by a bound that allows for every length up to max_new_tokens.
     draft: guesses the next tokens, so that several are processed at once (docs/speculation.md). The tokens are the
         same without it.
+    json_schema: the text is JSON that this schema (a dict, or a pydantic class) validates; `Completion.parsed` is what
+        it stands for.
+    regex: the whole text matches this regular expression, in Rust's syntax.
+    grammar: the text is what this grammar, in Lark's syntax, derives.
+    choice: the text is one of these.
+    constraint: an `onward.Constraint` at the beginning of a text, of which every text gets a copy; or a function of the
+        tokenizer and the ids that end a text, which makes one (docs/structured.md).
 
     Raises:
         RequestError: a value outside its range, or options that contradict each other.
@@ -113,6 +133,11 @@ class GenerateOptions(SamplingParams):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     draft: Speculator | None = None
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
+    constraint: ConstraintMaker | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,6 +155,7 @@ class GenerateOptions(SamplingParams):
         if self.draft is not None and not isinstance(self.draft, Speculator):
             raise RequestError(f"draft must be an onward.Speculator; got {self.draft!r}")
         self._check_search()
+        self._check_constraint()
 
     def _check_end(self) -> None:
         self._set("stop", as_tuple("stop", self.stop, str))
@@ -144,6 +170,51 @@ class GenerateOptions(SamplingParams):
         if self.cancel is not None and not isinstance(self.cancel, threading.Event):
             raise RequestError(f"cancel must be a threading.Event; got {self.cancel!r}")
 
+    def _check_constraint(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RequestError(f"{' and '.join(given)} each say what the text may be: give one of them")
+        if self.json_schema is not None and not isinstance(self.json_schema, JsonSchema):
+            self._set("json_schema", JsonSchema(self.json_schema))
+        if self.choice is not None:
+            self._set("choice", Choice(self.choice).texts)
+        if self.constraint is not None and not (isinstance(self.constraint, Constraint) or callable(self.constraint)):
+            raise RequestError(
+                "constraint must be an onward.Constraint, with mask, accept, rollback, fork, is_done and forced, or a "
+                f"function of (tokenizer, stop_ids) that makes one; got {self.constraint!r}"
+            )
+        _ = self.constrained_by  # which checks the others
+
+    @property
+    def constrained_by(self) -> ConstraintMaker | None:
+        """What says what the text may be; None where it may be anything."""
+        if self.json_schema is not None:
+            return self.json_schema
+        if self.regex is not None:
+            return Regex(self.regex)
+        if self.grammar is not None:
+            return Lark(self.grammar)
+        if self.choice is not None:
+            return Choice(self.choice)
+        return self.constraint
+
+    def new_constraint(self, tokenizer: Tokenizer | None) -> Constraint | None:
+        """A constraint at the beginning of a text; None where the text may be anything.
+
+        Raises:
+            RequestError: a grammar that cannot be compiled, or a function that makes no constraint.
+            TokenizerError: a grammar, and no tokenizer that serves it.
+        """
+        maker = self.constrained_by
+        if maker is None:
+            return None
+        if isinstance(maker, Constraint):
+            return maker.fork()
+        made = maker(tokenizer, self.stop_ids)
+        if not isinstance(made, Constraint):
+            raise RequestError(f"the function given as constraint must make an onward.Constraint; it made {made!r}")
+        return made
+
     @property
     def rows(self) -> int:
         """How many rows of the batch a prompt takes."""
@@ -155,7 +226,7 @@ class GenerateOptions(SamplingParams):
         A change drops options that mean nothing with it, for they may be a checkpoint's defaults for another kind of
         decoding. A change to beams drops the options for drawing (temperature, top_k, …). A change from beams drops
         theirs (length_penalty, early_stopping) and n. Greedy decoding drops n. A smaller max_new_tokens lowers
-        min_new_tokens.
+        min_new_tokens. A constraint drops that of another kind.
 
         Raises:
             RequestError: an unknown option, a value outside its range, or options that contradict each other.
@@ -169,6 +240,8 @@ class GenerateOptions(SamplingParams):
         most = plain(options.get("max_new_tokens"))
         if isinstance(most, int) and 0 <= most < self.min_new_tokens:
             options = {"min_new_tokens": most} | options
+        if any(options.get(name) is not None for name in CONSTRAINTS):
+            options = dict.fromkeys(CONSTRAINTS) | options
         return super().replace(**options)
 
     def _check_search(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onward.checkpoint import Tokenizer
 from onward.checks import check_whole, plain, plain_items
+from onward.constraints import Grammar
 from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.models import Model
@@ -86,7 +87,7 @@ class RequestReader:
             RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
                 prompt.
             ContextOverflowError: a prompt and its new tokens do not fit the context or the cache.
-            TokenizerError: a text prompt, a stop string or a bad word, and no tokenizer.
+            TokenizerError: a text prompt, a stop string, a bad word or a grammar, and no tokenizer.
         """
         check_option_names(options, option_names())
         each: Sequence[Mapping[str, Any]] = [{}] * len(prompts)
@@ -139,6 +140,8 @@ class RequestReader:
             changes["max_new_tokens"] = max(0, min(limits) - prompt_len)
         options = options.replace(**changes) if changes else options
         check_room(prompt_len, options.max_new_tokens or 0, context, cache_len)
+        if isinstance(options.constrained_by, Grammar):  # compiled here; whoever runs the request finds it
+            options.new_constraint(self.tokenizer)
         return options
 
     def prompt_ids(self, prompt: str | Ids) -> list[int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.reprs import brief_list
 from onward.sampling.adjustments import Adjustments
+from onward.sampling.constraint import ConstrainedText, check_some_left, mask_logits
 from onward.sampling.draw import GREEDY, Draw, Greedy, greedy
 from onward.sampling.history import History
 from onward.sampling.params import SamplingParams
@@ -64,6 +65,7 @@ class Sampler:
         positions: Tensor,
         histories: Sequence[History] | None = None,
         drafts: Sequence[Sequence[int]] | None = None,
+        constraints: Sequence[ConstrainedText | None] | None = None,
     ) -> Tensor:
         """The next token of each row; or, for a draft, the token after each of several positions of each row.
 
@@ -73,15 +75,16 @@ class Sampler:
             histories: what each of the B rows has seen up to its first position; None where `needs_history` is false.
             drafts: for K positions a row's drafted ids, K - 1 or fewer: position k is drawn as if the first k of them
                 had been.
+            constraints: what may follow each of the B rows at its first position; None for a row that has none.
 
         Returns:
             int64 ids in the shape of `positions`. A row of logits whose largest is NaN or infinite gives the id of it.
 
         Raises:
-            RequestError: an option names an id outside the vocabulary, histories are wanted and missing, or bans leave
-                nothing to draw.
+            RequestError: an option names an id outside the vocabulary, histories are wanted and missing, or bans and
+                constraints leave nothing to draw.
         """
-        logits, draw, rows = self._prepared(logits, histories, drafts)
+        logits, draw, rows = self._prepared(logits, histories, drafts, constraints)
         if self._all_greedy:
             return greedy(logits).view(positions.shape)
         flat = positions.reshape(-1)
@@ -98,31 +101,39 @@ class Sampler:
         positions: Tensor | None = None,
         histories: Sequence[History] | None = None,
         drafts: Sequence[Sequence[int]] | None = None,
+        constraints: Sequence[ConstrainedText | None] | None = None,
     ) -> Tensor:
         """Tempered and filtered logits, float32 in the shape of `logits`; softmax of them is what a sampled row draws
         from. The arguments are those of a call; positions may be left out where no row uses XTC.
         """
         shape = logits.shape
-        flat, draw, rows = self._prepared(logits, histories, drafts)
+        flat, draw, rows = self._prepared(logits, histories, drafts, constraints)
         return self._scores(flat, positions, draw, rows).view(shape)
 
-    def probabilities(self, logits: Tensor, positions: Tensor, histories: Sequence[History] | None = None) -> Tensor:
+    def probabilities(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        histories: Sequence[History] | None = None,
+        constraints: Sequence[ConstrainedText | None] | None = None,
+    ) -> Tensor:
         """What each row draws from: float64 [B, V], of logits [B, V] and positions int [B].
 
         A greedy row's probability is that of its one id.
 
         NaN for a row of logits that is no distribution.
         """
-        probabilities = self.scores(logits, positions, histories).to(torch.float64).softmax(-1)
+        probabilities = self.scores(logits, positions, histories, None, constraints).to(torch.float64).softmax(-1)
         greedy_rows = self._draw.temperature == 0
         if not bool(greedy_rows.any()):
             return probabilities
-        picked = torch.nn.functional.one_hot(self(logits, positions, histories), logits.shape[-1])
+        picked = torch.nn.functional.one_hot(self(logits, positions, histories, None, constraints), logits.shape[-1])
         return torch.where(greedy_rows.unsqueeze(1), picked.to(torch.float64), probabilities)
 
     @property
     def pick(self) -> Greedy | Draw | None:
-        """The kernel that does all of it, for a program to call at its end; None where it takes more than one."""
+        """The kernel that does all of it without constraints, for a program to call at its end; None where it takes
+        more than one."""
         if self._adjust.any or self._filters:
             return None
         return GREEDY if self._all_greedy else self._draw
@@ -141,19 +152,27 @@ class Sampler:
         return type(self)([self.row(row) for row in rows], self._device)
 
     def _prepared(
-        self, logits: Tensor, histories: Sequence[History] | None, drafts: Sequence[Sequence[int]] | None
+        self,
+        logits: Tensor,
+        histories: Sequence[History] | None,
+        drafts: Sequence[Sequence[int]] | None,
+        constraints: Sequence[ConstrainedText | None] | None,
     ) -> tuple[Tensor, Draw, Tensor | None]:
-        """Adjusted logits [N, V], the options of each of the N = B K rows, and which of the B it is (None: N = B)."""
+        """Adjusted and masked logits [N, V], the options of each of the N = B K rows, and which of the B it is (None:
+        N = B)."""
         batch = len(self._rows)
         if logits.dim() not in (2, 3) or logits.shape[0] != batch:
             raise RequestError(
                 f"a sampler of {batch} rows takes logits [{batch}, V] or [{batch}, K, V]; got {list(logits.shape)}"
             )
-        if logits.dim() == 2 and not self._adjust.any:
+        if logits.dim() == 2 and not self._adjust.any and constraints is None:
             return logits, self._draw, None
         several = logits.unsqueeze(1) if logits.dim() == 2 else logits
         if self._adjust.any:
             several = self._adjust(several.to(torch.float32), histories, drafts)
+        if constraints is not None:
+            several = mask_logits(several, constraints, drafts)
+            check_some_left(several)
         flat = several.reshape(-1, logits.shape[-1])
         if several.shape[1] == 1:
             return flat, self._draw, None

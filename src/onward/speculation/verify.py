@@ -4,7 +4,7 @@
 
 logits[:, k] are the logits after the pending token and k drafted ids; positions[:, k] are the positions of the ids to
 choose from them. A sequence emits the accepted ids and one more, which the target itself chose. Neither verifier
-changes a history.
+changes a history or a constraint.
 """
 
 from collections import abc
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onward.decoding import Chooser, SamplingChooser, Sequence
-from onward.decoding.choose import histories_of
+from onward.decoding.choose import constraints_of, histories_of
 from onward.decoding.token import checked_ids, not_finite
 from onward.errors import NothingToDrawError, OnwardError
 from onward.sampling.noise import coins, gumbel_noise
@@ -80,7 +80,8 @@ def rejection(
         some = [sequences[place] for place in places]
         sampler = chooser.sampler(some)
         logits_k, positions_k = logits[places, k], positions[places, k]
-        target = _finite(sampler.probabilities(logits_k, positions_k, histories_of(sampler, some)))
+        histories, constraints = histories_of(sampler, some), constraints_of(some)
+        target = _finite(sampler.probabilities(logits_k, positions_k, histories, constraints))
         drafted = torch.tensor([_id_at(drafts[place], k) for place in places], device=logits_k.device)
         drawn_from = _draft_distributions([drafts[place] for place in places], k, drafted, target)
         return checked_ids(accept_or_resample(target, drawn_from, drafted, sampler.keys, positions_k), logits_k)
@@ -122,7 +123,8 @@ class DraftChooser(SamplingChooser):
     ) -> Tensor:
         assert drafts is None, "drafted ids are drawn one after another"
         sampler = self.sampler(sequences)
-        probabilities = _finite(sampler.probabilities(logits, positions, histories_of(sampler, sequences)))
+        histories, constraints = histories_of(sampler, sequences), constraints_of(sequences)
+        probabilities = _finite(sampler.probabilities(logits, positions, histories, constraints))
         self.probabilities.update(zip(sequences, probabilities, strict=True))
         noise = gumbel_noise(sampler.keys, positions, logits.shape[-1], _DRAFT)
         return (probabilities.log() + noise).argmax(-1)
@@ -136,8 +138,8 @@ def _one_by_one(
     drafts: abc.Sequence[Draft],
     choose: Callable[[int, abc.Sequence[int]], list[int]],
 ) -> list[list[int]]:
-    """Choose position by position, each only for the sequences whose draft agrees so far, with histories that hold
-    these ids.
+    """Choose position by position, each only for the sequences whose draft agrees so far, with histories and
+    constraints that hold these ids.
 
     Where nothing can be chosen after an accepted id, the round ends with that id. If the text goes on there, the next
     round raises the error.
@@ -160,6 +162,8 @@ def _one_by_one(
                     agreed.append(place)
                     if (history := sequences[place].history) is not None:
                         history.append(token)
+                    if (constraint := sequences[place].constraint) is not None:
+                        constraint.append(token)
             places = agreed
             if not places:
                 break
@@ -167,6 +171,8 @@ def _one_by_one(
         for sequence in sequences:
             if sequence.history is not None:
                 sequence.history.truncate(len(sequence.token_ids))
+            if sequence.constraint is not None:
+                sequence.constraint.truncate(len(sequence.token_ids))
     return emitted
 
 

@@ -26,6 +26,10 @@ class ByteTokenizer:
         ids = list(text.encode("utf-8"))
         return [self.bos_id, *ids] if self.add_bos and add_special_tokens and self.bos_id is not None else ids
 
+    def token_bytes(self) -> list[bytes | None]:
+        """The byte that each id stands for; None for the others."""
+        return [bytes([token]) if token < BYTES else None for token in range(self.vocab_size)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
         return bytes(token for token in ids if token < BYTES).decode("utf-8", errors="replace")

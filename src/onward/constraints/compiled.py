@@ -1,0 +1,89 @@
+"""Compiled grammars and the vocabularies that they were compiled for, kept for the requests that follow.
+
+Compiling takes from a fraction of a millisecond to a second. It is done in the thread that asks for it, and other
+threads run meanwhile. Its work is limited in llguidance's own measures, so no grammar can take minutes or the memory.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Set as AbstractSet
+
+import llguidance
+
+from onward.checkpoint import Tokenizer
+from onward.constraints.matcher import GrammarConstraint, brief
+from onward.constraints.vocabulary import Vocabulary
+from onward.errors import RequestError
+from onward.forks import renew_in_forks
+
+# The most grammars and vocabularies kept; the longest grammar, in characters.
+_MOST_GRAMMARS, _MOST_VOCABULARIES = 128, 4
+LONGEST_GRAMMAR = 2_000_000
+
+# Fuel of 1,000,000 are some 20 ms at the start of a lexer; a step of 200,000 some 15 ms (llguidance's own figures).
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+
+
+class CompiledGrammars:
+    """The grammars and vocabularies that were used last."""
+
+    def __init__(self) -> None:
+        self._matchers: OrderedDict[tuple[int, str], llguidance.LLMatcher] = OrderedDict()
+        self._vocabularies: OrderedDict[int, tuple[Tokenizer, Vocabulary]] = OrderedDict()
+        self._lock = threading.Lock()
+        renew_in_forks(self)
+
+    def renew(self) -> None:
+        """In a forked child: a new lock, and nothing that another thread may have half made."""
+        self.__init__()  # type: ignore[misc]
+
+    def constraint(self, source: str, tokenizer: Tokenizer, stop_ids: AbstractSet[int], name: str) -> GrammarConstraint:
+        """As `compiled`."""
+        if len(source) > LONGEST_GRAMMAR:
+            raise RequestError(f"{name} has {len(source):,} characters; the longest grammar has {LONGEST_GRAMMAR:,}")
+        vocabulary = self._vocabulary(tokenizer)
+        key = (id(tokenizer), source)
+        with self._lock:
+            kept = self._matchers.get(key)
+            if kept is not None:
+                self._matchers.move_to_end(key)
+                return GrammarConstraint(kept.deep_copy(), vocabulary.end, stop_ids)
+        # Not under the lock: others do not wait for it. Two threads may compile the same.
+        matcher = llguidance.LLMatcher(vocabulary.tokens, source, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise RequestError(f"{name} cannot be compiled: {brief(matcher.get_error())}")
+        with self._lock:
+            if id(tokenizer) in self._vocabularies:
+                self._matchers[key] = matcher.deep_copy()
+                if len(self._matchers) > _MOST_GRAMMARS:
+                    self._matchers.popitem(last=False)
+        return GrammarConstraint(matcher, vocabulary.end, stop_ids)
+
+    def _vocabulary(self, tokenizer: Tokenizer) -> Vocabulary:
+        with self._lock:
+            if id(tokenizer) in self._vocabularies:
+                self._vocabularies.move_to_end(id(tokenizer))
+                return self._vocabularies[id(tokenizer)][1]
+        vocabulary = Vocabulary.of(tokenizer)
+        with self._lock:
+            # Kept with its tokenizer, for its id must not become another's.
+            self._vocabularies[id(tokenizer)] = tokenizer, vocabulary
+            if len(self._vocabularies) > _MOST_VOCABULARIES:
+                gone, _ = self._vocabularies.popitem(last=False)
+                self._matchers = OrderedDict(
+                    (key, matcher) for key, matcher in self._matchers.items() if key[0] != gone
+                )
+        return vocabulary
+
+
+_kept = CompiledGrammars()
+
+
+def compiled(source: str, tokenizer: Tokenizer, stop_ids: AbstractSet[int], name: str) -> GrammarConstraint:
+    """A constraint at the beginning of a text. name: of the grammar, for messages.
+
+    Raises:
+        RequestError: the grammar cannot be read, is too large, or no text meets it.
+        TokenizerError: the bytes of the tokenizer's tokens are not known.
+    """
+    return _kept.constraint(source, tokenizer, stop_ids, name)

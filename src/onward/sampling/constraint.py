@@ -1,0 +1,198 @@
+"""Constraints: which ids may follow a text, where a grammar or a rule of the user's says so."""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from typing import Protocol, Self, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onward.errors import NothingToDrawError, RequestError
+
+# Ids as bits: id i is among them where bit i % 32 of word i // 32 is set; int32 [N]. An id past the last word is not.
+Mask = NDArray[np.int32]
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """Says which ids may follow the ids of one text that it has accepted. All it says depends on these alone.
+
+    Inherit from it, and `forced` and `is_done` need not be written.
+    """
+
+    def mask(self) -> Mask:
+        """The ids that may follow, a new array; `onward.constraints.mask_of` makes it of ids. An id that ends the text
+        is among them where the text may end. It is not asked where `is_done`."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Go on after an id that the mask admits. An id that ends the text is never given."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` of the accepted ids."""
+        ...
+
+    def fork(self) -> Self:
+        """A copy that goes on from here by itself."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing may follow. The text then ends without an id that says so."""
+        return False
+
+    def forced(self) -> Sequence[int]:
+        """Ids that most likely follow whatever the model says, as braces and keys of JSON do. They are drafted, so that
+        one pass of the model processes them all. A wrong guess changes no text."""
+        return ()
+
+
+def mask_of(ids: Iterable[int]) -> Mask:
+    """The mask of these ids, for a `Constraint`."""
+    listed = np.unique(np.fromiter(ids, dtype=np.int64))
+    if len(listed) and listed[0] < 0:
+        raise RequestError(f"ids are whole numbers of 0 or more; got {listed[0]} for a mask")
+    words = np.zeros(1 + int(listed[-1]) // 32 if len(listed) else 0, dtype=np.uint32)
+    np.bitwise_or.at(words, listed // 32, np.uint32(1) << (listed % 32).astype(np.uint32))
+    return words.view(np.int32)
+
+
+def admits(mask: Mask, token_id: int) -> bool:
+    """Whether an id is in a mask."""
+    word = token_id // 32
+    return word < len(mask) and bool(int(mask[word]) >> (token_id % 32) & 1)
+
+
+class ConstrainedText:
+    """A constraint at work on one text: ids are appended and taken back, as in its `History`.
+
+    Drafted ids may run past the end of the text, or the constraint may refuse them. What stands after these is never
+    reached, so everything may follow there.
+
+    stop_ids: those that end the text.
+    """
+
+    def __init__(self, constraint: Constraint, stop_ids: AbstractSet[int] = frozenset()) -> None:
+        self._constraint = constraint
+        self._stop_ids = stop_ids
+        self._accepted = self._unreachable = 0
+        self._mask: Mask | None = None  # of where it stands, if it was asked for
+
+    def __len__(self) -> int:
+        """How many ids were appended."""
+        return self._accepted + self._unreachable
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the text ends here, or has ended before."""
+        return self._unreachable > 0 or self._constraint.is_done
+
+    def mask(self) -> Mask | None:
+        """What may follow; None for everything."""
+        if self.is_done:
+            return None
+        if self._mask is None:
+            self._mask = self._constraint.mask()
+        return self._mask
+
+    def forced(self) -> Sequence[int]:
+        """Ids that most likely follow."""
+        return () if self.is_done else self._constraint.forced()
+
+    def append(self, token_id: int) -> None:
+        mask = self.mask()
+        if mask is None or token_id in self._stop_ids or not admits(mask, token_id):
+            self._unreachable += 1
+            return
+        self._constraint.accept(token_id)
+        self._accepted += 1
+        self._mask = None
+
+    def truncate(self, length: int) -> None:
+        """Take back what was appended after the first `length` ids."""
+        assert 0 <= length <= len(self), "only what was appended can be taken back"
+        count = len(self) - length
+        unreachable = min(count, self._unreachable)
+        self._unreachable -= unreachable
+        if count > unreachable:
+            self._constraint.rollback(count - unreachable)
+            self._accepted -= count - unreachable
+            self._mask = None
+
+    def fork(self) -> Self:
+        """A copy that goes on from here by itself."""
+        other = copy.copy(self)
+        other._constraint = self._constraint.fork()
+        return other
+
+    @contextmanager
+    def assuming(self, tokens: Sequence[int]) -> Iterator[None]:
+        """As it would be after `tokens`, and what is appended to them meanwhile; afterwards as it was."""
+        before = len(self)
+        try:
+            for token in tokens:
+                self.append(token)
+            yield
+        finally:
+            self.truncate(before)
+
+
+def mask_logits(
+    logits: Tensor, texts: Sequence[ConstrainedText | None], drafts: Sequence[Sequence[int]] | None = None
+) -> Tensor:
+    """-inf for what may not follow: float [B, K, V] -> the same; all other logits as they are, bit for bit.
+
+    texts: one for each of the B rows; None for a row without a constraint.
+    drafts: as in `Sampler`: place k is as if the first k of the row's drafted ids had been chosen.
+    """
+    if len(texts) != logits.shape[0]:
+        raise RequestError(f"the sampler was called with {logits.shape[0]} rows and {len(texts)} constraints")
+    each = [()] * len(texts) if drafts is None else drafts
+    masks = [mask for text, draft in zip(texts, each, strict=True) for mask in _masks(text, draft, logits.shape[1])]
+    if all(mask is None for mask in masks):
+        return logits
+    flat = logits.reshape(len(masks), -1)
+    refused = _refused(masks, flat.shape[1]).to(flat.device)
+    return torch.where(refused, torch.full((), float("-inf"), dtype=flat.dtype, device=flat.device), flat).view_as(
+        logits
+    )
+
+
+def check_some_left(logits: Tensor) -> None:
+    """Raise `NothingToDrawError` if masked logits [..., V] have no id left in some row."""
+    if bool((logits.amax(-1) == float("-inf")).any()):
+        raise NothingToDrawError(
+            "nothing is left to draw: after this text the constraint admits no id, or none that other options "
+            "(logit_bias, bad_words, no_repeat_ngram_size, min_new_tokens) do not ban"
+        )
+
+
+def _masks(text: ConstrainedText | None, draft: Sequence[int], places: int) -> list[Mask | None]:
+    """What may follow at each place; None for everything, as at places past the draft, which nobody reads."""
+    if text is None:
+        return [None] * places
+    masks = [text.mask()]
+    if places > 1 and len(draft):
+        with text.assuming(()):
+            for token in draft[: places - 1]:
+                text.append(token)
+                masks.append(text.mask())
+    return [*masks, *[None] * (places - len(masks))]
+
+
+def _refused(masks: Sequence[Mask | None], vocab: int) -> Tensor:
+    """Whether each id may not follow: bool [N, V]."""
+    words = np.zeros((len(masks), -(-vocab // 32)), dtype="<u4")
+    for row, mask in enumerate(masks):
+        if mask is None:
+            words[row] = 0xFFFFFFFF
+        else:
+            count = min(len(mask), words.shape[1])
+            words[row, :count] = mask[:count].view(np.uint32)
+    bits = np.unpackbits(~words.view(np.uint8), axis=1, count=vocab, bitorder="little")
+    return torch.from_numpy(bits).view(torch.bool)

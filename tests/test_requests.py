@@ -170,7 +170,7 @@ def test_what_ended_a_text_is_told():
 def test_variables_of_the_template_are_options_of_a_chat():
     source = (
         "{{ messages[0].content }}{% if enable_thinking %}?{% endif %}"
-        "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     )
     lm = LanguageModel(tiny_model(seed=7), TOKENIZER, ChatTemplate(source, {}), GenerateOptions(max_new_tokens=4))
     messages = [{"role": "user", "content": "Hi"}]
@@ -178,7 +178,7 @@ def test_variables_of_the_template_are_options_of_a_chat():
     def prompted(prompt: str) -> list[int]:
         return lm.generate(prompt).token_ids
 
-    tools = [{"name": "search"}]
+    tools = [{"type": "function", "function": {"name": "search"}}]
     assert lm.chat(messages, tools=tools, enable_thinking=True).token_ids == prompted("Hi?[search]")
     assert lm.chat(messages, enable_thinking=False, template={"tools": tools}).token_ids == prompted("Hi[search]")
     assert onward.Session(lm).chat(messages, enable_thinking=True).token_ids == prompted("Hi?")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from onward.errors import EngineBusyError, EngineError, OnwardError
     from onward.language_model import LanguageModel
     from onward.loading import load
+    from onward.messages import AssistantMessage, MessageDelta, ToolCall
     from onward.models import Model
     from onward.native import num_threads, set_num_threads
     from onward.program import Program, compile
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 logging.getLogger("onward").addHandler(logging.NullHandler())
 
 __all__ = [
+    "AssistantMessage",
     "ChatOptionsDict",
     "Completion",
     "Constraint",
@@ -57,6 +59,7 @@ __all__ = [
     "Inferencer",
     "KVCache",
     "LanguageModel",
+    "MessageDelta",
     "Model",
     "ModelInferencer",
     "OnwardError",
@@ -71,6 +74,7 @@ __all__ = [
     "Speculation",
     "Speculator",
     "Timing",
+    "ToolCall",
     "__version__",
     "compile",
     "decode",
@@ -87,6 +91,7 @@ __all__ = [
 
 # Importing torch takes a second, and `onward --help` should not. So names are imported when they are first used.
 _HOMES = {
+    "AssistantMessage": "onward.messages",
     "ChatOptionsDict": "onward.requests",
     "Completion": "onward.completion",
     "Constraint": "onward.sampling",
@@ -102,6 +107,7 @@ _HOMES = {
     "Inferencer": "onward.decoding",
     "KVCache": "onward.cache",
     "LanguageModel": "onward.language_model",
+    "MessageDelta": "onward.messages",
     "Model": "onward.models",
     "ModelInferencer": "onward.decoding",
     "OnwardError": "onward.errors",
@@ -116,6 +122,7 @@ _HOMES = {
     "Speculation": "onward.speculation",
     "Speculator": "onward.speculation",
     "Timing": "onward.completion",
+    "ToolCall": "onward.messages",
     "compile": "onward.program",
     "decode": "onward.decoding",
     "generate": "onward.decoding",
@@ -137,6 +144,7 @@ _SUBMODULES = {
     "errors",
     "language_model",
     "loading",
+    "messages",
     "models",
     "native",
     "openai",

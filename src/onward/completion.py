@@ -7,6 +7,7 @@ from onward.constraints import JsonSchema
 from onward.decoding import TokenLogprobs
 from onward.decoding.sequence import FinishReason, StoppedBy
 from onward.errors import RequestError
+from onward.messages import AssistantMessage, MessageDelta
 from onward.speculation import Speculation
 
 
@@ -17,12 +18,14 @@ class Piece(NamedTuple):
     token_id: the token.
     logprobs: of the token and of the likeliest ids, where they were asked for.
     choice: which of the request's texts it belongs to, as `Completion.choices` counts them.
+    message: of a chat, what came of the message with the token; they add up to `Completion.message`.
     """
 
     text: str
     token_id: int
     logprobs: TokenLogprobs | None = None
     choice: int = 0
+    message: MessageDelta | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Completion:
         "time" (time_limit) or "cancelled" (cancel).
     stopped_by: what ended the text with "stop": the ending id, the stop string, or the function `stop_when`; otherwise
         None, also where a constraint lets nothing follow.
+    message: of a chat, the text in its parts: content, reasoning, calls of tools (docs/chat.md); otherwise None.
     timing: see `Timing`.
     prompt_tokens: how many ids the prompt had.
     cached_tokens: how many of the prompt's ids a session held already.
@@ -84,6 +88,7 @@ class Completion:
     speculation: Speculation | None = None
     stopped_by: StoppedBy | None = None
     json_schema: JsonSchema | None = None
+    message: AssistantMessage | None = None
 
     def __repr__(self) -> str:
         """One line; every field is an attribute."""

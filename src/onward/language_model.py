@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -14,12 +14,14 @@ from onward.completion import Completion, Piece
 from onward.decoding import KeptSlots, Slots
 from onward.decoding.held import HeldText
 from onward.decoding.room import check_room
-from onward.errors import RequestError, TokenizerError
+from onward.errors import RequestError
+from onward.messages import AssistantMessage, MessageFormat, checked_format, format_of
 from onward.models import Cache, Model, ModelRun
 from onward.program import Report
 from onward.reprs import described
 from onward.requests import (
     ChatOptionsDict,
+    ChatReader,
     Draft,
     GenerateOptions,
     GenerateOptionsDict,
@@ -34,13 +36,15 @@ from onward.requests import (
     only,
     score_in_windows,
     score_texts,
-    split_chat_options,
 )
 from onward.requests.request import as_list, check_top, checked_ids, needed_tokenizer
+from onward.requests.runner import Pieces
 from onward.speculation import ModelDrafter, Speculator, check_same_tokens
 
 # An item of a list of prompts. A type variable, because lists are invariant: a list[str] is no list[Prompt].
 _Prompt = TypeVar("_Prompt", bound=Prompt)
+# A conversation, oldest first.
+Messages: TypeAlias = Sequence[Message | AssistantMessage]
 
 
 class LanguageModel:
@@ -58,6 +62,11 @@ class LanguageModel:
         (docs/speculation.md). The tokens are the same without it.
     prefix_memory: bytes of keys and values that are kept between calls, so that a prompt which begins as an earlier one
         did is not processed again; 0 keeps none. It changes no token.
+    message_format: how the model writes reasoning and calls of tools, a name in `onward.messages.FORMATS` or a
+        `MessageFormat`; None takes what the chat template tells (docs/chat.md). It changes no token either.
+
+    Raises:
+        RequestError: an argument outside its range.
     """
 
     def __init__(
@@ -70,10 +79,12 @@ class LanguageModel:
         compile: str = "auto",
         draft: Draft | None = None,
         prefix_memory: int = 2**30,
+        message_format: str | MessageFormat | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.defaults = GenerateOptions() if defaults is None else defaults
+        self._message_format = checked_format(message_format)
         self.prefill_chunk = prefill_chunk
         self._model_run = ModelRun(model, compile)
         self._speculators = Speculators()
@@ -92,7 +103,7 @@ class LanguageModel:
     def _arguments(self, model: Model) -> tuple[Any, ...]:
         compile, draft = self._model_run.compile, self._draft_source
         others = self.defaults, self.prefill_chunk, compile, draft, self.prefix_memory
-        return model, self.tokenizer, self.chat_template, *others
+        return model, self.tokenizer, self.chat_template, *others, self._message_format
 
     @property
     def model(self) -> Model:
@@ -116,6 +127,12 @@ class LanguageModel:
     def prefix_memory(self, nbytes: int) -> None:
         check_whole("prefix_memory", nbytes, low=0)
         self._kept = KeptSlots(nbytes)
+
+    @property
+    def message_format(self) -> MessageFormat:
+        """How the model writes its answers: the format that was given, or that of the chat template."""
+        sources = () if self.chat_template is None else self.chat_template.sources
+        return self._message_format or format_of("\n".join(sources))
 
     def with_model(self, model: Model) -> "LanguageModel":
         """A language model with the same tokenizer, chat template and options that decodes from `model`.
@@ -196,42 +213,46 @@ class LanguageModel:
         if is_batch:
             raise RequestError(f"stream takes one prompt; got a list of {len(prompts)}: use generate for several")
         (request,) = self._requests(prompts, options, cache=cache, one_text=True)
-        if request.options.rows > 1:
-            raise RequestError("stream gives out one text as it comes: use generate for n or beams above 1")
-        return only(self._runner.pieces([request], cache))
+        return self._streamed(request, cache)
 
-    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]) -> Completion:
+    def chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Completion:
         """The assistant's answer to a conversation.
 
         Args:
-            messages: such as [{"role": "user", "content": "Hi"}], oldest first.
-            options: as in `generate`, and the variables of the chat template: tools, enable_thinking, documents,
-                reasoning_effort, or any other that it reads. `template={…}` gives variables as a mapping, also those
-                whose names are options.
+            messages: such as [{"role": "user", "content": "Hi"}], oldest first. `Completion.message` of an earlier
+                answer is one, too.
+            options: as in `generate`, and
+                tools: what the model may call, as OpenAI's API describes functions, or Python functions.
+                tool_choice: "auto", "none", "required", or the name of the tool that has to be called.
+                parallel_tool_calls: whether one answer may have several calls.
+                The variables of the chat template: enable_thinking, documents, reasoning_effort, or any other that it
+                reads. `template={…}` gives variables as a mapping, also those whose names are options.
+
+        Returns:
+            A `Completion`, whose `message` is the answer in its parts: content, reasoning, calls of tools.
 
         Raises:
-            RequestError: also a variable that the chat template does not read.
+            RequestError: also a variable that the chat template does not read, and what is no tool.
         """
-        variables, others = split_chat_options(self.chat_template, options)
-        return self.generate(self.chat_prompt(messages, variables), **others)
+        return drained(self._chat_pieces(messages, options))[0]
 
-    def stream_chat(
-        self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]
-    ) -> Generator[Piece, None, Completion]:
-        """`chat` with a `Piece` for each token, as `stream` does."""
-        variables, others = split_chat_options(self.chat_template, options)
-        return self.stream(self.chat_prompt(messages, variables), **others)
+    def stream_chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Generator[Piece, None, Completion]:
+        """`chat` with a `Piece` for each token, as `stream` does. `Piece.message` has what came of the message."""
+        return self._chat_stream(messages, options)
 
-    def chat_prompt(self, messages: Sequence[Message], template: Mapping[str, Any] | None = None) -> list[int]:
+    def chat_request(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Request:
+        """A conversation and its options as one checked value, as `request` makes one of a prompt.
+
+        `generate` completes it to what `chat` returns. Arguments and errors are those of `chat`.
+        """
+        return self._chat_request(messages, options)
+
+    def chat_prompt(self, messages: Messages, template: Mapping[str, Any] | None = None) -> list[int]:
         """The ids of a conversation as the chat template writes it, up to where the answer begins.
 
         template: variables of the chat template, such as {"enable_thinking": False}.
         """
-        if self.chat_template is None:
-            raise TokenizerError("this model has no chat template: use generate with a plain prompt")
-        text = self.chat_template.render(messages, **(template or {}))
-        # The template writes the special tokens itself.
-        return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)
+        return self._chat_reader.prompt(messages, template or {})
 
     @overload
     def score(self, text: str | Ids, *, logprobs: int = 0, stride: int | None = None) -> Score: ...
@@ -318,6 +339,26 @@ class LanguageModel:
         reader = dataclasses.replace(self._reader, defaults=defaults)
         return reader.read(prompts, options, per_prompt, length_of(cache))
 
+    def _streamed(self, request: Request, cache: Any) -> Generator[Piece, None, Completion]:
+        if request.options.rows > 1:
+            raise RequestError("stream gives out one text as it comes: use generate for n or beams above 1")
+        return only(self._runner.pieces([request], cache))
+
+    def _chat_request(
+        self, messages: Messages, options: Mapping[str, Any], cache: Any = None, *, one_text: bool = False
+    ) -> Request:
+        chat = self._chat_reader.read(messages, options)
+        (request,) = self._requests([chat.ids], chat.options, cache=cache, one_text=one_text)
+        return dataclasses.replace(request, answer=chat.answer)
+
+    def _chat_pieces(self, messages: Messages, options: Mapping[str, Any]) -> Pieces:
+        options, cache = _without_cache(options)
+        return self._runner.pieces([self._chat_request(messages, options, cache)], cache)
+
+    def _chat_stream(self, messages: Messages, options: Mapping[str, Any]) -> Generator[Piece, None, Completion]:
+        options, cache = _without_cache(options)
+        return self._streamed(self._chat_request(messages, options, cache, one_text=True), cache)
+
     def _speculator(self, draft: Any) -> Speculator | None:
         if not isinstance(draft, LanguageModel):
             return self._speculators.of(draft)
@@ -332,6 +373,10 @@ class LanguageModel:
     @property
     def _reader(self) -> RequestReader:
         return RequestReader(self.model, self.tokenizer, self.defaults, self._draft, self._speculator)
+
+    @property
+    def _chat_reader(self) -> ChatReader:
+        return ChatReader(self.chat_template, self.tokenizer, self.message_format)
 
     @property
     def _runner(self) -> Runner:
@@ -360,3 +405,9 @@ class LanguageModel:
     def decode(self, ids: Ids) -> str:
         """The text of ids, without special tokens."""
         return needed_tokenizer(self.tokenizer, "text").decode(plain_items(ids))
+
+
+def _without_cache(options: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """The options of a chat, and the cache that it is decoded in; None for one of the model's own."""
+    rest = dict(options)
+    return rest, rest.pop("cache", None)

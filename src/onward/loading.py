@@ -18,6 +18,7 @@ from onward.checkpoint.quantized import read_manifest, read_quantized
 from onward.checks import check_whole
 from onward.errors import CheckpointError, ConfigError, RequestError, warn
 from onward.language_model import LanguageModel
+from onward.messages import MessageFormat, checked_format
 from onward.models import (
     DecoderConfig,
     DecoderParams,
@@ -59,6 +60,7 @@ def load(
     name_map: NameMapSource = None,
     compile: str = "auto",
     draft: Draft | os.PathLike[str] | None = None,
+    message_format: str | MessageFormat | None = None,
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
 
@@ -82,6 +84,8 @@ def load(
         draft: what guesses the next tokens (docs/speculation.md): "lookup", "suffix", or a smaller model of the same
             vocabulary. The model is loaded already, or a source to load with the same dtype, device and quantization
             ("demo-draft" for "demo").
+        message_format: how the model writes reasoning and calls of tools, where the chat template does not tell:
+            "hermes", "llama3", "mistral", "mistral-args", "plain" or a `MessageFormat` (docs/chat.md).
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
@@ -94,6 +98,7 @@ def load(
     if quantize is not None:
         check_format(quantize)
     check_backend(compile)
+    checked_format(message_format)
     torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     show_fraction = progress if callable(progress) else None
@@ -109,7 +114,8 @@ def load(
         params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map, layers)
     if torch_device.type == "cpu":
         _keep_freed_memory()
-    lm = LanguageModel(decoder_model(config, params, context), tokenizer, template, defaults, compile=compile)
+    model = decoder_model(config, params, context)
+    lm = LanguageModel(model, tokenizer, template, defaults, compile=compile, message_format=message_format)
     if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
         lm.draft = load(draft, dtype=dtype, device=device, quantize=quantize, compile=compile, progress=progress)
     else:

@@ -106,8 +106,12 @@ def test_what_asks_for_nothing_is_served(reader: BodyReader, asks_for_nothing: d
 @pytest.mark.parametrize(
     ("url", "fields", "param", "code"),
     [
-        (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_value"),
-        (CHAT, {"tool_choice": "required"}, "tool_choice", "unsupported_value"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools", "invalid_value"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "invalid_value"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_value"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions", "unsupported_value"),
+        (TEXT, {"tools": []}, "tools", "unknown_parameter"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
         (CHAT, {"stream": True}, "stream", "unsupported_value"),
         (CHAT, {"store": True}, "store", "unsupported_value"),

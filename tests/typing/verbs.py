@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import onward
-from onward import Completion, LanguageModel, Request, Score
+from onward import AssistantMessage, Completion, LanguageModel, Request, Score
 
 
 def one_prompt_gives_one_completion(lm: LanguageModel) -> str:
@@ -31,7 +31,12 @@ def streams_and_chats(lm: LanguageModel, small: LanguageModel) -> None:
     for piece in lm.stream("Once", draft="lookup"):
         assert_type(piece.text, str)
     messages = [{"role": "user", "content": "Hi"}]
-    assert_type(lm.chat(messages, tools=[{"name": "search"}], enable_thinking=False, draft=small), Completion)
+    assert_type(lm.chat(messages, tools=[{"name": "search"}, print], enable_thinking=False, draft=small), Completion)
+    answer = lm.chat(messages, tool_choice="required", parallel_tool_calls=False).message
+    assert_type(answer, AssistantMessage | None)
+    if answer is not None:
+        lm.chat([*messages, answer, {"role": "tool", "content": str(answer.tool_calls[0].parsed)}])
+    assert_type(lm.chat_request(messages, seed=3), Request)
     session = onward.Session(lm)
     assert_type(session.chat(messages, enable_thinking=False, temperature=0.5), Completion)
     assert_type(onward.quantize(lm, "int8"), LanguageModel)

@@ -77,6 +77,12 @@ class ChatTemplate:
         return type(self), self._sources
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """The text of the template, and that of the one for tools where it is another."""
+        source, _, tool_source = self._sources
+        return (source,) if tool_source is None else (source, tool_source)
+
+    @property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads beside the messages and the special tokens: tools, enable_thinking …"""
         return self._variables

@@ -54,7 +54,6 @@ class LinePrompts:
 
     def request(self, fields: Mapping[str, Any]) -> "Request":
         """Raises `OnwardError` for a line that cannot be served."""
-        from onward.requests import split_chat_options
         from onward.requests.options import option_names
 
         own = {name: value for name, value in fields.items() if name not in ("id", "prompt", "messages")}
@@ -70,12 +69,11 @@ class LinePrompts:
             if not isinstance(prompt, str | list):
                 raise RequestError(f'"prompt" must be a text or a list of ids; got {prompt!r}')
         else:
-            variables, options = split_chat_options(self.lm.chat_template, own)
-            own = dict(options)
-            check_option_names(own, option_names())
             if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
                 raise RequestError(f'"messages" must be a list of objects with a role and a content; got {messages!r}')
-            prompt = self.lm.chat_prompt(messages, {**self.variables, **variables})
+            of_flags = {name: value for name, value in self.variables.items() if name not in own}
+            template = {**of_flags, **(own.pop("template", None) or {})}
+            return self.lm.chat_request(messages, **{**self.options, **own, "template": template})
         return self.lm.request(prompt, **{**self.options, **own})
 
 

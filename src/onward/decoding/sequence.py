@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal, Self
 
-from onward.decoding.text import NoText, TextStream
+from onward.decoding.text import Mark, NoText, TextStream
 from onward.decoding.token import TokenLogprobs
 from onward.sampling import ConstrainedText, History, SamplingParams
 
@@ -112,6 +112,11 @@ class Sequence:
     def room(self) -> int:
         """How many tokens the text may still take."""
         return self._max_new_tokens - len(self.token_ids)
+
+    @property
+    def marks(self) -> abc.Sequence[Mark]:
+        """The special tokens among `token_ids` that say something, and where in the text each stands."""
+        return self._stream.marks
 
     @property
     def pending(self) -> int:

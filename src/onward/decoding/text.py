@@ -1,10 +1,23 @@
 """Tokens to text as they come: stop strings never leak, half characters never show."""
 
 import copy
-from collections.abc import Sequence
-from typing import Protocol, Self
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, Self
 
+from onward.beginnings import unfinished
 from onward.decoding.detokenizer import Detokenizer
+
+
+class Mark(NamedTuple):
+    """A special token that says something, though it is no part of the text.
+
+    position: how many characters of the text stand before it, if no stop string ends the text earlier.
+    at: which of the text's tokens it is. text: how it is written.
+    """
+
+    position: int
+    at: int
+    text: str
 
 
 class TextStream(Protocol):
@@ -13,6 +26,11 @@ class TextStream(Protocol):
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text; None while the text goes on."""
+        ...
+
+    @property
+    def marks(self) -> Sequence[Mark]:
+        """The marks so far, in order."""
         ...
 
     def push(self, token_id: int) -> str: ...
@@ -30,6 +48,7 @@ class NoText:
     """A `TextStream` for rows whose text nobody asks for: it is always empty."""
 
     stopped_by = None
+    marks: Sequence[Mark] = ()
 
     def push(self, token_id: int) -> str:
         return ""
@@ -45,16 +64,28 @@ class StopStrings:
     """A `TextStream` that ends before the first stop string, also one that spans several tokens.
 
     Text that may be the beginning of a stop string is held back until it is clear that it is not.
+
+    marks: the special tokens to note, and how each is written.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), marks: Mapping[int, str] | None = None
+    ) -> None:
         self.stopped_by: str | None = None
+        self.marks: list[Mark] = []
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
+        self._marks = marks or {}
         self._held = ""
+        self._tokens = self._characters = 0  # that came, also those that are held
 
     def push(self, token_id: int) -> str:
-        return self._admit(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        self._characters += len(text)
+        if token_id in self._marks:
+            self.marks.append(Mark(self._characters, self._tokens, self._marks[token_id]))
+        self._tokens += 1
+        return self._admit(text)
 
     def flush(self) -> str:
         text = self._admit(self._detokenizer.flush())
@@ -63,7 +94,7 @@ class StopStrings:
 
     def fork(self) -> Self:
         other = copy.copy(self)
-        other._detokenizer = self._detokenizer.fork()
+        other._detokenizer, other.marks = self._detokenizer.fork(), self.marks.copy()
         return other
 
     def _admit(self, text: str) -> str:
@@ -75,14 +106,6 @@ class StopStrings:
             self.stopped_by = min(starts, key=starts.__getitem__)
             text, self._held = self._held[: starts[self.stopped_by]], ""
             return text
-        ready = len(self._held) - self._unfinished_stop()
+        ready = len(self._held) - unfinished(self._held, self._stop)
         text, self._held = self._held[:ready], self._held[ready:]
         return text
-
-    def _unfinished_stop(self) -> int:
-        """The length of the longest end of the held text that is the beginning of a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stop), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0

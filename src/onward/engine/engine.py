@@ -4,7 +4,6 @@ import weakref
 from collections import abc
 from typing import Any, NoReturn, Self, Unpack, overload
 
-from onward.checkpoint import Message
 from onward.checks import check_whole
 from onward.engine.generation import Generation
 from onward.engine.limits import engine_slots
@@ -13,9 +12,9 @@ from onward.engine.serving import Serving
 from onward.engine.stats import EngineStats
 from onward.engine.ticket import Ticket
 from onward.errors import ContextOverflowError, EngineError, RequestError
-from onward.language_model import LanguageModel
+from onward.language_model import LanguageModel, Messages
 from onward.reprs import described
-from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, Request, split_chat_options
+from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, Request
 from onward.requests.job import Job
 from onward.requests.request import as_list
 
@@ -109,15 +108,13 @@ class Engine:
     def submit(self, prompt: Prompt, *, priority: int = 0, **options: Unpack[GenerateOptionsDict]) -> Generation: ...
 
     @overload
-    def submit(
-        self, *, messages: abc.Sequence[Message], priority: int = 0, **options: Unpack[ChatOptionsDict]
-    ) -> Generation: ...
+    def submit(self, *, messages: Messages, priority: int = 0, **options: Unpack[ChatOptionsDict]) -> Generation: ...
 
     def submit(
         self,
         prompt: Prompt | None = None,
         *,
-        messages: abc.Sequence[Message] | None = None,
+        messages: Messages | None = None,
         priority: int = 0,
         **options: Any,
     ) -> Generation:
@@ -166,23 +163,19 @@ class Engine:
 
     # ── checks ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _request(
-        self, prompt: Prompt | None, messages: abc.Sequence[Message] | None, options: abc.Mapping[str, Any]
-    ) -> Request:
+    def _request(self, prompt: Prompt | None, messages: Messages | None, options: abc.Mapping[str, Any]) -> Request:
         if (prompt is None) == (messages is None):
             count = "neither" if prompt is None else "both"
             raise RequestError(f"give a prompt, or messages= for a chat; got {count}")
         if "cache" in options:
             raise RequestError("an engine has a cache of its own: leave out cache, or use LanguageModel.generate")
-        others: Any = options
         if messages is not None:
-            variables, others = split_chat_options(self.lm.chat_template, options)
-            prompt = self.lm.chat_prompt(messages, variables)
+            return self.lm.chat_request(messages, **options)
         assert prompt is not None
         prompts, is_batch = as_list(prompt)
         if is_batch:
             raise RequestError(f"submit takes one prompt; got a list of {len(prompts)}: submit each")
-        return self.lm.request(prompt, **others)
+        return self.lm.request(prompt, **options)
 
     def _check_fits(self, ticket: Ticket) -> None:
         if ticket.sequences > self.max_sequences:

@@ -4,7 +4,7 @@ Nothing here runs a model. A body becomes the requests that an engine or a `Lang
 become the body of the answer; `onward batch` is the first to use it.
 """
 
-from onward.openai.answer import answer_body
+from onward.openai.answer import answer_body, delta_body, finish_reason
 from onward.openai.batch import BatchInput, BatchLine, BatchOutput
 from onward.openai.body import URLS, Body, BodyReader
 from onward.openai.errors import BodyError, error_fields, status_of
@@ -18,6 +18,8 @@ __all__ = [
     "BodyError",
     "BodyReader",
     "answer_body",
+    "delta_body",
     "error_fields",
+    "finish_reason",
     "status_of",
 ]

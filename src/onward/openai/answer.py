@@ -10,10 +10,13 @@ from onward.checkpoint import Tokenizer
 from onward.completion import Completion
 from onward.decoding import TokenLogprobs
 from onward.decoding.token_texts import TokenText, token_texts
+from onward.messages import MessageDelta, ToolCallDelta
 from onward.openai.body import Body
 
 # OpenAI's for what has no chance; JSON knows no infinity.
 _NO_CHANCE = -9999.0
+# Clients read one or the other.
+_REASONING = ("reasoning", "reasoning_content")
 _PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
 
 
@@ -33,8 +36,7 @@ def answer_body(body: Body, completions: Sequence[Completion], tokenizer: Tokeni
             else:
                 echo = None if body.echoes is None else body.echoes[at]
                 choice |= _text_choice(text, completion.prompt_logprobs, prompt, echo, tokenizer)
-            # A text that ran out of time was cut, too; OpenAI has no other word for it.
-            choices.append(choice | {"finish_reason": "stop" if text.finish_reason == "stop" else "length"})
+            choices.append(choice | {"finish_reason": finish_reason(text)})
     return {
         "id": f"{_PREFIXES[body.kind]}-{uuid.uuid4().hex}",
         "object": body.kind,
@@ -45,6 +47,30 @@ def answer_body(body: Body, completions: Sequence[Completion], tokenizer: Tokeni
         "system_fingerprint": f"onward-{version}",
         "seed": completions[0].seed,
     }
+
+
+def finish_reason(text: Completion) -> str:
+    """OpenAI's word for how a text ended: "tool_calls" where it ended by itself and has calls."""
+    if text.finish_reason != "stop":  # a text that ran out of time was cut, too; OpenAI has no other word for it
+        return "length"
+    return "tool_calls" if text.message is not None and text.message.tool_calls else "stop"
+
+
+def delta_body(delta: MessageDelta) -> dict[str, Any]:
+    """The "delta" of a chunk: only what came. The role, which the first chunk has, is the caller's."""
+    body: dict[str, Any] = {"content": delta.content} if delta.content else {}
+    if delta.reasoning:
+        body |= dict.fromkeys(_REASONING, delta.reasoning)
+    if delta.tool_calls:
+        body["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    return body
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
@@ -65,8 +91,15 @@ def _chat_choice(text: Completion, prompt: Sequence[int], tokenizer: Tokenizer) 
         tokens = token_texts(text.token_ids, text.logprobs, prompt, tokenizer)
         content = [_chat_token(token, entry) for token, entry in zip(tokens, text.logprobs, strict=True)]
         logprobs = {"content": content, "refusal": None}
-    message = {"role": "assistant", "content": text.text, "refusal": None}
-    return {"message": message, "logprobs": logprobs}
+    return {"message": _message(text), "logprobs": logprobs}
+
+
+def _message(text: Completion) -> dict[str, Any]:
+    assert text.message is not None, "the text of a chat is read as a message"
+    said = text.message.to_dict()
+    if text.message.reasoning is not None:
+        said |= dict.fromkeys(_REASONING, text.message.reasoning)
+    return said | {"refusal": None}
 
 
 def _chat_token(token: TokenText, entry: TokenLogprobs) -> dict[str, Any]:

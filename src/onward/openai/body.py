@@ -26,6 +26,8 @@ URLS: Mapping[str, Kind] = {"/v1/chat/completions": "chat.completion", "/v1/comp
 
 # Names of the most tokens to generate.
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+# Fields of a chat that `LanguageModel.chat` takes under the same names.
+_OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 # Fields that are read here and are no options of the same name and meaning.
 _OWN = {"model", "messages", "prompt", "logprobs", "top_logprobs", "echo", "best_of", "chat_template_kwargs"}
 # Options that JSON cannot say, or that mean something else in OpenAI's format.
@@ -38,7 +40,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (),
     "prediction": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
@@ -46,13 +47,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
 _OF_KIND: Mapping[Kind, frozenset[str]] = {
-    "chat.completion": frozenset({"messages", "top_logprobs", "chat_template_kwargs", "reasoning_effort"}),
+    "chat.completion": frozenset({"messages", "top_logprobs", "chat_template_kwargs", "reasoning_effort", *_OF_TOOLS}),
     "text_completion": frozenset({"prompt", "echo", "best_of"}),
 }
 
@@ -137,8 +136,9 @@ class BodyReader:
             variables = {"reasoning_effort": fields["reasoning_effort"], **variables}
         # That the template reads them is checked there; they may have the names of options, too.
         split_chat_options(self.lm.chat_template, dict.fromkeys(set(variables) - set(option_names())))
-        messages = _messages(fields["messages"])
-        return self.lm.request(self.lm.chat_prompt(messages, {**self.variables, **variables}), **options)
+        of_tools = {name: fields[name] for name in _OF_TOOLS if name in fields}
+        template = {**self.variables, **variables}
+        return self.lm.chat_request(_messages(fields["messages"]), **{**options, **of_tools, "template": template})
 
     def _completion(self, fields: Mapping[str, Any], options: dict[str, Any]) -> Body:
         if "prompt" not in fields:

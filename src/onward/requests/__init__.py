@@ -1,5 +1,6 @@
 """Requests: what users ask for. They are checked and then run through the one loop to completions."""
 
+from onward.requests.chats import ChatReader
 from onward.requests.drafts import LOOKUPS, Speculators
 from onward.requests.generation_config import generation_defaults
 from onward.requests.options import (
@@ -16,6 +17,7 @@ from onward.requests.scoring import Score, score_in_windows, score_texts
 __all__ = [
     "LOOKUPS",
     "ChatOptionsDict",
+    "ChatReader",
     "Draft",
     "GenerateOptions",
     "GenerateOptionsDict",

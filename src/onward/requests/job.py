@@ -17,6 +17,8 @@ from onward.decoding import (
     StreamingDetokenizer,
     TextStream,
 )
+from onward.messages import AssistantMessage
+from onward.requests.answers import AnswerReader, whole_message
 from onward.requests.request import Request
 from onward.sampling import ConstrainedText, SamplingParams, fresh_seed, sample_seed
 from onward.speculation.step import speculation_of
@@ -50,6 +52,13 @@ class Job:
         self._watches = {sequence: Stopwatch() for sequence in self.sequences}
         self._given_out = dict.fromkeys(self.sequences, 0)  # tokens of each
         self._choices = {sequence: choice for choice, sequence in enumerate(self.sequences)}
+        self._readers: dict[Sequence, AnswerReader] = {}
+        if request.answer is not None:
+            self._readers = {
+                sequence: AnswerReader(request.answer, sequence, self._seed(sequence))
+                for sequence in self.sequences
+                if not isinstance(sequence, Search)  # whose texts are read when they have ended
+            }
 
     @property
     def has_ended(self) -> bool:
@@ -78,7 +87,8 @@ class Job:
         at = self._given_out[sequence]
         self._given_out[sequence] += 1
         logprobs = sequence.logprobs[at] if sequence.top_logprobs is not None else None
-        return Piece(text, token, logprobs, self._choices[sequence])
+        message = self._readers[sequence].read(at, text) if sequence in self._readers else None
+        return Piece(text, token, logprobs, self._choices[sequence], message)
 
     def completion(self) -> Completion:
         """The completion, when all sequences have ended; those of the other texts are in its `others`."""
@@ -94,8 +104,6 @@ class Job:
 
     def _completion(self, sequence: Sequence, timed: Sequence, score: float | None = None) -> Completion:
         options = self.request.options
-        sampling = sequence.sampling
-        assert sampling is not None
         return Completion(
             text=sequence.text,
             token_ids=sequence.token_ids,
@@ -104,19 +112,35 @@ class Job:
             timing=self._watches[timed].timing(),
             prompt_tokens=len(self.request.prompt),
             cached_tokens=self.sequences[0].cached,
-            seed=None if options.temperature == 0 or options.beams > 1 else sampling.seed,
+            seed=self._seed(sequence),
             logprobs=None if options.logprobs is None else sequence.logprobs,
             prompt_logprobs=None if options.prompt_logprobs is None else self.sequences[0].prompt_logprobs,
             score=score,
             speculation=speculation_of(sequence),
             json_schema=None if not isinstance(options.constrained_by, JsonSchema) else options.constrained_by,
+            message=self._message(sequence),
         )
+
+    def _message(self, sequence: Sequence) -> AssistantMessage | None:
+        if self.request.answer is None:
+            return None
+        if sequence in self._readers:
+            return self._readers[sequence].message()
+        return whole_message(self.request.answer, sequence, self._seed(sequence))
+
+    def _seed(self, sequence: Sequence) -> int | None:
+        """What a text is drawn with; None for one that is not drawn."""
+        options = self.request.options
+        assert sequence.sampling is not None
+        return None if options.temperature == 0 or options.beams > 1 else sequence.sampling.seed
 
     def _sequence(self, sampling: SamplingParams, beams: BeamOptions | None = None) -> Sequence:
         request, options = self.request, self.request.options
         text: TextStream = NoText()
         if self._tokenizer is not None:
-            text = StopStrings(StreamingDetokenizer(self._tokenizer.decode, before=request.prompt), options.stop)
+            detokenizer = StreamingDetokenizer(self._tokenizer.decode, before=request.prompt)
+            marks = {} if request.answer is None else dict(request.answer.marks)
+            text = StopStrings(detokenizer, options.stop, marks)
         kinds: dict[str, Any] = {
             "sampling": sampling,
             "top_logprobs": options.logprobs,

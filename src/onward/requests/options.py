@@ -13,6 +13,7 @@ from onward.checks import as_tuple, check_whole, is_finite, plain
 from onward.constraints import Choice, Constraint, JsonSchema, Lark, Regex
 from onward.decoding import StopWhen
 from onward.errors import RequestError
+from onward.messages import ToolChoice, ToolLike
 from onward.models import Model
 from onward.option_names import check_option_names
 from onward.sampling import SamplingOptionsDict, SamplingParams
@@ -61,16 +62,20 @@ class GenerateOptionsDict(SamplingOptionsDict, total=False):
 class ChatOptionsDict(GenerateOptionsDict, total=False):
     """The options of a chat as keyword arguments. Other variables that the chat template reads may be given too."""
 
-    tools: Sequence[Mapping[str, Any]] | None
+    tools: Sequence[ToolLike] | None
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool | None
     documents: Sequence[Mapping[str, Any]] | None
     enable_thinking: bool
     reasoning_effort: str
     template: Mapping[str, Any] | None
 
 
+# Options of chats alone that are no variables of templates.
+_OF_CHATS = frozenset({"template", "tool_choice", "parallel_tool_calls"})
 # Variables that many chat templates read.
 _TEMPLATE_VARIABLES = (
-    frozenset(ChatOptionsDict.__annotations__) - frozenset(GenerateOptionsDict.__annotations__) - {"template"}
+    frozenset(ChatOptionsDict.__annotations__) - frozenset(GenerateOptionsDict.__annotations__) - _OF_CHATS
 )
 
 # Options for drawing a token, each with the value that changes nothing. Beams take the likeliest texts and draw none.

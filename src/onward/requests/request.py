@@ -14,6 +14,7 @@ from onward.checks import check_whole, plain, plain_items
 from onward.constraints import Grammar
 from onward.decoding.room import check_room
 from onward.errors import RequestError, TokenizerError
+from onward.messages import AnswerReading
 from onward.models import Model
 from onward.option_names import check_option_names
 from onward.reprs import brief_list
@@ -30,10 +31,12 @@ class Request:
 
     prompt: ids, one at least.
     options: all options of the request. The defaults of a model change none of them.
+    answer: of a chat, how its answer is read as a message.
     """
 
     prompt: tuple[int, ...]
     options: GenerateOptions = field(default_factory=GenerateOptions)
+    answer: AnswerReading | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(_as_ids(self.prompt)))
@@ -99,7 +102,8 @@ class RequestReader:
         base = prompt.options if isinstance(prompt, Request) else self.defaults
         chosen = base.replace(**{**options, **self._own_draft(prompt, base, options)})
         ids = self.prompt_ids(prompt.prompt if isinstance(prompt, Request) else prompt)
-        return Request(tuple(ids), self._served(chosen, len(ids), cache_len))
+        answer = prompt.answer if isinstance(prompt, Request) else None
+        return Request(tuple(ids), self._served(chosen, len(ids), cache_len), answer)
 
     def _own_draft(
         self, prompt: Prompt, base: GenerateOptions, options: Mapping[str, Any]

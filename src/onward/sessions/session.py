@@ -1,17 +1,16 @@
 """A session: one text that grows from call to call, whose cache is reused."""
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import NoReturn, Self, Unpack
 
-from onward.checkpoint import Message
 from onward.completion import Completion, Piece
 from onward.decoding.held import HeldText
 from onward.errors import RequestError, SessionError
-from onward.language_model import LanguageModel
+from onward.language_model import LanguageModel, Messages
 from onward.reprs import described
-from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, split_chat_options
+from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, drained
 from onward.requests.request import as_list
 from onward.sessions import file as session_file
 from onward.sessions.file import SavedSession
@@ -27,7 +26,7 @@ class Session:
 
         session = onward.Session(lm)
         first = session.chat(messages)
-        messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And then?"}]
+        messages += [first.message, {"role": "user", "content": "And then?"}]
         second = session.chat(messages)              # processes the new message only
         session.save("talk.safetensors")             # … onward.Session.load("talk.safetensors", lm)
 
@@ -62,17 +61,13 @@ class Session:
         """`LanguageModel.stream`. Going on with it after another call has begun raises `RequestError`."""
         return self.lm.stream(_single_prompt(prompt), cache=self._text, **options)
 
-    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]) -> Completion:
+    def chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Completion:
         """`LanguageModel.chat`: the conversation so far, all of it."""
-        variables, others = split_chat_options(self.lm.chat_template, options)
-        return self.generate(self.lm.chat_prompt(messages, variables), **others)
+        return drained(self.lm._chat_pieces(messages, {**options, "cache": self._text}))[0]
 
-    def stream_chat(
-        self, messages: Sequence[Message], **options: Unpack[ChatOptionsDict]
-    ) -> Generator[Piece, None, Completion]:
+    def stream_chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Generator[Piece, None, Completion]:
         """`chat`, a `Piece` a token."""
-        variables, others = split_chat_options(self.lm.chat_template, options)
-        return self.stream(self.lm.chat_prompt(messages, variables), **others)
+        return self.lm._chat_stream(messages, {**options, "cache": self._text})
 
     def truncate(self, length: int = 0) -> None:
         """Forget the ids held from position `length` on. The cache is not moved or cleared."""

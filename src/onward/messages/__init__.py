@@ -1,0 +1,28 @@
+"""Chat messages: reasoning and calls of tools as families of models write them, read while they come; tools."""
+
+from onward.messages.answer import AnswerReading
+from onward.messages.conversation import template_messages
+from onward.messages.format import MessageFormat
+from onward.messages.formats import FORMATS, checked_format, format_of
+from onward.messages.message import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
+from onward.messages.parser import MessageParser
+from onward.messages.tools import Tool, ToolChoice, ToolLike, ToolUse, read_tool_use
+
+__all__ = [
+    "FORMATS",
+    "AnswerReading",
+    "AssistantMessage",
+    "MessageDelta",
+    "MessageFormat",
+    "MessageParser",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
+    "ToolLike",
+    "ToolUse",
+    "checked_format",
+    "format_of",
+    "read_tool_use",
+    "template_messages",
+]

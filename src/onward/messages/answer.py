@@ -1,0 +1,62 @@
+"""How the answer to a chat is read."""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from onward.messages.format import MessageFormat
+from onward.messages.parser import MessageParser
+
+
+class Vocabulary(Protocol):
+    """What marks need of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class AnswerReading:
+    """How the answer to a request is read as a message.
+
+    format: how the model writes. tools: the names of those that may be called; empty where they are not known, and None
+    where there are none. thinking: whether the prompt has opened the reasoning. marks: ids of special tokens, and how
+    each is written; a text does not have them.
+    """
+
+    format: MessageFormat
+    tools: tuple[str, ...] | None = None
+    thinking: bool = False
+    marks: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def of(
+        cls, format: MessageFormat, vocabulary: Vocabulary, prompt: str, tools: tuple[str, ...] | None
+    ) -> "AnswerReading":
+        """prompt: the conversation as text, up to where the answer begins."""
+        written = [*format.thinking]
+        if tools is not None:
+            written += [*format.openers, *format.marks]
+        marks = tuple((id, text) for text in written if (id := special_token(vocabulary, text)) is not None)
+        return cls(format, tools, prompt.rstrip().endswith(format.thinking[0]), marks)
+
+    def parser(self, prompt: Sequence[int], seed: int | None) -> MessageParser:
+        """A parser for one text. The ids of its calls follow from the prompt and the seed."""
+        return MessageParser(self.format, _call_ids(self.format, prompt, seed), self.tools, self.thinking)
+
+
+def special_token(vocabulary: Vocabulary, text: str) -> int | None:
+    """The id of the special token that is written like this; None where it is no such token."""
+    ids = vocabulary.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 and not vocabulary.decode(ids) else None
+
+
+def _call_ids(format: MessageFormat, prompt: Sequence[int], seed: int | None) -> Callable[[int], str]:
+    def new_id(index: int) -> str:
+        digest = hashlib.sha256(array("q", prompt).tobytes() + f"{seed} {index}".encode())
+        return format.call_id(digest.digest())
+
+    return new_id

@@ -1,0 +1,88 @@
+"""Messages as callers have them, made what chat templates read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onward.errors import RequestError
+from onward.messages.message import AssistantMessage
+
+# Under either name clients send reasoning back, and templates read it.
+_REASONING = ("reasoning_content", "reasoning")
+
+
+def template_messages(messages: Any, *, arguments_as_text: bool) -> Any:
+    """The same messages; those with calls or reasoning as templates read them.
+
+    An `AssistantMessage` becomes a mapping. The arguments of calls become objects, since most templates write them as
+    JSON themselves, or stay the text that the model wrote where a template takes that. Reasoning goes by both its
+    names. The result of a tool gets the tool's name. What is no list of messages is left for the template's own check.
+
+    Raises:
+        RequestError: a call that is none, with its place.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        return messages
+    names: dict[str, str] = {}  # of the tools, by the ids of the calls
+    read = []
+    for at, message in enumerate(messages):
+        if isinstance(message, AssistantMessage):
+            message = message.to_dict()
+        if isinstance(message, Mapping) and message.get("role") == "assistant":
+            message = _read_assistant(message, f"messages[{at}]", arguments_as_text)
+            for call in message.get("tool_calls") or ():
+                if call.get("id") is not None:
+                    names[call["id"]] = call["function"]["name"]
+        elif isinstance(message, Mapping) and message.get("role") == "tool":
+            name = names.get(message.get("tool_call_id", ""))
+            if name is not None:
+                message = {"name": name, **message}
+        read.append(message)
+    return read
+
+
+def _read_assistant(message: Mapping[str, Any], at: str, arguments_as_text: bool) -> Mapping[str, Any]:
+    reasoning = next((message[name] for name in _REASONING if message.get(name)), None)
+    calls = message.get("tool_calls")
+    if reasoning is None and not calls:
+        return message
+    read = dict(message)
+    if reasoning is not None:
+        read |= dict.fromkeys(_REASONING, reasoning)
+    if calls:
+        if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+            raise RequestError(f"{at}.tool_calls must be a list of calls; got {calls!r}")
+        read["tool_calls"] = [
+            _read_call(call, f"{at}.tool_calls[{place}]", arguments_as_text) for place, call in enumerate(calls)
+        ]
+    if read.get("content") is None:
+        read["content"] = ""  # templates add texts to it
+    return read
+
+
+def _read_call(call: Any, at: str, arguments_as_text: bool) -> dict[str, Any]:
+    """A call as {"id", "type", "function": {"name", "arguments"}}; one without its outer object gets it."""
+    if isinstance(call, Mapping) and "function" not in call and "name" in call:
+        call = {"function": {key: call[key] for key in ("name", "arguments") if key in call}} | (
+            {"id": call["id"]} if "id" in call else {}
+        )
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{at} must be {{'id': …, 'function': {{'name': …, 'arguments': …}}}}; got {call!r}")
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, str | Mapping):
+        raise RequestError(f"{at}.function.arguments must be a text in JSON or an object; got {arguments!r}")
+    if arguments_as_text and isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not arguments_as_text and isinstance(arguments, str):
+        arguments = _as_object(arguments)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _as_object(arguments: str) -> Any:
+    """What the text says, where that is an object; a model may have written anything."""
+    try:
+        read = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        return arguments
+    return read if isinstance(read, dict) else arguments

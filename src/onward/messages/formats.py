@@ -1,0 +1,31 @@
+"""The formats that there are, and which of them a model writes."""
+
+from onward.errors import RequestError
+from onward.messages.format import MessageFormat
+from onward.messages.hermes import Hermes
+from onward.messages.llama3 import Llama3
+from onward.messages.mistral import LaterMistral, Mistral
+from onward.messages.plain import Plain
+
+# By name. A model's is the first that its chat template is of.
+FORMATS: dict[str, MessageFormat] = {
+    format.name: format for format in (Hermes(), LaterMistral(), Mistral(), Llama3(), Plain())
+}
+
+
+def checked_format(given: str | MessageFormat | None) -> MessageFormat | None:
+    """The format of that name.
+
+    Raises:
+        RequestError: there is none.
+    """
+    if given is None or isinstance(given, MessageFormat):
+        return given
+    if not isinstance(given, str) or given not in FORMATS:
+        raise RequestError(f"message_format must be one of {', '.join(FORMATS)}, or a MessageFormat; got {given!r}")
+    return FORMATS[given]
+
+
+def format_of(template: str) -> MessageFormat:
+    """The format that a chat template's text is of."""
+    return next(format for format in FORMATS.values() if format.is_of(template))

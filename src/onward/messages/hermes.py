@@ -1,0 +1,38 @@
+"""Hermes' format, which Qwen 2.5, QwQ and Qwen 3 write, too.
+
+<think>
+…
+</think>
+
+<tool_call>
+{"name": "weather", "arguments": {"city": "Oslo"}}
+</tool_call>
+"""
+
+from typing import final
+
+from onward.messages.call_objects import read_call_objects
+from onward.messages.format import MessageFormat
+from onward.messages.source import Reading, Source
+from onward.messages.written import Written
+
+_CLOSING = "</tool_call>"
+# Families that have other things than JSON between the same marks.
+_OTHERS = ("<function=", "<arg_key>")
+
+
+@final
+class Hermes(MessageFormat):
+    name = "hermes"
+    openers = ("<tool_call>",)
+    marks = (_CLOSING,)
+
+    def is_of(self, template: str) -> bool:
+        return "<tool_call>" in template and not any(other in template for other in _OTHERS)
+
+    def read_calls(self, opener: str, source: Source, written: Written) -> Reading[bool]:
+        if not (yield from read_call_objects(source, written)):
+            return False
+        yield from source.skip_space()
+        yield from source.skip(_CLOSING)
+        return True

@@ -1,0 +1,144 @@
+"""Tools that a model may call, and which of them it has to."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from onward.errors import RequestError
+from onward.messages.functions import described_function
+
+# An object in OpenAI's format, {"type": "function", "function": {…}}, or a function of the caller's own.
+ToolLike: TypeAlias = Mapping[str, Any] | Callable[..., Any]
+# A name is short for {"type": "function", "function": {"name": …}}.
+ToolChoice: TypeAlias = str | Mapping[str, Any]
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_KEYS = ("name", "description", "parameters", "strict")
+_SHAPE = "{'type': 'function', 'function': {'name': …, 'parameters': …}}"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call.
+
+    parameters: the JSON schema of its arguments, an object. strict: the arguments of every call have to follow it.
+    given: in OpenAI's format, as chat templates read it.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool
+    given: Mapping[str, Any]
+
+
+def read_tools(tools: object) -> tuple[Tool, ...]:
+    """The tools that a caller gives, checked.
+
+    Raises:
+        RequestError: what is no tool, with its place; two tools of one name.
+    """
+    if tools is None:
+        return ()
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise RequestError(f"tools must be a list of {_SHAPE} or of functions; got {tools!r}")
+    read = tuple(_read_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
+    names = [tool.name for tool in read]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise RequestError(
+                f"tools[{at}] and tools[{names.index(name)}] are called {name!r}: give each its own name"
+            )
+    return read
+
+
+def _read_tool(tool: Any, at: str) -> Tool:
+    if callable(tool):
+        tool = {"type": "function", "function": described_function(tool, at)}
+    if not isinstance(tool, Mapping) or set(tool) != {"type", "function"}:
+        raise RequestError(
+            f"{at} must be {_SHAPE} or a function; got {tool!r}. What a template reads in another shape goes into "
+            "template={'tools': …}"
+        )
+    function = tool["function"]
+    if tool["type"] != "function":
+        raise RequestError(f"{at}.type must be 'function'; got {tool['type']!r}")
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{at}.function must be an object with a name; got {function!r}")
+    if unknown := [key for key in function if key not in _KEYS]:
+        raise RequestError(f"{at}.function has an unknown key {unknown[0]!r}; its keys are {', '.join(_KEYS)}")
+    name, description = function.get("name"), function.get("description")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(
+            f"{at}.function.name must be 1 to 64 letters, digits, underscores, dots and dashes; got {name!r}"
+        )
+    if not isinstance(description, str | None):
+        raise RequestError(f"{at}.function.description must be a text; got {description!r}")
+    parameters = function.get("parameters")
+    parameters = {"type": "object", "properties": {}} if parameters is None else parameters
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise RequestError(f"{at}.function.parameters must be the JSON schema of an object; got {parameters!r}")
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise RequestError(f"{at}.function.strict must be true or false; got {strict!r}")
+    return Tool(name, parameters, bool(strict), tool)
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Which tools a chat has, and how an answer may call them.
+
+    tools: empty where there are none. names: those that may be called. choice: "auto" leaves it to the model, "none"
+    allows no call, "required" wants one at least. parallel: whether an answer may have several calls.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: Literal["auto", "none", "required"] = "auto"
+    callable_tools: tuple[Tool, ...] = ()
+    parallel: bool = True
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the text has to be held to a grammar for this."""
+        if not self.tools or self.choice == "none":
+            return False
+        return self.choice == "required" or not self.parallel or any(tool.strict for tool in self.tools)
+
+
+def read_tool_use(tools: object, choice: object = None, parallel: object = None) -> ToolUse:
+    """What a caller gives as `tools`, `tool_choice` and `parallel_tool_calls`, checked; None is not given.
+
+    Raises:
+        RequestError: a value that is none of these, or a choice of what is not among the tools.
+    """
+    read = read_tools(tools)
+    if not isinstance(parallel, bool | None):
+        raise RequestError(f"parallel_tool_calls must be true or false; got {parallel!r}")
+    if choice is None or choice == "auto":
+        return ToolUse(read, "auto", read, parallel is not False)
+    if choice == "none":
+        return ToolUse(read, "none")
+    name = "" if choice == "required" else _chosen_name(choice)
+    if not read:
+        raise RequestError(f"tool_choice {choice!r} wants a call, and there are no tools: give tools")
+    chosen = tuple(tool for tool in read if not name or tool.name == name)
+    if not chosen:
+        raise RequestError(
+            f"tool_choice names {name!r}, and the tools are {', '.join(tool.name for tool in read)}: choose one of "
+            'them, "auto", "none" or "required"'
+        )
+    # A named tool is called once, as OpenAI's API does.
+    return ToolUse(read, "required", chosen, parallel is not False and not name)
+
+
+def _chosen_name(choice: object) -> str:
+    if isinstance(choice, str):
+        return choice
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            'tool_choice must be "auto", "none", "required", the name of a tool or '
+            f"{{'type': 'function', 'function': {{'name': …}}}}; got {choice!r}"
+        )
+    return name

@@ -1,0 +1,75 @@
+"""Conversations as prompts, with how their answers are to be read."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from onward.checkpoint import ChatTemplate, Message, Tokenizer
+from onward.errors import RequestError, TokenizerError
+from onward.messages import AnswerReading, AssistantMessage, MessageFormat, read_tool_use, template_messages
+from onward.requests.options import GenerateOptionsDict, split_chat_options
+from onward.requests.request import needed_tokenizer
+
+# Such a template writes arguments as they are where they are text.
+_TAKES_TEXT = re.compile(r"arguments\s+is\s+string")
+
+
+class ReadChat(NamedTuple):
+    """ids: of the conversation, up to where the answer begins. answer: how that is read. options: for `generate`."""
+
+    ids: list[int]
+    answer: AnswerReading
+    options: GenerateOptionsDict
+
+
+@dataclass(frozen=True)
+class ChatReader:
+    """Makes prompts of conversations for one model.
+
+    template, tokenizer: None where there is none. format: how the model writes its answers.
+    """
+
+    template: ChatTemplate | None
+    tokenizer: Tokenizer | None
+    format: MessageFormat
+
+    def read(self, messages: Sequence[Message | AssistantMessage], options: Mapping[str, Any]) -> ReadChat:
+        """Check a conversation and the options of a chat.
+
+        Raises:
+            RequestError: messages, tools or options that are none, or that the template does not take.
+            TokenizerError: there is no template or no tokenizer.
+        """
+        rest = dict(options)
+        use = read_tool_use(*(rest.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")))
+        if use.is_constrained:
+            raise RequestError("a call that has to come, or has to be alone or strict, is not served yet")
+        if use.tools and use.choice != "none":
+            if self.template is not None and "tools" not in self.template.variables:
+                raise RequestError(
+                    "tools would not be seen by the model: its chat template does not read tools; write a message"
+                )
+            rest["tools"] = [tool.given for tool in use.tools]
+        variables, others = split_chat_options(self.template, rest)
+        text = self.text(messages, variables)
+        tokenizer = needed_tokenizer(self.tokenizer, "a chat")
+        # Tools that only the template knows have names that nobody knows here.
+        names = tuple(tool.name for tool in use.tools) if variables.get("tools") else None
+        answer = AnswerReading.of(self.format, tokenizer, text, names)
+        return ReadChat(self._ids(text), answer, others)
+
+    def prompt(self, messages: Sequence[Message | AssistantMessage], variables: Mapping[str, Any]) -> list[int]:
+        """The ids of a conversation. variables: of the template."""
+        return self._ids(self.text(messages, variables))
+
+    def text(self, messages: Sequence[Message | AssistantMessage], variables: Mapping[str, Any]) -> str:
+        """A conversation as the template writes it, up to where the answer begins."""
+        if self.template is None:
+            raise TokenizerError("this model has no chat template: use generate with a plain prompt")
+        takes_text = any(_TAKES_TEXT.search(source) for source in self.template.sources)
+        return self.template.render(template_messages(messages, arguments_as_text=takes_text), **variables)
+
+    def _ids(self, text: str) -> list[int]:
+        # The template writes the special tokens itself.
+        return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)

@@ -130,6 +130,9 @@ class MarkTokenizer(ByteTokenizer):
     marks: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<|python_tag|>")
     vocab_size: int = _SPECIAL + 6
 
+    def token_bytes(self) -> list[bytes | None]:
+        return [*super().token_bytes()[:_SPECIAL], *[None] * len(self.marks)]
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         for at, mark in enumerate(self.marks):
             before, found, after = text.partition(mark)

@@ -2,8 +2,9 @@
 
 from onward.messages.answer import AnswerReading
 from onward.messages.conversation import template_messages
-from onward.messages.format import MessageFormat
+from onward.messages.format import CallSyntax, MessageFormat
 from onward.messages.formats import FORMATS, checked_format, format_of
+from onward.messages.grammar import answer_grammar
 from onward.messages.message import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
 from onward.messages.parser import MessageParser
 from onward.messages.tools import Tool, ToolChoice, ToolLike, ToolUse, read_tool_use
@@ -12,6 +13,7 @@ __all__ = [
     "FORMATS",
     "AnswerReading",
     "AssistantMessage",
+    "CallSyntax",
     "MessageDelta",
     "MessageFormat",
     "MessageParser",
@@ -21,6 +23,7 @@ __all__ = [
     "ToolChoice",
     "ToolLike",
     "ToolUse",
+    "answer_grammar",
     "checked_format",
     "format_of",
     "read_tool_use",

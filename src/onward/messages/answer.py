@@ -23,13 +23,13 @@ class AnswerReading:
     """How the answer to a request is read as a message.
 
     format: how the model writes. tools: the names of those that may be called; empty where they are not known, and None
-    where there are none. thinking: whether the prompt has opened the reasoning. marks: ids of special tokens, and how
-    each is written; a text does not have them.
+    where there are none. thinking: whether the prompt ends in opened reasoning; False where it ends in closed
+    reasoning, None where it has none. marks: ids of special tokens, and how each is written; a text does not have them.
     """
 
     format: MessageFormat
     tools: tuple[str, ...] | None = None
-    thinking: bool = False
+    thinking: bool | None = None
     marks: tuple[tuple[int, str], ...] = ()
 
     @classmethod
@@ -41,11 +41,12 @@ class AnswerReading:
         if tools is not None:
             written += [*format.openers, *format.marks]
         marks = tuple((id, text) for text in written if (id := special_token(vocabulary, text)) is not None)
-        return cls(format, tools, prompt.rstrip().endswith(format.thinking[0]), marks)
+        opening, closing = (prompt.rstrip().endswith(mark) for mark in format.thinking)
+        return cls(format, tools, opening or (False if closing else None), marks)
 
     def parser(self, prompt: Sequence[int], seed: int | None) -> MessageParser:
         """A parser for one text. The ids of its calls follow from the prompt and the seed."""
-        return MessageParser(self.format, _call_ids(self.format, prompt, seed), self.tools, self.thinking)
+        return MessageParser(self.format, _call_ids(self.format, prompt, seed), self.tools, self.thinking is True)
 
 
 def special_token(vocabulary: Vocabulary, text: str) -> int | None:

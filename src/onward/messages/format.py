@@ -2,12 +2,24 @@
 
 import string
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from onward.messages.source import Reading, Source
 from onward.messages.written import Written
 
 _LETTERS = string.ascii_letters + string.digits
+
+
+class CallSyntax(NamedTuple):
+    """How calls are written where they are constrained, after their opener.
+
+    begin: before the first. call: with NAME and ARGUMENTS in their places. between: between two. end: after the last.
+    """
+
+    begin: str
+    call: str
+    between: str
+    end: str
 
 
 class MessageFormat(ABC):
@@ -16,6 +28,8 @@ class MessageFormat(ABC):
     name: what `message_format=` calls it.
     thinking: the marks around reasoning.
     openers: marks that a call begins with, wherever it stands. No opener begins another.
+    bare: whether an answer may also begin with a call without an opener, which is then a JSON object.
+    syntax: how constrained calls are written; None where calls cannot be.
     marks: other marks that calls have. A mark that is a special token is no part of the text, and is read all the same.
     """
 
@@ -23,6 +37,8 @@ class MessageFormat(ABC):
     thinking: ClassVar[tuple[str, str]] = ("<think>", "</think>")
     openers: ClassVar[tuple[str, ...]] = ()
     marks: ClassVar[tuple[str, ...]] = ()
+    bare: ClassVar[bool] = False
+    syntax: ClassVar[CallSyntax | None] = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -12,7 +12,7 @@
 from typing import final
 
 from onward.messages.call_objects import read_call_objects
-from onward.messages.format import MessageFormat
+from onward.messages.format import CallSyntax, MessageFormat
 from onward.messages.source import Reading, Source
 from onward.messages.written import Written
 
@@ -26,6 +26,7 @@ class Hermes(MessageFormat):
     name = "hermes"
     openers = ("<tool_call>",)
     marks = (_CLOSING,)
+    syntax = CallSyntax("", '\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', "\n<tool_call>", "")
 
     def is_of(self, template: str) -> bool:
         return "<tool_call>" in template and not any(other in template for other in _OTHERS)

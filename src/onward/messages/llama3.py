@@ -7,7 +7,7 @@
 from typing import final
 
 from onward.messages.call_objects import read_call_objects
-from onward.messages.format import MessageFormat
+from onward.messages.format import CallSyntax, MessageFormat
 from onward.messages.source import Reading, Source
 from onward.messages.written import Written
 
@@ -16,6 +16,8 @@ from onward.messages.written import Written
 class Llama3(MessageFormat):
     name = "llama3"
     openers = ("<|python_tag|>",)
+    bare = True
+    syntax = CallSyntax("", '{"name": "NAME", "parameters": ARGUMENTS}', "; ", "")
 
     def is_of(self, template: str) -> bool:
         return "<|start_header_id|>" in template and ("<|python_tag|>" in template or '"parameters"' in template)

@@ -8,7 +8,7 @@ import re
 from typing import final
 
 from onward.messages.call_objects import read_call_objects
-from onward.messages.format import MessageFormat, letters
+from onward.messages.format import CallSyntax, MessageFormat, letters
 from onward.messages.json_text import read_value
 from onward.messages.source import Reading, Source
 from onward.messages.written import Written
@@ -47,6 +47,7 @@ class Mistral(_AnyMistral):
     """Its calls are a list of objects."""
 
     name = "mistral"
+    syntax = CallSyntax("[", '{"name": "NAME", "arguments": ARGUMENTS}', ", ", "]")
 
     def is_of(self, template: str) -> bool:
         return "[TOOL_CALLS]" in template and _ARGUMENTS not in template
@@ -57,6 +58,7 @@ class LaterMistral(_AnyMistral):
     """Its calls are a name and arguments each."""
 
     name = "mistral-args"
+    syntax = CallSyntax("", "NAME[ARGS]ARGUMENTS", "[TOOL_CALLS]", "")
 
     def is_of(self, template: str) -> bool:
         return "[TOOL_CALLS]" in template and _ARGUMENTS in template

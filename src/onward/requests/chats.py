@@ -1,14 +1,23 @@
 """Conversations as prompts, with how their answers are to be read."""
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
+from onward.constraints import Lark
 from onward.errors import RequestError, TokenizerError
-from onward.messages import AnswerReading, AssistantMessage, MessageFormat, read_tool_use, template_messages
-from onward.requests.options import GenerateOptionsDict, split_chat_options
+from onward.messages import (
+    AnswerReading,
+    AssistantMessage,
+    MessageFormat,
+    answer_grammar,
+    read_tool_use,
+    template_messages,
+)
+from onward.requests.options import CONSTRAINTS, GenerateOptionsDict, split_chat_options
 from onward.requests.request import needed_tokenizer
 
 # Such a template writes arguments as they are where they are text.
@@ -21,6 +30,16 @@ class ReadChat(NamedTuple):
     ids: list[int]
     answer: AnswerReading
     options: GenerateOptionsDict
+
+
+@dataclass(frozen=True, repr=False)
+class ToolGrammar(Lark):
+    """The grammar of answers with calls. names: of the tools."""
+
+    names: str = ""
+
+    def __repr__(self) -> str:
+        return f"tools ({self.names})"
 
 
 @dataclass(frozen=True)
@@ -43,8 +62,6 @@ class ChatReader:
         """
         rest = dict(options)
         use = read_tool_use(*(rest.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")))
-        if use.is_constrained:
-            raise RequestError("a call that has to come, or has to be alone or strict, is not served yet")
         if use.tools and use.choice != "none":
             if self.template is not None and "tools" not in self.template.variables:
                 raise RequestError(
@@ -57,6 +74,15 @@ class ChatReader:
         # Tools that only the template knows have names that nobody knows here.
         names = tuple(tool.name for tool in use.tools) if variables.get("tools") else None
         answer = AnswerReading.of(self.format, tokenizer, text, names)
+        given = [name for name in CONSTRAINTS if others.get(name) is not None]
+        if use.is_constrained:
+            if given:
+                raise RequestError(
+                    f"{given[0]} and the calls that are asked for each say what the text may be: give one"
+                )
+            others["constraint"] = ToolGrammar(answer_grammar(answer, use), ", ".join(names or ()))
+        elif given:  # the text begins with what it has to be, wherever the prompt ends
+            answer = dataclasses.replace(answer, thinking=None)
         return ReadChat(self._ids(text), answer, others)
 
     def prompt(self, messages: Sequence[Message | AssistantMessage], variables: Mapping[str, Any]) -> list[int]:

@@ -1,0 +1,106 @@
+"""Grammars of answers whose calls can be read, in Lark's syntax as llguidance has it."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from onward.errors import RequestError
+from onward.messages.answer import AnswerReading
+from onward.messages.format import MessageFormat
+from onward.messages.tools import Tool, ToolUse
+
+# Spaces as models were trained on, those of json.dumps and of templates' tojson.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Where a schema has one of these, `properties` does not name all that there may be.
+_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
+_ANY = "(?s:.*)"
+_SPACE = r"[ \t\r\n]"
+
+
+def answer_grammar(reading: AnswerReading, use: ToolUse) -> str:
+    """The grammar of the answers that `use` allows and `reading` reads.
+
+    An answer may begin with reasoning, unless the prompt has closed it. What follows are calls, where one has to come;
+    otherwise text, or calls with or without text before them. The arguments of a call follow the schema of its tool.
+
+    Raises:
+        RequestError: the format has no calls.
+    """
+    format = reading.format
+    if format.syntax is None:
+        raise RequestError(
+            "tool_choice, parallel_tool_calls and strict tools need to know how the model writes calls, and its chat "
+            "template does not tell: give the LanguageModel a message_format"
+        )
+    ids = {text: id for id, text in reading.marks}
+    rules = (
+        ["start: answer"] if reading.thinking is False else [*_reasoning(format, ids, opened=bool(reading.thinking))]
+    )
+    if use.choice == "required":
+        rules.append(f"answer: {'' if format.bare else _written(format.openers[0], ids)} calls")
+    else:
+        rules += _free(format, ids)
+    return "\n".join([*rules, *_calls(format, use, ids)])
+
+
+def _reasoning(format: MessageFormat, ids: Mapping[str, int], *, opened: bool) -> Iterator[str]:
+    opening, closing = format.thinking
+    thought = _ending("thought", closing, ids)
+    yield f"start: {'reasoning' if opened else f'({_written(opening, ids)} reasoning)?'} answer"
+    yield f"reasoning: {thought[0]} /{_SPACE}{{0,4}}/"
+    yield from thought[1:]
+
+
+def _free(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
+    """Text has no opener. It does not begin with reasoning, nor with a brace where that begins calls."""
+    first = "|".join([_pattern(format.thinking[0]), *([r"\{"] if format.bare else [])])
+    but = f" & ~/{_SPACE}*({first}){_ANY}/"
+    befores = [_ending(f"before_{at}", opener, ids, but) for at, opener in enumerate(format.openers)]
+    answers = ["TEXT", *(["calls"] if format.bare else []), *(f"{before[0]} calls" for before in befores)]
+    yield f"answer: {' | '.join(answers)}"
+    yield f"TEXT: /{_ANY}/{but} & ~/{_ANY}({'|'.join(map(_pattern, format.openers))}){_ANY}/"
+    for before in befores:
+        yield from before[1:]
+
+
+def _calls(format: MessageFormat, use: ToolUse, ids: Mapping[str, int]) -> Iterator[str]:
+    assert format.syntax is not None
+    begin, call, between, end = format.syntax
+    more = f"({_written(between, ids)} call)*" if use.parallel else ""
+    yield f"calls: {_written(begin, ids)} call {more} {_written(end, ids)}"
+    yield f"call: {' | '.join(f'call_{at}' for at in range(len(use.callable_tools)))}"
+    for at, tool in enumerate(use.callable_tools):
+        before, _, after = call.replace("NAME", tool.name).partition("ARGUMENTS")
+        yield f"call_{at}: {_written(before, ids)} arguments_{at} {_written(after, ids)}"
+        yield f"arguments_{at}: %json {json.dumps(_schema(tool))}"
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments. Without a word on other properties it has none, for a tool takes none."""
+    schema = dict(tool.parameters)
+    closed = {"additionalProperties": False} if "properties" in schema and not _OPEN & set(schema) else {}
+    return {"type": "object", **schema, **closed, "x-guidance": _SPACING}
+
+
+def _ending(name: str, mark: str, ids: Mapping[str, int], but: str = "") -> list[str]:
+    """Any text up to and with the first `mark`: what derives it, and then the rules for that. but: what it is not."""
+    if mark in ids:
+        return [f"{name.upper()} {_written(mark, ids)}", f"{name.upper()}: /{_ANY}/{but}"]
+    return [name, f"{name}[lazy]: {name.upper()}", f"{name.upper()}: /{_ANY}{_pattern(mark)}/{but}"]
+
+
+def _written(text: str, ids: Mapping[str, int]) -> str:
+    """A text as symbols of a grammar, special tokens by their ids."""
+    if not text:
+        return ""
+    for mark, id in ids.items():
+        before, found, after = text.partition(mark)
+        if found:
+            return f"{_written(before, ids)} <[{id}]> {_written(after, ids)}"
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _pattern(text: str) -> str:
+    """A text in a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/")

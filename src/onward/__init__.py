@@ -153,6 +153,7 @@ _SUBMODULES = {
     "quantization",
     "requests",
     "sampling",
+    "server",
     "sessions",
     "speculation",
     "testing",

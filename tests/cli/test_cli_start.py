@@ -11,7 +11,7 @@ from command_line import ENVIRONMENT, PROGRAM, Cli
 import onward
 from onward.cli.help import GROUPS
 
-HELP = [(), ("generate",), ("chat",), ("batch",), ("score",), ("quantize",), ("bench",), ("info",)]
+HELP = [(), ("generate",), ("chat",), ("serve",), ("batch",), ("score",), ("quantize",), ("bench",), ("info",)]
 
 
 @pytest.mark.parametrize("command", HELP)

@@ -154,7 +154,7 @@ def test_a_task_that_is_cancelled_while_it_waits_leaves_the_request_as_it_is():
             await task
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(_awaited(generation), 0.005)
-        assert not generation._wakers
+        assert not generation._watching
         assert (await generation).token_ids == WHOLE.token_ids
 
     with CheckedEngine(LM) as engine:
@@ -165,15 +165,82 @@ def test_a_loop_that_is_closed_before_the_end_disturbs_nobody():
     with CheckedEngine(LM) as engine:
         generation = engine.submit("abc", max_new_tokens=20, stop_when=slowly)
         loop = asyncio.new_event_loop()
-        waiting = generation._until(lambda: generation.done)
+        waiting = generation._until()
         task = loop.create_task(waiting)
         loop.call_soon(loop.stop)
         loop.run_forever()
-        assert generation._wakers
+        assert generation._watching
         task._log_destroy_pending = False
         loop.close()
         assert generation.result(SECONDS).token_ids == WHOLE.token_ids
         waiting.close()
+
+
+def test_what_a_step_changes_reaches_a_loop_in_one_call(monkeypatch):
+    calls, told = [], []
+    generations = []
+
+    async def serve(engine):
+        loop = asyncio.get_running_loop()
+        call = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *arguments: (calls.append(1), call(*arguments)))
+        generations.extend(engine.submit(text, max_new_tokens=8) for text in ("abc", "abd", "abe"))
+        for generation in generations:
+            generation.watch(lambda: told.append(1))
+            generation.watch(lambda: told.append("end"), pieces=False)
+        for generation in generations:
+            await generation
+        while told.count("end") < len(generations):
+            await asyncio.sleep(0.001)
+
+    with CheckedEngine(LM) as engine:
+        asyncio.run(asyncio.wait_for(serve(engine), SECONDS))
+        steps = engine.stats().steps
+    assert len(calls) <= steps + len(generations)
+    assert told.count("end") == len(generations)
+    for generation in generations:
+        times = [when for when, _ in generation.arrivals]
+        assert times == sorted(times)
+        assert times[0] >= generation.submitted
+        assert sum(count for _, count in generation.arrivals) == len(generation.pieces()) == 8
+        assert generation.pieces(5) == generation.pieces()[5:]
+
+
+def test_a_watch_that_is_ended_is_told_of_nothing_more():
+    told = []
+
+    async def serve(engine):
+        generation = engine.submit("abc", max_new_tokens=20)
+        end = generation.watch(lambda: told.append(1))
+        end()
+        end()
+        await generation
+
+    with CheckedEngine(LM) as engine:
+        asyncio.run(asyncio.wait_for(serve(engine), SECONDS))
+    assert not told
+
+
+def test_an_engine_says_for_how_long_its_step_runs():
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def stop_when(ids, text):
+        hangs.set()
+        goes_on.wait(SECONDS)
+        return True
+
+    with CheckedEngine(LM) as engine:
+        assert engine.seconds_since_step == 0
+        generation = engine.submit("abc", stop_when=stop_when)
+        assert hangs.wait(SECONDS)
+        since = engine.seconds_since_step
+        time.sleep(0.05)
+        assert engine.seconds_since_step >= since + 0.05
+        goes_on.set()
+        generation.result(SECONDS)
+    assert engine.seconds_since_step == 0
+    with pytest.raises(EngineError):
+        engine.check_open()
 
 
 def test_an_error_reaches_those_who_await():

@@ -173,13 +173,9 @@ def _json_of(file: Path) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags:
-    """Which model, and how it is held: the arguments of `onward.load`."""
+class LoadFlags:
+    """How a model is held: arguments of `onward.load`."""
 
-    model: Annotated[
-        str,
-        _model("--model", "-m", metavar="SOURCE", show_default=False, help="A folder, a hub id or (default) 'demo'."),
-    ] = "demo"
     dtype: Annotated[
         str | None,
         _model(
@@ -222,6 +218,16 @@ class ModelFlags:
     threads: Annotated[
         int | None, _model("--threads", metavar="N", help="CPU threads; else as many as `onward info` shows.")
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(LoadFlags):
+    """Which model, and how it is held: the arguments of `onward.load`."""
+
+    model: Annotated[
+        str,
+        _model("--model", "-m", metavar="SOURCE", show_default=False, help="A folder, a hub id or (default) 'demo'."),
+    ] = "demo"
 
 
 SourceArgument = Annotated[
@@ -322,6 +328,25 @@ class EngineFlags:
         return {name: value for name, value in limits.items() if value is not None}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerEngineFlags(EngineFlags):
+    """The same for somebody who waits for each token, and may leave open how many there are to be."""
+
+    max_step_ms: Annotated[
+        float,
+        Option("--max-step-ms", metavar="MS", show_default=False, help="What prompts may make a step take; else 100."),
+    ] = 100.0
+    overcommit: Annotated[
+        float | None,
+        Option(
+            "--overcommit",
+            metavar="X",
+            show_default=False,
+            help="Reserve 1/X of what may be generated, else a quarter; computes again what fails.",
+        ),
+    ] = 4.0
+
+
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take a group of flags as one argument.
 
@@ -347,6 +372,9 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(group: type[Any]) -> list[inspect.Parameter]:
+    """Its own fields first, then those of the group that it extends."""
     hints = get_type_hints(group, include_extras=True)
     kind = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
+    inherited = {f.name for base in group.__bases__ if dataclasses.is_dataclass(base) for f in fields(base)}
+    ordered = sorted(fields(group), key=lambda field: field.name in inherited)
+    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in ordered]

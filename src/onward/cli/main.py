@@ -22,6 +22,7 @@ from onward.cli.help import GroupedCommand
 from onward.cli.info import info
 from onward.cli.quantize import quantize
 from onward.cli.score import score
+from onward.cli.serve import serve
 from onward.cli.terminal import is_terminal, report
 from onward.errors import OnwardError, OnwardWarning
 
@@ -65,6 +66,7 @@ def onward(
 _command = partial(app.command, cls=GroupedCommand)
 _command(epilog='Example: onward generate "Once upon a time" -n 200 -t 0.8 --seed 7')(with_flags(generate))
 _command(epilog='Example: onward chat demo --system "You answer in one sentence."')(with_flags(chat))
+_command(epilog="Example: onward serve Qwen/Qwen3-0.6B --quantize int8 --port 8000")(with_flags(serve))
 _command(epilog="Example: onward batch requests.jsonl results.jsonl -m Qwen/Qwen3-0.6B")(with_flags(batch))
 _command(epilog="Example: onward score --file story.txt")(with_flags(score))
 _command(epilog="Example: onward quantize Qwen/Qwen3-0.6B qwen3-int4 --format int4")(quantize)

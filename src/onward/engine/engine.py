@@ -141,7 +141,8 @@ class Engine:
         if priority > _MOST_PRIORITY:
             raise RequestError(f"priority must be {_MOST_PRIORITY} or less; got {priority}")
         job = Job(request, self.lm.tokenizer)
-        ticket = Ticket(job, priority, serving.slots, self.lm.model.vocab_size, serving.cancel)
+        vocab_size = self.lm.model.vocab_size
+        ticket = Ticket(job, priority, serving.slots, vocab_size, serving.cancel, serving.watches)
         self._check_fits(ticket)
         if job.has_ended:  # it asks for no tokens
             ticket.end()
@@ -152,6 +153,18 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine does now, and its counts so far."""
         return self._serving.stats()
+
+    def check_open(self) -> None:
+        """Raise `EngineError` unless requests are taken: the engine is closed, it has failed, or this is a fork."""
+        self._serving.check_open()
+
+    @property
+    def seconds_since_step(self) -> float:
+        """For how long the step that runs has been running; 0 where nothing runs. It waits for no lock.
+
+        A step takes seconds at most. Where this grows on, the engine hangs, in a function of a request's for example.
+        """
+        return self._serving.seconds_since_step
 
     def close(self, drain: bool = True) -> None:
         """Take no more requests and end the thread. Closing twice does nothing; a function of the user's that an engine

@@ -1,11 +1,13 @@
 """What `Engine.submit` returns: one request's pieces as they come, and its completion, for threads and for asyncio."""
 
 import asyncio
-import functools
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import contextmanager
 
 from onward.completion import Completion, Piece
+from onward.engine.watches import Watch, Watches
 from onward.errors import EngineError
 from onward.forks import renew_in_forks
 from onward.requests import Request
@@ -23,16 +25,21 @@ class Generation:
     Any number of threads and tasks may wait for it.
 
     request: what was asked for, with all options.
+    submitted: when, in seconds on the clock `time.monotonic`.
+    arrivals: (when, how many tokens) for each step that brought it tokens, on the same clock.
     """
 
-    def __init__(self, request: Request, cancel: Callable[[], None]) -> None:
+    def __init__(self, request: Request, cancel: Callable[[], None], watches: Watches | None = None) -> None:
         self.request = request
+        self.submitted = time.monotonic()
+        self.arrivals: list[tuple[float, int]] = []
         self._cancel: Callable[[], None] | None = cancel  # until the end: whoever keeps what ended keeps no engine
         self._changed = threading.Condition()
         self._pieces: list[Piece] = []
         self._completion: Completion | None = None
         self._error: BaseException | None = None
-        self._wakers: list[Callable[[], None]] = []
+        self._watches = Watches() if watches is None else watches
+        self._watching: list[Watch] = []
         renew_in_forks(self)
 
     def __repr__(self) -> str:
@@ -76,45 +83,70 @@ class Generation:
             at += len(new)
             yield from new
 
+    def pieces(self, start: int = 0) -> list[Piece]:
+        """The pieces that there are now, from the one numbered `start` on."""
+        return self._pieces[start:]
+
+    def watch(self, changed: Callable[[], None], *, pieces: bool = True) -> Callable[[], None]:
+        """Have `changed()` called in the running asyncio loop after each step that brings pieces, and after the end.
+
+        All that a step changes, for however many generations, reaches a loop in one call into it. Pieces that are there
+        already are not told of: look for them after this call. The end is, if it has come.
+
+        pieces: False for the end alone.
+
+        Returns:
+            A function that ends the watch.
+        """
+        watch = Watch(asyncio.get_running_loop(), changed, pieces)
+        with self._changed:
+            self._watching.append(watch)
+            if self.done:
+                watch.loop.call_soon(changed)
+
+        def end() -> None:
+            with self._changed:
+                if watch in self._watching:
+                    self._watching.remove(watch)
+
+        return end
+
     async def __aiter__(self) -> AsyncIterator[Piece]:
         at = 0
         while True:
-            await self._until(functools.partial(self._has_more, at))
+            await self._until(at)
             new = self._pieces[at:]
             if not new:
                 self._ended()
                 return
+            at += len(new)
             for piece in new:
                 yield piece
-            at += len(new)
 
     def __await__(self) -> Generator[None, None, Completion]:
-        yield from self._until(lambda: self.done).__await__()
+        yield from self._until().__await__()
         return self._ended()
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait in this task's loop until `condition`, which the engine's thread makes true."""
-        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+    async def _until(self, at: int | None = None) -> None:
+        """Wait in this task's loop for the end, or for the piece numbered `at` where that comes before."""
+        if self._has_more(at):
+            return
+        with self._watched(pieces=at is not None) as changed:
+            while not self._has_more(at):
+                await changed.wait()
+                changed.clear()
 
-        def wake() -> None:
-            loop.call_soon_threadsafe(woken.set)
+    @contextmanager
+    def _watched(self, *, pieces: bool) -> Iterator[asyncio.Event]:
+        changed = asyncio.Event()
+        end = self.watch(changed.set, pieces=pieces)
+        try:
+            yield changed
+        finally:
+            end()
 
-        while True:
-            with self._changed:
-                if condition():
-                    return
-                woken.clear()
-                if wake not in self._wakers:
-                    self._wakers.append(wake)
-            try:
-                await woken.wait()
-            finally:
-                with self._changed:
-                    if wake in self._wakers:
-                        self._wakers.remove(wake)
-
-    def _has_more(self, at: int) -> bool:
-        return self.done or len(self._pieces) > at
+    def _has_more(self, at: int | None) -> bool:
+        return self.done or (at is not None and len(self._pieces) > at)
 
     def _ended(self) -> Completion:
         if self._error is not None:
@@ -126,34 +158,30 @@ class Generation:
 
     def renew(self) -> None:
         """In a forked child: a new lock. Nothing more will come."""
-        self._changed, self._wakers, self._cancel = threading.Condition(), [], None
+        self._changed, self._watching, self._cancel = threading.Condition(), [], None
         if not self.done:
             self._error = EngineError(
                 "this request is served in the parent process: submit it to an engine in this one"
             )
 
-    def add(self, pieces: list[Piece]) -> None:
+    def add(self, pieces: list[Piece], now: float) -> None:
+        """The engine tells those who watch, when the step is over."""
         with self._changed:
             self._pieces += pieces
-            self._wake()
+            self.arrivals.append((now, len(pieces)))
+            self._changed.notify_all()
+            self._watches.note(self._watching, ended=False)
 
     def end(self, completion: Completion) -> None:
         with self._changed:
             assert not self.done, "a generation ends once"
             self._completion, self._cancel = completion, None
-            self._wake()
+            self._changed.notify_all()
+            self._watches.note(self._watching, ended=True)
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
             assert not self.done, "a generation ends once"
             self._error, self._cancel = error, None
-            self._wake()
-
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        wakers, self._wakers = self._wakers, []
-        for wake in wakers:
-            try:
-                wake()
-            except RuntimeError:  # its loop is closed: nobody waits there any more
-                continue
+            self._changed.notify_all()
+            self._watches.note(self._watching, ended=True)

@@ -20,6 +20,7 @@ from onward.decoding.step import Emitted
 from onward.engine.policy import Policy
 from onward.engine.stats import BlockCounts, EngineStats, Seconds
 from onward.engine.ticket import Row, Ticket
+from onward.engine.watches import Watches
 from onward.errors import ContextOverflowError, EngineBusyError, EngineError, one_line
 from onward.forks import renew_in_forks
 from onward.models import ModelRun
@@ -43,6 +44,7 @@ class Serving:
 
     def __init__(self, run: ModelRun, slots: Slots, policy: Policy[Ticket]) -> None:
         self.run, self.slots = run, slots
+        self.watches = Watches()
         self._policy = policy
         self._steps = Steps(run, slots, self._failed)
         self._lock = threading.RLock()
@@ -58,6 +60,7 @@ class Serving:
         self._blocks = BlockCounts.of(slots)
         self._seconds = Seconds()
         self._steps_run = self._output_tokens = 0
+        self._busy_since: float | None = None  # when the thread last came to decide on a step; None while it waits
         self._weights_seen = -1  # the number of steps when the weights were looked at
         renew_in_forks(self)
         self._thread = threading.Thread(target=self._serve, name="onward-engine", daemon=True)
@@ -111,6 +114,12 @@ class Serving:
                 self._seconds,
             )
 
+    @property
+    def seconds_since_step(self) -> float:
+        """See `Engine`."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def close(self, drain: bool, timeout: float | None = None) -> None:
         """Take no more requests, and wait until the thread has ended. timeout: for so many seconds at most."""
         if os.getpid() != self._process:
@@ -147,11 +156,13 @@ class Serving:
             self._failure = error
         finally:
             self._end_all()
+            self._busy_since = None
 
     def _schedule(self) -> list[Work]:
         """What the next step does. Waits as long as there is nothing to do; empty when the thread is to end."""
         while True:
             began = time.perf_counter()
+            self._busy_since = time.monotonic()
             while not self._wakes.empty():
                 self._wakes.get()
             with self._lock:
@@ -160,8 +171,10 @@ class Serving:
                 assert work or not self._tickets, "a request waits, and nothing runs that could make room for it"
                 over = not work and self._state != "open"
                 self._seconds.schedule += time.perf_counter() - began
+            self.watches.tell()
             if work or over:
                 return work
+            self._busy_since = None
             self._wakes.get()
 
     def _next_work(self) -> list[Work]:
@@ -263,8 +276,9 @@ class Serving:
         for sequence, token, text in emission.pieces:
             ticket = self._of_sequence[sequence]
             pieces.setdefault(ticket, []).append(ticket.job.piece(sequence, token, text))
+        now = time.monotonic()
         for ticket, new in pieces.items():
-            ticket.generation.add(new)
+            ticket.generation.add(new, now)
         with self._lock:
             self._policy.note(emission.seconds, len(emission.pieces))
             self._steps_run += 1
@@ -321,6 +335,7 @@ class Serving:
                     ticket.error.__cause__ = self._failure
                 self._end(ticket, "cancelled")
             self._blocks = BlockCounts.of(self.slots)
+        self.watches.tell()
 
 
 _alive: weakref.WeakSet[Serving] = weakref.WeakSet()

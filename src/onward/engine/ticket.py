@@ -7,6 +7,7 @@ from functools import partial
 from onward.decoding import FinishReason, Search, Sequence, Slots
 from onward.decoding.schedule import scored_chunk
 from onward.engine.generation import Generation
+from onward.engine.watches import Watches
 from onward.requests.job import Job
 
 
@@ -17,10 +18,16 @@ class Ticket:
     """
 
     def __init__(
-        self, job: Job, priority: int, slots: Slots, vocab_size: int, cancel: Callable[["Ticket"], None]
+        self,
+        job: Job,
+        priority: int,
+        slots: Slots,
+        vocab_size: int,
+        cancel: Callable[["Ticket"], None],
+        watches: Watches,
     ) -> None:
         self.job, self.priority = job, priority
-        self.generation = Generation(job.request, partial(cancel, self))
+        self.generation = Generation(job.request, partial(cancel, self), watches)
         self.error: BaseException | None = None
         self._slots = slots
         self._scored_chunk = scored_chunk(vocab_size)

@@ -3,7 +3,7 @@
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onward.checkpoint import Tokenizer
@@ -30,22 +30,28 @@ def answer_body(body: Body, completions: Sequence[Completion], tokenizer: Tokeni
     for at, completion in enumerate(completions):
         prompt = body.requests[at].prompt
         for text in completion.choices:
-            choice = {"index": len(choices)}
+            choice: dict[str, Any] = {"index": len(choices)}
             if body.kind == "chat.completion":
                 choice |= _chat_choice(text, prompt, tokenizer)
             else:
                 echo = None if body.echoes is None else body.echoes[at]
                 choice |= _text_choice(text, completion.prompt_logprobs, prompt, echo, tokenizer)
+            if body.return_token_ids:
+                choice["token_ids"] = text.token_ids
             choices.append(choice | {"finish_reason": finish_reason(text)})
+    head = answer_head(body, body.kind, completions[0].seed, version)
+    return head | {"choices": choices, "usage": usage_of(completions)}
+
+
+def answer_head(body: Body, kind: str, seed: int | None, version: str) -> dict[str, Any]:
+    """What an answer, or every chunk of one, begins with. kind: of the object."""
     return {
         "id": f"{_PREFIXES[body.kind]}-{uuid.uuid4().hex}",
-        "object": body.kind,
+        "object": kind,
         "created": int(time.time()),
         "model": body.model,
-        "choices": choices,
-        "usage": _usage(completions),
         "system_fingerprint": f"onward-{version}",
-        "seed": completions[0].seed,
+        "seed": seed,
     }
 
 
@@ -73,24 +79,32 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
+def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
+    """How many tokens were read and written."""
     prompt = sum(completion.prompt_tokens for completion in completions)
     new = sum(len(text.token_ids) for completion in completions for text in completion.choices)
-    cached = sum(completion.cached_tokens for completion in completions)
-    return {
+    usage = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions)},
     }
+    drafts = [text.speculation for completion in completions for text in completion.choices if text.speculation]
+    if drafts:
+        accepted = sum(draft.accepted for draft in drafts)
+        rejected = sum(draft.drafted for draft in drafts) - accepted
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        }
+    return usage
 
 
 def _chat_choice(text: Completion, prompt: Sequence[int], tokenizer: Tokenizer) -> dict[str, Any]:
     logprobs = None
     if text.logprobs is not None:
         tokens = token_texts(text.token_ids, text.logprobs, prompt, tokenizer)
-        content = [_chat_token(token, entry) for token, entry in zip(tokens, text.logprobs, strict=True)]
-        logprobs = {"content": content, "refusal": None}
+        logprobs = chat_logprobs(tokens, text.token_ids, text.logprobs)
     return {"message": _message(text), "logprobs": logprobs}
 
 
@@ -102,13 +116,17 @@ def _message(text: Completion) -> dict[str, Any]:
     return said | {"refusal": None}
 
 
-def _chat_token(token: TokenText, entry: TokenLogprobs) -> dict[str, Any]:
-    top = [_with_bytes(text, logprob) for text, (_, logprob) in zip(token.top, entry.top, strict=True)]
-    return _with_bytes(token.text, entry.chosen) | {"top_logprobs": top}
+def chat_logprobs(tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """The logprobs of a chat's tokens. "id" is a field of ours: the token's."""
+    content = []
+    for token, id, entry in zip(tokens, ids, entries, strict=True):
+        top = [_with_bytes(text, other, logprob) for text, (other, logprob) in zip(token.top, entry.top, strict=True)]
+        content.append(_with_bytes(token.text, id, entry.chosen) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
 
 
-def _with_bytes(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode("utf-8", "replace"))}
+def _with_bytes(text: str, id: int, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode("utf-8", "replace")), "id": id}
 
 
 def _text_choice(
@@ -121,24 +139,31 @@ def _text_choice(
     whole = text.text if echo is None else echo + text.text
     if text.logprobs is None:
         return {"text": whole, "logprobs": None}
-    entries: list[TokenLogprobs | None] = [*text.logprobs]
-    tokens = token_texts(text.token_ids, entries, prompt, tokenizer)
+    ids, entries = text.token_ids, list[TokenLogprobs | None](text.logprobs)
+    tokens = token_texts(ids, entries, prompt, tokenizer)
     if prompt_logprobs is not None:
         tokens = [*token_texts(prompt, prompt_logprobs, (), tokenizer), *tokens]
-        entries = [*prompt_logprobs, *entries]
-    offsets = [0]
+        ids, entries = [*prompt, *ids], [*prompt_logprobs, *entries]
+    return {"text": whole, "logprobs": text_logprobs(tokens, ids, entries)}
+
+
+def text_logprobs(
+    tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int = 0
+) -> dict[str, Any]:
+    """The logprobs of a completion's tokens. offset: of the first in the text. "ids" is a field of ours."""
+    offsets = [offset]
     for token in tokens[:-1]:
         offsets.append(offsets[-1] + len(token.text))
-    logprobs = {
+    return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [None if entry is None else _finite(entry.chosen) for entry in entries],
         "top_logprobs": [_by_text(token, entry) for token, entry in zip(tokens, entries, strict=True)],
         "text_offset": offsets[: len(tokens)],
+        "ids": list(ids),
     }
-    return {"text": whole, "logprobs": logprobs}
 
 
-def _by_text(token: TokenText, entry: TokenLogprobs | None) -> dict[str, float] | None:
+def _by_text(token: TokenText, entry: TokenLogprobs | None) -> Mapping[str, float] | None:
     if entry is None:
         return None
     return {text: _finite(logprob) for text, (_, logprob) in zip(token.top, entry.top, strict=True)}

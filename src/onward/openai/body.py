@@ -8,8 +8,8 @@ such as `user`, which never change an answer. Fields that OpenAI does not have a
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, TypeAlias
 
 from onward.errors import ContextOverflowError, RequestError, TokenizerError
 from onward.language_model import LanguageModel
@@ -18,6 +18,7 @@ from onward.option_names import check_option_names
 from onward.requests import Request, split_chat_options
 from onward.requests.options import option_names
 from onward.sampling import fresh_seed
+from onward.speculation import PredictedText, Speculator
 
 Kind: TypeAlias = Literal["chat.completion", "text_completion"]
 
@@ -29,7 +30,10 @@ _LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 # Fields of a chat that `LanguageModel.chat` takes under the same names.
 _OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 # Fields that are read here and are no options of the same name and meaning.
-_OWN = {"model", "messages", "prompt", "logprobs", "top_logprobs", "echo", "best_of", "chat_template_kwargs"}
+_OWN = {
+    *("model", "messages", "prompt", "logprobs", "top_logprobs", "echo", "best_of", "chat_template_kwargs"),
+    *("prediction", "response_format", "stream", "stream_options", "return_token_ids"),
+}
 # Options that JSON cannot say, or that mean something else in OpenAI's format.
 _NO_FIELDS = {*_LENGTHS, "logprobs", "prompt_logprobs", "draft", "stop_when", "cancel", "time_limit", "constraint"}
 # Fields that change no answer.
@@ -40,18 +44,21 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "prediction": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "stream": (False,),
-    "stream_options": (),
     "suffix": ("",),
     "verbosity": (),
     "web_search_options": (),
 }
+# How errors call what cannot be compiled.
+_GRAMMARS = {"json_schema": "JsonSchema(", "regex": "Regex(", "grammar": "Lark(", "choice": "Choice("}
 _OF_KIND: Mapping[Kind, frozenset[str]] = {
-    "chat.completion": frozenset({"messages", "top_logprobs", "chat_template_kwargs", "reasoning_effort", *_OF_TOOLS}),
+    "chat.completion": frozenset(
+        {
+            *("messages", "top_logprobs", "chat_template_kwargs", "reasoning_effort", "prediction", "response_format"),
+            *_OF_TOOLS,
+        }
+    ),
     "text_completion": frozenset({"prompt", "echo", "best_of"}),
 }
 
@@ -61,13 +68,34 @@ class Body:
     """What a body asks for.
 
     kind: of the object that answers. model: the name that the answer gives. requests: one for each prompt; a chat has
-    one. echoes: the text that the answer to each prompt begins with.
+    one. echoes: the text that the answer to each prompt begins with. stream: whether the answer comes in chunks.
+    include_usage: whether the last of them has the usage. return_token_ids: whether choices have their ids.
     """
 
     kind: Kind
     model: str
     requests: tuple[Request, ...]
     echoes: tuple[str, ...] | None = None
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def seed(self) -> int | None:
+        """What the answer is drawn with; None where none is given yet, or nothing is drawn."""
+        return self.requests[0].options.seed if self._draws else None
+
+    @property
+    def _draws(self) -> bool:
+        options = self.requests[0].options
+        return options.temperature > 0 and options.beams == 1
+
+    def seeded(self) -> Self:
+        """The same with a fresh seed, one for all requests, where none is given and tokens are drawn."""
+        if self.seed is not None or not self._draws:
+            return self
+        seed = fresh_seed() >> 11  # 53 bits, which JavaScript's numbers hold
+        return replace(self, requests=tuple(request.replace(seed=seed) for request in self.requests))
 
 
 @dataclass(frozen=True)
@@ -75,13 +103,14 @@ class BodyReader:
     """Reads bodies for one model.
 
     model: the name that bodies call it by. options: those that a body does not give; what they leave open are the
-    model's own defaults. variables: of the chat template, likewise.
+    model's own defaults. variables: of the chat template, likewise. streams: whether answers may be streams.
     """
 
     lm: LanguageModel
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
+    streams: bool = False
 
     def read(self, url: str, body: object) -> Body:
         """The requests of a body that was sent to one of `URLS`.
@@ -100,10 +129,11 @@ class BodyReader:
             if name in fields and fields[name] not in served:
                 raise BodyError(_not_served(name, served), name, "unsupported_value")
         options = {**self.options, **_options_of(fields), **_logprobs_of(fields, kind)}
+        answer = self._answer_fields(fields)
         try:
             if kind == "chat.completion":
-                return Body(kind, self.model, (self._chat(fields, options),))
-            return self._completion(fields, options)
+                return Body(kind, self.model, (self._chat(fields, options),), **answer)
+            return replace(self._completion(fields, options), **answer)
         except BodyError:
             raise
         except ContextOverflowError as error:
@@ -126,19 +156,41 @@ class BodyReader:
         if model is not None and model != self.model:
             raise BodyError(f"the model here is {self.model!r}; got {model!r}", "model", "model_not_found", 404)
 
+    def _answer_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """How the answer is to come: fields of `Body`."""
+        stream = _boolean(fields, "stream")
+        if stream and not self.streams:
+            raise BodyError(_not_served("stream", (False,)), "stream", "unsupported_value")
+        if stream and fields.get("echo") and fields.get("logprobs") is not None:
+            raise BodyError("echo with logprobs is not served in a stream: leave out one of the three", "echo")
+        options = fields.get("stream_options", {})
+        if not isinstance(options, dict):
+            raise BodyError(f"stream_options must be an object; got {options!r}", "stream_options", "invalid_type")
+        if options and not stream:
+            raise BodyError("stream_options are for stream: true", "stream_options")
+        for name in options:
+            if name not in ("include_usage", "include_obfuscation"):
+                raise BodyError(f"unknown option {name!r} of stream_options", "stream_options", "unknown_parameter")
+        if _boolean(options, "include_obfuscation", "stream_options."):
+            raise BodyError("include_obfuscation is not served: leave it out", "stream_options", "unsupported_value")
+        usage = _boolean(options, "include_usage", "stream_options.")
+        return_token_ids = _boolean(fields, "return_token_ids")
+        return {"stream": stream, "include_usage": usage, "return_token_ids": return_token_ids}
+
     def _chat(self, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Request:
         if "messages" not in fields:
             raise BodyError("a chat needs messages", "messages", "missing_required_parameter")
-        variables = fields.get("chat_template_kwargs", {})
-        if not isinstance(variables, dict):
-            raise BodyError("chat_template_kwargs must be an object", "chat_template_kwargs", "invalid_type")
-        if "reasoning_effort" in fields:
-            variables = {"reasoning_effort": fields["reasoning_effort"], **variables}
-        # That the template reads them is checked there; they may have the names of options, too.
-        split_chat_options(self.lm.chat_template, dict.fromkeys(set(variables) - set(option_names())))
+        variables = read_template_variables(self.lm, fields)
+        messages = read_messages(fields["messages"])
+        if "prediction" in fields:
+            predicted = self.lm.encode(_predicted(fields["prediction"]), add_special_tokens=False)
+            options = {**options, "draft": Speculator(PredictedText(predicted))}
+        schema = _schema_of(fields.get("response_format"))
+        if schema is not None:
+            options = {**options, "json_schema": schema}
         of_tools = {name: fields[name] for name in _OF_TOOLS if name in fields}
         template = {**self.variables, **variables}
-        return self.lm.chat_request(_messages(fields["messages"]), **{**options, **of_tools, "template": template})
+        return self.lm.chat_request(messages, **{**options, **of_tools, "template": template})
 
     def _completion(self, fields: Mapping[str, Any], options: dict[str, Any]) -> Body:
         if "prompt" not in fields:
@@ -152,14 +204,11 @@ class BodyReader:
             options["prompt_logprobs"] = options["logprobs"]
         prompts = _prompts(fields["prompt"])
         requests = tuple(self.lm.request(prompt, **options) for prompt in prompts)
-        chosen = requests[0].options
-        if len(requests) > 1 and chosen.seed is None and chosen.temperature > 0 and chosen.beams == 1:
-            seed = fresh_seed()  # one for all prompts, for the answer has one to report
-            requests = tuple(request.replace(seed=seed) for request in requests)
         echoes = None
         if echo:
             echoes = tuple(prompt if isinstance(prompt, str) else self.lm.decode(prompt) for prompt in prompts)
-        return Body("text_completion", self.model, requests, echoes)
+        body = Body("text_completion", self.model, requests, echoes)
+        return body.seeded() if len(requests) > 1 else body  # the answer has one seed to report
 
 
 def _fields_of_options() -> list[str]:
@@ -198,7 +247,56 @@ def _logprobs_of(fields: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     return {"logprobs": 0 if top is None else top} if logprobs else {}
 
 
-def _messages(messages: object) -> list[dict[str, Any]]:
+def _boolean(fields: Mapping[str, Any], name: str, within: str = "") -> bool:
+    """A field that is true or false; not given is false."""
+    value = fields.get(name)
+    if not isinstance(value, bool | None):
+        raise BodyError(f"{within}{name} must be true or false; got {value!r}", f"{within}{name}", "invalid_type")
+    return bool(value)
+
+
+def _predicted(prediction: object) -> str:
+    """The text that the answer probably is, or begins with."""
+    if not isinstance(prediction, dict) or prediction.get("type") != "content" or len(prediction) > 2:
+        message = f'prediction must be {{"type": "content", "content": a text}}; got {prediction!r}'
+        raise BodyError(message, "prediction", "invalid_type")
+    return read_text(prediction.get("content"), "prediction.content")
+
+
+def _schema_of(response_format: object) -> dict[str, Any] | None:
+    """The JSON Schema that the answer has to meet; None for any text."""
+    at = "response_format"
+    if response_format is None or response_format == {"type": "text"}:
+        return None
+    if response_format == {"type": "json_object"}:
+        return {"type": "object"}
+    if not isinstance(response_format, dict) or response_format.get("type") != "json_schema":
+        message = f"response_format must be of the type text, json_object or json_schema; got {response_format!r}"
+        raise BodyError(message, at, "unsupported_value")
+    named = response_format.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict) or set(response_format) != {"type", "json_schema"}:
+        message = 'response_format must be {"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}'
+        raise BodyError(f"{message}; got {response_format!r}", at, "invalid_type")
+    assert isinstance(named, dict)
+    if unknown := set(named) - {"name", "description", "schema", "strict"}:
+        raise BodyError(f"unknown {min(unknown)!r} in response_format.json_schema", at, "unknown_parameter")
+    return schema
+
+
+def read_template_variables(lm: LanguageModel, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of the chat template that a body gives."""
+    variables = fields.get("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise BodyError("chat_template_kwargs must be an object", "chat_template_kwargs", "invalid_type")
+    if "reasoning_effort" in fields:
+        variables = {"reasoning_effort": fields["reasoning_effort"], **variables}
+    # That the template reads them is checked there; they may have the names of options, too.
+    split_chat_options(lm.chat_template, dict.fromkeys(set(variables) - set(option_names())))
+    return variables
+
+
+def read_messages(messages: object) -> list[dict[str, Any]]:
     """Messages as templates read them: a content is a text, and who develops is the system."""
     if not isinstance(messages, list) or not messages:
         raise BodyError(f"messages must be a list of objects, one at least; got {messages!r}", "messages")
@@ -209,15 +307,22 @@ def _message(message: object, at: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BodyError(f"{at} must be an object with a role; got {message!r}", at, "invalid_type")
     content = message.get("content")
-    if isinstance(content, list):
-        for place, part in enumerate(content):
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise BodyError("parts of a content must be texts", f"{at}.content[{place}]", "unsupported_value")
-        content = "".join(part["text"] for part in content)
-    elif not (content is None or isinstance(content, str)):
-        raise BodyError(f"a content must be a text; got {content!r}", f"{at}.content", "invalid_type")
+    if content is not None:
+        content = read_text(content, f"{at}.content")
     role = "system" if message["role"] == "developer" else message["role"]
     return {**message, "role": role, "content": content}
+
+
+def read_text(content: object, at: str) -> str:
+    """A content: a text, or parts that are texts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BodyError(f"a content must be a text; got {content!r}", at, "invalid_type")
+    for place, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BodyError("parts of a content must be texts", f"{at}[{place}]", "unsupported_value")
+    return "".join(part["text"] for part in content)
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
@@ -239,9 +344,15 @@ def _not_served(name: str, served: Sequence[Any]) -> str:
 
 def _of_field(message: str, fields: Mapping[str, Any]) -> BodyError:
     """An error of an option under the name of the field that gave it."""
-    names = {"logprobs": "top_logprobs"} if "top_logprobs" in fields else {}
-    for name in (names.get(name, name) for name in fields):
-        option = "max_new_tokens" if name in _LENGTHS else "logprobs" if name == "top_logprobs" else name
+    options = dict.fromkeys(_LENGTHS, "max_new_tokens") | {"response_format": "json_schema"}
+    if "top_logprobs" in fields:
+        options |= {"top_logprobs": "logprobs", "logprobs": ""}
+    for name in fields:
+        option = options.get(name, name)
+        if not option:
+            continue
         if re.match(rf"{re.escape(option)}\b", message):
             return BodyError(name + message.removeprefix(option), name)
+        if message.startswith(_GRAMMARS.get(option, option)):
+            return BodyError(message, name)
     return BodyError(message)

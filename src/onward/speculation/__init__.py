@@ -6,6 +6,7 @@ from onward.speculation.drafters import LOOKUPS, ModelHolder, as_drafter
 from onward.speculation.inferencers import SpeculateOutput, speculate
 from onward.speculation.lookup import PromptLookup
 from onward.speculation.model_drafter import ModelDrafter
+from onward.speculation.predicted import PredictedText
 from onward.speculation.speculator import Speculator
 from onward.speculation.step import SpeculativeStep
 from onward.speculation.suffix import SuffixLookup
@@ -20,6 +21,7 @@ __all__ = [
     "Drafting",
     "ModelDrafter",
     "ModelHolder",
+    "PredictedText",
     "PromptLookup",
     "SpeculateOutput",
     "Speculation",

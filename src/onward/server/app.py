@@ -1,0 +1,102 @@
+"""The application: endpoints over engines, behind the gate."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import cast
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from onward import __version__
+from onward.engine import Engine
+from onward.errors import OnwardError
+from onward.openai import error_fields, status_of
+from onward.server.errors import error_answer, plain_error
+from onward.server.gate import Gate, access_of
+from onward.server.log import log_defect
+from onward.server.routes import completions, models, state, tokens
+from onward.server.service import Service
+from onward.server.settings import Settings
+from onward.server.sse import Streams
+
+
+class App:
+    """The ASGI application that `create_app` makes. Any server of such applications runs it.
+
+    service: its models, settings and counts. routes: the FastAPI application within.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.streams = Streams(service.settings)
+        self.routes = _routes(service, self.streams, self._lifespan)
+        inner: ASGIApp = self.routes
+        if service.settings.cors_origins:
+            inner = CORSMiddleware(
+                inner,
+                allow_origins=service.settings.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        self.gate = Gate(inner, service)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.gate(scope, receive, send)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(self.streams.watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            self.service.close()
+
+
+def create_app(engines: Mapping[str, Engine], settings: Settings | None = None) -> App:
+    """An ASGI application that serves engines, each under its name. It does not close them.
+
+        app = onward.server.create_app({"demo": onward.Engine(onward.load("demo"))})
+
+    Raises:
+        RequestError: no engine. TokenizerError: a model without a tokenizer.
+    """
+    return App(Service(engines, Settings() if settings is None else settings))
+
+
+def _routes(service: Service, streams: Streams, lifespan: object) -> FastAPI:
+    # The pages that FastAPI has for its document come from elsewhere, so there are none.
+    app = FastAPI(title="Onward", version=__version__, docs_url=None, redoc_url=None, lifespan=cast("None", lifespan))
+    for prefix in ("/v1", ""):
+        app.include_router(completions.router(service, streams), prefix=prefix)
+        app.include_router(models.router(service), prefix=prefix)
+        app.include_router(tokens.router(service), prefix=prefix)
+    app.include_router(state.router(service))
+
+    @app.exception_handler(OnwardError)
+    async def refused(request: Request, error: OnwardError) -> Response:
+        service.metrics.refusals[error_fields(error)["code"] or "invalid_request"] += 1
+        if status_of(error) >= 500:
+            log_defect(error, id=access_of(request.scope).id)
+        return error_answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        known = {
+            404: ("unknown_url", f"there is no {request.url.path} here"),
+            405: ("method_not_allowed", error.detail),
+        }
+        code, message = known.get(error.status_code, ("http_error", error.detail))
+        return plain_error(error.status_code, message, code, dict(error.headers or {}))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)
+
+    return app

@@ -1,0 +1,40 @@
+"""Errors as answers."""
+
+import math
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from onward.errors import EngineBusyError, OnwardError
+from onward.openai import error_fields, status_of
+
+# Seconds after which to come back, where nothing better is known.
+_RETRY = 5
+
+
+def error_answer(error: OnwardError) -> JSONResponse:
+    """The answer that says what is wrong, whose fault it is, and when to come back."""
+    status = status_of(error)
+    headers = {}
+    if isinstance(error, EngineBusyError):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    elif status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["retry-after"] = str(_RETRY)
+    elif status == HTTPStatus.UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
+    elif status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
+        headers["connection"] = "close"  # the rest of the body is not read
+    return JSONResponse({"error": error_fields(error)}, status, headers)
+
+
+def plain_error(status: int, message: str, code: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error that is no `OnwardError`."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    fields: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
+    return JSONResponse({"error": fields}, status, headers)
+
+
+def defect_answer() -> JSONResponse:
+    """The answer where something is wrong with the server. What, is in its log alone."""
+    return plain_error(500, "the server has failed at this request; its log says why", "internal_error")

@@ -1,0 +1,118 @@
+"""What every request passes: its id, whether it may come in, and its line in the log."""
+
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from onward.errors import EngineError, OnwardError
+from onward.openai import BodyError, error_fields
+from onward.server.auth import Keys, check_host
+from onward.server.client import too_large
+from onward.server.errors import defect_answer, error_answer
+from onward.server.log import log, log_defect
+from onward.server.service import Service
+
+# What whoever watches over a server asks for, and the page, which asks for the key itself.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+class Access:
+    """What the log says of a request. Endpoints add to `fields`."""
+
+    def __init__(self, scope: Scope) -> None:
+        headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        self.id = given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        self.headers = headers
+        self.status = 0
+        self.fields: dict[str, Any] = {}
+        self._scope, self._began = scope, time.perf_counter()
+
+    def write(self) -> None:
+        client = self._scope.get("client")
+        log(
+            "request",
+            id=self.id,
+            client=client[0] if client else None,
+            method=self._scope["method"],
+            path=self._scope["path"],
+            status=self.status,
+            ms=round((time.perf_counter() - self._began) * 1e3, 1),
+            **self.fields,
+        )
+
+
+def access_of(scope: Scope) -> Access:
+    """Of a request that has passed the gate."""
+    access: Access = scope["onward.access"]
+    return access
+
+
+class Gate:
+    """An ASGI application around another."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+        self._keys = Keys(service.settings.api_keys)
+        self.inside = 0  # requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        access = scope["onward.access"] = Access(scope)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                access.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", access.id.encode())]
+            await send(message)
+
+        self.inside += 1
+        try:
+            await self._passed(access, scope, receive, send_with_id)
+        finally:
+            self.inside -= 1
+            self._service.metrics.statuses[access.status] += 1
+            if self._service.settings.access_log:
+                access.write()
+
+    async def _passed(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            try:
+                self._check(access, scope)
+            except OnwardError as error:
+                self._service.metrics.refusals[error_fields(error)["code"]] += 1
+                await error_answer(error)(scope, receive, send)
+                return
+            await self._app(scope, receive, send)
+        except Exception as error:
+            log_defect(error, id=access.id, path=scope["path"])
+            if not access.status:
+                await defect_answer()(scope, receive, send)
+
+    def _check(self, access: Access, scope: Scope) -> None:
+        """Raises what keeps the request out."""
+        settings, headers = self._service.settings, access.headers
+        check_host(headers.get(b"host"), settings.hosts)
+        path = scope["path"]
+        if path not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            self._keys.check(headers.get(b"authorization"))
+        if scope["method"] != "POST":
+            return
+        if self._service.draining:
+            raise EngineError("the server shuts down and takes no more requests")
+        if self.inside > settings.max_requests:
+            raise BodyError(
+                f"the server holds {settings.max_requests} requests, as many as it takes", code="too_many_requests",
+                status=503,
+            )  # fmt: skip
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > settings.max_body:
+            raise too_large(settings)

@@ -1,0 +1,50 @@
+"""The log: lines of JSON on stderr, one for each request and for what happens to the server."""
+
+import json
+import logging
+import sys
+import time
+import traceback
+from typing import Any
+
+_logger = logging.getLogger("onward.server")
+
+
+def log(event: str, **fields: Any) -> None:
+    """Write a line."""
+    if _logger.isEnabledFor(logging.INFO):
+        _logger.info(_line("info", event, fields))
+
+
+def log_defect(error: BaseException, **fields: Any) -> None:
+    """Write a line about an error of ours, with its traceback. Clients never get to see that."""
+    fields["traceback"] = "".join(traceback.format_exception(error))
+    _logger.error(_line("error", "defect", fields))
+
+
+def _line(level: str, event: str, fields: dict[str, Any]) -> str:
+    now = time.time()
+    stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03}Z"
+    return json.dumps({"time": stamp, "level": level, "event": event} | fields, default=str)
+
+
+class _OtherLines(logging.Formatter):
+    """What other libraries log (uvicorn's errors), as lines of the same kind."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.name == _logger.name:
+            return record.getMessage()
+        fields: dict[str, Any] = {"logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return _line(record.levelname.lower(), "message", fields)
+
+
+def log_to_stderr() -> None:
+    """Have the lines written. Without this they go where the application's logging sends them."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OtherLines())
+    for name, level in ((_logger.name, logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)

@@ -1,0 +1,169 @@
+"""What a server counts, for Prometheus. Nothing is counted for each token: what ended tells its times at once."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from onward.completion import Completion
+from onward.engine import EngineStats, Generation
+from onward.server.models import ServedModel
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
+_BETWEEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0, 5.0)
+_WHOLE = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+
+class Histogram:
+    """Counts of values by upper bounds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        bounds = [*map(str, self._bounds), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric(labels, buckets, self._sum)
+
+
+class ModelMetrics:
+    """What is counted of one model."""
+
+    def __init__(self) -> None:
+        self.first_token, self.between = Histogram(_FIRST_TOKEN), Histogram(_BETWEEN)
+        self.whole = Histogram(_WHOLE)
+        self.ended: Counter[str] = Counter()  # by how
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.drafted = self.accepted = 0
+
+    def note(self, generation: Generation, completion: Completion | None, now: float) -> None:
+        """A request has ended. completion: None where it failed."""
+        self.whole.observe(now - generation.submitted)
+        arrivals, rows = generation.arrivals, generation.request.options.n
+        if arrivals:
+            self.first_token.observe(arrivals[0][0] - generation.submitted)
+        for (before, _), (at, count) in pairwise(arrivals):
+            self.between.observe((at - before) * min(1.0, rows / count), count)
+        if completion is None:
+            self.ended["error"] += 1
+            return
+        self.ended[completion.finish_reason] += 1
+        self.prompt_tokens += completion.prompt_tokens
+        self.cached_tokens += completion.cached_tokens
+        for text in completion.choices:
+            self.output_tokens += len(text.token_ids)
+            if text.speculation is not None:
+                self.drafted += text.speculation.drafted
+                self.accepted += text.speculation.accepted
+
+
+class Metrics:
+    """What is counted of a server. All of it is noted in the thread of its loop."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        self._models = {model.name: (model, ModelMetrics()) for model in models}
+        self.refusals: Counter[str] = Counter()  # by the error's code
+        self.statuses: Counter[int] = Counter()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def of(self, model: str) -> ModelMetrics:
+        return self._models[model][1]
+
+    def text(self) -> bytes:
+        """In the format that Prometheus reads."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """For the registry."""
+        stats = {name: model.engine.stats() for name, (model, _) in self._models.items()}
+        yield from _of_engines(stats)
+        yield from self._of_requests()
+        refusals = CounterMetricFamily("onward_refusals", "Requests refused, by the error's code.", labels=["reason"])
+        for reason, count in sorted(self.refusals.items()):
+            refusals.add_metric([reason], count)
+        statuses = CounterMetricFamily("onward_http_responses", "Answers, by status.", labels=["status"])
+        for status, count in sorted(self.statuses.items()):
+            statuses.add_metric([str(status)], count)
+        yield from (refusals, statuses)
+
+    def _of_requests(self) -> Iterator[Metric]:
+        histograms = {
+            "first_token": ("onward_time_to_first_token_seconds", "From a request's arrival to its first token."),
+            "between": ("onward_time_between_tokens_seconds", "From a token to the next of the same text."),
+            "whole": ("onward_request_seconds", "From a request's arrival to its end."),
+        }
+        for attribute, (metric, says) in histograms.items():
+            family = HistogramMetricFamily(metric, says, labels=["model"])
+            for name, (_, counted) in self._models.items():
+                getattr(counted, attribute).add_to(family, [name])
+            yield family
+        counts = {
+            "prompt_tokens": ("onward_prompt_tokens", "Tokens of prompts of requests that have ended."),
+            "cached_tokens": ("onward_cached_prompt_tokens", "Those of them that the cache held."),
+            "output_tokens": ("onward_output_tokens", "Tokens written for requests that have ended."),
+            "drafted": ("onward_drafted_tokens", "Tokens guessed ahead."),
+            "accepted": ("onward_accepted_tokens", "Those of them that became part of a text."),
+        }
+        for attribute, (metric, says) in counts.items():
+            counter = CounterMetricFamily(metric, says, labels=["model"])
+            for name, (_, counted) in self._models.items():
+                counter.add_metric([name], getattr(counted, attribute))
+            yield counter
+        ended = CounterMetricFamily("onward_requests", "Requests that have ended, by how.", labels=["model", "end"])
+        for name, (_, counted) in self._models.items():
+            for end, count in sorted(counted.ended.items()):
+                ended.add_metric([name, end], count)
+        yield ended
+
+
+# Attribute of `EngineStats`, name, text.
+_GAUGES = (
+    ("waiting", "onward_requests_waiting", "Requests that wait."),
+    ("running", "onward_requests_running", "Requests that run."),
+    ("sequences", "onward_sequences_running", "Texts that run."),
+    ("waiting_tokens", "onward_waiting_prompt_tokens", "Tokens of the prompts that wait."),
+    ("hit_rate", "onward_prefix_hit_ratio", "Of the tokens of prompts the share that the cache held."),
+    ("tokens_per_second", "onward_tokens_per_second", "Tokens a second over the last half minute of work."),
+)
+_COUNTERS = (
+    ("steps", "onward_engine_steps", "Steps."),
+    ("tokens", "onward_engine_tokens", "Tokens written, of requests that run too."),
+    ("preemptions", "onward_preemptions", "Requests that gave way and were computed again."),
+)
+
+
+def _of_engines(stats: dict[str, EngineStats]) -> Iterator[Metric]:
+    for attribute, metric, says in _GAUGES:
+        gauge = GaugeMetricFamily(metric, says, labels=["model"])
+        for name, of_model in stats.items():
+            gauge.add_metric([name], getattr(of_model, attribute))
+        yield gauge
+    for attribute, metric, says in _COUNTERS:
+        counter = CounterMetricFamily(metric, says, labels=["model"])
+        for name, of_model in stats.items():
+            counter.add_metric([name], getattr(of_model, attribute))
+        yield counter
+    blocks = GaugeMetricFamily(
+        "onward_cache_blocks", "Blocks of the cache, by what they do.", labels=["model", "state"]
+    )
+    seconds = CounterMetricFamily(
+        "onward_engine_seconds", "Seconds of the engine's thread, by what it did.", labels=["model", "part"]
+    )
+    for name, of_model in stats.items():
+        for state in ("used", "cached", "free"):
+            blocks.add_metric([name, state], getattr(of_model, f"blocks_{state}"))
+        for part in ("schedule", "step", "give_out"):
+            seconds.add_metric([name, part], getattr(of_model.seconds, part))
+    yield from (blocks, seconds)

@@ -1,0 +1,68 @@
+"""From a body to an answer: what the endpoints that generate have in common."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from onward.completion import Completion
+from onward.errors import OnwardError
+from onward.openai import Body
+from onward.server.client import Client, read_body
+from onward.server.gate import access_of
+from onward.server.models import ServedModel
+from onward.server.service import Service, Submission
+from onward.server.sse import Events, EventStream, Streams
+
+# A body as it came, to what it asks for.
+Read = Callable[[bytes], tuple[ServedModel, Body]]
+# Makes the events of a stream, and the whole answer.
+MakeEvents = Callable[[Submission], Events]
+MakeAnswer = Callable[[Submission, Sequence[Completion]], dict[str, Any]]
+
+
+async def answer(
+    service: Service, streams: Streams, request: Request, read: Read, events: MakeEvents, whole: MakeAnswer
+) -> Response:
+    """Read a body, have its requests served, and answer: in one piece, or with a stream.
+
+    Raises:
+        OnwardError: what is wrong with the body, or with the engine.
+    """
+    access = access_of(request.scope)
+    try:
+        raw = await read_body(request, service.settings)
+    except ClientDisconnect:
+        return _nobody()
+    if service.settings.log_prompts:
+        access.fields["body"] = raw.decode("utf-8", "replace")
+    client = Client(request.receive)
+    try:
+        submission = await service.submit(client, partial(read, raw))
+    except BaseException:
+        client.close()
+        raise
+
+    def ended() -> None:
+        client.close()
+        service.ended(submission)
+        access.fields |= submission.facts()
+
+    if submission.body.stream:
+        return EventStream(submission, events(submission), client, streams, ended)
+    try:
+        completions = await submission.completions()
+        return JSONResponse(await service.in_thread(whole, submission, completions))
+    except OnwardError:
+        if client.gone:
+            return _nobody()
+        raise
+    finally:
+        ended()
+
+
+def _nobody() -> Response:
+    """The answer to a client that has left. Only the log sees its status, which is nginx's."""
+    return Response(status_code=499)

@@ -1,0 +1,155 @@
+"""Streams of server-sent events: one write for all that a step brings a client."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from onward.completion import Completion, Piece
+from onward.errors import OnwardError
+from onward.server.client import Client
+from onward.server.service import Submission
+from onward.server.settings import Settings
+
+_COMMENT = b": waiting\n\n"
+_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # or nginx collects the events
+}
+
+
+class Events(Protocol):
+    """An answer as events, each as it goes over the wire."""
+
+    def begin(self) -> list[str]: ...
+
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[str]: ...
+
+    def end(self, at: int, completion: Completion) -> list[str]: ...
+
+    def finish(self) -> list[str]: ...
+
+    def error(self, error: OnwardError) -> list[str]: ...
+
+
+class EventStream(Response):
+    """The answer to a submission as a stream. The status and the headers go out at once, while it waits in the queue.
+
+    ended: is called after it, in any case.
+    """
+
+    def __init__(
+        self,
+        submission: Submission,
+        events: Events,
+        client: Client,
+        streams: "Streams",
+        ended: Callable[[], None],
+    ) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._submission, self._events, self._client, self._streams = submission, events, client, streams
+        self._ended = ended
+        self._changed = asyncio.Event()
+        self._wants_comment = False
+        self._sending_since: float | None = None
+        self._last_sent = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._streams.add(self)
+        self._client.on_leave(self._leave)
+        try:
+            await self._stream(send)
+        finally:
+            self._streams.remove(self)
+            self._ended()
+
+    def tick(self, now: float, settings: Settings) -> None:
+        """Now and then: comment where nothing has been sent for long, give up where nothing is read."""
+        if self._sending_since is not None:
+            if now - self._sending_since > settings.stalled_seconds:
+                self._leave()
+        elif now - self._last_sent > settings.keep_alive:
+            self._wants_comment = True
+            self._changed.set()
+
+    def _leave(self) -> None:
+        self._client.gone = True
+        self._submission.cancel()
+        self._changed.set()
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        generations = self._submission.generations
+        ends = [generation.watch(self._changed.set) for generation in generations]
+        try:
+            await self._events_of(send)
+        finally:
+            for end in ends:
+                end()
+
+    async def _events_of(self, send: Send) -> None:
+        told = [0] * len(self._submission.generations)
+        going_on = list(range(len(told)))
+        await self._send(send, self._events.begin())
+        while going_on and not self._client.gone:
+            self._changed.clear()
+            events: list[str] = []
+            try:
+                for at in list(going_on):
+                    generation = self._submission.generations[at]
+                    has_ended = generation.done  # before its last pieces are looked for
+                    if pieces := generation.pieces(told[at]):
+                        told[at] += len(pieces)
+                        events += self._events.pieces(at, pieces)
+                    if has_ended:
+                        going_on.remove(at)
+                        events += self._events.end(at, self._submission.completion(at))
+            except OnwardError as error:
+                await self._send(send, [*events, *self._events.error(error)], is_last=True)
+                return
+            if not going_on:
+                await self._send(send, [*events, *self._events.finish()], is_last=True)
+                return
+            await self._send(send, events)
+            await self._changed.wait()
+            if self._wants_comment:
+                self._wants_comment = False
+                await self._write(send, _COMMENT, is_last=False)
+
+    async def _send(self, send: Send, events: Sequence[str], *, is_last: bool = False) -> None:
+        if events or is_last:
+            await self._write(send, "".join(events).encode("utf-8", "backslashreplace"), is_last=is_last)
+
+    async def _write(self, send: Send, content: bytes, *, is_last: bool) -> None:
+        """Waits where the client reads more slowly than the texts grow."""
+        self._last_sent = self._sending_since = time.monotonic()
+        await send({"type": "http.response.body", "body": content, "more_body": not is_last})
+        self._sending_since = None
+
+
+class Streams:
+    """All streams of a server, looked at once a second."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._streams: set[EventStream] = set()
+
+    def add(self, stream: EventStream) -> None:
+        self._streams.add(stream)
+
+    def remove(self, stream: EventStream) -> None:
+        self._streams.discard(stream)
+
+    async def watch(self) -> None:
+        """Runs until it is cancelled."""
+        pause = min(1.0, self._settings.keep_alive / 2 or 1.0, self._settings.stalled_seconds / 2 or 1.0)
+        while True:
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            for stream in list(self._streams):
+                stream.tick(now, self._settings)

@@ -70,7 +70,8 @@ class Completion:
     prompt_logprobs: of each of the prompt's ids, None for the first, which nothing predicts; None unless asked for.
     score: the sum of logprobs / length^length_penalty of a text that beams found; None without beams.
     others: the prompt's other texts, for n > 1; see `choices`.
-    speculation: how many ids were drafted and accepted; None without a draft.
+    speculation: how many ids were drafted and accepted, those that a constraint forced too; None without a draft and
+        a constraint.
     json_schema: the schema that the text was made to meet; None without one.
     """
 

@@ -83,7 +83,8 @@ def test_only_a_sequence_ends_a_sequence():
 
 def test_sequences_take_tokens_from_the_loop_alone_and_their_forks_from_beams():
     accepting = {module for module, node in code() if called(node) == "accept" and isinstance(node.func, ast.Attribute)}
-    # The texts of a draft model are guesses of its own.
-    assert accepting == {"decoding/loop.py", "decoding/beam.py", "speculation/model_drafter.py"}
+    # The texts of a draft model are guesses of its own. What a constrained text's constraint accepts is no sequence's.
+    texts = accepting - {"sampling/constraint.py"}
+    assert texts == {"decoding/loop.py", "decoding/beam.py", "speculation/model_drafter.py"}
     taking_over = {module for module, node in code() if called(node) == "take_over"}
     assert taking_over == {"decoding/beam.py"}

@@ -10,6 +10,7 @@ from checked_engine import CheckedEngine
 
 import onward
 from onward import LanguageModel, Speculator
+from onward.constraints import mask_of
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 REQUESTS = 120  # of each model
@@ -46,6 +47,35 @@ def model(name):
 def lm(name, chunk=512, memory=0):
     tokenizer = onward.load("demo").tokenizer if name == "demo" else ByteTokenizer(vocab_size=model(name).vocab_size)
     return LanguageModel(model(name), tokenizer, prefill_chunk=chunk, prefix_memory=memory)
+
+
+class Turns(onward.Constraint):
+    """Every third id is refused, another third at each place. Every fifth place it guesses what follows, most often
+    wrong."""
+
+    def __init__(self, count=0):
+        self.count = count
+
+    def mask(self):
+        return mask_of(token for token in range(300) if token % 3 != self.count % 3)
+
+    def accept(self, token_id):
+        assert token_id % 3 != self.count % 3
+        self.count += 1
+
+    def rollback(self, count):
+        assert 0 < count <= self.count
+        self.count -= count
+
+    def fork(self):
+        return Turns(self.count)
+
+    @property
+    def is_done(self):
+        return self.count == 17
+
+    def forced(self):
+        return [at % 50 for at in range(self.count, self.count + 5)] if self.count % 5 == 0 else []
 
 
 class Repeater:
@@ -94,6 +124,7 @@ def _request(name, chance, bases, vocab):
     options |= chance.choice([{}, {}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.5}])
     options |= chance.choice([{}, {}, {"no_repeat_ngram_size": 2}, {"logit_bias": {7: 4.0, 8: -2.0}}])
     options |= chance.choice([{}, {}, {"stop": ["\x05", "ab\x07"]}, {"stop_when": ends_early}])
+    options |= chance.choice([{}, {}, {"constraint": Turns()}, {"regex": r"([\x00-\x1f]|[\x10-\x38]{2})*"}])
     options |= chance.choice([{}, {}, {"logprobs": 0}, {"logprobs": 3}])
     options |= chance.choice([{}, {}, {}, {"prompt_logprobs": 1}])
     return lm(name).request(prompt, **options)

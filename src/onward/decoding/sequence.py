@@ -188,6 +188,10 @@ class Sequence:
         assert self.finish_reason is None or self.pending, "a sequence that has ended is final"
         self.finish_reason = reason
 
+    def reopen(self) -> None:
+        """Go on all the same. A draft model's text is a guess: it may end where the target's does not."""
+        self.finish_reason = None
+
     def fork(self) -> Self:
         """A copy that goes on from here by itself, as the beams of a search do. It has no slot yet."""
         other = copy.copy(self)

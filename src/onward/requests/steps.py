@@ -6,11 +6,17 @@ from onward.decoding import BeamStep, DecodeStep, SamplingChooser, Search, Seque
 from onward.decoding.loop import Failed
 from onward.decoding.step import Emitted
 from onward.models import ModelRun
-from onward.speculation import Speculator
+from onward.speculation import SpeculativeStep, Speculator
+from onward.speculation.pace import LENGTHS
+from onward.speculation.step import draft_forced
+from onward.speculation.verify import coupled
 
 
 class Steps:
     """A `Step` that has each sequence go on by its own kind of step. Those of one kind run together.
+
+    Where some of those without a draft have a constraint, all of them go on by a step that drafts what constraints
+    force.
 
     run: the model. slots: where the sequences' keys and values are.
     failed: is told of a search that could not go on, as in `decode_loop`.
@@ -22,6 +28,16 @@ class Steps:
         self._chooser = SamplingChooser(self._device)
         self._plain = DecodeStep(run, slots, self._chooser, self._device)
         self._beams = BeamStep(self._plain, run, slots, self._device, failed)
+        self._forced = SpeculativeStep(
+            self._plain,
+            run,
+            slots,
+            SamplingChooser(self._device),
+            self._device,
+            verifier=coupled,
+            longest=LENGTHS[-1],
+            vocab_size=run.model.vocab_size,
+        )
         self._speculative: dict[Speculator, Step] = {}
         self._own: dict[Sequence, Step] = {}  # of the sequences whose step is not the plain one
 
@@ -31,12 +47,17 @@ class Steps:
             if isinstance(sequence, Search):
                 self._own[sequence] = self._beams
         if draft is None:
+            constrained = [one for one in sequences if one.constraint is not None and not isinstance(one, Search)]
+            draft_forced(constrained)
+            self._own.update(dict.fromkeys(constrained, self._forced))
             return
         if draft not in self._speculative:
             used = set(self._own.values())
             self._speculative = {kept: step for kept, step in self._speculative.items() if step in used}
             chooser = SamplingChooser(self._device)
-            self._speculative[draft] = draft.step(self._plain, self._run, self._slots, chooser, self._device)
+            self._speculative[draft] = draft.step(
+                self._plain, self._run, self._slots, chooser, self._device, self._run.model.vocab_size
+            )
         draft.join(sequences, self._run.model.vocab_size, self._device)
         self._own.update(dict.fromkeys(sequences, self._speculative[draft]))
 
@@ -52,6 +73,8 @@ class Steps:
         kinds: dict[Step, list[int]] = {}
         for index, (sequence, _) in enumerate(work):
             kinds.setdefault(self._own.get(sequence, self._plain), []).append(index)
+        if self._forced in kinds and self._plain in kinds:
+            kinds[self._forced] = sorted([*kinds[self._forced], *kinds.pop(self._plain)])
         return list(kinds.items())
 
     def __call__(self, work: abc.Sequence[Work]) -> Emitted:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onward.decoding import Select
-from onward.sampling import History, Sampler
+from onward.sampling import ConstrainedText, History, Sampler
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class DraftRequest:
     select: picks the target's tokens. A drafter that picks with it too, at the same positions, guesses its samples.
     histories: the history of each row, shared with the target. A drafter that adds ids must take them back before it
         returns. None where no option reads them.
+    constraints: what may follow in each row, shared likewise; None where no row has a constraint.
     probabilities: whether the verifier weighs drafts by the distribution that they were drawn from. It then takes a
         draft without one as certain.
     """
@@ -34,6 +35,7 @@ class DraftRequest:
     device: torch.device
     select: Select | Sampler
     histories: Sequence[History] | None = None
+    constraints: Sequence[ConstrainedText | None] | None = None
     probabilities: bool = False
 
 

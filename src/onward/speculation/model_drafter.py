@@ -105,6 +105,8 @@ class _ModelDrafts:
         sampling = select.row(row.owner) if isinstance(select, Sampler) else None
         text = Sequence(row.prompt, self._positions, sampling=sampling)
         text.history = None if histories is None else histories[row.owner]
+        constraints = self._request.constraints
+        text.constraint = None if constraints is None else constraints[row.owner]
         acquired = self._slots.acquire(row.ids(), self._positions, reuse=False)
         assert acquired is not None, "there is a slot for every row"
         text.slot, _ = acquired
@@ -114,23 +116,30 @@ class _ModelDrafts:
     def _drafts(self, texts: abc.Sequence[Sequence], count: int) -> tuple[list[list[int]], list[list[Tensor]]]:
         """Up to `count` ids for each text; their distributions too, where the request asks for them."""
         before = [len(text.token_ids) for text in texts]
-        probabilities: list[list[Tensor]] = [[] for _ in texts]
+        probabilities: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
         try:
             self._catch_up(texts)
+            going_on = list(texts)
             for _ in range(count):
-                emitted = self._step([Work(text, text.pending) for text in texts])
-                for text, (token,), drawn_from in zip(texts, emitted, probabilities, strict=True):
+                emitted = self._step([Work(text, text.pending) for text in going_on])
+                for text, (token,) in zip(going_on, emitted, strict=True):
                     text.accept(token.id)
                     if isinstance(self._chooser, DraftChooser):
-                        drawn_from.append(self._chooser.probabilities[text])
+                        probabilities[text].append(self._chooser.probabilities[text])
+                going_on = [text for text in going_on if text.finish_reason is None]
+                if not going_on:
+                    break
         except (NothingToDrawError, ContextOverflowError):
             pass  # the draft ends here: bans leave no id, or the draft model's context is full
         finally:
             for text, length in zip(texts, before, strict=True):
+                text.reopen()
                 if text.history is not None:
                     text.history.truncate(length)
+                if text.constraint is not None:
+                    text.constraint.truncate(length)
         drafted = [text.token_ids[length:] for text, length in zip(texts, before, strict=True)]
-        return drafted, probabilities if isinstance(self._chooser, DraftChooser) else []
+        return drafted, list(probabilities.values()) if isinstance(self._chooser, DraftChooser) else []
 
     def _catch_up(self, texts: abc.Sequence[Sequence]) -> None:
         """Process long pending texts chunk by chunk, up to the ids that the draft begins with."""

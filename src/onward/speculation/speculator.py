@@ -9,7 +9,7 @@ import torch
 
 from onward.checks import check_whole
 from onward.decoding import Chooser, SamplingChooser, Select, Sequence, Slots, Step
-from onward.decoding.choose import histories_of, sampling_of
+from onward.decoding.choose import constraints_of, histories_of, sampling_of
 from onward.decoding.forward import Run
 from onward.errors import RequestError
 from onward.models import Model
@@ -69,10 +69,19 @@ class Speculator:
         length = "adaptive" if self.length is None else str(self.length)
         return described(self, type(self.drafter).__name__, f"length {length}", self.verifier)
 
-    def step(self, plain: Step, run: Run, slots: Slots, chooser: Chooser, device: torch.device) -> SpeculativeStep:
+    def step(
+        self,
+        plain: Step,
+        run: Run,
+        slots: Slots,
+        chooser: Chooser,
+        device: torch.device,
+        vocab_size: int | None = None,
+    ) -> SpeculativeStep:
         """The step of sequences that have joined.
 
-        plain: the step that processes prompts. run, slots, chooser, device: as in `DecodeStep`.
+        plain: the step that processes prompts. run, slots, chooser, device: as in `DecodeStep`. vocab_size: V of the
+        logits, for constraints of the user's.
 
         Raises:
             RequestError: the verifier is "rejection" and the chooser does not sample, so there is no distribution.
@@ -89,6 +98,7 @@ class Speculator:
             longest=self._longest,
             pace=self._pace,
             acceptance=self._acceptance,
+            vocab_size=vocab_size,
             clock=self._clock,
         )
 
@@ -118,6 +128,7 @@ class Speculator:
             vocab_size=vocab_size,
             select=sampler if select is None else select,
             histories=histories,
+            constraints=constraints_of(sequences),
             probabilities=self.verifier == "rejection",
             device=device,
         )

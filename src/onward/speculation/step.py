@@ -1,4 +1,4 @@
-"""The speculative step: a drafter guesses tokens, and one pass of the model verifies them.
+"""The speculative step: a drafter or a constraint guesses tokens, and one pass of the model verifies them.
 
 A round processes a sequence's pending id and its draft at once, T = 1 + K tokens. A verifier says how many ids of the
 draft are right. The next pending id is the one that the target chose itself. The keys and values of ids that were not
@@ -20,8 +20,13 @@ from onward.decoding.token import not_finite, tokens_of
 from onward.errors import DraftError, one_line
 from onward.speculation.counts import Speculation
 from onward.speculation.drafter import Draft, Drafter, Drafting, DraftRequest, DraftRow
-from onward.speculation.pace import Acceptance, Pace, RowPace
-from onward.speculation.verify import Verifier
+from onward.speculation.forced import paying_length
+from onward.speculation.pace import LENGTHS, Acceptance, Pace, RowPace
+from onward.speculation.verify import Verifier, coupled
+
+
+class _Forced(Draft):
+    """Ids that a constraint forces. They say nothing of a drafter."""
 
 
 class DraftedTogether:
@@ -51,11 +56,12 @@ class DraftedTogether:
 class DraftedText:
     """What drafting knows of one sequence, its `drafting`.
 
-    group, owner: who drafts for it, and its index there. acceptance: how likely its next drafted id is accepted.
+    group, owner: who drafts for it, and its index there; None where only forced ids are drafted.
+    acceptance: how likely its next drafted id is accepted.
     length: how many ids its output has if it takes all of the last round.
     """
 
-    group: DraftedTogether
+    group: DraftedTogether | None
     owner: int
     acceptance: Acceptance
     drafted: int = 0
@@ -67,6 +73,12 @@ class DraftedText:
         """The counts without the ids of the last round that the sequence did not take."""
         not_taken = max(0, self.length - len(sequence.token_ids))
         return Speculation(self.drafted, max(0, self.accepted - not_taken), self.rounds)
+
+
+def draft_forced(sequences: abc.Iterable[Sequence]) -> None:
+    """Let the ids that their constraints force be drafted for these sequences, and no others."""
+    for sequence in sequences:
+        sequence.drafting = DraftedText(None, 0, Acceptance())
 
 
 def drafted_text(sequence: Sequence) -> DraftedText:
@@ -83,10 +95,12 @@ def speculation_of(sequence: Sequence) -> Speculation | None:
 class SpeculativeStep:
     """A `Step` that emits 1 to K+1 tokens for a sequence.
 
+    Ids that a sequence's constraint forces are drafted as they are. Where none are forced its drafter is asked.
     Prompts, and steps without a draft, are processed by a plain step.
 
     plain: that step. run, slots, chooser, device: as in `DecodeStep`. verifier: judges drafts.
-    longest: the most ids of a draft. pace: chooses how many ids to draft; None always drafts `longest`.
+    longest: the most ids of a draft. pace: chooses how many ids to ask a drafter for; None always asks for `longest`.
+    vocab_size: V of the logits; None does not check forced ids.
     acceptance: the acceptance of texts so far.
     """
 
@@ -102,6 +116,7 @@ class SpeculativeStep:
         longest: int,
         pace: Pace | None = None,
         acceptance: Acceptance | None = None,
+        vocab_size: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._plain, self._run, self._slots, self._chooser, self._device = plain, run, slots, chooser, device
@@ -109,24 +124,26 @@ class SpeculativeStep:
         self._longest = longest
         self._pace = pace
         self._clock = clock if pace is not None else _no_clock
+        self._vocab_size = vocab_size
         self._overall = Acceptance() if acceptance is None else acceptance
         self._shape_counts: Counter[tuple[int, int]] = Counter()  # steps by (sequences, longest draft)
 
     def __call__(self, work: abc.Sequence[Work]) -> Emitted:
         prompts = [index for index, item in enumerate(work) if item.sequence.pending > 1]
         began, pace = self._clock(), self._pace
-        if prompts or (pace is not None and pace.rest):
+        sequences = [sequence for sequence, _ in work]
+        forced = None if prompts else self._forced(sequences)
+        if prompts or (pace is not None and pace.rest and forced is None):
             # Sequences that decode beside a prompt wait for it anyway, so they are not drafted for.
             emitted = self._plain(work)
             if pace is not None:
                 pace.note_time(self._clock() - began)
             return emitted
-        sequences = [sequence for sequence, _ in work]
-        counts = self._draft_lengths(sequences)
+        counts = [0] * len(work) if pace is not None and pace.rest else self._draft_lengths(sequences)
         drafts: list[Draft] = []
         drafting = 0.0
-        if any(counts):
-            drafts = self._drafts(sequences, counts)
+        if forced is not None or any(counts):
+            drafts = self._drafts(sequences, counts, [()] * len(work) if forced is None else forced)
             drafting = self._clock() - began
         else:
             # The time of choosing no draft is not booked as a loss. It could be more than a plain step earns, and then
@@ -134,7 +151,9 @@ class SpeculativeStep:
             began = self._clock()
         longest = max((len(draft.ids) for draft in drafts), default=0)
         emitted = self._round(work, drafts, longest) if longest else self._plain(work)
-        if self._pace is not None:
+        if pace is not None and forced is not None:
+            pace.note_time(self._clock() - began)  # what was forced says nothing of the drafter
+        elif pace is not None:
             self._note(len(work), emitted, longest, self._clock() - began, drafting)
         return emitted
 
@@ -153,16 +172,12 @@ class SpeculativeStep:
     def _draft_lengths(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """How many ids to draft for each sequence.
 
-        A round adds an id of the target's own. So a draft is at least one id shorter than what the text may still take,
-        and than the room in the cache.
+        Only those that have a drafter are drafted for.
         """
-        most = [sequence.room - 1 for sequence in sequences]
-        # All are padded to the longest draft, so the fullest row of the cache limits it.
-        computed = [sequence.computed for sequence in sequences]
-        room = self._slots.room([sequence.slot for sequence in sequences], computed)
-        if room is None:
-            room = min(drafted_text(each).group.request.max_len for each in sequences) - max(computed)
-        longest = min(self._longest, room - 1, max(most))
+        if all(_group(sequence) is None for sequence in sequences):
+            return [0] * len(sequences)
+        most = [0 if _group(each) is None else of_row for each, of_row in self._most(sequences, self._longest)]
+        longest = max(most)
         if longest < 1:
             return [0] * len(most)
         if self._pace is not None:
@@ -173,16 +188,56 @@ class SpeculativeStep:
             longest = self._pace.choose(paces, longest)
         return [min(of_row, longest) for of_row in most]
 
+    def _most(self, sequences: abc.Sequence[Sequence], longest: int) -> list[tuple[Sequence, int]]:
+        """Each sequence with the most ids of a draft for it, `longest` at most.
+
+        A round adds an id of the target's own. So a draft is at least one id shorter than what the text may still take,
+        and than the room in the cache.
+        """
+        # All are padded to the longest draft, so the fullest row of the cache limits it.
+        computed = [sequence.computed for sequence in sequences]
+        room = self._slots.room([sequence.slot for sequence in sequences], computed)
+        if room is None:
+            room = min(map(_max_len, sequences)) - max(computed)
+        longest = max(0, min(longest, room - 1))
+        return [(sequence, max(0, min(sequence.room - 1, longest))) for sequence in sequences]
+
+    def _forced(self, sequences: abc.Sequence[Sequence]) -> list[abc.Sequence[int]] | None:
+        """The ids that constraints force, as many as pay; None where that is none in any sequence.
+
+        The ids of the accept/resample rule depend on what is drafted, so there a draft is the drafter's alone.
+        """
+        if self._verifier is not coupled:
+            return None
+        forced = [() if each.constraint is None else each.constraint.forced() for each in sequences]
+        if not any(forced):
+            return None
+        forced = [ids[:most] for ids, (_, most) in zip(forced, self._most(sequences, LENGTHS[-1]), strict=True)]
+        length = paying_length([len(ids) for ids in forced])
+        return [self._known(ids[:length]) for ids in forced] if length else None
+
+    def _known(self, ids: abc.Sequence[int]) -> abc.Sequence[int]:
+        """The ids before the first that the model lacks: a constraint of the user's may name any."""
+        out = (at for at, token in enumerate(ids) if not 0 <= token < (self._vocab_size or token + 1))
+        return ids[: next(out, len(ids))]
+
     # ── the draft ─────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def _drafts(self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]) -> list[Draft]:
-        """A draft of at most `counts` ids for each sequence; the drafter is not asked where that is 0."""
-        drafts = [Draft(()) for _ in counts]
+    def _drafts(
+        self,
+        sequences: abc.Sequence[Sequence],
+        counts: abc.Sequence[int],
+        forced: abc.Sequence[abc.Sequence[int]],
+    ) -> list[Draft]:
+        """What is forced in each sequence; where nothing is, a draft of at most `counts` ids. The drafter is not asked
+        where that is 0."""
+        drafts: list[Draft] = [_Forced(ids) for ids in forced]
         groups: dict[DraftedTogether, list[int]] = {}
         for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-            if count:
-                groups.setdefault(drafted_text(sequence).group, []).append(index)
+            group = _group(sequence)
+            if count and not forced[index] and group is not None:
+                groups.setdefault(group, []).append(index)
         for group, indices in groups.items():
             rows = [_draft_row(sequences[index], counts[index]) for index in indices]
             for index, proposal in zip(indices, group.propose(rows), strict=True):
@@ -217,20 +272,32 @@ class SpeculativeStep:
                 rounds.append((sequence, draft, new))
         for sequence, draft, new in rounds:
             if draft.ids:
-                self._count(sequence, draft.ids, new)
+                self._count(sequence, draft, new)
             sequence.computed += len(new)
         return emitted
 
-    def _count(self, sequence: Sequence, draft: abc.Sequence[int], new: abc.Sequence[int]) -> None:
+    def _count(self, sequence: Sequence, draft: Draft, new: abc.Sequence[int]) -> None:
         # `new` ends with the first id that differs from the draft, so all equal pairs are accepted ids.
-        drafted, accepted = len(draft), sum(map(operator.eq, draft, new))
+        drafted, accepted = len(draft.ids), sum(map(operator.eq, draft.ids, new))
         text = drafted_text(sequence)
         text.drafted += drafted
         text.accepted += accepted
         text.rounds += 1
         text.length = len(sequence.token_ids) + len(new)
-        text.acceptance.note(drafted, accepted)
-        self._overall.note(drafted, accepted)
+        if not isinstance(draft, _Forced):
+            text.acceptance.note(drafted, accepted)
+            self._overall.note(drafted, accepted)
+
+
+def _group(sequence: Sequence) -> DraftedTogether | None:
+    """Who drafts for it."""
+    return None if sequence.drafting is None else drafted_text(sequence).group
+
+
+def _max_len(sequence: Sequence) -> int:
+    """The most positions that its cache was made for, as far as is known."""
+    group = _group(sequence)
+    return sequence.longest if group is None else group.request.max_len
 
 
 def _draft_row(sequence: Sequence, count: int) -> DraftRow:

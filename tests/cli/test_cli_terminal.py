@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+from onward import MessageDelta, Piece
 from onward.cli import chat_input
-from onward.cli.terminal import end_line, note, report, waiting, write
+from onward.cli.chat import AnswerWriter
+from onward.cli.terminal import TextWriter, end_line, note, report, waiting, write
 from onward.errors import OnwardWarning
 
 
@@ -75,6 +77,30 @@ def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
         time.sleep(0.2)
     note("a note")
     assert "\x1b[3" not in err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "term", "shown"),
+    [
+        (True, "xterm", "\x1b[2mOslo?\x1b[22m\n\nIt rains.\n\nYes."),
+        (True, "dumb", "<think>Oslo?</think>It rains.\n\nYes."),
+        (False, "xterm", "<think>Oslo?</think>It rains.\n\nYes."),
+    ],
+)
+def test_reasoning_is_dim_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, term: str, shown: str
+) -> None:
+    out = stream(monkeypatch, "stdout", is_terminal=is_terminal)
+    monkeypatch.setenv("TERM", term)
+    writer = AnswerWriter(TextWriter())
+    for text, delta in (
+        ("<think>", MessageDelta()),
+        ("Oslo?", MessageDelta(reasoning="Oslo?")),
+        ("</think>It rains.", MessageDelta("It rains.")),
+        ("\n\nYes.", MessageDelta("\n\nYes.")),
+    ):
+        writer.write(Piece(text, 1, message=delta))
+    assert out.getvalue() == shown
 
 
 def test_the_history_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

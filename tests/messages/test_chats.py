@@ -183,6 +183,15 @@ def test_a_template_that_takes_text_gets_the_arguments_as_they_were_written() ->
     assert odd in chat.lm.decode(chat.lm.chat_prompt([*ASKED, answer]))
 
 
+def test_a_client_that_sends_every_key_says_no_more_than_one_that_does_not() -> None:
+    lm = answering("llama3", "").lm
+    said = {"role": "assistant", "content": "Hi.", "tool_calls": None, "refusal": None, "reasoning": None}
+    plain = {"role": "assistant", "content": "Hi."}
+    assert lm.chat_prompt([*ASKED, said, *ASKED]) == lm.chat_prompt([*ASKED, plain, *ASKED])
+    empty = {"role": "assistant", "content": None, "tool_calls": []}
+    assert lm.chat_prompt([*ASKED, empty]) == lm.chat_prompt([*ASKED, {"role": "assistant", "content": ""}])
+
+
 def test_results_get_the_name_of_the_tool() -> None:
     from onward.checkpoint import ChatTemplate
 

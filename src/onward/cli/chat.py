@@ -117,7 +117,7 @@ def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bo
 def _answer(session: ChatSession, ask: "Callable[[Callable[[Piece], None]], Answer]", on_terminal: bool) -> None:
     writer = TextWriter()
     try:
-        answer = ask(lambda piece: writer.write(piece.text))
+        answer = ask(AnswerWriter(writer).write)
     finally:
         # Also after an error in the midst of an answer, which is told on a line of its own.
         if not writer.at_line_start:
@@ -126,6 +126,26 @@ def _answer(session: ChatSession, ask: "Callable[[Callable[[Piece], None]], Answ
         raise KeyboardInterrupt
     if remark := _remark(session, answer):
         note(remark)
+
+
+class AnswerWriter:
+    """Shows an answer as it comes. On a terminal reasoning is dim and without its marks; elsewhere text is as it is."""
+
+    def __init__(self, writer: TextWriter) -> None:
+        self._writer = writer
+        self._thinks = False
+
+    def write(self, piece: "Piece") -> None:
+        delta = piece.message
+        if delta is None or not self._writer.can_dim:
+            self._writer.write(piece.text)
+            return
+        self._thinks = self._thinks or bool(delta.reasoning)
+        self._writer.write(delta.reasoning, dim=True)
+        if delta.content and self._thinks:
+            self._writer.write("\n\n")
+            self._thinks = False
+        self._writer.write(delta.content)
 
 
 def recap(conversation: Conversation, width: int) -> str:

@@ -87,7 +87,10 @@ def generate(
     if not as_json and lm.defaults.replace(**options).rows == 1:
         _print_stream(lm.stream(start, **options), as_ids=as_ids)
         return
-    request = lm.request(start, **options)
+    if chat:
+        request = lm.chat_request(_messages(text, system), template=variables, **options)
+    else:
+        request = lm.request(start, **options)
     with waiting("generating …"):
         completion = lm.generate(request)
     if as_json:

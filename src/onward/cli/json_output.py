@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def json_fields(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokenizer | None") -> dict[str, Any]:
     """All texts of a prompt, `choices`, each with its tokens; the first one's text stands beside them.
 
-    The same fields whatever was asked for, but for those of logprobs: `logprob` and `top` of a token, and `prompt`, the
-    prompt's tokens. Without a tokenizer tokens have no text.
+    The same fields whatever was asked for, but for the `message` of a chat, and those of logprobs: `logprob` and `top`
+    of a token, and `prompt`, the prompt's tokens. Without a tokenizer tokens have no text.
     """
     fields: dict[str, Any] = {
         "text": completion.text,
@@ -32,6 +32,7 @@ def _choice(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokeniz
     draft = completion.speculation
     return {
         "text": completion.text,
+        **({} if completion.message is None else {"message": completion.message.to_dict()}),
         "tokens": _tokens(completion.token_ids, completion.logprobs, prompt, tokenizer),
         "finish_reason": completion.finish_reason,
         "stopped_by": completion.stopped_by,

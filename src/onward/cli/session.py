@@ -167,7 +167,8 @@ class ChatSession:
         return {} if seed is None else {"seed": sample_seed(seed, self._retries)}
 
     def _answer(self, question: str, emit: "Callable[[Piece], None]", changes: Mapping[str, Any]) -> Answer:
-        prompt = self.lm.chat_prompt(self.conversation.messages(question), self.variables)
+        messages = self.conversation.messages(question)
+        prompt = self.lm.chat_prompt(messages, self.variables)
         room = self.context - len(prompt)
         if room < 1:
             raise ContextOverflowError(
@@ -185,7 +186,8 @@ class ChatSession:
 
         completion: Completion | None
         try:
-            completion = follow(self._session.stream(prompt, **options), show)
+            stream = self._session.stream_chat(messages, template=self.variables, **options)
+            completion = follow(stream, show)
         except KeyboardInterrupt:
             completion = None
         text = "".join(shown)

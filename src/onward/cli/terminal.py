@@ -18,6 +18,8 @@ _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n
 _PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 _BAR_WIDTH = 20
+# "Faint", and neither faint nor bold, of ECMA-48.
+_DIM, _NO_LONGER_DIM = "\x1b[2m", "\x1b[22m"
 
 # The first column of a line of a table.
 _LABEL = re.compile(r" +\S.*? {2,}(?=\S)")
@@ -41,12 +43,19 @@ class TextWriter:
         self._last = "\n"
         self._words = _whole_words() if is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb" else None
 
-    def write(self, text: str) -> None:
+    @property
+    def can_dim(self) -> bool:
+        """Whether text can be set off from other text."""
+        return self._words is not None
+
+    def write(self, text: str, *, dim: bool = False) -> None:
+        """dim: set it off, where that can be."""
         self._last = text[-1:] or self._last
         if self._words is None:
             write(text)
         elif text:
-            sys.stdout.write(self._words.fit(text.translate(_PICTURES), columns()))
+            fitted = self._words.fit(text.translate(_PICTURES), columns())
+            sys.stdout.write(f"{_DIM}{fitted}{_NO_LONGER_DIM}" if dim else fitted)
             sys.stdout.flush()
 
     @property

@@ -1,5 +1,6 @@
 """Constraints: JSON schemas, regular expressions, grammars and choices. docs/structured.md says how they work."""
 
+from onward.constraints.compiled import symbol
 from onward.constraints.grammars import Choice, Grammar, Lark, Regex
 from onward.constraints.json_schema import JsonSchema
 from onward.constraints.vocabulary import TokenBytes
@@ -16,4 +17,5 @@ __all__ = [
     "Regex",
     "TokenBytes",
     "mask_of",
+    "symbol",
 ]

@@ -41,7 +41,7 @@ class CompiledGrammars:
         """As `compiled`."""
         if len(source) > LONGEST_GRAMMAR:
             raise RequestError(f"{name} has {len(source):,} characters; the longest grammar has {LONGEST_GRAMMAR:,}")
-        vocabulary = self._vocabulary(tokenizer)
+        vocabulary = self.vocabulary(tokenizer)
         key = (id(tokenizer), source)
         with self._lock:
             kept = self._matchers.get(key)
@@ -59,7 +59,7 @@ class CompiledGrammars:
                     self._matchers.popitem(last=False)
         return GrammarConstraint(matcher, vocabulary.end, stop_ids)
 
-    def _vocabulary(self, tokenizer: Tokenizer) -> Vocabulary:
+    def vocabulary(self, tokenizer: Tokenizer) -> Vocabulary:
         with self._lock:
             if id(tokenizer) in self._vocabularies:
                 self._vocabularies.move_to_end(id(tokenizer))
@@ -87,3 +87,15 @@ def compiled(source: str, tokenizer: Tokenizer, stop_ids: AbstractSet[int], name
         TokenizerError: the bytes of the tokenizer's tokens are not known.
     """
     return _kept.constraint(source, tokenizer, stop_ids, name)
+
+
+def symbol(text: str, tokenizer: Tokenizer) -> int | None:
+    """The id of the one token that is written so, where a grammar has to name it by its id, as <[id]>.
+
+    llguidance takes special tokens, and added tokens of the form <…>, for no text. None where grammars have it as text.
+
+    Raises:
+        TokenizerError: the bytes of the tokenizer's tokens are not known.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 and _kept.vocabulary(tokenizer).tokens.is_special_token(ids[0]) else None

@@ -14,9 +14,10 @@ _REASONING = ("reasoning_content", "reasoning")
 def template_messages(messages: Any, *, arguments_as_text: bool) -> Any:
     """The same messages; those with calls or reasoning as templates read them.
 
-    An `AssistantMessage` becomes a mapping. The arguments of calls become objects, since most templates write them as
-    JSON themselves, or stay the text that the model wrote where a template takes that. Reasoning goes by both its
-    names. The result of a tool gets the tool's name. What is no list of messages is left for the template's own check.
+    An `AssistantMessage` becomes a mapping. Keys of an assistant's message that say nothing are left out, for clients
+    send them all and templates look whether they are there. The arguments of calls become objects, since most templates
+    write them as JSON themselves, or stay the text that the model wrote where a template takes that. Reasoning goes by
+    both its names. The result of a tool gets the tool's name. What is no list of messages is for the template's check.
 
     Raises:
         RequestError: a call that is none, with its place.
@@ -44,9 +45,7 @@ def template_messages(messages: Any, *, arguments_as_text: bool) -> Any:
 def _read_assistant(message: Mapping[str, Any], at: str, arguments_as_text: bool) -> Mapping[str, Any]:
     reasoning = next((message[name] for name in _REASONING if message.get(name)), None)
     calls = message.get("tool_calls")
-    if reasoning is None and not calls:
-        return message
-    read = dict(message)
+    read = {name: value for name, value in message.items() if value is not None and (name != "tool_calls" or calls)}
     if reasoning is not None:
         read |= dict.fromkeys(_REASONING, reasoning)
     if calls:
@@ -55,8 +54,8 @@ def _read_assistant(message: Mapping[str, Any], at: str, arguments_as_text: bool
         read["tool_calls"] = [
             _read_call(call, f"{at}.tool_calls[{place}]", arguments_as_text) for place, call in enumerate(calls)
         ]
-    if read.get("content") is None:
-        read["content"] = ""  # templates add texts to it
+    if len(read) > 1 or "content" in message:
+        read.setdefault("content", "")  # templates add texts to it
     return read
 
 

@@ -49,6 +49,11 @@ class MessageFormat(ABC):
     def __hash__(self) -> int:
         return hash(type(self))
 
+    @property
+    def all_marks(self) -> tuple[str, ...]:
+        """Everything that may be a token of its own."""
+        return (*self.thinking, *self.openers, *self.marks)
+
     @abstractmethod
     def is_of(self, template: str) -> bool:
         """Whether a chat template, as text, is one of this family."""

@@ -18,11 +18,13 @@ _ANY = "(?s:.*)"
 _SPACE = r"[ \t\r\n]"
 
 
-def answer_grammar(reading: AnswerReading, use: ToolUse) -> str:
+def answer_grammar(reading: AnswerReading, use: ToolUse, ids: Mapping[str, int]) -> str:
     """The grammar of the answers that `use` allows and `reading` reads.
 
     An answer may begin with reasoning, unless the prompt has closed it. What follows are calls, where one has to come;
     otherwise text, or calls with or without text before them. The arguments of a call follow the schema of its tool.
+
+    ids: of the marks that grammars do not have as text.
 
     Raises:
         RequestError: the format has no calls.
@@ -33,7 +35,6 @@ def answer_grammar(reading: AnswerReading, use: ToolUse) -> str:
             "tool_choice, parallel_tool_calls and strict tools need to know how the model writes calls, and its chat "
             "template does not tell: give the LanguageModel a message_format"
         )
-    ids = {text: id for id, text in reading.marks}
     rules = (
         ["start: answer"] if reading.thinking is False else [*_reasoning(format, ids, opened=bool(reading.thinking))]
     )

@@ -88,8 +88,8 @@ def _read_tool(tool: Any, at: str) -> Tool:
 class ToolUse:
     """Which tools a chat has, and how an answer may call them.
 
-    tools: empty where there are none. names: those that may be called. choice: "auto" leaves it to the model, "none"
-    allows no call, "required" wants one at least. parallel: whether an answer may have several calls.
+    tools: empty where there are none. choice: "auto" leaves it to the model, "none" allows no call, "required" wants
+    one at least. callable_tools: those that may be called. parallel: whether an answer may have several calls.
     """
 
     tools: tuple[Tool, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
-from onward.constraints import Lark
+from onward.constraints import Lark, symbol
 from onward.errors import RequestError, TokenizerError
 from onward.messages import (
     AnswerReading,
@@ -80,7 +80,8 @@ class ChatReader:
                 raise RequestError(
                     f"{given[0]} and the calls that are asked for each say what the text may be: give one"
                 )
-            others["constraint"] = ToolGrammar(answer_grammar(answer, use), ", ".join(names or ()))
+            ids = {mark: id for mark in self.format.all_marks if (id := symbol(mark, tokenizer)) is not None}
+            others["constraint"] = ToolGrammar(answer_grammar(answer, use, ids), ", ".join(names or ()))
         elif given:  # the text begins with what it has to be, wherever the prompt ends
             answer = dataclasses.replace(answer, thinking=None)
         return ReadChat(self._ids(text), answer, others)

@@ -119,7 +119,8 @@ class Completion:
                 f"the JSON is not whole, for the text ended by {self.finish_reason!r} after {len(self.token_ids)} "
                 "tokens: give it more room (max_new_tokens, time_limit)"
             )
-        return self.json_schema.parsed(self.text)
+        said = None if self.message is None else self.message.content  # without what was thought before
+        return self.json_schema.parsed(self.text if said is None else said)
 
 
 class Stopwatch:

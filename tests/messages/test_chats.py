@@ -12,7 +12,7 @@ import onward
 from onward.errors import RequestError
 from onward.messages import FORMATS, AssistantMessage, MessageDelta, ToolCall
 from onward.messages.hermes import Hermes
-from onward.openai import BodyReader, answer_body, delta_body, finish_reason
+from onward.openai import AnswerStream, BodyReader, answer_body, delta_body, finish_reason
 
 TOOLS = [WEATHER, CLOCK]
 OSLO = '{"city": "Oslo"}'
@@ -272,6 +272,28 @@ def test_deltas_in_openais_format() -> None:
     written = "".join(call["function"]["arguments"] for calls in (first, *others) for call in calls)
     assert written == OSLO
     assert delta_body(MessageDelta()) == {}
+
+
+@given(st.integers(1, 7))
+@settings(max_examples=7)
+def test_chunks_add_up_to_the_answer(together: int) -> None:
+    chat = answering("hermes", THOUGHT)
+    chat.request(tools=TOOLS)
+    body = BodyReader(chat.lm, "m", streams=True).read(
+        "/v1/chat/completions", {"messages": ASKED, "tools": TOOLS, "stream": True}
+    )
+    pieces = list(chat.lm.stream(body.requests[0]))
+    stream = AnswerStream(body, chat.lm.tokenizer or MarkTokenizer(), "0")
+    chunks = [chunk for at in range(0, len(pieces), together) for chunk in stream.pieces(0, pieces[at : at + together])]
+    chunks += stream.end(0, chat.lm.generate(body.requests[0]))
+    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    deltas = [choice["delta"] for choice in choices]
+    assert "".join(delta.get("content", "") for delta in deltas) == "I look."
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Oslo?"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["function"].get("name") for call in calls if "id" in call] == ["weather"]
+    assert "".join(call["function"]["arguments"] for call in calls) == OSLO
+    assert choices[-1]["finish_reason"] == "tool_calls"
 
 
 def test_a_call_that_was_cut_is_cut_for_openai() -> None:

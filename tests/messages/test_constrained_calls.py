@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import onward
 from onward.checkpoint import ChatTemplate
+from onward.constraints import JsonSchema, Regex
 from onward.errors import RequestError
 from onward.messages import AssistantMessage
 from onward.openai import BodyError, BodyReader
@@ -210,7 +211,30 @@ def test_what_cannot_be_constrained_is_refused() -> None:
         plain.chat(ASKED, tools=TOOLS, tool_choice="required")
 
 
-def test_a_text_that_has_to_be_something_else_is_no_reasoning() -> None:
-    chat = answering("hermes", '{"a": 1}')
-    completion = chat.chat(opens_thinking=True, json_schema={"type": "object"})
-    assert completion.message == AssistantMessage('{"a": 1}')
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"json_schema": {"type": "object"}}, '{"a": 1}'),
+        ({"constraint": JsonSchema({"type": "object"}, whitespace=False)}, '{"a":1}'),
+        ({"regex": "(a/b)+"}, "a/ba/b"),
+        ({"choice": ["yes", "no"]}, "no"),
+        ({"grammar": 'start: "a" b\nb: "b"'}, "ab"),
+    ],
+    ids=str,
+)
+def test_a_constraint_holds_after_reasoning_that_the_prompt_has_opened(options: dict[str, Any], said: str) -> None:
+    text = f"Hm {{ </thin.\n</think>\n\n{said}"
+    chat = answering("hermes", text)
+    completion = chat.chat(opens_thinking=True, **options)
+    assert completion.message == AssistantMessage(said, "Hm { </thin.")
+    if "{" in said:
+        assert completion.parsed == {"a": 1}
+    assert admitted(chat.request(opens_thinking=True, **options), ByteTokenizer(), f"x</think>@{said}") == "x</think>"
+    # Without it the text is what it has to be from its beginning on.
+    assert admitted(chat.request(**options), ByteTokenizer(), said) == f"{said}$"
+
+
+def test_a_rule_of_the_callers_own_begins_with_the_text() -> None:
+    chat = answering("hermes", "ab")
+    rule = Regex("ab")(ByteTokenizer(), frozenset({257}))
+    assert chat.chat(opens_thinking=True, constraint=rule).message == AssistantMessage("ab")

@@ -88,3 +88,24 @@ class Choice(Grammar):
     def source(self) -> str:
         alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.texts)
         return llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")
+
+
+@dataclass(frozen=True)
+class After(Grammar):
+    """The text is a beginning, and then what another grammar says.
+
+    beginning: rules in Lark's syntax, of which `beginning` is one. grammar: of what follows.
+    """
+
+    beginning: str
+    grammar: Grammar
+
+    def source(self) -> str:
+        source = self.grammar.source()
+        # llguidance has several grammars as JSON, and one in Lark's syntax as it is.
+        following = json.loads(source)["grammars"] if source.startswith('{"grammars"') else [{"lark_grammar": source}]
+        first = {"lark_grammar": f"start: beginning @following\n{self.beginning}"}
+        return json.dumps({"grammars": [first, following[0] | {"name": "following"}, *following[1:]]})
+
+    def __repr__(self) -> str:
+        return repr(self.grammar)

@@ -4,10 +4,13 @@ from onward.messages.answer import AnswerReading
 from onward.messages.conversation import template_messages
 from onward.messages.format import CallSyntax, MessageFormat
 from onward.messages.formats import FORMATS, checked_format, format_of
-from onward.messages.grammar import answer_grammar
+from onward.messages.grammar import answer_grammar, reasoning_grammar
+from onward.messages.json_text import read_string, read_value
 from onward.messages.message import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
 from onward.messages.parser import MessageParser
+from onward.messages.source import Reading, Source
 from onward.messages.tools import Tool, ToolChoice, ToolLike, ToolUse, read_tool_use
+from onward.messages.written import Written
 
 __all__ = [
     "FORMATS",
@@ -17,15 +20,21 @@ __all__ = [
     "MessageDelta",
     "MessageFormat",
     "MessageParser",
+    "Reading",
+    "Source",
     "Tool",
     "ToolCall",
     "ToolCallDelta",
     "ToolChoice",
     "ToolLike",
     "ToolUse",
+    "Written",
     "answer_grammar",
     "checked_format",
     "format_of",
+    "read_string",
     "read_tool_use",
+    "read_value",
+    "reasoning_grammar",
     "template_messages",
 ]

@@ -45,10 +45,18 @@ def answer_grammar(reading: AnswerReading, use: ToolUse, ids: Mapping[str, int])
     return "\n".join([*rules, *_calls(format, use, ids)])
 
 
+def reasoning_grammar(format: MessageFormat, ids: Mapping[str, int]) -> str:
+    """The rules of reasoning that the prompt has opened, `beginning` to its end. ids: as in `answer_grammar`."""
+    return "\n".join(["beginning: reasoning", *_to_the_end(format, ids)])
+
+
 def _reasoning(format: MessageFormat, ids: Mapping[str, int], *, opened: bool) -> Iterator[str]:
-    opening, closing = format.thinking
-    thought = _ending("thought", closing, ids)
-    yield f"start: {'reasoning' if opened else f'({_written(opening, ids)} reasoning)?'} answer"
+    yield f"start: {'reasoning' if opened else f'({_written(format.thinking[0], ids)} reasoning)?'} answer"
+    yield from _to_the_end(format, ids)
+
+
+def _to_the_end(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
+    thought = _ending("thought", format.thinking[1], ids)
     yield f"reasoning: {thought[0]} /{_SPACE}{{0,4}}/"
     yield from thought[1:]
 

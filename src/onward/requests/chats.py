@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
-from onward.constraints import Lark, symbol
+from onward.constraints import After, Grammar, Lark, symbol
 from onward.errors import RequestError, TokenizerError
 from onward.messages import (
     AnswerReading,
@@ -15,9 +15,10 @@ from onward.messages import (
     MessageFormat,
     answer_grammar,
     read_tool_use,
+    reasoning_grammar,
     template_messages,
 )
-from onward.requests.options import CONSTRAINTS, GenerateOptionsDict, split_chat_options
+from onward.requests.options import CONSTRAINTS, GenerateOptions, GenerateOptionsDict, split_chat_options
 from onward.requests.request import needed_tokenizer
 
 # Such a template writes arguments as they are where they are text.
@@ -56,6 +57,8 @@ class ChatReader:
     def read(self, messages: Sequence[Message | AssistantMessage], options: Mapping[str, Any]) -> ReadChat:
         """Check a conversation and the options of a chat.
 
+        What constrains the text does so after reasoning that the prompt has opened.
+
         Raises:
             RequestError: messages, tools or options that are none, or that the template does not take.
             TokenizerError: there is no template or no tokenizer.
@@ -80,10 +83,17 @@ class ChatReader:
                 raise RequestError(
                     f"{given[0]} and the calls that are asked for each say what the text may be: give one"
                 )
-            ids = {mark: id for mark in self.format.all_marks if (id := symbol(mark, tokenizer)) is not None}
-            others["constraint"] = ToolGrammar(answer_grammar(answer, use, ids), ", ".join(names or ()))
-        elif given:  # the text begins with what it has to be, wherever the prompt ends
-            answer = dataclasses.replace(answer, thinking=None)
+            grammar = answer_grammar(answer, use, self._symbols(tokenizer))
+            others["constraint"] = ToolGrammar(grammar, ", ".join(names or ()))
+        elif given and answer.thinking:
+            constrained: Any = {name: others.pop(name) for name in given}  # type: ignore[misc]
+            constraint = GenerateOptions(**constrained).constrained_by
+            if isinstance(constraint, Grammar):
+                beginning = reasoning_grammar(self.format, self._symbols(tokenizer))
+                constraint = After(beginning, constraint)
+            else:  # a rule of the caller's own begins with the text
+                answer = dataclasses.replace(answer, thinking=None)
+            others["constraint"] = constraint
         return ReadChat(self._ids(text), answer, others)
 
     def prompt(self, messages: Sequence[Message | AssistantMessage], variables: Mapping[str, Any]) -> list[int]:
@@ -96,6 +106,10 @@ class ChatReader:
             raise TokenizerError("this model has no chat template: use generate with a plain prompt")
         takes_text = any(_TAKES_TEXT.search(source) for source in self.template.sources)
         return self.template.render(template_messages(messages, arguments_as_text=takes_text), **variables)
+
+    def _symbols(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """The ids of the marks that grammars do not have as text."""
+        return {mark: id for mark in self.format.all_marks if (id := symbol(mark, tokenizer)) is not None}
 
     def _ids(self, text: str) -> list[int]:
         # The template writes the special tokens itself.

@@ -6,7 +6,7 @@ from typing import Any
 
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece, Stopwatch
-from onward.constraints import JsonSchema
+from onward.constraints import After, JsonSchema
 from onward.decoding import (
     BeamOptions,
     FinishReason,
@@ -19,6 +19,7 @@ from onward.decoding import (
 )
 from onward.messages import AssistantMessage
 from onward.requests.answers import AnswerReader, whole_message
+from onward.requests.options import ConstraintMaker
 from onward.requests.request import Request
 from onward.sampling import ConstrainedText, SamplingParams, fresh_seed, sample_seed
 from onward.speculation.step import speculation_of
@@ -117,7 +118,7 @@ class Job:
             prompt_logprobs=None if options.prompt_logprobs is None else self.sequences[0].prompt_logprobs,
             score=score,
             speculation=speculation_of(sequence),
-            json_schema=None if not isinstance(options.constrained_by, JsonSchema) else options.constrained_by,
+            json_schema=_json_schema(options.constrained_by),
             message=self._message(sequence),
         )
 
@@ -154,3 +155,10 @@ class Job:
         if beams is not None:
             return Search(beams, request.prompt, request.max_new_tokens, options.stop_ids, text, **kinds)
         return Sequence(request.prompt, request.max_new_tokens, options.stop_ids, text, **kinds)
+
+
+def _json_schema(constraint: ConstraintMaker | None) -> JsonSchema | None:
+    """The schema that the text meets, or what comes of it after reasoning."""
+    if isinstance(constraint, After):
+        constraint = constraint.grammar
+    return constraint if isinstance(constraint, JsonSchema) else None

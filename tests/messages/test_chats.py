@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 import onward
 from onward.errors import RequestError
-from onward.messages import FORMATS, AssistantMessage, MessageDelta, ToolCall
+from onward.messages import (
+    FORMATS,
+    AssistantMessage,
+    MessageDelta,
+    MessageFormat,
+    Reading,
+    Source,
+    ToolCall,
+    Written,
+)
 from onward.messages.hermes import Hermes
 from onward.openai import AnswerStream, BodyReader, answer_body, delta_body, finish_reason
 
@@ -234,6 +243,32 @@ def test_the_format_is_told_by_the_template_or_given() -> None:
     for other_marks in ("<function=", "<arg_key>"):
         template = onward.checkpoint.ChatTemplate(TEMPLATES["hermes"] + other_marks, {})
         assert onward.LanguageModel(lm.model, lm.tokenizer, template).message_format.name == "plain"
+
+
+class Failing(MessageFormat):
+    name = "failing"
+    openers = ("@",)
+
+    def is_of(self, template: str) -> bool:
+        return False
+
+    def read_calls(self, opener: str, source: Source, written: Written) -> Reading[bool]:
+        yield from source.peek()
+        raise ValueError("no such call")
+
+
+def test_a_format_that_fails_ends_its_request_alone() -> None:
+    chat = answering("hermes", "I look. @weather")
+    parts = chat.lm.model, chat.lm.tokenizer, chat.lm.chat_template, chat.lm.defaults
+    lm = onward.LanguageModel(*parts, message_format=Failing())
+    chat.answers.prompt_length = len(lm.chat_request(ASKED, tools=TOOLS).prompt)
+    with onward.Engine(lm) as engine:
+        fails = engine.submit(messages=ASKED, tools=TOOLS)
+        plain = engine.submit(messages=ASKED, tool_choice="none", tools=TOOLS, max_new_tokens=3)
+        with pytest.raises(ValueError, match="no such call"):
+            fails.result(60)
+        assert plain.result(60).message is not None
+        assert engine.submit(messages=ASKED, max_new_tokens=3).result(60).finish_reason == "length"
 
 
 def test_tools_that_the_template_does_not_read_are_refused() -> None:

@@ -275,7 +275,12 @@ class Serving:
             ticket.job.took(emission.seconds)
         for sequence, token, text in emission.pieces:
             ticket = self._of_sequence[sequence]
-            pieces.setdefault(ticket, []).append(ticket.job.piece(sequence, token, text))
+            try:
+                piece = ticket.job.piece(sequence, token, text)
+            except BaseException as error:  # of a message format of the caller's own
+                self._failed(sequence, error)
+                continue
+            pieces.setdefault(ticket, []).append(piece)
         now = time.monotonic()
         for ticket, new in pieces.items():
             ticket.generation.add(new, now)

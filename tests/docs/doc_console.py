@@ -4,7 +4,11 @@ import io
 import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,40 @@ from onward.cli.main import run
 
 # What sets up a machine is read and not run; `make` and `python` must name what the repository has.
 _NOT_RUN = {"git", "cd", "pip", "python3", "source", "sudo", "export"}
+
+
+# Where a page's server listens, as the page has it and as it is.
+_ADDRESS = "http://localhost:8000"
+_servers: list[tuple[subprocess.Popen[str], str]] = []
+
+
+@contextmanager
+def servers() -> Iterator[None]:
+    """Ends the servers that a page has started."""
+    try:
+        yield
+    finally:
+        while _servers:
+            process, _ = _servers.pop()
+            process.kill()
+            process.communicate()
+
+
+def addressed(text: str) -> str:
+    """A block with the address of the page's server."""
+    return text.replace(_ADDRESS, _servers[-1][1]) if _servers else text
+
+
+def _serve(arguments: list[str]) -> None:
+    """Start a server beside the page, at a free port."""
+    command = [sys.executable, "-m", "onward", "serve", *arguments, "--port", "0", "--allow-host", "localhost"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(r'"serves", "url": "([^"]*)"', line):
+            _servers.append((process, found[1]))
+            return
+    raise AssertionError("the server has not begun")
 
 
 def sessions(text: str) -> Iterator[tuple[str, str]]:
@@ -37,6 +75,16 @@ def run_command(command: str, output: str, patch: pytest.MonkeyPatch) -> str:
         return _make(words[1:], output, patch)
     if words[0] == "python":
         _check_script(words[1:])
+        return ""
+    if words[:2] == ["onward", "serve"] and "--help" not in words:
+        _serve(words[2:])
+        return ""
+    if words[0] == "curl":
+        assert _servers, f"no server runs for: {command}"
+        if shutil.which("curl"):
+            done = subprocess.run([*words, "--fail", "--silent"], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            assert not output.strip() or agrees(done.stdout, output), done.stdout
         return ""
     if words[0] in _NOT_RUN:
         return ""

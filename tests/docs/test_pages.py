@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 
 import pytest
-from doc_console import run_command, sessions
+from doc_console import addressed, run_command, servers, sessions
 from doc_pages import PAGES, Block, agrees, blocks_of, name_of
 from huggingface_hub import constants
 
@@ -80,20 +80,21 @@ def run_page(name: str, blocks: list[Block], patch: pytest.MonkeyPatch) -> dict[
     module = types.ModuleType("page")
     patch.setitem(sys.modules, "page", module)  # where dataclasses of the page look for their names
     printed = ""
-    for block in blocks:
-        if block.language == "python":
-            printed = run_python(block, name, vars(module))
-        elif block.language == "console":
-            for command, output in sessions(block.text):
-                run_command(command, output, patch)
-        elif block.language == "text" and block.follows and printed and ops.choice().form == "native":
-            assert agrees(printed, block.text), f"{name}:{block.line}: it printed\n{printed}"
+    with servers():
+        for block in blocks:
+            if block.language == "python":
+                printed = run_python(block, name, vars(module))
+            elif block.language == "console":
+                for command, output in sessions(addressed(block.text)):
+                    run_command(command, output, patch)
+            elif block.language == "text" and block.follows and printed and ops.choice().form == "native":
+                assert agrees(printed, block.text), f"{name}:{block.line}: it printed\n{printed}"
     return vars(module)
 
 
 def run_python(block: Block, name: str, names: dict[str, object]) -> str:
     """Run a block under the file and the lines of its page; returns what it printed."""
-    tree = ast.increment_lineno(ast.parse(block.text, name), block.line - 1)
+    tree = ast.increment_lineno(ast.parse(addressed(block.text), name), block.line - 1)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(compile(tree, str(Path(name)), "exec"), names)
     return out.getvalue()

@@ -26,11 +26,11 @@ class LiveServer:
     ) -> None:
         self.engines = {name: onward.Engine(lm, **(limits or {})) for name, lm in models.items()}
         self.app: App = create_app(self.engines, Settings(**{"access_log": False} | settings))
-        self._listener = listening("127.0.0.1", 0)
-        self.url = address_of(self._listener)
-        self.port = self._listener.getsockname()[1]
+        self.listener = listening("127.0.0.1", 0)
+        self.url = address_of(self.listener)
+        self.port = self.listener.getsockname()[1]
         self.uvicorn = Server(config_of(self.app))
-        self._thread = threading.Thread(target=self.uvicorn.run, args=([self._listener],), name="server")
+        self._thread = threading.Thread(target=self.uvicorn.run, args=([self.listener],), name="server")
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -45,7 +45,7 @@ class LiveServer:
         self.uvicorn.should_exit = True
         self._thread.join(SECONDS)
         assert not self._thread.is_alive()
-        self._listener.close()
+        self.listener.close()
         for engine in self.engines.values():
             engine.close(drain=False)
             check_idle(engine)

@@ -8,6 +8,8 @@ from onward.openai.answer import answer_body, delta_body, finish_reason
 from onward.openai.batch import BatchInput, BatchLine, BatchOutput
 from onward.openai.body import URLS, Body, BodyReader
 from onward.openai.errors import BodyError, error_fields, status_of
+from onward.openai.response_stream import ResponseStream, response_body
+from onward.openai.responses import ResponseBody, read_response
 from onward.openai.stream import AnswerStream
 
 __all__ = [
@@ -19,9 +21,13 @@ __all__ = [
     "Body",
     "BodyError",
     "BodyReader",
+    "ResponseBody",
+    "ResponseStream",
     "answer_body",
     "delta_body",
     "error_fields",
     "finish_reason",
+    "read_response",
+    "response_body",
     "status_of",
 ]

@@ -26,7 +26,7 @@ Kind: TypeAlias = Literal["chat.completion", "text_completion"]
 URLS: Mapping[str, Kind] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 
 # Names of the most tokens to generate.
-_LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 # Fields of a chat that `LanguageModel.chat` takes under the same names.
 _OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 # Fields that are read here and are no options of the same name and meaning.
@@ -35,11 +35,11 @@ _OWN = {
     *("prediction", "response_format", "stream", "stream_options", "return_token_ids"),
 }
 # Options that JSON cannot say, or that mean something else in OpenAI's format.
-_NO_FIELDS = {*_LENGTHS, "logprobs", "prompt_logprobs", "draft", "stop_when", "cancel", "time_limit", "constraint"}
+_NO_FIELDS = {*LENGTHS, "logprobs", "prompt_logprobs", "draft", "stop_when", "cancel", "time_limit", "constraint"}
 # Fields that change no answer.
-_LABELS = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+LABELS = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
 # Fields of which only these values are served: those that ask for nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -125,7 +125,7 @@ class BodyReader:
         fields = {name: value for name, value in body.items() if value is not None}
         self._check_names(fields, kind)
         self._check_model(fields.get("model"))
-        for name, served in _NEUTRAL.items():
+        for name, served in NEUTRAL.items():
             if name in fields and fields[name] not in served:
                 raise BodyError(_not_served(name, served), name, "unsupported_value")
         options = {**self.options, **_options_of(fields), **_logprobs_of(fields, kind)}
@@ -144,7 +144,7 @@ class BodyReader:
 
     def _check_names(self, fields: Mapping[str, Any], kind: Kind) -> None:
         of_others = {name for other, names in _OF_KIND.items() if other != kind for name in names}
-        known = [*_fields_of_options(), *_LENGTHS, *_OWN, *_LABELS, *_NEUTRAL, *_OF_KIND[kind]]
+        known = [*field_options(), *LENGTHS, *_OWN, *LABELS, *NEUTRAL, *_OF_KIND[kind]]
         known = [name for name in dict.fromkeys(known) if name not in of_others]
         for name in fields:
             try:
@@ -211,14 +211,15 @@ class BodyReader:
         return body.seeded() if len(requests) > 1 else body  # the answer has one seed to report
 
 
-def _fields_of_options() -> list[str]:
+def field_options() -> list[str]:
+    """The options of `generate` that are fields of bodies."""
     return [name for name in option_names() if name not in _NO_FIELDS]
 
 
 def _options_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a body gives, logprobs aside."""
-    options = {name: fields[name] for name in _fields_of_options() if name in fields}
-    lengths = {name: fields[name] for name in _LENGTHS if name in fields}
+    options = {name: fields[name] for name in field_options() if name in fields}
+    lengths = {name: fields[name] for name in LENGTHS if name in fields}
     if len(set(map(repr, lengths.values()))) > 1:
         raise BodyError(f"{' and '.join(lengths)} differ, and mean the same: give one", next(iter(lengths)))
     if lengths:
@@ -344,7 +345,7 @@ def _not_served(name: str, served: Sequence[Any]) -> str:
 
 def _of_field(message: str, fields: Mapping[str, Any]) -> BodyError:
     """An error of an option under the name of the field that gave it."""
-    options = dict.fromkeys(_LENGTHS, "max_new_tokens") | {"response_format": "json_schema"}
+    options = dict.fromkeys(LENGTHS, "max_new_tokens") | {"response_format": "json_schema"}
     if "top_logprobs" in fields:
         options |= {"top_logprobs": "logprobs", "logprobs": ""}
     for name in fields:

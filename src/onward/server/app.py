@@ -12,14 +12,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from onward import __version__
 from onward.engine import Engine
 from onward.errors import OnwardError
 from onward.openai import error_fields, status_of
 from onward.server.errors import error_answer, plain_error
 from onward.server.gate import Gate, access_of
 from onward.server.log import log_defect
-from onward.server.routes import completions, models, state, tokens
+from onward.server.openapi import document
+from onward.server.routes import completions, models, responses, state, tokens
 from onward.server.service import Service
 from onward.server.settings import Settings
 from onward.server.sse import Streams
@@ -72,9 +72,12 @@ def create_app(engines: Mapping[str, Engine], settings: Settings | None = None) 
 
 def _routes(service: Service, streams: Streams, lifespan: object) -> FastAPI:
     # The pages that FastAPI has for its document come from elsewhere, so there are none.
-    app = FastAPI(title="Onward", version=__version__, docs_url=None, redoc_url=None, lifespan=cast("None", lifespan))
+    app = FastAPI(docs_url=None, redoc_url=None, lifespan=cast("None", lifespan))
+    described = document()
+    app.openapi = lambda: described  # type: ignore[method-assign]
     for prefix in ("/v1", ""):
         app.include_router(completions.router(service, streams), prefix=prefix)
+        app.include_router(responses.router(service, streams), prefix=prefix)
         app.include_router(models.router(service), prefix=prefix)
         app.include_router(tokens.router(service), prefix=prefix)
     app.include_router(state.router(service))

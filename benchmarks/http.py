@@ -1,0 +1,133 @@
+"""What HTTP costs: streams through the server beside the same requests straight from the engine.
+
+    python -m benchmarks.http                     # the demo model, where all is overhead
+    python -m benchmarks.http --source my-model --clients 32 --tokens 128
+
+The clients are a process of their own, which reads sockets and counts events. Rounds of both kinds take turns. CPU
+seconds are those of the server's process alone, kernels included, so what HTTP adds to a token is their difference.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import onward
+from onward.server import Settings, create_app
+from onward.server.lifecycle import Server, address_of, config_of, listening
+
+PROMPT = "Once upon a time there was"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="demo")
+    parser.add_argument("--quantize")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.client:
+        asyncio.run(_clients(arguments.client, arguments.clients, arguments.tokens))
+        return
+    lm = onward.load(arguments.source, quantize=arguments.quantize)
+    print(json.dumps(measured(lm, arguments.clients, arguments.tokens, arguments.rounds)))
+
+
+def measured(lm: onward.LanguageModel, clients: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Medians over the rounds, of which the first of each kind is left out."""
+    engine = onward.Engine(lm, max_sequences=clients)
+    app = create_app({"model": engine}, Settings(access_log=False))
+    listener = listening("127.0.0.1", 0)
+    server = Server(config_of(app))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    command = [sys.executable, "-m", "benchmarks.http", "--client", address_of(listener)]
+    command += ["--clients", str(clients), "--tokens", str(tokens)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    alone, served, first_bytes = [], [], []
+    for _ in range(rounds + 1):
+        alone.append(_timed(lambda: _engine_alone(engine, clients, tokens)))
+        began, cpu = time.perf_counter(), time.process_time()
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        first_bytes.append(json.loads(process.stdout.readline())["headers_ms"])
+        served.append((time.perf_counter() - began, time.process_time() - cpu))
+    process.stdin.close()
+    process.wait()
+    scrape = min(_timed(app.service.metrics.text)[0] for _ in range(20))
+    server.should_exit = True
+    thread.join()
+    listener.close()
+    engine.close()
+    count = clients * tokens
+    wall = [statistics.median(each[0] for each in kind[1:]) for kind in (alone, served)]
+    cpu_s = [statistics.median(each[1] for each in kind[1:]) for kind in (alone, served)]
+    return {
+        "clients": clients,
+        "engine_tokens_s": round(count / wall[0], 1),
+        "http_tokens_s": round(count / wall[1], 1),
+        "ratio": round(wall[0] / wall[1], 3),
+        "http_us_per_token": round((cpu_s[1] - cpu_s[0]) / count * 1e6, 1),
+        "headers_ms": round(statistics.median(first_bytes[1:]), 1),
+        "scrape_ms": round(scrape * 1e3, 2),
+    }
+
+
+def _timed(function: Any) -> tuple[float, float]:
+    began, cpu = time.perf_counter(), time.process_time()
+    function()
+    return time.perf_counter() - began, time.process_time() - cpu
+
+
+def _body(number: int, tokens: int) -> dict[str, Any]:
+    return {"prompt": f"{PROMPT} {number}", "max_tokens": tokens, "seed": number, "ignore_eos": True, "temperature": 1}
+
+
+def _engine_alone(engine: onward.Engine, clients: int, tokens: int) -> None:
+    options: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+    generations = [engine.submit(f"{PROMPT} {number}", seed=number, **options) for number in range(clients)]
+    for generation in generations:
+        generation.result()
+
+
+# ── the clients' process ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _clients(url: str, clients: int, tokens: int) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    loop = asyncio.get_running_loop()
+    while await loop.run_in_executor(None, sys.stdin.readline):
+        streams = [_stream(host, int(port), _body(number, tokens)) for number in range(clients)]
+        print(json.dumps({"headers_ms": statistics.median(await asyncio.gather(*streams))}), flush=True)
+
+
+async def _stream(host: str, port: int, body: dict[str, Any]) -> float:
+    """Read one stream to its end; milliseconds until its headers were there."""
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection(host, port)
+    content = json.dumps(body | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    received = await reader.read(2**16)
+    headers_ms = (time.perf_counter() - began) * 1e3
+    while more := await reader.read(2**16):
+        received += more
+    assert received.count(b'"finish_reason":"length"') == 1, received[:2000]
+    assert b"data: [DONE]" in received
+    writer.close()
+    return headers_ms
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""A real `onward serve demo`: it says where it listens, drains at a signal, and ends at once at a second one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+SECONDS = 60
+LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "temperature": 1.0, "n": 8}
+
+
+class Process:
+    def __init__(self, *flags: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "onward", "serve", *flags, "--port", "0"]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"} | environment
+        )
+        self.lines: list[str] = []
+        self.url = self.until(r'"serves", "url": "([^"]*)"')
+
+    def until(self, pattern: str) -> str:
+        """Read the log up to a line like this."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(pattern, line):
+                return found[1] if found.groups() else line
+        raise AssertionError("".join(self.lines))
+
+    def end(self) -> int:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr.read().splitlines(keepends=True)
+        return self.process.wait(SECONDS)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines if line.startswith("{")]
+
+
+@contextmanager
+def serving(*flags: str, **environment: str) -> Iterator[Process]:
+    served = Process(*flags, **environment)
+    try:
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()
+        assert served.process.stderr is not None
+        served.process.stderr.close()
+
+
+def test_a_signal_lets_running_requests_end_and_the_exit_is_0() -> None:
+    with serving("demo", "--drain", "30") as served:
+        body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx2.stream("POST", f"{served.url}/v1/completions", json=body, timeout=SECONDS) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            served.until('"drains"')
+            refused = httpx2.post(f"{served.url}/v1/completions", json=LONG, timeout=SECONDS)
+            assert refused.status_code == 503
+            assert "retry-after" in refused.headers
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert served.end() == 0
+        assert not any(event["event"] in ("defect", "message") for event in served.events)
+
+
+def test_what_does_not_end_in_time_is_cancelled_and_told() -> None:
+    with serving("demo", "--drain", "0.1") as served:
+        body = LONG | {"stream": True}
+        with httpx2.stream("POST", f"{served.url}/v1/completions", json=body, timeout=SECONDS) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGINT)
+            last = [line for line in lines if line][-1]
+        assert "error" in json.loads(last.removeprefix("data: "))
+        assert served.end() == 0
+        assert any(event["event"] == "cancels" for event in served.events)
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with serving("demo", "--drain", "1000") as served:
+        body = LONG | {"stream": True}
+        with httpx2.stream("POST", f"{served.url}/v1/completions", json=body, timeout=SECONDS) as stream:
+            next(stream.iter_lines())
+            served.process.send_signal(signal.SIGTERM)
+            served.until('"drains"')
+            began = time.monotonic()
+            served.process.send_signal(signal.SIGTERM)
+            assert served.end() == 128 + signal.SIGTERM
+            assert time.monotonic() - began < 5
+
+
+def test_flags_name_models_keys_and_hosts(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of the team\nfrom-file\n")
+    flags = ("--model", "big=demo,quantize=int8,draft=lookup", "--model", "demo-draft", "--api-key-file", str(keys))
+    with serving(*flags, "--max-new-tokens", "3", ONWARD_API_KEY="from-environment") as served:
+        assert httpx2.get(f"{served.url}/v1/models").status_code == 401
+        for key in ("from-file", "from-environment"):
+            listed = httpx2.get(f"{served.url}/v1/models", headers={"Authorization": f"Bearer {key}"}).json()
+            assert [model["id"] for model in listed["data"]] == ["big", "demo-draft"]
+        body = {"model": "big", "prompt": "Once", "ignore_eos": True}
+        headers = {"Authorization": "Bearer from-file"}
+        answer = httpx2.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=SECONDS).json()
+        assert answer["usage"]["completion_tokens"] == 3
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--model", "=demo"), "NAME="),
+        (("--model", "a=demo,speed=9"), "OPTION=VALUE"),
+        (("demo", "--model", "demo"), "names of their own"),
+        (("demo", "--api-key-file", "/nonexistent"), "cannot be read"),
+        (("demo", "--api-key", "a b"), "API key"),
+        (("demo", "--host", "no.such.host.invalid"), "cannot listen"),
+        (("demo", "--max-new-tokens", "-1"), "max_new_tokens"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags: tuple[str, ...], says: str) -> None:
+    command = [sys.executable, "-m", "onward", "serve", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert says in errors[0]
+    assert "Traceback" not in done.stderr

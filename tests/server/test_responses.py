@@ -1,0 +1,143 @@
+"""/v1/responses: the chat that a body means, its answer as items, and the events of a stream."""
+
+import json
+from typing import Any
+
+import pytest
+from live_server import SECONDS, LiveServer
+
+import onward
+from onward.messages import AssistantMessage, ToolCall
+from onward.openai import BodyError, BodyReader, ResponseStream, read_response
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+
+
+def test_openais_client_reads_a_response_and_its_stream(server: LiveServer, lm: onward.LanguageModel) -> None:
+    options: dict[str, Any] = {"model": "demo", "input": "Tell me a story.", "max_output_tokens": 12}
+    options["extra_body"] = {"seed": 3}
+    alone = lm.chat([{"role": "user", "content": "Tell me a story."}], max_new_tokens=12, seed=3)
+    with server.openai() as client:
+        response = client.responses.create(**options)
+        events = list(client.responses.create(stream=True, **options))
+    assert response.output_text == alone.text
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage.output_tokens == 12
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:4]] == [
+        *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added")
+    ]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == alone.text
+    assert all(deltas)
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == alone.text
+
+
+def test_openais_stream_helper_follows_it(server: LiveServer) -> None:
+    one_of = {"choice": ["yes", "no"]}
+    with server.openai() as client, client.responses.stream(model="demo", input="Hi", extra_body=one_of) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert stream.get_final_response().output_text == text
+    assert text in one_of["choice"]
+
+
+def test_items_of_the_input_are_messages(lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    reader = BodyReader(lm, "demo", streams=True)
+    monkeypatch.setattr(BodyReader, "read", lambda self, url, body: seen.append((url, body)) or Stop())
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "How is "}, {"type": "input_text", "text": "it?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Wet."}]},
+        {"role": "user", "content": "Thanks"},
+    ]
+    body = {"input": items, "instructions": "Be brief.", "tools": [TOOL], "reasoning": {"effort": "low"}}
+    body |= {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}, "max_output_tokens": 7}
+    with pytest.raises(AttributeError):  # what the reader gave back is no body
+        read_response(reader, body)
+    ((url, chat),) = seen
+    assert url == "/v1/chat/completions"
+    calls = [
+        {"id": call, "type": "function", "function": {"name": "weather", "arguments": "{}"}} for call in ("c1", "c2")
+    ]
+    assert chat["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "assistant", "content": "Wet."},
+        {"role": "user", "content": "Thanks"},
+    ]
+    assert chat["max_completion_tokens"] == 7
+    assert chat["reasoning_effort"] == "low"
+    assert chat["response_format"] == {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+    assert chat["tools"] == [{"type": "function", "function": function}]
+
+
+class Stop:
+    """No body."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "function_call"}]}, "input[0]"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"messages": []}, "messages"),
+        ({"n": 2}, "n"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"text": 5}, "text"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"nothing": 1}, "nothing"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_is_not_served_is_refused_by_its_name(
+    lm: onward.LanguageModel, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(BodyError) as refused:
+        read_response(BodyReader(lm, "demo", streams=True), {"input": "Hi"} | fields)
+    assert refused.value.param == param
+
+
+def test_reasoning_and_calls_are_items(lm: onward.LanguageModel) -> None:
+    body = read_response(BodyReader(lm, "demo", streams=True), {"input": "Hi", "seed": 1})
+    completion = lm.generate(body.requests[0], max_new_tokens=3)
+    said = AssistantMessage("Well.", "Hm.", (ToolCall("c1", "weather", '{"at":1}'), ToolCall("c2", "weather", "{}")))
+    object.__setattr__(completion, "message", said)
+    stream = ResponseStream(body, "9")
+    events = [*stream.begin(), *stream.end(completion)]
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds.count("function_call_arguments.done") == 2
+    assert kinds.index("reasoning_text.done") < kinds.index("output_text.delta")
+    response = json.loads(json.dumps(events[-1]["response"]))
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert response["output"][0]["content"][0]["text"] == "Hm."
+    assert response["output"][1]["content"][0]["text"] == "Well."
+    assert [item["arguments"] for item in response["output"][2:]] == ['{"at":1}', "{}"]
+    from openai.types.responses import Response
+
+    Response.model_validate(response)
+
+
+def test_the_path_is_there_without_v1(server: LiveServer) -> None:
+    answer = server.post("/responses", {"input": "Hi", "max_output_tokens": 1}, params={})
+    assert answer.status_code == 200
+    assert answer.elapsed.total_seconds() < SECONDS

@@ -6,7 +6,7 @@ Any other exception is a defect in Onward and keeps its traceback. Built-in base
     OnwardError                              itself: logits that are NaN or infinite where a token is chosen
     ├── RequestError (ValueError)            an option, a prompt or an argument cannot be served
     │   ├── ContextOverflowError             a request needs more positions than the context or the cache holds
-    │   ├── NothingToDrawError               bans leave no id to choose
+    │   ├── NothingToDrawError               bans or a constraint leave no id to choose
     │   └── BodyError                        a body of OpenAI's format asks for what is not served (onward.openai)
     ├── ConfigError (ValueError)             config.json is missing, unreadable or contradicts itself
     │   └── UnsupportedArchitectureError     Onward does not have the checkpoint's family
@@ -45,7 +45,7 @@ class ContextOverflowError(RequestError):
 
 
 class NothingToDrawError(RequestError):
-    """The bans of ids, words and repetitions leave no id to choose at some position."""
+    """The bans of ids, words and repetitions, or a constraint, leave no id to choose at some position."""
 
 
 class ConfigError(OnwardError, ValueError):

@@ -29,7 +29,7 @@ LISTED = [
     {"type": "integer", "minimum": 10, "maximum": 30, "multipleOf": 5},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
     {"type": "array", "prefixItems": [{"type": "integer"}, {"const": "x"}], "items": False, "minItems": 2},
-    {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1, "maxProperties": 2},
     {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "boolean"}}, "additionalProperties": False},
     {"type": "object", "properties": {"é": {"const": "ü"}, "雪": {"type": "null"}}, "required": ["é"]},
     {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "array", "items": {"type": "null"}, "maxItems": 3}]},

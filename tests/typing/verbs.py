@@ -17,6 +17,9 @@ def one_prompt_gives_one_completion(lm: LanguageModel) -> str:
     assert_type(lm.request("Once", seed=3), Request)
     assert_type(lm.generate(lm.request("Once")), Completion)
     assert_type(lm.score("Once"), Score)
+    assert_type(lm.generate("Once", json_schema={"type": "object"}), Completion)
+    assert_type(lm.generate("Once", choice=["a", "b"], beams=2), Completion)
+    lm.generate("Once", regex=3)  # type: ignore[call-overload]
     return lm.generate("Once upon a time").text
 
 
@@ -24,6 +27,7 @@ def several_prompts_give_a_list(lm: LanguageModel) -> None:
     assert_type(lm.generate(["Once", "Then"]), list[Completion])
     assert_type(lm.generate([[1, 2], [3]], per_prompt=[{"temperature": 0.5}, {"seed": 7}]), list[Completion])
     assert_type(lm.generate([lm.request("Once"), lm.request("Then")]), list[Completion])
+    assert_type(lm.generate(["Once", "Then"], per_prompt=[{"regex": "a"}, {"grammar": "start: /a/"}]), list[Completion])
     assert_type(lm.score(["Once", "Then"]), list[Score])
 
 

@@ -87,7 +87,8 @@ class Choice(Grammar):
 
     def source(self) -> str:
         alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.texts)
-        return llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")
+        # One terminal, which becomes an automaton; alternatives of a rule would each be a state of the parser.
+        return llguidance.LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {alternatives}")
 
 
 @dataclass(frozen=True)

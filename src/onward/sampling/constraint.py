@@ -68,6 +68,14 @@ def admits(mask: Mask, token_id: int) -> bool:
     return word < len(mask) and bool(int(mask[word]) >> (token_id % 32) & 1)
 
 
+def _checked(mask: object) -> Mask:
+    """A mask as a constraint of the user's gives it."""
+    if isinstance(mask, np.ndarray) and mask.dtype == np.int32 and mask.ndim == 1:
+        return mask
+    got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray | Tensor) else type(mask).__name__
+    raise RequestError(f"a constraint's mask must be int32 [N], 32 ids a word (onward.constraints.mask_of); got {got}")
+
+
 class ConstrainedText:
     """A constraint at work on one text: ids are appended and taken back, as in its `History`.
 
@@ -97,7 +105,7 @@ class ConstrainedText:
         if self.is_done:
             return None
         if self._mask is None:
-            self._mask = self._constraint.mask()
+            self._mask = _checked(self._constraint.mask())
         return self._mask
 
     def forced(self) -> Sequence[int]:

@@ -63,7 +63,8 @@ class LanguageModel:
     prefix_memory: bytes of keys and values that are kept between calls, so that a prompt which begins as an earlier one
         did is not processed again; 0 keeps none. It changes no token.
     message_format: how the model writes reasoning and calls of tools, a name in `onward.messages.FORMATS` or a
-        `MessageFormat`; None takes what the chat template tells (docs/chat.md). It changes no token either.
+        `MessageFormat`; None takes what the chat template tells (docs/chat.md). It changes no token but those of calls
+        that have to come.
 
     Raises:
         RequestError: an argument outside its range.

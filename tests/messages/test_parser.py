@@ -237,6 +237,21 @@ def test_the_message_does_not_depend_on_the_cuts(
     assert parsed(format, list(text), thinking=thinking, tools=tools)[1] == whole
 
 
+@given(_TEXTS, st.sampled_from(list(FORMATS)), st.booleans())
+def test_nothing_is_lost(text: str, format: str, thinking: bool) -> None:
+    """Where no call is read, the message has all of the text but for the marks of reasoning and spaces beside them."""
+    read = message(format, text, thinking=thinking)
+    if not read.tool_calls:
+        opening, closing = FORMATS[format].thinking
+        kept = "".join(f"{read.reasoning or ''}{read.content or ''}".split())
+        written = "".join(text.split())
+        without = written.replace(opening, "", 1)
+        assert kept in (written, without, written.replace(closing, "", 1), without.replace(closing, "", 1))
+    for call in read.tool_calls:
+        assert call.name in text
+        assert call.arguments in (*[text[at:][: len(call.arguments)] for at in range(len(text))], "{}")
+
+
 @given(_TEXTS)
 def test_text_without_marks_is_the_content(text: str) -> None:
     if not text.lstrip().startswith("<think>"):

@@ -4,6 +4,7 @@ import functools
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemas import LISTED
@@ -11,7 +12,7 @@ from schemas import LISTED
 import onward
 from onward import Speculator
 from onward.constraints import JsonSchema, mask_of
-from onward.testing import ByteTokenizer, tiny_model
+from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 MODELS = {
     "demo": lambda: onward.load("demo"),
@@ -243,3 +244,14 @@ def test_the_rejection_rule_obeys_constraints(temperature):
         assert found.finish_reason in ("stop", "length")
         if found.finish_reason == "stop":
             assert set(map(str, found.parsed)) <= {"1", "ab", "None"}
+
+
+def test_a_search_goes_on_where_its_likeliest_continuations_all_end():
+    """Of one letter there are ten, and all are likelier than the one that goes on; the search finds what follows it."""
+    logits = torch.full((128,), -9.0)
+    logits[97:107] = 1.0  # a … j end the text
+    logits[ord("z")], logits[ord("!")] = 0.5, 9.0
+    model = scripted_model(lambda ids: logits if len(ids) < 3 else ord("!"), vocab_size=128)
+    lm = onward.LanguageModel(model, ByteTokenizer(vocab_size=128))
+    found = lm.generate([1, 1], regex="[a-j]|z!", beams=2, n=2, length_penalty=5.0, early_stopping="never")
+    assert found.text == "z!"

@@ -117,6 +117,25 @@ def test_a_drafter_is_asked_where_nothing_is_forced():
     assert spied._acceptance._tried < 8
 
 
+def test_a_draft_ends_where_the_constraint_refuses_it():
+    class Half:
+        def start(self, request):
+            return self
+
+        def propose(self, rows):
+            right = [WHOLE[len(row.output) :] for row in rows]
+            return [[*ids[:2], 0, *ids[3:]][: row.wanted] for ids, row in zip(right, rows, strict=True)]
+
+    model = scripted_model(WHOLE, vocab_size=12)
+    lm = onward.LanguageModel(model)
+    spied = Speculator(Half(), length=6)
+    unforced = Spelled(WHOLE, lambda left: [])
+    completion, widths = passes(model, lm, [11, 11], constraint=unforced, draft=spied)
+    assert completion.token_ids == WHOLE
+    assert widths == [2, 3, 3, 3]  # the prompt, then two right ids each time
+    assert completion.speculation.acceptance == 1.0
+
+
 def test_rows_without_a_constraint_go_along_in_one_pass():
     model = scripted_model(lambda ids: (ids[-1] + 1) % 12, vocab_size=12)
     lm = onward.LanguageModel(model)

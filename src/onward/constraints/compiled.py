@@ -28,14 +28,14 @@ class CompiledGrammars:
     """The grammars and vocabularies that were used last."""
 
     def __init__(self) -> None:
-        self._matchers: OrderedDict[tuple[int, str], llguidance.LLMatcher] = OrderedDict()
-        self._vocabularies: OrderedDict[int, tuple[Tokenizer, Vocabulary]] = OrderedDict()
-        self._lock = threading.Lock()
+        self.renew()
         renew_in_forks(self)
 
     def renew(self) -> None:
-        """In a forked child: a new lock, and nothing that another thread may have half made."""
-        self.__init__()  # type: ignore[misc]
+        """Begin with nothing. A forked child does so, for another thread may have had something half made."""
+        self._matchers: OrderedDict[tuple[int, str], llguidance.LLMatcher] = OrderedDict()
+        self._vocabularies: OrderedDict[int, tuple[Tokenizer, Vocabulary]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def constraint(self, source: str, tokenizer: Tokenizer, stop_ids: AbstractSet[int], name: str) -> GrammarConstraint:
         """As `compiled`."""

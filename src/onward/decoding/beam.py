@@ -25,6 +25,9 @@ from onward.errors import RequestError
 from onward.sampling.adjustments import Adjustments
 from onward.sampling.constraint import check_some_left, mask_logits
 
+# How many of the likeliest continuations of a text that has a constraint may all end it.
+_MOST_ENDED = 15
+
 
 @dataclass(frozen=True)
 class BeamOptions:
@@ -269,8 +272,9 @@ def _best_candidates(search: Search, logits: Tensor) -> list[Candidate]:
     totals = torch.tensor([beam.total for beam in running], device=logits.device)
     vocab = logits.shape[-1]
     flat = (logprobs + totals.unsqueeze(1)).flatten()
-    # Enough candidates for `width` texts to go on, whichever candidates end theirs.
-    count = search.beams.width * max(2, 1 + len(search.sampling.eos or ()))
+    # Enough candidates for `width` texts to go on, whichever candidates end theirs. A constraint may end any.
+    ending = max(1, len(search.sampling.eos or ()), 0 if search.constraint is None else _MOST_ENDED)
+    count = search.beams.width * (1 + ending)
     best = flat.topk(min(count, flat.numel()))
     best_totals = best.values.tolist()
     if not math.isfinite(best_totals[0]):

@@ -121,6 +121,16 @@ class ConstrainedText:
         self._accepted += 1
         self._mask = None
 
+    def admitted(self, tokens: Sequence[int]) -> int:
+        """How many of these ids may follow, one after the other."""
+        with self.assuming(()):
+            for count, token in enumerate(tokens):
+                mask = self.mask()
+                if mask is None or not admits(mask, token):
+                    return count
+                self.append(token)
+        return len(tokens)
+
     def truncate(self, length: int) -> None:
         """Take back what was appended after the first `length` ids."""
         assert 0 <= length <= len(self), "only what was appended can be taken back"

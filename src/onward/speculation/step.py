@@ -241,8 +241,17 @@ class SpeculativeStep:
         for group, indices in groups.items():
             rows = [_draft_row(sequences[index], counts[index]) for index in indices]
             for index, proposal in zip(indices, group.propose(rows), strict=True):
-                drafts[index] = _checked(group, proposal, counts[index])
+                drafts[index] = self._followable(sequences[index], _checked(group, proposal, counts[index]))
         return drafts
+
+    def _followable(self, sequence: Sequence, draft: Draft) -> Draft:
+        """A draft before the first id that the sequence's constraint refuses: it would not be accepted.
+
+        The ids of the accept/resample rule depend on what is drafted, so there a draft stays as it is.
+        """
+        if sequence.constraint is None or self._verifier is not coupled:
+            return draft
+        return Draft(draft.ids[: sequence.constraint.admitted(draft.ids)])
 
     # ── the round ─────────────────────────────────────────────────────────────────────────────────────────
 

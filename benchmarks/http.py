@@ -31,17 +31,20 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ids", action="store_true", help="with token_ids: random weights write ids without text")
     parser.add_argument("--client", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
-        asyncio.run(_clients(arguments.client, arguments.clients, arguments.tokens))
+        more = {"return_token_ids": True} if arguments.ids else {}
+        asyncio.run(_clients(arguments.client, arguments.clients, {"max_tokens": arguments.tokens} | more))
         return
     lm = onward.load(arguments.source, quantize=arguments.quantize)
-    print(json.dumps(measured(lm, arguments.clients, arguments.tokens, arguments.rounds)))
+    flags = ["--ids"] if arguments.ids else []
+    print(json.dumps(measured(lm, arguments.clients, arguments.tokens, arguments.rounds, flags)))
 
 
-def measured(lm: onward.LanguageModel, clients: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Medians over the rounds, of which the first of each kind is left out."""
+def measured(lm: onward.LanguageModel, clients: int, tokens: int, rounds: int, flags: list[str]) -> dict[str, Any]:
+    """Medians over the rounds, of which the first of each kind is left out. flags: of the clients."""
     engine = onward.Engine(lm, max_sequences=clients)
     app = create_app({"model": engine}, Settings(access_log=False))
     listener = listening("127.0.0.1", 0)
@@ -51,7 +54,7 @@ def measured(lm: onward.LanguageModel, clients: int, tokens: int, rounds: int) -
     while not server.started:
         time.sleep(0.01)
     command = [sys.executable, "-m", "benchmarks.http", "--client", address_of(listener)]
-    command += ["--clients", str(clients), "--tokens", str(tokens)]
+    command += ["--clients", str(clients), "--tokens", str(tokens), *flags]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -90,8 +93,8 @@ def _timed(function: Any) -> tuple[float, float]:
     return time.perf_counter() - began, time.process_time() - cpu
 
 
-def _body(number: int, tokens: int) -> dict[str, Any]:
-    return {"prompt": f"{PROMPT} {number}", "max_tokens": tokens, "seed": number, "ignore_eos": True, "temperature": 1}
+def _body(number: int) -> dict[str, Any]:
+    return {"prompt": f"{PROMPT} {number}", "seed": number, "ignore_eos": True, "temperature": 1}
 
 
 def _engine_alone(engine: onward.Engine, clients: int, tokens: int) -> None:
@@ -104,11 +107,11 @@ def _engine_alone(engine: onward.Engine, clients: int, tokens: int) -> None:
 # ── the clients' process ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _clients(url: str, clients: int, tokens: int) -> None:
+async def _clients(url: str, clients: int, options: dict[str, Any]) -> None:
     host, _, port = url.removeprefix("http://").partition(":")
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, sys.stdin.readline):
-        streams = [_stream(host, int(port), _body(number, tokens)) for number in range(clients)]
+        streams = [_stream(host, int(port), _body(number) | options) for number in range(clients)]
         print(json.dumps({"headers_ms": statistics.median(await asyncio.gather(*streams))}), flush=True)
 
 

@@ -208,6 +208,12 @@ def test_characters_of_several_tokens_come_whole(server: LiveServer, lm: onward.
         (CHAT, {"messages": MESSAGES, "store": True}, "store", 400),
         (TEXT, {"prompt": "x", "stream": True, "echo": True, "logprobs": 1}, "echo", 400),
         (TEXT, {"prompt": ["x"] * 300}, "prompt", 400),
+        (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs", 400),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", 400),
+        (TEXT, {"prompt": "x", "stop": ["s"] * 65}, "stop", 400),
+        (TEXT, {"prompt": "x", "stop": "s" * 1025}, "stop", 400),
+        (TEXT, {"prompt": "x", "bad_words": [[5]] * 1025}, "bad_words", 400),
+        (CHAT, {"messages": "m" * 100_000}, "messages", 400),
         (TEXT, {"prompt": "x " * 3000}, "prompt", 400),
     ],
 )
@@ -221,6 +227,7 @@ def test_what_is_wrong_is_told_in_openais_shape(
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 1100
 
 
 def test_openais_client_raises_its_own_errors(server: LiveServer) -> None:

@@ -347,6 +347,27 @@ def test_a_defect_is_logged_and_not_told(
     assert [line["status"] for line in lines if line["event"] == "request"] == [500]
 
 
+def test_a_defect_in_a_stream_ends_it_with_an_error(
+    start: Start, lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start({"demo": lm})
+    accept = onward.decoding.sequence.Sequence.accept
+
+    def fails(sequence: Any, *token: Any) -> str:
+        if len(sequence.token_ids) == 3:
+            raise ZeroDivisionError("secret detail")
+        return accept(sequence, *token)
+
+    monkeypatch.setattr(onward.decoding.sequence.Sequence, "accept", fails)
+    stream = server.stream(TEXT, {"prompt": "Once", "max_tokens": 9, "ignore_eos": True})
+    error = json.loads(stream.events[-1])["error"]
+    assert error["type"] == "server_error"
+    assert "secret" not in stream.text
+    assert server.post(TEXT, {"prompt": "Once", "max_tokens": 9, "ignore_eos": True}).status_code == 500
+    server.wait_idle()
+    assert server.app.service.metrics.of("demo").ended == {"error": 2}
+
+
 def test_the_log_has_no_prompts_unless_asked(
     start: Start, lm: onward.LanguageModel, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,7 @@ from onward.speculation import (
     DraftRequest,
     DraftRow,
     ModelDrafter,
+    PredictedText,
     PromptLookup,
     SuffixLookup,
     check_same_tokens,
@@ -40,6 +41,36 @@ def earlier_ends(ids, length):
 
 
 texts_of_few_ids = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+# ── predictions ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prediction_is_proposed_and_taken_up_again_after_a_difference():
+    predicted = PredictedText([1, 2, 3, 4, 5, 6, 7, 8])
+    assert proposed(predicted, [9, 9], prompt=2) == [1, 2, 3, 4]
+    assert proposed(predicted, [9, 1, 2], prompt=1) == [3, 4, 5, 6]
+    assert proposed(predicted, [9, 1, 2, 3, 4, 5, 6, 7], prompt=1) == [8]
+    assert proposed(predicted, [9, 1, 2, 3, 4, 5, 6, 7, 8], prompt=1) == []
+    assert proposed(predicted, [9, 1, 0], prompt=1) == []  # another id
+    assert proposed(predicted, [9, 1, 0, 3, 4, 5], prompt=1) == [6, 7, 8]  # three that agree again
+    assert proposed(predicted, [9, 1, 0, 4, 5], prompt=1) == []  # two are too few
+    assert proposed(PredictedText([]), [9], prompt=1) == []
+
+
+def test_a_prediction_goes_on_after_where_it_was():
+    predicted = PredictedText([1, 2, 3, 4, 0, 1, 2, 3, 5])
+    assert proposed(predicted, [9, 1, 2, 3, 4, 7, 1, 2, 3], prompt=1) == [5]
+    assert proposed(predicted, [9, 7, 1, 2, 3], prompt=1) == [4, 0, 1, 2]
+
+
+@given(texts_of_few_ids, texts_of_few_ids, st.lists(st.integers(1, 4), min_size=1, max_size=40))
+def test_a_prediction_says_the_same_however_often_it_is_asked(ids, output, asks):
+    drafting, whole = PredictedText(ids).start(REQUEST), PredictedText(ids)
+    grown: list[int] = []
+    for count in asks:
+        grown += output[len(grown) : len(grown) + count]
+        assert list(drafting.propose([DraftRow(0, [9], grown, 4)])[0]) == proposed(whole, [9, *grown], prompt=1)
 
 
 # ── lookups ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,9 @@ from typing import Any
 
 from onward.errors import ContextOverflowError, EngineBusyError, EngineError, OnwardError, RequestError, TokenizerError
 
+# Characters of a message: it may quote what was sent.
+_LONGEST = 1000
+
 
 class BodyError(RequestError):
     """A body asks for what is not served, or is none. param: the field. code: OpenAI's word for it. status: of HTTP."""
@@ -37,8 +40,9 @@ def error_fields(error: OnwardError) -> dict[str, Any]:
         param, code = error.param, error.code
     elif isinstance(error, ContextOverflowError):
         code = "context_length_exceeded"
+    message = str(error)
     return {
-        "message": str(error),
+        "message": message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…",
         "type": kinds.get(status, "invalid_request_error"),
         "param": param,
         "code": code,

@@ -9,6 +9,8 @@ from starlette.responses import JSONResponse
 from onward.errors import EngineBusyError, OnwardError
 from onward.openai import error_fields, status_of
 
+# All that a client is told where something is wrong with the server.
+DEFECT = "the server has failed at this request; its log says why"
 # Seconds after which to come back, where nothing better is known.
 _RETRY = 5
 
@@ -37,4 +39,4 @@ def plain_error(status: int, message: str, code: str, headers: dict[str, str] | 
 
 def defect_answer() -> JSONResponse:
     """The answer where something is wrong with the server. What, is in its log alone."""
-    return plain_error(500, "the server has failed at this request; its log says why", "internal_error")
+    return plain_error(500, DEFECT, "internal_error")

@@ -48,7 +48,10 @@ class ModelMetrics:
         self.drafted = self.accepted = 0
 
     def note(self, generation: Generation, completion: Completion | None, now: float) -> None:
-        """A request has ended. completion: None where it failed."""
+        """A request has been answered, or nobody waits for it any more.
+
+        completion: None where it failed, or goes on until its next step, which ends it.
+        """
         self.whole.observe(now - generation.submitted)
         arrivals, rows = generation.arrivals, generation.request.options.n
         if arrivals:
@@ -56,7 +59,8 @@ class ModelMetrics:
         for (before, _), (at, count) in pairwise(arrivals):
             self.between.observe((at - before) * min(1.0, rows / count), count)
         if completion is None:
-            self.ended["error"] += 1
+            self.ended["error" if generation.done else "cancelled"] += 1
+            self.output_tokens += sum(count for _, count in arrivals)
             return
         self.ended[completion.finish_reason] += 1
         self.prompt_tokens += completion.prompt_tokens

@@ -9,8 +9,9 @@ from typing import Any, NoReturn, TypeVar
 
 from onward.completion import Completion
 from onward.engine import Engine, Generation
-from onward.errors import EngineError, OnwardError, one_line
+from onward.errors import EngineError, one_line
 from onward.openai import Body, BodyError
+from onward.server.bounds import check_bounds
 from onward.server.client import Client
 from onward.server.metrics import Metrics
 from onward.server.models import ServedModel, ServedModels
@@ -55,7 +56,10 @@ class Submission:
         facts: dict[str, Any] = {"model": self.served.name, "stream": self.body.stream}
         facts["prompt_tokens"] = sum(completion.prompt_tokens for completion in completions)
         facts["completion_tokens"] = sum(len(text.token_ids) for text in texts)
-        facts["finish"] = sorted({text.finish_reason for text in texts}) or ["error"]
+        ends = {str(text.finish_reason) for text in texts}
+        if len(completions) < len(self.generations):
+            ends.add("error" if all(generation.done for generation in self.generations) else "cancelled")
+        facts["finish"] = sorted(ends)
         return facts
 
     async def completions(self) -> list[Completion]:
@@ -67,7 +71,7 @@ class Submission:
         for generation in self.generations:
             try:
                 await generation
-            except OnwardError:
+            except Exception:
                 self.cancel()
                 raise
         return [self.completion(at) for at in range(len(self.generations))]
@@ -76,7 +80,7 @@ class Submission:
 def _completion_of(generation: Generation) -> Completion | None:
     try:
         return generation.result(0) if generation.done else None
-    except OnwardError:
+    except Exception:  # whatever made it fail; who waits for it is told
         return None
 
 
@@ -120,9 +124,7 @@ class Service:
     def _submitted(self, read: Callable[[], tuple[ServedModel, Body]]) -> Submission:
         served, body = read()
         body = body.seeded()
-        if len(body.requests) > self.settings.max_prompts:
-            most = f"a body has {self.settings.max_prompts} prompts at most"
-            raise BodyError(f"{most}; got {len(body.requests)}", "prompt")
+        check_bounds(body, self.settings)
         submission = Submission(served, body, generations := [])
         try:
             for request in body.requests:

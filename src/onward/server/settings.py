@@ -15,7 +15,8 @@ class Settings:
     api_keys: one of them is asked of every request but those for the state of the server; none asks for nothing.
     max_new_tokens: of requests that do not say; None: as many as the context holds.
     variables: of the chat template, by the name of a model; a request's own come first.
-    max_body: the most bytes of a request's body. max_prompts: the most prompts in one body.
+    max_body: the most bytes of a request's body. max_prompts: the most prompts in one. max_logprobs: of how many of
+        the likeliest ids a token's logprobs tell.
     max_requests: the most requests that the server holds at once; more are refused with 503.
     body_seconds: how long a body may take to arrive.
     keep_alive: seconds without a chunk after which a stream gets a comment.
@@ -35,6 +36,7 @@ class Settings:
     variables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_body: int = 8 * 2**20
     max_prompts: int = 256
+    max_logprobs: int = 20
     max_requests: int = 4096
     body_seconds: float = 60.0
     keep_alive: float = 10.0
@@ -47,7 +49,7 @@ class Settings:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_body", "max_prompts", "max_requests"):
+        for name in ("max_body", "max_prompts", "max_logprobs", "max_requests"):
             check_whole(name, getattr(self, name), low=1)
         if self.max_new_tokens is not None:
             check_whole("max_new_tokens", self.max_new_tokens, low=0)

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from onward.completion import Completion, Piece
 from onward.errors import OnwardError
 from onward.server.client import Client
+from onward.server.errors import DEFECT
 from onward.server.service import Submission
 from onward.server.settings import Settings
 
@@ -109,8 +110,12 @@ class EventStream(Response):
                     if has_ended:
                         going_on.remove(at)
                         events += self._events.end(at, self._submission.completion(at))
-            except OnwardError as error:
-                await self._send(send, [*events, *self._events.error(error)], is_last=True)
+            except Exception as error:
+                self._submission.cancel()
+                told_error = error if isinstance(error, OnwardError) else OnwardError(DEFECT)
+                await self._send(send, [*events, *self._events.error(told_error)], is_last=True)
+                if told_error is not error:
+                    raise
                 return
             if not going_on:
                 await self._send(send, [*events, *self._events.finish()], is_last=True)

@@ -38,7 +38,7 @@ class ToolCall:
         return arguments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ToolCallDelta:
     """What came of one call.
 
@@ -52,7 +52,7 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there is one for every token
 class MessageDelta:
     """What came of a message with a token: characters of its content, of its reasoning, and of its calls.
 

@@ -60,7 +60,16 @@ class GenerateOptionsDict(SamplingOptionsDict, total=False):
 
 
 class ChatOptionsDict(GenerateOptionsDict, total=False):
-    """The options of a chat as keyword arguments. Other variables that the chat template reads may be given too."""
+    """The options of a chat as keyword arguments. Other variables that the chat template reads may be given too.
+
+    tools: what the model may call: {"type": "function", "function": {"name", "description", "parameters", "strict"}},
+        or Python functions.
+    tool_choice: "auto" (the default), "none", "required", or the tool that has to be called: its name, or
+        {"type": "function", "function": {"name": …}}.
+    parallel_tool_calls: whether an answer may have several calls; True by default.
+    documents, enable_thinking, reasoning_effort: variables of templates that read them.
+    template: further variables, also those whose names are options.
+    """
 
     tools: Sequence[ToolLike] | None
     tool_choice: ToolChoice | None

@@ -208,6 +208,21 @@ def test_what_is_no_json_is_told(server: LiveServer, content: bytes, code: str) 
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
+def test_half_a_character_goes_back_as_it_came(server: LiveServer) -> None:
+    headers = {"Content-Type": "application/json"}
+    for path, body in (
+        (TEXT, {"prompt": "x", "\ud800": 1}),
+        (TEXT, {"prompt": "\ud800"}),
+        (TEXT, {"prompt": "x", "model": "\ud800"}),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1, "metadata": {"a": "\ud800"}}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1, "user": "\ud800", "stream": True}),
+    ):
+        answer = server.post(path, None, content=json.dumps(body).encode(), headers=headers)
+        assert answer.status_code == (200 if "input" in body else 404 if "model" in body else 400), body
+        assert "Traceback" not in answer.text
+
+
 def test_a_body_says_that_it_is_json(server: LiveServer) -> None:
     answer = server.post(TEXT, None, content=b"{}", headers={"Content-Type": "text/plain"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")

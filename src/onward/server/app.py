@@ -17,6 +17,7 @@ from onward.errors import OnwardError
 from onward.openai import error_fields, status_of
 from onward.server.errors import error_answer, plain_error
 from onward.server.gate import Gate, access_of
+from onward.server.json_answer import JsonAnswer
 from onward.server.log import log_defect
 from onward.server.openapi import document
 from onward.server.routes import completions, models, responses, state, tokens
@@ -72,7 +73,7 @@ def create_app(engines: Mapping[str, Engine], settings: Settings | None = None) 
 
 def _routes(service: Service, streams: Streams, lifespan: object) -> FastAPI:
     # The pages that FastAPI has for its document come from elsewhere, so there are none.
-    app = FastAPI(docs_url=None, redoc_url=None, lifespan=cast("None", lifespan))
+    app = FastAPI(docs_url=None, redoc_url=None, default_response_class=JsonAnswer, lifespan=cast("None", lifespan))
     described = document()
     app.openapi = lambda: described  # type: ignore[method-assign]
     for prefix in ("/v1", ""):

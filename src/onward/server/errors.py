@@ -4,10 +4,9 @@ import math
 from http import HTTPStatus
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from onward.errors import EngineBusyError, OnwardError
 from onward.openai import error_fields, status_of
+from onward.server.json_answer import JsonAnswer
 
 # All that a client is told where something is wrong with the server.
 DEFECT = "the server has failed at this request; its log says why"
@@ -15,7 +14,7 @@ DEFECT = "the server has failed at this request; its log says why"
 _RETRY = 5
 
 
-def error_answer(error: OnwardError) -> JSONResponse:
+def error_answer(error: OnwardError) -> JsonAnswer:
     """The answer that says what is wrong, whose fault it is, and when to come back."""
     status = status_of(error)
     headers = {}
@@ -27,16 +26,16 @@ def error_answer(error: OnwardError) -> JSONResponse:
         headers["www-authenticate"] = "Bearer"
     elif status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         headers["connection"] = "close"  # the rest of the body is not read
-    return JSONResponse({"error": error_fields(error)}, status, headers)
+    return JsonAnswer({"error": error_fields(error)}, status, headers)
 
 
-def plain_error(status: int, message: str, code: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def plain_error(status: int, message: str, code: str, headers: dict[str, str] | None = None) -> JsonAnswer:
     """An error that is no `OnwardError`."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     fields: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": fields}, status, headers)
+    return JsonAnswer({"error": fields}, status, headers)
 
 
-def defect_answer() -> JSONResponse:
+def defect_answer() -> JsonAnswer:
     """The answer where something is wrong with the server. What, is in its log alone."""
     return plain_error(500, DEFECT, "internal_error")

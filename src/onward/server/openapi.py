@@ -101,7 +101,7 @@ _OF_BODIES = (400, 401, 403, 404, 408, 413, 415, 500, 503)
 def _generating(id: str, summary: str, body: str, answer: str) -> dict[str, Any]:
     operation = _posting(id, summary, body, answer)["post"]
     operation["responses"]["429"] = _error(429)
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _TEXT}
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     return {"post": operation}
 
 
@@ -129,6 +129,9 @@ def _state(id: str, summary: str) -> dict[str, Any]:
     operation["responses"]["503"] = {"description": "No.", "content": {"application/json": {"schema": either}}}
     return operation | {"security": []}
 
+
+# One event of a stream.
+_EVENT = _object({"data": _TEXT}, {"event": _TEXT})
 
 # ── bodies ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -5,13 +5,14 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from onward.completion import Completion
 from onward.errors import OnwardError
 from onward.openai import Body
 from onward.server.client import Client, read_body
 from onward.server.gate import access_of
+from onward.server.json_answer import rendered
 from onward.server.models import ServedModel
 from onward.server.service import Service, Submission
 from onward.server.sse import Events, EventStream, Streams
@@ -54,7 +55,8 @@ async def answer(
         return EventStream(submission, events(submission), client, streams, ended)
     try:
         completions = await submission.completions()
-        return JSONResponse(await service.in_thread(whole, submission, completions))
+        content = await service.in_thread(lambda: rendered(whole(submission, completions)))
+        return Response(content, media_type="application/json")
     except OnwardError:
         if client.gone:
             return _nobody()

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 
 from onward import __version__
 from onward.errors import EngineError
 from onward.server.errors import plain_error
+from onward.server.json_answer import JsonAnswer
 from onward.server.metrics import CONTENT_TYPE
 from onward.server.service import Service
 
@@ -66,7 +67,7 @@ def _health(service: Service) -> Response:
         healthy = healthy and state in ("running", "idle", "closed")
         models[model.name] = {"state": state, "seconds_since_step": round(seconds, 3)}
     content = {"status": "ok" if healthy else "failing", "models": models, "version": __version__}
-    return JSONResponse(content, 200 if healthy else 503)
+    return JsonAnswer(content, 200 if healthy else 503)
 
 
 def _stats(service: Service) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from onward.errors import OnwardError, RequestError, TokenizerError
 from onward.openai import BodyError
 from onward.openai.body import read_messages, read_template_variables
 from onward.requests.request import checked_ids
 from onward.server.client import read_body
+from onward.server.json_answer import JsonAnswer
 from onward.server.models import ServedModel
 from onward.server.service import Service, parsed
 
@@ -24,12 +25,12 @@ def router(service: Service) -> APIRouter:
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         raw = await read_body(request, service.settings)
-        return JSONResponse(await service.in_thread(partial(_tokenized, service), raw))
+        return JsonAnswer(await service.in_thread(partial(_tokenized, service), raw))
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         raw = await read_body(request, service.settings)
-        return JSONResponse(await service.in_thread(partial(_detokenized, service), raw))
+        return JsonAnswer(await service.in_thread(partial(_detokenized, service), raw))
 
     return routes
 

@@ -135,7 +135,7 @@ def test_steps_with_decoding_rows_keep_their_time(schedule, machine):
     from 2 to 512. Within a range the positions double, and so may the cost. Noise may be low when measured and high
     when used.
     """
-    run = Simulation(policy(max_sequences=12), machine).run(schedule)
+    run = Simulation(policy(max_sequences=12, max_step_ms=100), machine).run(schedule)
     factor = 1.84 * 2 * (1 + machine.noise) / (1 - machine.noise)
     measured: dict[tuple[str, int], int] = {}
     for step in run.steps:
@@ -151,7 +151,7 @@ def test_steps_with_decoding_rows_keep_their_time(schedule, machine):
 def test_on_a_machine_as_the_pace_assumes_steps_keep_their_time_and_use_it(schedule, unit):
     """Every part costs unit * (tokens + 16): the very first step teaches all there is to know."""
     machine = Machine(step=16 * unit, decoding_row=unit, chunk=16 * unit, token=unit)
-    run = Simulation(policy(max_sequences=12), machine).run(schedule)
+    run = Simulation(policy(max_sequences=12, max_step_ms=100), machine).run(schedule)
     for step in run.steps[1:]:
         if step.decoding:
             assert step.seconds <= max(0.1, least(machine, step)) * (1 + 1e-9)
@@ -159,3 +159,16 @@ def test_on_a_machine_as_the_pace_assumes_steps_keep_their_time_and_use_it(sched
             larger = {64: 96, 96: 128, 128: 192}.get(step.chunks[0][1]) if len(step.chunks) == 1 else None
             if larger and step.chunks[0][0] + larger <= 600:
                 assert machine.seconds(step.decoding, [(0, larger)]) > 0.1
+
+
+@settings(max_examples=25)
+@given(schedule=mixed, unit=st.floats(0.0001, 0.003))
+def test_without_a_limit_prompts_double_a_step_and_little_more(schedule, unit):
+    """The bound that docs/engine.md names: 2.25 times the step without prompts, 10 ms, or what 16 tokens take."""
+    machine = Machine(step=16 * unit, decoding_row=unit, chunk=16 * unit, token=unit)
+    run = Simulation(policy(max_sequences=12), machine).run(schedule)
+    for step in run.steps[1:]:
+        if step.decoding:
+            sixteen = machine.seconds(step.decoding, [(at, min(tokens, 16)) for at, tokens in step.chunks[:1]])
+            limit = max(2.25 * machine.decode(step.decoding), 0.01)
+            assert step.seconds <= max(limit, sixteen) * (1 + 1e-9)

@@ -78,6 +78,44 @@ def test_attention_through_a_table_has_the_bits_of_the_dense_one(
 
 
 @given(
+    seed=st.integers(0, 2**31), dtype=st.sampled_from(DTYPES), kv_heads=st.sampled_from((1, 2, 3, 8)),
+    group=st.sampled_from((1, 2, 7)), dim=st.sampled_from((17, 64, 128)), row_blocks=st.integers(1, 10),
+    windowed=st.booleans(), with_sinks=st.booleans(), threads=st.integers(1, 4), data=st.data(),
+)  # fmt: skip
+@per_isa
+def test_neighbouring_positions_of_a_text_as_rows_have_the_bits_of_one_row(
+    isa: str, seed: int, dtype: torch.dtype, kv_heads: int, group: int, dim: int, row_blocks: int, windowed: bool,
+    with_sinks: bool, threads: int, data: st.DataObject,
+) -> None:  # fmt: skip
+    """Each text is cut into runs of positions; the runs of all come in any order, some longer ones reversed."""
+    generator = torch.Generator().manual_seed(seed)
+    positions, texts = BLOCK * row_blocks, data.draw(st.integers(1, 3), "texts")
+    keys, values = (torch.randn(texts, kv_heads, positions, dim, generator=generator).to(dtype) for _ in range(2))
+    (key_blocks, value_blocks), table = in_blocks(generator, keys, values)
+    options = {
+        "window": data.draw(st.integers(1, positions), "window") if windowed else 0,
+        "sinks": torch.randn(kv_heads * group, generator=generator) if with_sinks else None,
+    }
+    native.set_num_threads(threads)
+    rows: list[tuple[int, int]] = []  # (text, position)
+    expected = []
+    for _ in range(data.draw(st.integers(1, 5), "runs")):
+        text = data.draw(st.integers(0, texts - 1), "text")
+        start = data.draw(st.integers(0, positions - 1), "start")
+        count = data.draw(st.integers(1, min(70, positions - start)), "count")
+        order = [*range(count)] if data.draw(st.booleans(), "forwards") else [*reversed(range(count))]
+        q = torch.randn(1, kv_heads * group, count, dim, generator=generator).to(dtype)
+        offsets = torch.tensor([start], dtype=torch.int32)
+        whole = attention(q, key_blocks, value_blocks, offsets, table=table[text : text + 1], **options)
+        rows += [(text, start + at) for at in order]
+        expected += [(q[:, :, at : at + 1], whole[:, :, at : at + 1]) for at in order]
+    q, whole = (torch.cat(parts) for parts in zip(*expected, strict=True))
+    of_rows = torch.stack([table[text] for text, _ in rows])
+    offsets = torch.tensor([position for _, position in rows], dtype=torch.int32)
+    assert same_bits(attention(q, key_blocks, value_blocks, offsets, table=of_rows, **options), whole)
+
+
+@given(
     seed=st.integers(0, 2**31), dtype=st.sampled_from(DTYPES), batch=st.integers(1, 3),
     dim=st.sampled_from((2, 64, 80)), row_blocks=st.integers(1, 5),
     queries=st.sampled_from((1, 2, 63, 64, 200)),

@@ -15,6 +15,7 @@ from onward.errors import ProgramError
 from onward.models import Model
 from onward.models.packing import pack_params
 from onward.ops.blocks import BLOCK
+from onward.program.shapes import MOST_ROWS
 from onward.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library was built")
@@ -154,7 +155,27 @@ def test_the_number_of_rows_is_not_taken_from_other_sizes() -> None:
         with torch.no_grad():
             expected, _ = model(ids, offsets, eager)
         assert torch.equal(program(ids, offsets, cache)[0], expected)
-    assert [shape.batch for shape in traced] == [2, 17, 67]
+    assert [shape.batch for shape in traced] == [2, 17, MOST_ROWS]
+
+
+@pytest.mark.parametrize("name", ["qwen3 bfloat16", "llama int8", "mistral windowed"])
+def test_logits_of_the_first_rows_alone(name: str) -> None:
+    """They are those of a call for all rows, and the number of rows is no part of the program."""
+    model = MODELS[name]()
+    program = compiled(model)
+    traced = watched(program)
+    for batch in (5, 7, 9, 12):
+        cache, eager, all_rows = (paged(model, batch) for _ in range(3))
+        ids, offsets = ids_of(model, batch, 1), torch.zeros(batch, dtype=torch.int32)
+        at = torch.zeros(3, 1, dtype=torch.int64)
+        with torch.no_grad():
+            expected, _ = model(ids, offsets, eager, at)
+        logits = program(ids, offsets, cache, at)[0]
+        assert torch.equal(logits, expected)
+        assert torch.equal(logits, program(ids, offsets, all_rows)[0][:3])
+        assert same_memory(cache, eager)
+    first_rows = [shape.batch for shape in traced[: len(traced) // 2]]
+    assert len(first_rows) <= 4
 
 
 def test_a_table_changes_between_steps() -> None:

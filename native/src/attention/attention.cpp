@@ -1,5 +1,6 @@
 // Attention of queries over dense or cached keys: how the work is cut, and the C interface.
 #include <atomic>
+#include <cstring>
 
 #include "../program.h"
 #include "../team.h"
@@ -14,6 +15,8 @@ constexpr int64_t kUnitRows = 256;
 constexpr int64_t kUnitQueries = 64;
 // Segments of few rows may be spread over the team, each with a state of its own until the merge.
 constexpr int64_t kSpreadRows = 32;
+// The most key/value heads of a unit.
+constexpr int64_t kUnitHeads = 8;
 // The work of a unit: blocks * (rows + what reading a block costs, in rows) * features. A chunk of so
 // much takes a few microseconds.
 constexpr int64_t kLoadingRows = 4;
@@ -32,41 +35,50 @@ class Plan {
       if (end > longest) longest = end;
     }
     segments_ = ceil_div(longest, kSegment);
+    while (heads_ < kUnitHeads && may_double_heads()) heads_ *= 2;
     const int64_t work = ceil_div(longest, kBlock) * (rows() + kLoadingRows) * p.dim;
     // As many chunks as there is work for, and the same number for every thread.
     const int64_t parts = ceil_div(units(), ceil_div(kWorkPerChunk, work + 1));
     grain_ = ceil_div(units(), parts > 1 ? round_up(parts, num_threads()) : 1);
   }
 
-  int64_t units() const { return p_.batch * p_.kv_heads * chunks_; }
+  int64_t units() const { return p_.batch * p_.kv_heads / heads_ * chunks_; }
+  int64_t heads() const { return heads_; }  // of keys and values, of a unit
   int64_t segments() const { return segments_; }
   int64_t grain() const { return grain_; }  // units of a chunk
-  int64_t rows() const { return queries_ * p_.group(); }
+  int64_t rows() const { return queries_ * heads_ * p_.group(); }
 
   // Later queries see more: they come first, so that the last unit to finish is a short one.
   Unit unit(int64_t index) const {
-    const int64_t per_chunk = p_.batch * p_.kv_heads;
+    const int64_t per_row = p_.kv_heads / heads_, per_chunk = p_.batch * per_row;
     const int64_t first = (chunks_ - 1 - index / per_chunk) * queries_;
     const int64_t left = p_.queries - first;
-    return {index % per_chunk / p_.kv_heads, index % p_.kv_heads, first,
+    return {index % per_chunk / per_row, index % per_row * heads_, heads_, first,
             left < queries_ ? left : queries_};
   }
 
   // Too few units to keep the team busy, and something to share.
   bool spread() const {
-    return units() < 4 * num_threads() && segments_ > 1 && rows() <= kSpreadRows;
+    return units() < 4 * num_threads() && segments_ > 1 && queries_ * p_.group() <= kSpreadRows;
   }
 
  private:
+  // Single queries over blocks in which the heads lie side by side, if every thread still has its share.
+  bool may_double_heads() const {
+    return p_.table.blocks != nullptr && p_.queries == 1 && p_.kv_heads % (2 * heads_) == 0 &&
+           p_.group() <= kTileRows && p_.keys.head_stride == kBlock * p_.keys.position_stride &&
+           units() / 2 * segments_ >= 2 * num_threads();
+  }
+
   const Problem& p_;
-  int64_t queries_, chunks_, segments_, grain_;
+  int64_t heads_ = 1, queries_, chunks_, segments_, grain_;
 };
 
 template <class T>
 Status run_units(const Problem& p, const Plan& plan) {
   std::atomic<bool> ok{true};
   parallel_for(plan.units(), plan.grain(), [&](int64_t begin, int64_t end) {
-    Worker<T> worker(p, plan.rows());
+    Worker<T> worker(p, plan.rows(), plan.heads());
     if (!worker.ok()) ok = false;
     for (int64_t i = begin; i < end && worker.ok(); ++i) worker.run(plan.unit(i));
   });
@@ -87,7 +99,7 @@ Status run_segments(const Problem& p, const Plan& plan) {
   };
   std::atomic<bool> ok{true};
   parallel_for(plan.units() * segments, 1, [&](int64_t begin, int64_t end) {
-    Worker<T> worker(p, plan.rows());
+    Worker<T> worker(p, plan.rows(), plan.heads());
     if (!worker.ok()) ok = false;
     for (int64_t i = begin; i < end && worker.ok(); ++i) {
       worker.run_segment(plan.unit(i / segments), i % segments * kSegment,
@@ -95,7 +107,7 @@ Status run_segments(const Problem& p, const Plan& plan) {
     }
   });
   parallel_for(ok ? plan.units() : 0, 4, [&](int64_t begin, int64_t end) {
-    Worker<T> worker(p, plan.rows());
+    Worker<T> worker(p, plan.rows(), plan.heads());
     if (!worker.ok()) ok = false;
     for (int64_t i = begin; i < end && worker.ok(); ++i) {
       worker.merge_and_finish(plan.unit(i), segments, [&](int64_t s) { return state(i, s); });
@@ -125,16 +137,70 @@ bool valid(const Problem& p) {
   return true;
 }
 
+// The rows first, …, first + count - 1 of the batch.
+Problem part(const Problem& p, int64_t first, int64_t count) {
+  const auto from = [&](Tensor tensor) {
+    tensor.data = static_cast<const char*>(tensor.data) + first * tensor.batch_stride * element_size(p.dtype);
+    return tensor;
+  };
+  Problem rows = p;
+  rows.batch = count;
+  rows.q = from(p.q), rows.out = from(p.out);
+  rows.offsets += first;
+  rows.table.blocks += first * p.table.row_stride;
+  return rows;
+}
+
+// Single queries of one text at neighbouring positions come as rows that name the same blocks: `count` of
+// them from `first` on, as one row of so many queries. Their keys and values are then read once for all.
+Problem joined(const Problem& p, int64_t first, int64_t count) {
+  Problem row = part(p, first, 1);
+  row.queries = count;
+  row.q.position_stride = row.q.batch_stride;
+  row.out.position_stride = row.out.batch_stride;
+  return row;
+}
+
+// Whether the row is the next position of the text of the row before it.
+bool continues(const Problem& p, int64_t row) {
+  if (row == 0 || p.offsets[row] != p.offsets[row - 1] + 1) return false;
+  const int32_t* blocks = p.table.blocks + row * p.table.row_stride;
+  return std::memcmp(blocks, blocks - p.table.row_stride,
+                     size_t(p.offsets[row] / kBlock + 1) * sizeof(int32_t)) == 0;
+}
+
+template <class T>
+Status attend_as(const Problem& p) {
+  const Plan plan(p);
+  return plan.spread() ? run_segments<T>(p, plan) : run_units<T>(p, plan);
+}
+
+template <class T>
+Status attend_joining(const Problem& p) {
+  int64_t singles = 0;  // the first of the rows before `row` that wait for their turn
+  for (int64_t row = 0, count; row < p.batch; row += count) {
+    for (count = 1; row + count < p.batch && continues(p, row + count);) ++count;
+    const bool last = row + count == p.batch;
+    if (count == 1 && !last) continue;
+    const int64_t waiting = row - singles + (count == 1);
+    Status status = waiting > 0 ? attend_as<T>(part(p, singles, waiting)) : kOk;
+    if (status == kOk && count > 1) status = attend_as<T>(joined(p, row, count));
+    if (status != kOk) return status;
+    singles = row + count;
+  }
+  return kOk;
+}
+
 }  // namespace
 
 Status attend(const Problem& p) {
   if (!valid(p)) return kBadArgument;
   if (p.batch == 0 || p.queries == 0) return kOk;
-  const Plan plan(p);
+  const bool joins = p.queries == 1 && p.table.blocks != nullptr && p.offsets != nullptr && p.mask.data == nullptr;
   Status status = kOk;
   const bool known = with_dtype(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    status = plan.spread() ? run_segments<T>(p, plan) : run_units<T>(p, plan);
+    status = joins ? attend_joining<T>(p) : attend_as<T>(p);
   });
   return known ? status : kBadArgument;
 }

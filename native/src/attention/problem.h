@@ -18,7 +18,8 @@
 namespace onward::attention {
 
 constexpr int64_t kBlock = 64;                // key positions
-constexpr int64_t kSegment = 8 * kBlock;
+constexpr int64_t kSegmentBlocks = 8;
+constexpr int64_t kSegment = kSegmentBlocks * kBlock;
 
 struct Span {  // first, …, last - 1
   int64_t first, last;

@@ -1,5 +1,8 @@
 // What one thread does: some neighbouring queries of one row of the batch, with all heads of one
 // group, over one segment of the keys of their key/value head, which is read once for all of them.
+// A single query may come with the groups of several neighbouring key/value heads: their parts of a
+// block lie side by side, and a processor that has begun to fetch a stream fetches some 4 KB past
+// its end, a quarter of what one head has in a block.
 #pragma once
 #include "../scratch.h"
 #include "softmax.h"
@@ -11,7 +14,7 @@ namespace onward::attention {
 constexpr int64_t kAheadBytes = 4096;
 
 struct Unit {
-  int64_t row, kv_head, first_query, queries;
+  int64_t row, kv_head, heads, first_query, queries;  // heads: of keys and values, from kv_head on
 };
 
 template <class T>
@@ -19,16 +22,17 @@ class Worker {
   using F = typename FormatOf<T>::type;
 
  public:
-  // `rows` is the most a unit has. ok() is false where there is no memory.
-  Worker(const Problem& problem, int64_t rows)
+  // rows, heads: the most a unit has. ok() is false where there is no memory.
+  Worker(const Problem& problem, int64_t rows, int64_t heads)
       : p_(problem),
         group_(p_.group()),
         padded_(round_up(p_.dim, 32)),
         query_words_(ceil_div(p_.dim, F::kFeatures) * 16) {
     // Every array begins on a cache line.
     const int64_t sizes[] = {kBlock / F::kPositions * padded_,
-                             kTileRows * kSegment,
-                             kTileRows * kSegment,
+                             heads * kTileRows * kSegment,
+                             heads * kTileRows * kSegment,
+                             heads * kSegmentBlocks * 16,
                              rows * query_words_,
                              State::floats(rows, padded_),
                              State::floats(rows, padded_),
@@ -48,7 +52,7 @@ class Worker {
       memory += round_up(*size++, 16);
       return array;
     };
-    packed_ = next(), scores_ = next(), weights_ = next(), panel_ = next();
+    packed_ = next(), scores_ = next(), weights_ = next(), decay_ = next(), panel_ = next();
     segment_ = State::in(next(), rows, padded_), total_ = State::in(next(), rows, padded_);
     queries_ = reinterpret_cast<Query*>(next()), tiles_ = reinterpret_cast<Tile*>(next());
     partial_keys_ = reinterpret_cast<T*>(next()), partial_values_ = reinterpret_cast<T*>(next());
@@ -73,7 +77,7 @@ class Worker {
     const Span segment = overlap(seen_by(unit), {start, start + kSegment});
     if (unit.queries > 1 && hides_poison(unit, segment)) {
       for (int64_t i = 0; i < unit.queries; ++i) {
-        run_segment({unit.row, unit.kv_head, unit.first_query + i, 1}, start,
+        run_segment({unit.row, unit.kv_head, 1, unit.first_query + i, 1}, start,
                     state.from_row(i * group_));
       }
       return;
@@ -81,7 +85,7 @@ class Worker {
     clear(state, rows_of(unit));
     lay_out_queries(unit);
     cut_tiles(unit);
-    if (tile_count_ == 1) return stream_segment(unit, segment, state);
+    if (tile_count_ == unit.heads) return stream_segment(unit, segment, state);
     for (int64_t at = first_block(segment); at < segment.last; at += kBlock) {
       run_block(unit, at, segment, state);
     }
@@ -113,7 +117,9 @@ class Worker {
     return ceil_div(count * int64_t(sizeof(Element)), int64_t(sizeof(float)));
   }
 
-  int64_t rows_of(const Unit& unit) const { return unit.queries * group_; }
+  // Query heads of a unit, and rows: one for each of its queries and query heads.
+  int64_t heads_of(const Unit& unit) const { return unit.heads * group_; }
+  int64_t rows_of(const Unit& unit) const { return unit.queries * heads_of(unit); }
 
   // From the first position that any query of the unit sees to the last.
   Span seen_by(const Unit& unit) const {
@@ -152,7 +158,7 @@ class Worker {
     for (int64_t r = 0, i = 0; i < unit.queries; ++i) {
       const int64_t query = unit.first_query + i;
       const Span span = p_.span(unit.row, query);
-      for (int64_t h = 0; h < group_; ++h, ++r) {
+      for (int64_t h = 0; h < heads_of(unit); ++h, ++r) {
         const int64_t head = unit.kv_head * group_ + h;
         queries_[r] = {span, p_.mask.at(unit.row, head, query)};
         const T* q = p_.q.at<T>(unit.row, head, query);
@@ -165,8 +171,14 @@ class Worker {
   }
 
   // The queries of a tile stand in one block of positions, so that all of them see the tile's last
-  // block: none is made to look at a later one.
+  // block: none is made to look at a later one. Of several key/value heads each has a tile.
   void cut_tiles(const Unit& unit) {
+    if (unit.heads > 1) {
+      for (tile_count_ = 0; tile_count_ < unit.heads; ++tile_count_) {
+        tiles_[tile_count_] = {tile_count_ * group_, group_, queries_[0].span};
+      }
+      return;
+    }
     const auto block_of = [&](int64_t r) { return (queries_[r].span.last - 1) / kBlock; };
     tile_count_ = 0;
     for (int64_t first = 0; first < rows_of(unit);) {
@@ -185,8 +197,9 @@ class Worker {
 
   // The block of keys that begins at `start`, of which those in `seen` concern the unit.
   void run_block(const Unit& unit, int64_t start, Span seen, const State& state) {
-    const Rows<T> keys = rows_at(unit, p_.keys, start, seen, partial_keys_);
-    const ValueRows<F, T> values{rows_at(unit, p_.values, start, seen, partial_values_), p_.dim};
+    const Place place{unit.row, unit.kv_head, start};
+    const Rows<T> keys = rows_at(place, p_.keys, seen, partial_keys_);
+    const ValueRows<F, T> values{rows_at(place, p_.values, seen, partial_values_), p_.dim};
     const auto packed = pack_values(values, positions_in(start, seen), padded_, packed_);
     for (int64_t i = 0; i < tile_count_; ++i) {
       const Tile& tile = tiles_[i];
@@ -199,57 +212,76 @@ class Worker {
     }
   }
 
-  // The same for all blocks of a segment and a unit of one tile, which runs at the pace of memory: first
-  // all keys, then all values, so that there is one long stream to ask for in advance. Every block goes
-  // through the same steps in the same order as in run_block.
+  // The same for all blocks of a segment and a unit of one tile for each of its key/value heads, which
+  // runs at the pace of memory: first all keys, then all values, so that there is one long stream to ask
+  // for in advance. Every block of a head goes through the same steps in the same order as in run_block.
   void stream_segment(const Unit& unit, Span segment, const State& state) {
-    const Tile& tile = tiles_[0];
     const int64_t begin = first_block(segment);
-    const Rows<T> first_values = rows_at(unit, p_.values, begin);
-    for (int64_t at = begin, i = 0; at < segment.last; at += kBlock, ++i) {
-      const Rows<T> keys = rows_at(unit, p_.keys, at, segment, partial_keys_);
-      const Ahead<T> ahead = ahead_of(unit, p_.keys, at, segment.last, first_values);
-      const Scoring<T> task = scoring(tile, at, ahead, buffers_of(i));
+    const Place first{unit.row, unit.kv_head, begin};
+    walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
+      const Rows<T> keys = rows_at(place, p_.keys, segment, partial_keys_);
+      const Ahead<T> ahead = ahead_of(unit, place, p_.keys, segment.last, rows_at(first, p_.values));
+      const Scoring<T> task = scoring(tiles_[tile], place.start, ahead, buffers);
       if (ahead.dense(p_.dim)) {
         score_keys<F, Fetch::kLines>(task, keys);
       } else {
         score_keys<F, Fetch::kRows>(task, keys);
       }
-    }
-    for (int64_t at = begin, i = 0; at < segment.last; at += kBlock, ++i) {
-      weigh(tile, at, state, buffers_of(i));
-    }
+    });
+    walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
+      weigh(tiles_[tile], place.start, state.from_row(tiles_[tile].first), buffers);
+    });
     const Rows<T> next_keys = keys_after(unit, segment);
-    for (int64_t at = begin, i = 0; at < segment.last; at += kBlock, ++i) {
-      const Ahead<T> ahead = ahead_of(unit, p_.values, at, segment.last, next_keys);
-      const StreamedValues<F, T> values{
-          {rows_at(unit, p_.values, at, segment, partial_values_), p_.dim}, ahead, ahead.dense(p_.dim)};
-      blend(tile, at, state, values, buffers_of(i));
+    walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
+      const Ahead<T> ahead = ahead_of(unit, place, p_.values, segment.last, next_keys);
+      const StreamedValues<F, T> values{{rows_at(place, p_.values, segment, partial_values_), p_.dim},
+                                        ahead,
+                                        ahead.dense(p_.dim)};
+      blend(tiles_[tile], place.start, state.from_row(tiles_[tile].first), values, buffers);
+    });
+  }
+
+  // Where a block of a key/value head begins.
+  struct Place {
+    int64_t row, kv_head, start;
+  };
+
+  // Every block of the segment, and in it every key/value head of the unit, which has the tile of its
+  // number: in the order of memory.
+  template <class Visit>
+  void walk(const Unit& unit, Span segment, Visit&& visit) {
+    for (int64_t at = first_block(segment), i = 0; at < segment.last; at += kBlock) {
+      for (int64_t h = 0; h < unit.heads; ++h, ++i) {
+        visit(Place{unit.row, unit.kv_head + h, at}, h, buffers_of(i));
+      }
     }
   }
 
-  // While the block at `start` is read, of positions that end at `end`: the rows some way ahead, then
-  // `next`. Through a table they lie in one piece to the end of the block; then come those of the following
-  // one, or if it has few positions those of `next` that will be wanted after them.
-  Ahead<T> ahead_of(const Unit& unit, const Tensor& tensor, int64_t start, int64_t end,
+  // While a block is read, of positions that end at `end`: the rows some way ahead, then `next`. Through a
+  // table they lie in one piece to the end of the block; then come those of the unit's next head or of the
+  // following block, or if that has few positions those of `next` that will be wanted after them.
+  Ahead<T> ahead_of(const Unit& unit, const Place& place, const Tensor& tensor, int64_t end,
                     const Rows<T>& next) const {
     const int64_t far = ceil_div(kAheadBytes, p_.dim * int64_t(sizeof(T)));
     const int64_t distance = far < kBlock ? far : kBlock;
-    const Rows<T> rows = rows_at(unit, tensor, start), ahead{rows[distance], rows.stride};
-    const int64_t left = end - start;
+    const Rows<T> rows = rows_at(place, tensor), ahead{rows[distance], rows.stride};
+    const int64_t left = end - place.start, here = left < kBlock ? left : kBlock;
+    if (place.kv_head + 1 < unit.kv_head + unit.heads) {
+      return {ahead, here - distance, rows_at({place.row, place.kv_head + 1, place.start}, tensor)};
+    }
     if (p_.table.blocks == nullptr || left <= kBlock) return {ahead, left - distance, next};
     const Rows<T> following = left - kBlock >= distance / 2
-                                  ? rows_at(unit, tensor, start + kBlock)
+                                  ? rows_at({place.row, unit.kv_head, place.start + kBlock}, tensor)
                                   : Rows<T>{next[kBlock - left], next.stride};
-    return {ahead, kBlock - distance, following};
+    return {ahead, here - distance, following};
   }
 
-  // What this thread will probably score next: the following segment, or another head's.
+  // What this thread will probably score next: the following segment, or other heads'.
   Rows<T> keys_after(const Unit& unit, Span segment) const {
-    if (segment.last < seen_by(unit).last) return rows_at(unit, p_.keys, segment.last);
-    Unit next = unit;
-    next.kv_head += 1;
-    return rows_at(next, p_.keys, first_block(seen_by(unit)));
+    if (segment.last < seen_by(unit).last) {
+      return rows_at({unit.row, unit.kv_head, segment.last}, p_.keys);
+    }
+    return rows_at({unit.row, unit.kv_head + unit.heads, first_block(seen_by(unit))}, p_.keys);
   }
 
   // How much of the block at `start` is worked on.
@@ -257,14 +289,15 @@ class Worker {
     return seen.last - start < kBlock ? round_up(seen.last - start, 16) : kBlock;
   }
 
-  Rows<T> rows_at(const Unit& unit, const Tensor& tensor, int64_t start) const {
-    return {p_.template cached<T>(tensor, unit.row, unit.kv_head, start), tensor.position_stride};
+  Rows<T> rows_at(const Place& place, const Tensor& tensor) const {
+    return {p_.template cached<T>(tensor, place.row, place.kv_head, place.start), tensor.position_stride};
   }
 
   // The same, in a copy where not all of the rows are seen: the others may not be read, zeros stand
   // for them.
-  Rows<T> rows_at(const Unit& unit, const Tensor& tensor, int64_t start, Span seen, T* copy) const {
-    const Rows<T> rows = rows_at(unit, tensor, start);
+  Rows<T> rows_at(const Place& place, const Tensor& tensor, Span seen, T* copy) const {
+    const Rows<T> rows = rows_at(place, tensor);
+    const int64_t start = place.start;
     const int64_t positions = positions_in(start, seen);
     if (seen.first <= start && seen.last >= start + positions) return rows;
     for (int64_t j = 0; j < positions; ++j) {
@@ -280,14 +313,14 @@ class Worker {
     return {copy, padded_};
   }
 
-  // Where one block of a tile keeps what it passes from step to step.
+  // Where one block of a tile keeps what it passes from step to step. number: in the order of `walk`.
   struct Buffers {
     float *scores, *weights;  // [rows, 64], [rows, 64 / kPositions] words
     float* decay;             // [16]
   };
-  Buffers buffers_of(int64_t block) {
-    return {scores_ + block * kTileRows * kBlock, weights_ + block * kTileRows * kBlock,
-            decay_ + block * 16};
+  Buffers buffers_of(int64_t number) {
+    return {scores_ + number * kTileRows * kBlock, weights_ + number * kTileRows * kBlock,
+            decay_ + number * 16};
   }
 
   Scoring<T> scoring(const Tile& tile, int64_t start, const Ahead<T>& ahead,
@@ -333,7 +366,7 @@ class Worker {
   // Divides by the sum of weights and writes.
   void finish(const Unit& unit, const State& state) const {
     for (int64_t r = 0, i = 0; i < unit.queries; ++i) {
-      for (int64_t h = 0; h < group_; ++h, ++r) {
+      for (int64_t h = 0; h < heads_of(unit); ++h, ++r) {
         const int64_t head = unit.kv_head * group_ + h;
         float sum = sum_lanes(load(state.sum + r * 16)), decay = 1.0f;
         if (p_.sinks != nullptr) {
@@ -362,13 +395,12 @@ class Worker {
   const Problem& p_;
   const int64_t group_, padded_, query_words_;
   bool ok_;
-  float *packed_, *scores_, *weights_, *panel_;
+  float *packed_, *scores_, *weights_, *decay_, *panel_;
   State segment_, total_;
   Query* queries_;
   Tile* tiles_;
   int64_t tile_count_ = 0;
   T *partial_keys_, *partial_values_;
-  alignas(64) float decay_[kSegment / kBlock * 16];
 };
 
 }  // namespace onward::attention

@@ -22,6 +22,7 @@ from onward.cache.view import View
 from onward.checks import check_whole
 from onward.errors import ContextOverflowError, RequestError
 from onward.forks import renew_in_forks
+from onward.native import library
 from onward.ops.blocks import BLOCK
 from onward.reprs import described
 
@@ -42,6 +43,7 @@ class PagedSlots:
         block: positions of a block.
 
     whole: False, for any rows make a cache of their own (`onward.decoding.slots.Slots`).
+    shares_rows: whether there are kernels: they read once what rows of one slot share, torch copies it for each.
     hits, lookups: positions that `acquire` found, and that it was asked for, in all.
     """
 
@@ -60,6 +62,7 @@ class PagedSlots:
         check_whole("cached_blocks", cached_blocks, low=0)
         check_whole("warm_blocks", warm_blocks, low=0)
         self.lock = threading.RLock()
+        self.shares_rows = memory.device.type == "cpu" and library() is not None
         self.max_len = max_len
         self.block = block
         self.hits = self.lookups = 0

@@ -306,7 +306,7 @@ class EngineFlags:
         int | None, Option("--max-waiting-tokens", metavar="N", help="The most ids of their prompts.")
     ] = None
     max_step_ms: Annotated[
-        float,
+        float | None,
         Option("--max-step-ms", metavar="MS", show_default=False, help="What prompts may make a step take; else 1000."),
     ] = 1000.0
     overcommit: Annotated[
@@ -333,9 +333,9 @@ class ServerEngineFlags(EngineFlags):
     """The same for somebody who waits for each token, and may leave open how many there are to be."""
 
     max_step_ms: Annotated[
-        float,
-        Option("--max-step-ms", metavar="MS", show_default=False, help="What prompts may make a step take; else 100."),
-    ] = 100.0
+        float | None,
+        Option("--max-step-ms", metavar="MS", help="What prompts may make a step take; else 2.25 times as long."),
+    ] = None
     overcommit: Annotated[
         float | None,
         Option(

@@ -1,8 +1,11 @@
 """Forwards over sequences: which of them one call of the model serves, and its tokens, offsets and logits.
 
 A sequence processes pending ids: one when it decodes, many of a prompt. Sequences that process equally many run
-together, so that no prompt is padded to another's length. Where a cache does not show its rows, all run together,
-padded to the longest; what padding writes lies past a row's own ids, where nothing is read.
+together, so that no prompt is padded to another's length. Over blocks a prompt's ids may also run beside those that
+decode, each as a row of its own that names the prompt's blocks: a layer stores all keys and values before it reads
+them, so the bits are those of the prompt as one row, and the weights are read once for all. Where a cache does not
+show its rows, all run together, padded to the longest; what padding writes lies past a row's own ids, where nothing is
+read.
 """
 
 from collections import abc
@@ -22,6 +25,8 @@ from onward.program import Pick
 
 # The most tokens of prompts that one forward takes together. More would be no faster, and take more memory.
 _MOST_TOGETHER = 512
+# Logits of few rows are taken of so many at least, and of a power of two: each number of them is a program.
+_LEAST_LOGITS = 8
 
 
 class Work(NamedTuple):
@@ -75,8 +80,14 @@ def batches(work: abc.Sequence[Work], slots: Slots) -> Iterator[tuple[list[int],
     if slots.whole:
         yield list(range(len(work))), max(map(needs_of, work))
         return
+    mixed = _mixed(work) if slots.shares_rows else []
+    if mixed:
+        yield mixed, Needs.LAST
+    together = set(mixed)
     by_shape: dict[tuple[int, Needs], list[int]] = {}
     for index, item in enumerate(work):
+        if index in together:
+            continue
         # The logits after a single id cost little, so those that need none run with the others.
         needs = max(Needs.LAST, needs_of(item)) if item.tokens == 1 else needs_of(item)
         by_shape.setdefault((item.tokens, needs), []).append(index)
@@ -85,6 +96,22 @@ def batches(work: abc.Sequence[Work], slots: Slots) -> Iterator[tuple[list[int],
             rows = len(group) if count == 1 else max(1, _MOST_TOGETHER // count)
             for first in range(0, len(group), rows):
                 yield [indices[place] for place in group[first : first + rows]], needs
+
+
+def _mixed(work: abc.Sequence[Work]) -> list[int]:
+    """The items, by index, of which each token is a row of one forward: those that decode, and prompts beside them.
+
+    Those that need logits come first.
+    """
+    decoding = [index for index, item in enumerate(work) if item.tokens == 1 and needs_of(item) is Needs.LAST]
+    if not decoding:
+        return []
+    tokens, prompts = len(decoding), []
+    for index, item in enumerate(work):
+        if item.tokens > 1 and needs_of(item) is not Needs.ALL and tokens + item.tokens <= _MOST_TOGETHER:
+            prompts.append(index)
+            tokens += item.tokens
+    return sorted([*decoding, *prompts], key=lambda index: -needs_of(work[index])) if prompts else []
 
 
 class Inputs(NamedTuple):
@@ -143,7 +170,12 @@ def forward(run: Run, slots: Slots, given: Inputs, logits_at: Tensor | None) -> 
 
 def processed(run: Run, slots: Slots, work: abc.Sequence[Work], needs: Needs, device: torch.device) -> Tensor | None:
     """Process items together. Returns their logits: [N, T, V] if all are needed, else [N, 1, V] after each item's last
-    id; None where none are needed. The caller holds the slots' lock."""
+    id; None where none are needed. The caller holds the slots' lock.
+
+    Items of `_mixed` come in its order, and the logits are those of the items that need them.
+    """
+    if len({count for _, count in work}) > 1 and slots.shares_rows:
+        return _rows_processed(run, slots, work, device)
     given = inputs(work, slots, device)
     if needs is Needs.ALL or given.tokens.shape[1] == 1:
         logits = forward(run, slots, given, None)
@@ -154,3 +186,25 @@ def processed(run: Run, slots: Slots, work: abc.Sequence[Work], needs: Needs, de
         at = torch.tensor(last, dtype=torch.int64, device=device).unsqueeze(1)
         logits = forward(run, slots, given, at[:, : int(needs)])
     return given.of_items(logits) if needs else None
+
+
+def _rows_processed(run: Run, slots: Slots, work: abc.Sequence[Work], device: torch.device) -> Tensor:
+    """Process every id of the items as a row of its own. The rows whose logits are needed come first."""
+    needing = [item for item in work if needs_of(item) is Needs.LAST]
+    last = [(sequence, sequence.computed + count - 1, 1) for sequence, count in needing]
+    before = [
+        (sequence, sequence.computed, count - (needs_of(Work(sequence, count)) is Needs.LAST))
+        for sequence, count in work
+    ]
+    runs = [(sequence, first, count) for sequence, first, count in [*last, *before] if count]
+    ids = [token for sequence, first, count in runs for token in sequence.ids(first, first + count)]
+    view = slots.view_of([sequence.slot for sequence, _, count in runs for _ in range(count)], 1)
+    offsets = [position for _, first, count in runs for position in range(first, first + count)]
+    given = Inputs(
+        torch.tensor(ids, dtype=torch.int32, device=device).unsqueeze(1),
+        torch.tensor(offsets, dtype=torch.int32, device=device),
+        view,
+    )
+    wanted = max(_LEAST_LOGITS, 1 << (len(needing) - 1).bit_length())
+    at = torch.zeros(wanted, 1, dtype=torch.int64, device=device) if wanted < len(ids) else None
+    return forward(run, slots, given, at)[: len(needing)]

@@ -34,10 +34,12 @@ class Slots(Protocol):
     total: how many blocks there are; a block is what a slot takes room by. available: those that can be had now.
     cached: those of them that hold what may be found. hits, lookups: ids that were found so, and that were looked for.
     whole: whether a forward always gets all rows, padded to one length, for the cache does not show where its rows are.
+    shares_rows: whether several rows of a view may be those of one slot.
     """
 
     lock: threading.RLock
     whole: bool
+    shares_rows: bool
 
     @property
     def total(self) -> int: ...
@@ -129,12 +131,16 @@ class DenseSlot:
 class DenseSlots:
     """Rows of one cache, which may be anyone's pytree.
 
+    Each row is of one slot (`shares_rows` is False).
+
     cache: of `rows` rows. length: positions of a row; None if unknown.
     dims: the dimension of rows in each tensor of the cache; None where it does not show it. Then rows are neither
         moved nor copied, and every forward gets all of them.
     model: makes a longer cache where `reserve` asks for it. Only for a cache of one's own, whose rows may move.
     filled: how many positions each row holds at first; none by default.
     """
+
+    shares_rows = False
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class DecodeStep:
             return []
         sequences = [items[place].sequence for place in going_on]
         if logits.shape[1] == 1:
-            last = logits[:, 0] if len(going_on) == len(items) else logits[going_on, 0]
+            last = logits[:, 0] if len(going_on) == len(logits) else logits[going_on, 0]
         else:
             last = logits[going_on, [items[place].tokens - 1 for place in going_on]]
         if ids is None:

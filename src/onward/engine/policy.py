@@ -29,10 +29,12 @@ a request has ended, and the preempted one comes back with all blocks that it ma
 has run the longest always goes on, and each request that ends lets the others come nearer to their own end.
 
 **Prompts.** Rows that decode take part in every step. Prompts get the time that decoding leaves of `max_step_ms`, as
-measured by `StepPace`, but at least 32 tokens a step. Where nobody decodes they get `prefill_chunk` tokens. Steps give
-the time in turns: to the prompt that came first, and to the one that has the fewest tokens left. What one leaves goes
-to the next in the same order. So the prompt that came first takes at most twice as many steps as if it were alone, and
-one more, whatever comes behind it; so does one behind it, as long as it is the shortest. Each is the first in the end.
+measured by `StepPace`, but at least 32 tokens a step. Without that limit a step may take 2.25 times what its decoding
+rows take alone, and 10 ms in any case; then prompts get 16 tokens at least. Where nobody decodes they get
+`prefill_chunk` tokens. Steps give the time in turns: to the prompt that came first, and to the one that has the fewest
+tokens left. What one leaves goes to the next in the same order. So the prompt that came first takes at most twice as
+many steps as if it were alone, and one more, whatever comes behind it; so does one behind it, as long as it is the
+shortest. Each is the first in the end.
 """
 
 import math
@@ -44,6 +46,8 @@ from onward.engine.pace import Chunk, StepPace, Throughput
 
 # A step's prompt tokens are at least these, however slow steps are: prompts always make progress.
 _LEAST_TOKENS = 32
+# Without a limit: how much longer prompts may make a step, and the seconds that any step may take.
+_GROWTH, _SHORT_STEP = 2.25, 0.010
 # The sizes of chunks: 16, 32, 48, 64, 96, 128, 192, … They are few, for a forward may be traced for each.
 _SIZES = (16, *(size for power in range(5, 24) for size in (1 << power, 3 << power - 1)))
 # Seconds after which a refused request may come back: where nothing was measured yet, and at most.
@@ -108,7 +112,7 @@ class Policy(Generic[ItemT]):
 
     max_sequences: the most rows that run at once.
     max_waiting, max_waiting_tokens: the most requests, and tokens of their prompts, that wait.
-    max_step_ms: how long a step may take about, in milliseconds, while rows decode.
+    max_step_ms: how long a step may take about, in milliseconds, while rows decode; None: see Prompts.
     prefill_chunk: the most tokens of prompts in a step.
     overcommit: 1 or more; see Admission.
     ageing: seconds of waiting that a step of priority is worth.
@@ -123,14 +127,14 @@ class Policy(Generic[ItemT]):
         max_sequences: int,
         max_waiting: int,
         max_waiting_tokens: int,
-        max_step_ms: float = 100.0,
+        max_step_ms: float | None = None,
         prefill_chunk: int = 512,
         overcommit: float = 1.0,
         ageing: float = 10.0,
     ) -> None:
         self._max_sequences = max_sequences
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
-        self._max_step = max_step_ms / 1000
+        self._max_step = None if max_step_ms is None else max_step_ms / 1000
         self._prefill_chunk = prefill_chunk
         self._sizes = [size for size in _SIZES if size <= prefill_chunk] or [prefill_chunk]
         self._overcommit = overcommit
@@ -246,7 +250,7 @@ class Policy(Generic[ItemT]):
         prompts = [row for row in rows if row.total - row.computed > 1]
         if self._shortest_first:
             prompts.sort(key=lambda row: row.total - row.computed)
-        seconds = self._max_step - self.pace.decode(self._decoding) if self._decoding else math.inf
+        seconds = self._seconds_for_prompts() if self._decoding else math.inf
         tokens = self._prefill_chunk
         counts: dict[int, int] = {}
         for row in prompts:
@@ -260,16 +264,22 @@ class Policy(Generic[ItemT]):
         planned = [(row, 1 if row.total - row.computed == 1 else counts.get(id(row), 0)) for row in rows]
         return [(row, count) for row, count in planned if count]
 
+    def _seconds_for_prompts(self) -> float:
+        """What the rows that decode leave of a step."""
+        decoding = self.pace.decode(self._decoding)
+        limit = max(_GROWTH * decoding, _SHORT_STEP) if self._max_step is None else self._max_step
+        return limit - decoding
+
     def _chunk_size(self, row: Row, seconds: float, tokens: int) -> int:
         """The most tokens of a prompt that fit into these seconds and tokens: all that it has left or a size.
 
-        The first chunk of a step has up to `_LEAST_TOKENS` in any case. Later ones that end no prompt have as many at
-        least, for smaller ones are not worth reading the weights for.
+        The first chunk of a step has up to `_LEAST_TOKENS` in any case, 16 without a limit. Later ones that end no
+        prompt have `_LEAST_TOKENS` at least: many small ones would make attention read as many caches.
         """
         pending, first = row.total - row.computed, not self._chunks
         smaller = (size for size in reversed(self._sizes) if size < pending and (first or size >= _LEAST_TOKENS))
         for size in (pending, *smaller):
-            in_any_case = first and size <= _LEAST_TOKENS
+            in_any_case = first and size <= (_SIZES[0] if self._max_step is None else _LEAST_TOKENS)
             if size <= tokens and (in_any_case or self.pace.chunk(row.computed, size) <= seconds):
                 return size
         return 0

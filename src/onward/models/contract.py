@@ -21,14 +21,14 @@ def logits_and_cache(result: object, source: str = "forward", advice: str = "") 
 
 
 def check_logits(logits: Tensor, shape: Sequence[int]) -> None:
-    """Raise `RequestError` unless logits are [*shape, V]; `shape` is [B, T], or [B, N] of the positions asked for."""
+    """Raise `RequestError` unless logits are [*shape, V]; `shape` is [B, T], or [R, N] of the positions asked for."""
     if logits.dim() != 3 or logits.shape[:2] != tuple(shape):
         raise RequestError(f"forward must return logits {[*shape, 'V']}; got {list(logits.shape)}")
 
 
 def take_positions(x: Tensor, positions: Tensor) -> Tensor:
-    """[B, T, D] at int64 [B, N] indices into T -> [B, N, D]."""
-    rows = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    """[B, T, D] at int64 [R, N] indices into T of the first R rows -> [R, N, D]."""
+    rows = torch.arange(positions.shape[0], device=x.device).unsqueeze(1)
     return x[rows, positions]
 
 

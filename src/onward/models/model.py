@@ -11,8 +11,9 @@ A forward is shape-stable: no shape depends on the VALUE of `offsets`. Entries o
 row's offset are never read.
 
 The head is the largest matrix of a small model, and a prompt needs logits at one position only. So a forward may
-also take `logits_at`, int64 [B, N] indices into T, and return logits [B, N, V] of those positions alone.
-`Model(selects_logits=True)` says that it does. A plain four-argument forward computes all logits, and Onward picks.
+also take `logits_at`, int64 [R, N] indices into T, and return logits [R, N, V] of those positions of the first R
+rows alone; R is B wherever caches do not lie in blocks. `Model(selects_logits=True)` says that it does. A plain
+four-argument forward computes all logits, and Onward picks.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,8 @@ class Model:
     compiles: whether its forward may become a program (`onward.compile`). A program reads params where they lay when it
         was traced: it sees changes in place, but not tensors that take their place.
     new_blocks: makes memory for so many blocks of 64 positions, of which its forward takes views (`onward.KVBlocks`);
-        None for a forward that serves only the caches of `new_cache`.
+        None for a forward that serves only the caches of `new_cache`. Several rows of a view may be neighbouring
+        positions of one text: a layer stores the keys and values of all rows before it reads any.
     """
 
     forward: Forward
@@ -72,7 +74,7 @@ class Model:
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Cache]:
-        """Run the forward; logits [B, T, V], or [B, N, V] at `logits_at` int64 [B, N]."""
+        """Run the forward; logits [B, T, V], or [R, N, V] at `logits_at` int64 [R, N] of the first R rows."""
         if self.selects_logits:
             return logits_and_cache(self.forward(tokens, offsets, cache, self.params, logits_at=logits_at))
         return run_plain(self.forward, self.params, tokens, offsets, cache, logits_at)

@@ -16,7 +16,7 @@ from onward.program import compile as compile_forward
 
 
 class ModelRun:
-    """Callable as (tokens int32 [B, T], offsets int32 [B], cache, logits_at int64 [B, N] or None) -> (logits, cache).
+    """Callable as (tokens int32 [B, T], offsets int32 [B], cache, logits_at int64 [R, N] or None) -> (logits, cache).
 
     compile: "auto" takes the best backend of `onward.compile`, and runs a forward that cannot be traced eagerly
         (`why_eager` says why). The name of a backend insists on it. "eager" traces nothing.

@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -28,8 +28,8 @@ from onward.program.trace import trace
 Forward = Callable[..., tuple[Tensor, Any]]
 T = TypeVar("T")
 
-# How many programs, and how many families, are kept. Prompts have all lengths, and only the last ones matter.
-_MOST_KEPT = 32
+# How many programs, and how many families, are kept. Steps have all numbers of tokens, and only the last ones matter.
+_MOST_KEPT = 128
 # How many traced shapes a family keeps, to confirm a grid with.
 _MOST_TRACED = 4
 
@@ -38,6 +38,16 @@ _log = logging.getLogger(__name__)
 
 class MissingKernelsError(ProgramError):
     """A forward uses operators that have no kernel, and the caller refused to let torch run them."""
+
+
+class Wanted(NamedTuple):
+    """Which logits a program computes: so many of `each` row, of the first `rows` rows; None: of all."""
+
+    rows: int | None
+    each: int
+
+    def shape(self, batch: int) -> tuple[int, int]:
+        return batch if self.rows is None else self.rows, self.each
 
 
 @dataclass(eq=False)
@@ -147,28 +157,31 @@ class CompiledForward:
     def _program(
         self, batch: int, tokens: int, cache: Any, leaves: CacheLeaves, logits_at: Tensor | None = None
     ) -> NativeProgram:
-        num_logits = None if logits_at is None or not self._selects_logits else logits_at.shape[1]
-        shape = batch, tokens, num_logits
+        wanted = None
+        if logits_at is not None and self._selects_logits:
+            rows, each = logits_at.shape
+            wanted = Wanted(None if rows == batch else rows, each)
+        shape = batch, tokens, wanted
 
         def by_shape() -> NativeProgram:
             key = (*shape, leaves.signature)
             return _get_or_make(
-                self._programs.by_shape, key, lambda: self._make(Shape(batch, tokens), num_logits, cache, leaves)
+                self._programs.by_shape, key, lambda: self._make(Shape(batch, tokens), wanted, cache, leaves)
             )
 
         return _get_or_make(self._programs.recent, (leaves, shape), by_shape)
 
-    def _make(self, shape: Shape, num_logits: int | None, cache: Any, leaves: CacheLeaves) -> NativeProgram:
+    def _make(self, shape: Shape, wanted: Wanted | None, cache: Any, leaves: CacheLeaves) -> NativeProgram:
         several = shape.batch > 1
         layouts = leaves.for_any_rows(shape.batch)
-        family = _get_or_make(self._programs.families, (several, shape.tokens > 1, num_logits, layouts), _Family)
+        family = _get_or_make(self._programs.families, (several, shape.tokens > 1, wanted, layouts), _Family)
 
         def trace_shape(shape: Shape) -> tuple[Image, Signature]:
-            return self._traced(shape, num_logits, without_memory(cache, layouts, shape.batch))
+            return self._traced(shape, wanted, without_memory(cache, layouts, shape.batch))
 
         grid = self._grid(family, shape, trace_shape)
         if grid is not None:
-            image, signature = grid.image(shape), _resized(grid.signature, shape, num_logits)
+            image, signature = grid.image(shape), _resized(grid.signature, shape, wanted)
         else:
             image, signature = family.traced.get(shape) or trace_shape(shape)
             if len(family.traced) < _MOST_TRACED:
@@ -193,9 +206,10 @@ class CompiledForward:
                     return new_grid
         return None
 
-    def _traced(self, shape: Shape, num_logits: int | None, cache: Any) -> tuple[Image, Signature]:
+    def _traced(self, shape: Shape, wanted: Wanted | None, cache: Any) -> tuple[Image, Signature]:
         began = time.perf_counter()
-        traced = trace(self._forward, self._params, cache, *shape, num_logits, whole=is_whole, infer=INFER)
+        logits_at = None if wanted is None else wanted.shape(shape.batch)
+        traced = trace(self._forward, self._params, cache, *shape, logits_at, whole=is_whole, infer=INFER)
         calls = lower(traced)
         missing = fallbacks(calls)
         if missing and self._fallback == "raise":
@@ -215,15 +229,15 @@ def _free_axes(family: _Family, shape: Shape) -> list[tuple[bool, bool]]:
     return sorted((differing | both) - {(False, False)}, reverse=True)
 
 
-def _resized(largest: Signature, shape: Shape, num_logits: int | None) -> Signature:
+def _resized(largest: Signature, shape: Shape, wanted: Wanted | None) -> Signature:
     """The signature of a grid's largest program, changed to another shape."""
-    count = shape.tokens if num_logits is None else num_logits
-    sizes = {Kind.TOKENS: shape, Kind.OFFSETS: (shape.batch,), Kind.LOGITS_AT: (shape.batch, count)}
+    logits = tuple(shape) if wanted is None else wanted.shape(shape.batch)
+    sizes = {Kind.TOKENS: shape, Kind.OFFSETS: (shape.batch,), Kind.LOGITS_AT: logits}
     inputs = {
         kind: replace(array, shape=tuple(sizes[kind]), strides=contiguous_strides(sizes[kind]))
         for kind, array in largest.inputs.items()
     }
-    return replace(largest, inputs=inputs, logits_shape=(shape.batch, count, largest.logits_shape[2]))
+    return replace(largest, inputs=inputs, logits_shape=(*logits, largest.logits_shape[2]))
 
 
 def _get_or_make(entries: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:

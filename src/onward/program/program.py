@@ -55,7 +55,8 @@ class Program:
 
         Args:
             tokens: int32 [B, T]. offsets: int32 [B]. cache: of the structure compiled with; written in place.
-            logits_at: int64 [B, N], the places in T to return logits for; for forwards that take it.
+            logits_at: int64 [R, N], the places in T of the first R rows to return logits for; for forwards that take
+                it.
 
         Returns:
             A new tensor of logits, [B, T, V] or [B, N, V]; and the cache.

@@ -31,7 +31,7 @@ TraceShape = Callable[[Shape], tuple[Image, Signature]]
 # Shapes to trace programs at. Odd and coprime to the sizes of models, so that no two sizes are equal by chance.
 _LOW = Shape(17, 11)
 _BETWEEN = Shape(19, 13)
-MOST_ROWS = 67
+MOST_ROWS = 1031
 
 
 class Grid:

@@ -21,7 +21,7 @@ def trace(
     cache: Any,
     batch: int,
     tokens: int,
-    logits_at: int | None = None,
+    logits_at: tuple[int, int] | None = None,
     *,
     whole: Callable[[OpOverload], bool],
     infer: Mapping[OpOverload, Infer],
@@ -32,7 +32,7 @@ def trace(
         forward: (tokens int32 [B, T], offsets int32 [B], cache, params) -> (logits [B, T, V], cache).
         params, cache: like those of later calls; only their shapes, dtypes and strides matter.
         batch, tokens: B, T.
-        logits_at: N; the forward gets the keyword `logits_at`, int64 [B, N], and returns logits [B, N, V].
+        logits_at: (R, N); the forward gets the keyword `logits_at`, int64 [R, N], and returns logits [R, N, V].
         whole, infer: as in `Recorder`.
 
     Raises:
@@ -46,9 +46,7 @@ def trace(
             Kind.OFFSETS: recorder.declare((batch,), None, torch.int32, Kind.OFFSETS, "offsets"),
         }
         if logits_at is not None:
-            inputs[Kind.LOGITS_AT] = recorder.declare(
-                (batch, logits_at), None, torch.int64, Kind.LOGITS_AT, "logits_at"
-            )
+            inputs[Kind.LOGITS_AT] = recorder.declare(logits_at, None, torch.int64, Kind.LOGITS_AT, "logits_at")
         options = {} if logits_at is None else {"logits_at": inputs[Kind.LOGITS_AT]}
         traced_params = _stand_ins(recorder, params, Kind.PARAM)
         traced_cache = _stand_ins(recorder, cache, Kind.CACHE)
@@ -66,7 +64,7 @@ def trace(
         traced = recorder.trace
         traced.inputs = {kind: recorder.array(tensor) for kind, tensor in inputs.items()}
         traced.cache = [recorder.array(leaf) for leaf in pytree.tree_leaves(traced_cache) if isinstance(leaf, Tensor)]
-        _check_result(result, traced_cache, (batch, tokens if logits_at is None else logits_at))
+        _check_result(result, traced_cache, (batch, tokens) if logits_at is None else logits_at)
         traced.logits = recorder.array(result[0])
         traced.returned_cache = [
             recorder.array(leaf) for leaf in pytree.tree_leaves(result[1]) if isinstance(leaf, Tensor)

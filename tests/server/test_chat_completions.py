@@ -3,8 +3,9 @@
 import asyncio
 import json
 import math
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 from live_server import MESSAGES, SECONDS, LiveServer, deltas, text_of
 
@@ -173,6 +174,20 @@ def test_openais_client_reads_answers_and_streams(server: LiveServer, lm: onward
     with server.openai(strict=False) as client:  # its type of a completion has no chunk that is not the last
         streamed = client.completions.create(prompt="The fox", stream=True, **options)
         assert "".join(chunk.choices[0].text for chunk in streamed) == completion.choices[0].text
+
+
+class Animal(pydantic.BaseModel):
+    kind: Literal["fox", "owl"]
+    is_small: bool
+
+
+def test_openais_client_parses_what_has_a_schema(server: LiveServer) -> None:
+    with server.openai() as client:
+        options: Any = {"model": "demo", "extra_body": {"seed": 4}}
+        chat = client.chat.completions.parse(messages=MESSAGES, response_format=Animal, max_tokens=100, **options)
+        response = client.responses.parse(input="Hi", text_format=Animal, max_output_tokens=100, **options)
+    assert isinstance(chat.choices[0].message.parsed, Animal)
+    assert isinstance(response.output_parsed, Animal)
 
 
 def test_paths_are_there_without_v1(server: LiveServer) -> None:

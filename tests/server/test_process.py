@@ -15,6 +15,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from onward.cli.serve import _server_package
+from onward.errors import RequestError
+
 SECONDS = 60
 LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "temperature": 1.0, "n": 8}
 
@@ -117,6 +120,15 @@ def test_flags_name_models_keys_and_hosts(tmp_path: Path) -> None:
         assert answer["usage"]["completion_tokens"] == 3
         served.process.send_signal(signal.SIGTERM)
         assert served.end() == 0
+
+
+def test_without_the_extra_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("onward.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("onward.server", raising=False)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(RequestError, match=r"fastapi: pip install 'onward\[serve\]'"):
+        _server_package()
 
 
 @pytest.mark.parametrize(

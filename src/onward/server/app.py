@@ -36,19 +36,19 @@ class App:
         self.service = service
         self.streams = Streams(service.settings)
         self.routes = _routes(service, self.streams, self._lifespan)
-        inner: ASGIApp = self.routes
-        if service.settings.cors_origins:
-            inner = CORSMiddleware(
-                inner,
+        self.gate = Gate(self.routes, service)
+        self._outer: ASGIApp = self.gate
+        if service.settings.cors_origins:  # around the gate: pages may read why they are kept out, too
+            self._outer = CORSMiddleware(
+                self.gate,
                 allow_origins=service.settings.cors_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after"],
             )
-        self.gate = Gate(inner, service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.gate(scope, receive, send)
+        await self._outer(scope, receive, send)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:

@@ -109,10 +109,8 @@ class Gate:
         if self._service.draining:
             raise EngineError("the server shuts down and takes no more requests")
         if self.inside > settings.max_requests:
-            raise BodyError(
-                f"the server holds {settings.max_requests} requests, as many as it takes", code="too_many_requests",
-                status=503,
-            )  # fmt: skip
+            message = f"the server holds {settings.max_requests} requests, as many as it takes"
+            raise BodyError(message, code="too_many_requests", status=503)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > settings.max_body:
             raise too_large(settings)

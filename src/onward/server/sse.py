@@ -55,6 +55,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._submission, self._events, self._client, self._streams = submission, events, client, streams
         self._ended = ended
+        self._going_on = dict.fromkeys(range(len(submission.generations)), 0)  # and how many pieces of each were told
         self._changed = asyncio.Event()
         self._wants_comment = False
         self._sending_since: float | None = None
@@ -94,30 +95,20 @@ class EventStream(Response):
                 end()
 
     async def _events_of(self, send: Send) -> None:
-        told = [0] * len(self._submission.generations)
-        going_on = list(range(len(told)))
         await self._send(send, self._events.begin())
-        while going_on and not self._client.gone:
+        while not self._client.gone:
             self._changed.clear()
             events: list[str] = []
             try:
-                for at in list(going_on):
-                    generation = self._submission.generations[at]
-                    has_ended = generation.done  # before its last pieces are looked for
-                    if pieces := generation.pieces(told[at]):
-                        told[at] += len(pieces)
-                        events += self._events.pieces(at, pieces)
-                    if has_ended:
-                        going_on.remove(at)
-                        events += self._events.end(at, self._submission.completion(at))
+                self._add_news(events)
             except Exception as error:
                 self._submission.cancel()
-                told_error = error if isinstance(error, OnwardError) else OnwardError(DEFECT)
-                await self._send(send, [*events, *self._events.error(told_error)], is_last=True)
-                if told_error is not error:
+                told = error if isinstance(error, OnwardError) else OnwardError(DEFECT)
+                await self._send(send, [*events, *self._events.error(told)], is_last=True)
+                if told is not error:
                     raise
                 return
-            if not going_on:
+            if not self._going_on:
                 await self._send(send, [*events, *self._events.finish()], is_last=True)
                 return
             await self._send(send, events)
@@ -125,6 +116,18 @@ class EventStream(Response):
             if self._wants_comment:
                 self._wants_comment = False
                 await self._write(send, _COMMENT, is_last=False)
+
+    def _add_news(self, events: list[str]) -> None:
+        """Add what has come since the last time. Raises what made a request fail."""
+        for at, told in list(self._going_on.items()):
+            generation = self._submission.generations[at]
+            has_ended = generation.done  # before its last pieces are looked for
+            if pieces := generation.pieces(told):
+                self._going_on[at] += len(pieces)
+                events += self._events.pieces(at, pieces)
+            if has_ended:
+                del self._going_on[at]
+                events += self._events.end(at, self._submission.completion(at))
 
     async def _send(self, send: Send, events: Sequence[str], *, is_last: bool = False) -> None:
         if events or is_last:

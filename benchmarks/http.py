@@ -19,7 +19,7 @@ from typing import Any
 
 import onward
 from onward.server import Settings, create_app
-from onward.server.lifecycle import Server, address_of, config_of, listening
+from onward.server.lifecycle import Server, address_of, bound, config_of
 
 PROMPT = "Once upon a time there was"
 
@@ -47,7 +47,7 @@ def measured(lm: onward.LanguageModel, clients: int, tokens: int, rounds: int, f
     """Medians over the rounds, of which the first of each kind is left out. flags: of the clients."""
     engine = onward.Engine(lm, max_sequences=clients)
     app = create_app({"model": engine}, Settings(access_log=False))
-    listener = listening("127.0.0.1", 0)
+    listener = bound("127.0.0.1", 0)
     server = Server(config_of(app))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

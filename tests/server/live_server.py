@@ -12,7 +12,7 @@ import httpx2
 import onward
 import openai
 from onward.server import App, Settings, create_app
-from onward.server.lifecycle import Server, address_of, config_of, listening
+from onward.server.lifecycle import Server, address_of, bound, config_of
 
 SECONDS = 60
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
@@ -26,7 +26,7 @@ class LiveServer:
     ) -> None:
         self.engines = {name: onward.Engine(lm, **(limits or {})) for name, lm in models.items()}
         self.app: App = create_app(self.engines, Settings(**{"access_log": False} | settings))
-        self.listener = listening("127.0.0.1", 0)
+        self.listener = bound("127.0.0.1", 0)
         self.url = address_of(self.listener)
         self.port = self.listener.getsockname()[1]
         self.uvicorn = Server(config_of(self.app))

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -122,6 +123,16 @@ def test_flags_name_models_keys_and_hosts(tmp_path: Path) -> None:
         assert served.end() == 0
 
 
+def test_an_address_that_is_in_use_is_told_before_models_are_loaded() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        command = [sys.executable, "-m", "onward", "serve", "no-such-model", "--port", str(other.getsockname()[1])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 2
+    assert "cannot listen" in done.stderr
+
+
 def test_without_the_extra_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("onward.server")]:
         monkeypatch.delitem(sys.modules, name)
@@ -141,6 +152,7 @@ def test_without_the_extra_an_error_names_it(monkeypatch: pytest.MonkeyPatch) ->
         (("demo", "--api-key", "a b"), "API key"),
         (("demo", "--host", "no.such.host.invalid"), "cannot listen"),
         (("demo", "--max-new-tokens", "-1"), "max_new_tokens"),
+        (("no-such-model", "--port", "0"), "no-such-model"),
     ],
 )
 def test_wrong_flags_are_one_line(flags: tuple[str, ...], says: str) -> None:

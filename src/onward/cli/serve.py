@@ -1,7 +1,7 @@
 """`onward serve`: models behind OpenAI's protocol, over HTTP."""
 
 import dataclasses
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,10 +82,28 @@ class ServerFlags:
             keys += of_file
         return tuple(dict.fromkeys(keys))
 
-    def hosts(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """The names to answer to; none for any. A server of this machine alone, without keys, has only its names."""
-        given = tuple(self.allow_host or ())
-        return (*_LOOPBACK, *given) if self.host in _LOOPBACK and not keys else given
+    def settings(self) -> dict[str, Any]:
+        """As keyword arguments of `onward.server.Settings`.
+
+        Raises:
+            RequestError: no keys in the file of keys.
+        """
+        keys, names = self.keys(), tuple(self.allow_host or ())
+        is_local = self.host in _LOOPBACK
+        if not is_local and not keys:
+            warn(f"anybody who reaches {self.host} may use this server: ask for a key with --api-key-file")
+        return {
+            "api_keys": keys,
+            "max_body": int(self.max_body * 2**20),
+            "max_requests": self.max_requests,
+            "keep_alive": self.keep_alive,
+            "drain": self.drain,
+            "cors_origins": tuple(self.allow_origin or ()),
+            # A server of this machine alone, without keys, has only its names; others have any, or those given.
+            "hosts": (*_LOOPBACK, *names) if is_local and not keys else names,
+            "access_log": self.access_log,
+            "log_prompts": self.log_prompts,
+        }
 
 
 def serve(
@@ -117,45 +135,30 @@ def serve(
     served is refused by its name. SIGTERM ends it when running requests
     have ended; a second one at once.
     """
-    keys = server.keys()
     specs = [_Spec.parse(text, loading, drafting) for text in ([source] if source else []) + (model or [])]
     specs = specs or [_Spec.parse("demo", loading, drafting)]
     if len({spec.name for spec in specs}) < len(specs):
         raise RequestError(f"models need names of their own; got {', '.join(spec.name for spec in specs)}")
-    if server.host not in _LOOPBACK and not keys:
-        warn(f"anybody who reaches {server.host} may use this server: ask for a key with --api-key-file")
-    with waiting("starting …"):
-        server_package = _server_package()
     limits = engine.limits()
+    with waiting("starting …"):
+        package = _server_package()
+    settings = package.Settings(max_new_tokens=max_new_tokens, **server.settings())
     if len(specs) > 1 and "cache_memory" not in limits:
         limits["cache_memory"] = _share(len(specs))
-    with ExitStack() as stack:
+    # What is wrong with the address is told before models are loaded for nothing.
+    with closing(package.bound(server.host, server.port)) as address, ExitStack() as stack:
         engines: dict[str, Any] = {}
         variables: dict[str, Any] = {}
         for spec in specs:
             lm = load_model(spec.model, spec.draft)
             if template.is_set:
                 variables[spec.name] = template_variables(template, lm, spec.name)
-            served = onward.Engine(lm, **limits)
-            stack.callback(served.close, drain=False)
-            engines[spec.name] = served
-        settings = server_package.Settings(
-            api_keys=keys,
-            max_new_tokens=max_new_tokens,
-            variables=variables,
-            max_body=int(server.max_body * 2**20),
-            max_requests=server.max_requests,
-            keep_alive=server.keep_alive,
-            drain=server.drain,
-            cors_origins=tuple(server.allow_origin or ()),
-            hosts=server.hosts(keys),
-            access_log=server.access_log,
-            log_prompts=server.log_prompts,
-        )
-        server_package.log_to_stderr()
-        app = server_package.create_app(engines, settings)
+            engines[spec.name] = onward.Engine(lm, **limits)
+            stack.callback(engines[spec.name].close, drain=False)
+        app = package.create_app(engines, dataclasses.replace(settings, variables=variables))
+        package.log_to_stderr()
         names = ", ".join(engines)
-        server_package.run(app, server.host, server.port, lambda url: note(f"{names} at {url}/v1 · Ctrl-C ends it"))
+        package.run(app, address, lambda url: note(f"{names} at {url}/v1 · Ctrl-C ends it"))
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ def config_of(app: App) -> uvicorn.Config:
     )
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. port: 0 takes a free one.
+def bound(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
+    """A socket for a server to listen at. port: 0 takes a free one.
 
     Raises:
         RequestError: the address is in use, or is none of this machine.
@@ -60,24 +60,23 @@ def listening(host: str, port: int) -> socket.socket:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # clients that never read
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
         listener.bind(address)
-        listener.listen(2048)
     except OSError as error:
         listener.close()
         raise RequestError(f"the server cannot listen at {host}:{port}: {error.strerror or error}") from error
     return listener
 
 
-def run(app: App, host: str = "127.0.0.1", port: int = 8000, ready: Callable[[str], None] | None = None) -> None:
+def run(app: App, listener: socket.socket, ready: Callable[[str], None] | None = None) -> None:
     """Serve until a signal comes (SIGTERM or SIGINT), then drain. A second signal ends the process at once.
 
-    ready: is called with the address, when the server listens.
+        onward.server.run(app, onward.server.bound("127.0.0.1", 8000))
+
+    listener: see `bound`. ready: is called with the address, when the server listens.
 
     Raises:
         RequestError: it cannot listen there.
     """
-    listener = listening(host, port)
-    with contextlib.closing(listener):
-        asyncio.run(_run(app, listener, ready))
+    asyncio.run(_run(app, listener, ready))
 
 
 async def _run(app: App, listener: socket.socket, ready: Callable[[str], None] | None) -> None:
@@ -105,6 +104,8 @@ async def _run(app: App, listener: socket.socket, ready: Callable[[str], None] |
             if ready is not None:
                 ready(at)
         await serving
+    except OSError as error:
+        raise RequestError(f"the server cannot listen at {address_of(listener)}: {error.strerror or error}") from error
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)

@@ -19,6 +19,7 @@ from benchmarks.serve.workload import Request, closed_loop, log_uniform, poisson
 
 PROMPT = 128
 PREFILL = 512
+WARM_TOKENS = 6  # of each answer in a closed loop that warms up
 LEAD_OF_ONE, LEAD_OF_MORE = 1.3, 1.8
 SHARE_OF_PREFILL = 0.65
 MIXED_PROMPTS, MIXED_NEW = (16, 2048), (16, 256)
@@ -38,13 +39,13 @@ def _warm_up(course: Course, *lengths: int, rows: int = 1) -> None:
 
 def _closed(course: Course) -> None:
     plan = course.plan
-    for clients in plan.clients:
-        _warm_up(course, rows=clients)
+    for clients in plan.clients:  # prompts beside rows that decode are other shapes than rows that begin together
+        for name in course.everyone():
+            course.run(name, _clients(course, clients, WARM_TOKENS), keep=False)
     for turn in range(plan.rounds):
         for clients in plan.clients:
             progress(f"round {turn + 1} of {plan.rounds}, {clients} clients")
-            count = clients * plan.each
-            requests = closed_loop([course.prompt(PROMPT) for _ in range(count)], [plan.tokens] * count, clients)
+            requests = _clients(course, clients, plan.tokens)
             for name in course.everyone(turn):
                 if records := course.run(name, requests):
                     course.note(name, str(clients), throughput(records))
@@ -52,6 +53,12 @@ def _closed(course: Course) -> None:
     turns = [course.sheet.values(course.sheet.champion, str(clients)) for clients in plan.clients]
     growth = [grown for fewer, more in itertools.pairwise(turns) if (grown := ratio(more, fewer)) is not None]
     course.sheet.check("least growth as N grows", min(growth, default=None), 1.0)
+
+
+def _clients(course: Course, clients: int, tokens: int) -> list[Request]:
+    """What so many clients ask for in a closed loop, each several times."""
+    count = clients * course.plan.each
+    return closed_loop([course.prompt(PROMPT) for _ in range(count)], [tokens] * count, clients)
 
 
 def _closed_columns(plan: Plan) -> list[Column]:

@@ -10,7 +10,7 @@ INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cp
 PEERS := llama.cpp transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test lint types contracts unit sanitize bench peers compare demo-model clean wheel wheel-test \
+.PHONY: help demo docs test lint types contracts unit clients sanitize bench peers compare demo-model clean wheel wheel-test \
 	workflows
 
 help: ## what there is
@@ -35,6 +35,9 @@ contracts: $(VENV)/.installed-dev
 
 unit: $(VENV)/.installed-dev
 	@$(BIN)/pytest
+
+clients: $(VENV)/.installed-dev $(VENV)/.installed-clients ## clients that people use, against `onward serve demo`
+	@$(BIN)/pytest tests/server/test_clients.py
 
 # The sanitizers must be there before Python is, whose own leaks are not ours to look for. What they find they write
 # past sys.stderr: pytest may not capture that.

@@ -19,6 +19,7 @@ class Piece(NamedTuple):
     logprobs: of the token and of the likeliest ids, where they were asked for.
     choice: which of the request's texts it belongs to, as `Completion.choices` counts them.
     message: of a chat, what came of the message with the token; they add up to `Completion.message`.
+    drafted: whether it was drafted, and is what the model chose (docs/speculation.md).
     """
 
     text: str
@@ -26,6 +27,7 @@ class Piece(NamedTuple):
     logprobs: TokenLogprobs | None = None
     choice: int = 0
     message: MessageDelta | None = None
+    drafted: bool = False
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def test_sequences_end_one_by_one_and_one_that_has_ended_is_final():
     model, emissions = counting_down(sequences)
     assert [sequence.token_ids for sequence in sequences] == [[2, 1, 0], [5, 4, 3, 2, 1, 0], [0]]
     assert [sequence.finish_reason for sequence in sequences] == ["stop"] * 3
-    assert [[sequence for sequence, _, _ in emission.pieces] for emission in emissions] == [
+    assert [[sequence for sequence, *_ in emission.pieces] for emission in emissions] == [
         [first, second, third],
         [first, second],
         [first, second],
@@ -228,7 +228,10 @@ def test_a_sequence_that_ends_in_the_middle_of_a_step_drops_the_rest():
     slots = DenseSlots(None, 3, None, None)
     pieces = [emission.pieces for emission in decode_loop(step, AllTogether(slots, sequences), slots)]
     assert [sequence.token_ids for sequence in sequences] == [[5, 6], [8, 9, 8], []]
-    assert pieces == [[(first, 5, ""), (first, 6, ""), (second, 8, ""), (second, 9, "")], [(second, 8, "")]]
+    assert [[(sequence, token, drafted) for sequence, token, _, drafted in taken] for taken in pieces] == [
+        [(first, 5, True), (first, 6, True), (second, 8, True), (second, 9, False)],
+        [(second, 8, True)],
+    ]
     assert [sequence.computed for sequence in sequences] == [2, 3, 0], "all but the last id of a text"
 
 

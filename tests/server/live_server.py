@@ -22,11 +22,15 @@ class LiveServer:
     """An application behind uvicorn, in a thread of its own. Its engines are closed and checked at the end."""
 
     def __init__(
-        self, models: Mapping[str, onward.LanguageModel], limits: Mapping[str, Any] | None = None, **settings: Any
+        self,
+        models: Mapping[str, onward.LanguageModel],
+        limits: Mapping[str, Any] | None = None,
+        port: int = 0,
+        **settings: Any,
     ) -> None:
         self.engines = {name: onward.Engine(lm, **(limits or {})) for name, lm in models.items()}
         self.app: App = create_app(self.engines, Settings(**{"access_log": False} | settings))
-        self.listener = bound("127.0.0.1", 0)
+        self.listener = bound("127.0.0.1", port)
         self.url = address_of(self.listener)
         self.port = self.listener.getsockname()[1]
         self.uvicorn = Server(config_of(self.app))

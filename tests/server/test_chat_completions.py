@@ -73,7 +73,7 @@ def test_a_stream_of_completions_adds_up_too(server: LiveServer, options: dict[s
         parts = list(deltas(stream.chunks, choice["index"]))
         assert "".join(part["text"] for part in parts) == choice["text"]
         assert [token for part in parts for token in part.get("token_ids", ())] == choice["token_ids"]
-        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset", "ids") if choice["logprobs"] else ():
+        for name in choice["logprobs"] or ():
             told = [item for part in parts if part["logprobs"] for item in part["logprobs"][name]]
             assert told == choice["logprobs"][name]
 
@@ -135,6 +135,27 @@ def test_a_prediction_is_a_draft(server: LiveServer) -> None:
     details = drafted["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 0
     assert "completion_tokens_details" not in plain["usage"]
+
+
+def test_chunks_tell_which_of_their_tokens_were_drafted(server: LiveServer) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 40, "seed": 5, "return_token_ids": True}
+    text = server.post(CHAT, body).json()["choices"][0]["message"]["content"]
+    body |= {"prediction": {"type": "content", "content": text}, "stream_options": {"include_usage": True}}
+    chunks = server.stream(CHAT, body).chunks
+    drafted = [flag for choice in deltas(chunks) for flag in choice.get("drafted", ())]
+    assert sum(drafted) == chunks[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    assert all(len(choice["drafted"]) == len(choice["token_ids"]) for choice in deltas(chunks) if "drafted" in choice)
+
+
+def test_completions_have_the_logprobs_of_chats_beside_theirs(server: LiveServer, lm: onward.LanguageModel) -> None:
+    body = {"max_tokens": 8, "seed": 3, "return_token_ids": True}
+    chat = server.post(CHAT, body | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3}).json()
+    prompt = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    text = server.post(TEXT, body | {"prompt": prompt, "logprobs": 3}).json()
+    assert text["choices"][0]["logprobs"]["content"] == chat["choices"][0]["logprobs"]["content"]
+    echoed = server.post(TEXT, body | {"prompt": "The fox", "logprobs": 1, "echo": True}).json()
+    first = echoed["choices"][0]["logprobs"]["content"][0]
+    assert (first["logprob"], first["top_logprobs"]) == (None, [])
 
 
 def test_many_clients_get_what_each_gets_alone(server: LiveServer, lm: onward.LanguageModel) -> None:

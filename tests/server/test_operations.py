@@ -158,7 +158,7 @@ def test_an_engine_that_hangs_is_not_healthy(start: Start, lm: onward.LanguageMo
 
 def test_keys_are_asked_for(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, api_keys=("first", "second"))
-    for path in ("/health", "/ready", "/", "/openapi.json"):
+    for path in ("/health", "/ready", "/", "/page/page.js", "/openapi.json"):
         assert server.get(path).status_code == 200, path
     for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}, {"Authorization": ""}):
         for path in ("/v1/models", "/metrics", "/stats"):

@@ -172,7 +172,7 @@ def _ids(
     step: DecodeStep, slots: DenseSlots, schedule: AllTogether, on_token: Callable[[int], Any] | None
 ) -> Iterator[int]:
     for emission in decode_loop(step, schedule, slots):
-        for _, token, _ in emission.pieces:
+        for _, token, _, _ in emission.pieces:
             if on_token is not None:
                 on_token(token)
             yield token

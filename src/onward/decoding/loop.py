@@ -19,12 +19,13 @@ Failed = Callable[[Sequence, BaseException], None]
 class Emission(NamedTuple):
     """What one step emitted.
 
-    pieces: (sequence, token id, text that became final) for every token that a sequence accepted, in order.
+    pieces: (sequence, token id, text that became final, whether it was drafted) for every token that a sequence
+        accepted, in order.
     seconds: the time of the step, without the time of whoever consumes its emission.
     work: what the step did.
     """
 
-    pieces: list[tuple[Sequence, int, str]]
+    pieces: list[tuple[Sequence, int, str, bool]]
     seconds: float
     work: abc.Sequence[Work]
 
@@ -44,10 +45,11 @@ def decode_loop(step: Step, schedule: Schedule, slots: Slots, failed: Failed | N
         pieces = []
         for (sequence, _), tokens in zip(work, emitted, strict=True):
             try:
-                for token in tokens:
+                for left, token in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
                     if sequence.finish_reason is not None:
                         break
-                    pieces.append((sequence, token.id, sequence.accept(*token)))
+                    # A step ends with the token that the model chose; those before it were drafted.
+                    pieces.append((sequence, token.id, sequence.accept(*token), left > 0))
             except BaseException as error:
                 if failed is None:
                     raise

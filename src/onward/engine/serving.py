@@ -273,10 +273,10 @@ class Serving:
         pieces: dict[Ticket, list[Any]] = {}
         for ticket in dict.fromkeys(self._of_sequence.values()):
             ticket.job.took(emission.seconds)
-        for sequence, token, text in emission.pieces:
+        for sequence, token, text, drafted in emission.pieces:
             ticket = self._of_sequence[sequence]
             try:
-                piece = ticket.job.piece(sequence, token, text)
+                piece = ticket.job.piece(sequence, token, text, drafted)
             except BaseException as error:  # of a message format of the caller's own
                 self._failed(sequence, error)
                 continue

@@ -35,7 +35,8 @@ def answer_body(body: Body, completions: Sequence[Completion], tokenizer: Tokeni
                 choice |= _chat_choice(text, prompt, tokenizer)
             else:
                 echo = None if body.echoes is None else body.echoes[at]
-                choice |= _text_choice(text, completion.prompt_logprobs, prompt, echo, tokenizer)
+                with_content = body.return_token_ids
+                choice |= _text_choice(text, completion.prompt_logprobs, prompt, echo, tokenizer, with_content)
             if body.return_token_ids:
                 choice["token_ids"] = text.token_ids
             choices.append(choice | {"finish_reason": finish_reason(text)})
@@ -118,11 +119,20 @@ def _message(text: Completion) -> dict[str, Any]:
 
 def chat_logprobs(tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """The logprobs of a chat's tokens. "id" is a field of ours: the token's."""
+    return {"content": _content(tokens, ids, entries), "refusal": None}
+
+
+def _content(
+    tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+) -> list[dict[str, Any]]:
     content = []
     for token, id, entry in zip(tokens, ids, entries, strict=True):
+        if entry is None:  # the first of a prompt
+            content.append({**_with_bytes(token.text, id, 0.0), "logprob": None, "top_logprobs": []})
+            continue
         top = [_with_bytes(text, other, logprob) for text, (other, logprob) in zip(token.top, entry.top, strict=True)]
         content.append(_with_bytes(token.text, id, entry.chosen) | {"top_logprobs": top})
-    return {"content": content, "refusal": None}
+    return content
 
 
 def _with_bytes(text: str, id: int, logprob: float) -> dict[str, Any]:
@@ -135,6 +145,7 @@ def _text_choice(
     prompt: Sequence[int],
     echo: str | None,
     tokenizer: Tokenizer,
+    with_content: bool,
 ) -> dict[str, Any]:
     whole = text.text if echo is None else echo + text.text
     if text.logprobs is None:
@@ -144,13 +155,22 @@ def _text_choice(
     if prompt_logprobs is not None:
         tokens = [*token_texts(prompt, prompt_logprobs, (), tokenizer), *tokens]
         ids, entries = [*prompt, *ids], [*prompt_logprobs, *entries]
-    return {"text": whole, "logprobs": text_logprobs(tokens, ids, entries)}
+    return {"text": whole, "logprobs": text_logprobs(tokens, ids, entries, with_content=with_content)}
 
 
 def text_logprobs(
-    tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int = 0
+    tokens: Sequence[TokenText],
+    ids: Sequence[int],
+    entries: Sequence[TokenLogprobs | None],
+    offset: int = 0,
+    *,
+    with_content: bool = False,
 ) -> dict[str, Any]:
-    """The logprobs of a completion's tokens. offset: of the first in the text. "ids" is a field of ours."""
+    """The logprobs of a completion's tokens. offset: of the first in the text. "ids" is a field of ours.
+
+    with_content: another one, "content", has the tokens as a chat's logprobs have them: with the ids of alternatives,
+        which a mapping by text cannot tell apart.
+    """
     offsets = [offset]
     for token in tokens[:-1]:
         offsets.append(offsets[-1] + len(token.text))
@@ -160,6 +180,7 @@ def text_logprobs(
         "top_logprobs": [_by_text(token, entry) for token, entry in zip(tokens, entries, strict=True)],
         "text_offset": offsets[: len(tokens)],
         "ids": list(ids),
+        **({"content": _content(tokens, ids, entries)} if with_content else {}),
     }
 
 

@@ -112,7 +112,10 @@ class _Choice:
         ids = [piece.token_id for piece in pieces] if self._with_ids else []
         if logprobs is None and not ids:
             return None
-        return {"logprobs": logprobs} | ({"token_ids": ids} if self._with_ids else {})
+        details = {"logprobs": logprobs} | ({"token_ids": ids} if self._with_ids else {})
+        if self._with_ids and any(piece.drafted for piece in pieces):
+            details["drafted"] = [piece.drafted for piece in pieces]
+        return details
 
     def _logprobs(self, tokens: Sequence[TokenText], ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any]:
         raise NotImplementedError
@@ -213,7 +216,7 @@ class _TextChoice(_Choice):
     def _logprobs(self, tokens: Sequence[TokenText], ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any]:
         offset = self._offset
         self._offset += sum(len(token.text) for token in tokens)
-        return text_logprobs(tokens, ids, entries, offset)
+        return text_logprobs(tokens, ids, entries, offset, with_content=self._with_ids)
 
 
 def as_json(value: Any) -> str:

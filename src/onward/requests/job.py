@@ -83,13 +83,13 @@ class Job:
             if sequence.finish_reason is None or tokens > watch.tokens:
                 watch.step(seconds, tokens - watch.tokens)
 
-    def piece(self, sequence: Sequence, token: int, text: str) -> Piece:
+    def piece(self, sequence: Sequence, token: int, text: str, drafted: bool) -> Piece:
         """The next token of one of the texts as whoever waits gets it."""
         at = self._given_out[sequence]
         self._given_out[sequence] += 1
         logprobs = sequence.logprobs[at] if sequence.top_logprobs is not None else None
         message = self._readers[sequence].read(at, text) if sequence in self._readers else None
-        return Piece(text, token, logprobs, self._choices[sequence], message)
+        return Piece(text, token, logprobs, self._choices[sequence], message, drafted)
 
     def completion(self) -> Completion:
         """The completion, when all sequences have ended; those of the other texts are in its `others`."""

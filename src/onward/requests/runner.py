@@ -74,8 +74,8 @@ class Runner:
                     turn.note(sequences[0].ids(0, sequences[0].computed))
                 for job in jobs:
                     job.took(emission.seconds)
-                for sequence, token, text in emission.pieces:
-                    yield of_sequence[sequence].piece(sequence, token, text)
+                for sequence, token, text, drafted in emission.pieces:
+                    yield of_sequence[sequence].piece(sequence, token, text, drafted)
                 if turn is not None:
                     turn.check()
         finally:

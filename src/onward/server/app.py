@@ -20,7 +20,7 @@ from onward.server.gate import Gate, access_of
 from onward.server.json_answer import JsonAnswer
 from onward.server.log import log_defect
 from onward.server.openapi import document
-from onward.server.routes import completions, models, responses, state, tokens
+from onward.server.routes import completions, models, page, responses, state, tokens
 from onward.server.service import Service
 from onward.server.settings import Settings
 from onward.server.sse import Streams
@@ -82,6 +82,7 @@ def _routes(service: Service, streams: Streams, lifespan: object) -> FastAPI:
         app.include_router(models.router(service), prefix=prefix)
         app.include_router(tokens.router(service), prefix=prefix)
     app.include_router(state.router(service))
+    app.include_router(page.router())
 
     @app.exception_handler(OnwardError)
     async def refused(request: Request, error: OnwardError) -> Response:

@@ -14,10 +14,11 @@ from onward.server.auth import Keys, check_host
 from onward.server.client import too_large
 from onward.server.errors import defect_answer, error_answer
 from onward.server.log import log, log_defect
+from onward.server.routes.page import PAGE_FILES
 from onward.server.service import Service
 
 # What whoever watches over a server asks for, and the page, which asks for the key itself.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
+OPEN_PATHS = frozenset({*PAGE_FILES, "/health", "/ready", "/openapi.json"})
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 

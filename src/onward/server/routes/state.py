@@ -1,11 +1,10 @@
-"""What the server does now: /health, /ready, /metrics, /stats, and the page at /."""
+"""What the server does now: /health, /ready, /metrics and /stats."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from onward import __version__
 from onward.errors import EngineError
@@ -13,8 +12,6 @@ from onward.server.errors import plain_error
 from onward.server.json_answer import JsonAnswer
 from onward.server.metrics import CONTENT_TYPE
 from onward.server.service import Service
-
-_PAGE = Path(__file__).parent.parent / "page" / "index.html"
 
 
 def router(service: Service) -> APIRouter:
@@ -38,15 +35,7 @@ def router(service: Service) -> APIRouter:
     async def stats() -> dict[str, Any]:
         return await service.in_thread(_stats, service)
 
-    @routes.get("/")
-    async def page() -> Response:
-        return FileResponse(_PAGE, media_type="text/html", headers={"content-security-policy": _POLICY})
-
     return routes
-
-
-# The page is one file: nothing of it comes from elsewhere.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 def _health(service: Service) -> Response:

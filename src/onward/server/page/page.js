@@ -3,7 +3,7 @@
 import { Away, get, hasKey, setKey } from "./api.js";
 import { again, answer, branchOf, canGoOn, extend, fieldsOf, fork, load, messagesOf, save, show, write } from "./chat.js";
 import { asCurl, asPython } from "./code.js";
-import { showEngine } from "./engine.js";
+import { forgetEngine, showEngine } from "./engine.js";
 import { Alternatives, moveBetweenTokens, tokenElement } from "./tokens.js";
 
 const $ = (selector) => document.querySelector(selector);
@@ -75,8 +75,8 @@ function facts(turn, branch) {
   const cached = usage?.prompt_tokens_details?.cached_tokens;
   if (cached) shown.push(made("span", "", `${cached} of ${usage.prompt_tokens} read from the cache`));
   const drafts = usage?.completion_tokens_details;
-  if (drafts) {
-    const all = drafts.accepted_prediction_tokens + drafts.rejected_prediction_tokens;
+  const all = drafts ? drafts.accepted_prediction_tokens + drafts.rejected_prediction_tokens : 0;
+  if (all) {
     shown.push(made("span", "", `${drafts.accepted_prediction_tokens} of ${all} drafted accepted`));
   }
   const ends = { stop: "", length: "as long as allowed", stopped: "stopped", away: "broken off" };
@@ -245,6 +245,7 @@ function found() {
 
 function askForKey() {
   $("#key-form").hidden = false;
+  $("#key-problem").textContent = hasKey() ? "The server does not take this key." : "";
   $("#key").focus();
 }
 
@@ -352,7 +353,9 @@ function listen() {
   $("#retry").addEventListener("click", () => wake());
   $("#model").addEventListener("change", () => {
     chat.model = $("#model").value;
+    forgetEngine();
     keep();
+    wake();
   });
   $("#key-form").addEventListener("submit", (event) => {
     event.preventDefault();

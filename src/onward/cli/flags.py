@@ -334,7 +334,9 @@ class ServerEngineFlags(EngineFlags):
 
     max_step_ms: Annotated[
         float | None,
-        Option("--max-step-ms", metavar="MS", help="What prompts may make a step take; else 2.25 times as long."),
+        Option(
+            "--max-step-ms", metavar="MS", help="What prompts may make a step take; else 2.25 times as long, or 50."
+        ),
     ] = None
     overcommit: Annotated[
         float | None,

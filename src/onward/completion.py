@@ -19,7 +19,8 @@ class Piece(NamedTuple):
     logprobs: of the token and of the likeliest ids, where they were asked for.
     choice: which of the request's texts it belongs to, as `Completion.choices` counts them.
     message: of a chat, what came of the message with the token; they add up to `Completion.message`.
-    drafted: whether it was drafted, and is what the model chose (docs/speculation.md).
+    drafted: whether it was drafted, and is what the model chose (docs/speculation.md). It says how the token came and
+        not what it is: pieces that differ in it alone are equal.
     """
 
     text: str
@@ -28,6 +29,15 @@ class Piece(NamedTuple):
     choice: int = 0
     message: MessageDelta | None = None
     drafted: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self[:-1], other[:-1] if isinstance(other, Piece) else other)
+
+    def __ne__(self, other: object) -> bool:  # a tuple's own would count it
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self[:-1])
 
 
 @dataclass(frozen=True)

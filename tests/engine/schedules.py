@@ -176,7 +176,7 @@ class Schedule:
     max_sequences: int = 4
     blocks: int | None = None
     overcommit: float = 1.0
-    max_step_ms: float = 100.0
+    max_step_ms: float | None = None
     limits: dict = field(default_factory=dict)
 
     def engine(self):
@@ -217,7 +217,7 @@ def random_schedule(seed, most=64):
         max_sequences=8 if tight else chance.choice([3, 4, 8]),
         blocks=9 if tight else chance.choice([9, 12, 16, None]),
         overcommit=10.0 if tight else chance.choice([1.0, 1.0, 2.0, 10.0]),
-        max_step_ms=chance.choice([0.0, 1.0, 100.0]),
+        max_step_ms=chance.choice([None, 0.0, 1.0, 100.0]),
         limits={"ageing": chance.choice([0.0, 0.01, 10.0])},
     )
 

@@ -28,7 +28,7 @@ schedules = st.builds(
     max_sequences=st.integers(3, 6),
     blocks=st.none() | st.integers(9, 16),
     overcommit=st.sampled_from([1.0, 1.5, 8.0]),
-    max_step_ms=st.sampled_from([0.0, 1.0, 100.0]),
+    max_step_ms=st.sampled_from([None, 0.0, 1.0, 100.0]),
 )
 
 

@@ -335,7 +335,7 @@ class ServerEngineFlags(EngineFlags):
     max_step_ms: Annotated[
         float | None,
         Option(
-            "--max-step-ms", metavar="MS", help="What prompts may make a step take; else 2.25 times as long, or 50."
+            "--max-step-ms", metavar="MS", help="What prompts may make a step take; else 2.25 times as long, or 100."
         ),
     ] = None
     overcommit: Annotated[

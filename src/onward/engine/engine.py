@@ -41,7 +41,7 @@ class Engine:
     cache_memory: bytes of keys and values, of texts that run and of prefixes that are kept for others.
     max_waiting, max_waiting_tokens: the most requests that wait, and ids of their prompts. More are refused at once.
     max_step_ms: about how long a step may take, in milliseconds, while texts decode: prompts are cut accordingly. None:
-        about 2.25 times as long as without prompts, but not less than 50 ms.
+        about 2.25 times as long as without prompts, but not less than 100 ms.
     overcommit: 1 reserves all that a request may need when it joins, so nothing is ever preempted. Above 1 only this
         fraction of its new tokens is reserved; the newest gives way where room is missing, and is computed again later.
     ageing: seconds of waiting that a step of priority is worth.

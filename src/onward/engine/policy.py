@@ -30,7 +30,7 @@ has run the longest always goes on, and each request that ends lets the others c
 
 **Prompts.** Rows that decode take part in every step. Prompts get the time that decoding leaves of `max_step_ms`, as
 measured by `StepPace`, but at least 32 tokens a step. Without that limit a step may take 2.25 times what its decoding
-rows take alone, and 50 ms in any case; then prompts get 16 tokens at least. Where nobody decodes they get
+rows take alone, and 100 ms in any case; then prompts get 16 tokens at least. Where nobody decodes they get
 `prefill_chunk` tokens. Steps give the time in turns: to the prompt that came first, and to the one that has the fewest
 tokens left. What one leaves goes to the next in the same order. So the prompt that came first takes at most twice as
 many steps as if it were alone, and one more, whatever comes behind it; so does one behind it, as long as it is the
@@ -47,7 +47,7 @@ from onward.engine.pace import Chunk, StepPace, Throughput
 # A step's prompt tokens are at least these, however slow steps are: prompts always make progress.
 _LEAST_TOKENS = 32
 # Without a limit: how much longer prompts may make a step, and the seconds that any step may take.
-_GROWTH, _SHORT_STEP = 2.25, 0.050
+_GROWTH, _SHORT_STEP = 2.25, 0.100
 # The sizes of chunks: 16, 32, 48, 64, 96, 128, 192, … They are few, for a forward may be traced for each.
 _SIZES = (16, *(size for power in range(5, 24) for size in (1 << power, 3 << power - 1)))
 # Seconds after which a refused request may come back: where nothing was measured yet, and at most.

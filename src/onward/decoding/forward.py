@@ -191,12 +191,9 @@ def processed(run: Run, slots: Slots, work: abc.Sequence[Work], needs: Needs, de
 def _rows_processed(run: Run, slots: Slots, work: abc.Sequence[Work], device: torch.device) -> Tensor:
     """Process every id of the items as a row of its own. The rows whose logits are needed come first."""
     needing = [item for item in work if needs_of(item) is Needs.LAST]
-    last = [(sequence, sequence.computed + count - 1, 1) for sequence, count in needing]
-    before = [
-        (sequence, sequence.computed, count - (needs_of(Work(sequence, count)) is Needs.LAST))
-        for sequence, count in work
-    ]
-    runs = [(sequence, first, count) for sequence, first, count in [*last, *before] if count]
+    runs = [(sequence, sequence.computed + count - 1, 1) for sequence, count in needing]  # (sequence, first, count)
+    runs += [(sequence, sequence.computed, count - 1) for sequence, count in needing if count > 1]
+    runs += [(sequence, sequence.computed, count) for sequence, count in work[len(needing) :]]
     ids = [token for sequence, first, count in runs for token in sequence.ids(first, first + count)]
     view = slots.view_of([sequence.slot for sequence, _, count in runs for _ in range(count)], 1)
     offsets = [position for _, first, count in runs for position in range(first, first + count)]

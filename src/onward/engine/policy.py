@@ -135,6 +135,7 @@ class Policy(Generic[ItemT]):
         self._max_sequences = max_sequences
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._max_step = None if max_step_ms is None else max_step_ms / 1000
+        self._least_tokens = _SIZES[0] if max_step_ms is None else _LEAST_TOKENS
         self._prefill_chunk = prefill_chunk
         self._sizes = [size for size in _SIZES if size <= prefill_chunk] or [prefill_chunk]
         self._overcommit = overcommit
@@ -279,7 +280,7 @@ class Policy(Generic[ItemT]):
         pending, first = row.total - row.computed, not self._chunks
         smaller = (size for size in reversed(self._sizes) if size < pending and (first or size >= _LEAST_TOKENS))
         for size in (pending, *smaller):
-            in_any_case = first and size <= (_SIZES[0] if self._max_step is None else _LEAST_TOKENS)
+            in_any_case = first and size <= self._least_tokens
             if size <= tokens and (in_any_case or self.pace.chunk(row.computed, size) <= seconds):
                 return size
         return 0

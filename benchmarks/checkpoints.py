@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from onward.models import read_config
-from onward.models.families import read_params
+from onward.models import Scope, num_parameters, parameter_shapes, read_config
 
 QWEN3_0_6B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -31,7 +30,7 @@ QWEN3_0_6B = {
 
 
 class _RandomTensors:
-    """Hands `read_params` a random tensor for every name it asks for, and keeps them."""
+    """Hands an architecture's `read` a random tensor for every name it asks for, and keeps them."""
 
     def __init__(self) -> None:
         self.made: dict[str, torch.Tensor] = {}
@@ -49,7 +48,7 @@ def random_checkpoint(name: str = "qwen3-0.6b", config: dict = QWEN3_0_6B) -> Pa
     if not (folder / "config.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         tensors = _RandomTensors()
-        read_params(read_config(config), tensors)
+        read_config(config).read(Scope(tensors))
         save_file(tensors.made, folder / "model.safetensors", metadata={"format": "pt"})
         # Written last: its presence says that the rest is whole.
         (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -85,17 +84,15 @@ def weight_bytes_per_token(config: dict = QWEN3_0_6B, precision: str = "bf16") -
     """Bytes of weights that one token reads in Onward's layouts: all but an untied embedding's other rows."""
     shape = read_config(config)
     looked_up = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    read = shape.num_parameters - looked_up
+    read = num_parameters(shape) - looked_up
     if precision == "bf16":
         return 2 * read
     if precision == "int8":
-        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        rows_of_a_layer = queries + 2 * keys + 2 * shape.hidden_size + 2 * shape.intermediate_size
-        return read + 4 * (shape.num_layers * rows_of_a_layer + shape.vocab_size)  # a float32 scale for each row
+        rows = sum(size[0] for size in parameter_shapes(shape).values() if len(size) == 2)
+        return read + 4 * (rows if shape.tie_word_embeddings else rows - shape.vocab_size)  # a float32 scale for each
     return read * 9 // 16  # 32 of 4 bits and a float16 scale
 
 
 def cache_bytes_per_position(config: dict = QWEN3_0_6B) -> int:
     """Bytes of a bf16 cache that a token reads for each position before it."""
-    shape = read_config(config)
-    return 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    return 2 * sum(layer.features for layer in read_config(config).cached)

@@ -31,8 +31,7 @@ from benchmarks.checkpoints import random_checkpoint
 from benchmarks.machine import description
 from onward.checkpoint import find_folder, read_weights
 from onward.checkpoint.folder import CheckpointFolder
-from onward.models import read_config
-from onward.models.decoder import LayerParams
+from onward.models import Linear, read_config
 from onward.quantization import quantize, quantize_folder, quantize_int4, quantize_int8, quantize_weight
 
 HELDOUT = Path(__file__).parent.parent / "training" / "heldout.txt"
@@ -88,10 +87,12 @@ def matrices() -> dict[str, list[Tensor]]:
     params = read_weights(
         folder, read_config(CheckpointFolder(folder).config), dtype=torch.float32, device=torch.device("cpu")
     )
-    kinds["demo embedding, head"].append(params.embed_tokens)
-    for name in LayerParams._fields:
-        if name.endswith("_proj"):
-            kinds[f"demo {name}"] = [getattr(layer, name).weight for layer in params.layers]
+    kinds["demo embedding, head"].append(params.embed_tokens.weight)
+    for layer in params.layers:
+        for block in (layer.mixer, layer.feed_forward):
+            for name, part in block._asdict().items():
+                if isinstance(part, Linear):
+                    kinds[f"demo {name}"].append(part.weight)
     return kinds
 
 

@@ -20,16 +20,14 @@ from onward.errors import CheckpointError, ConfigError, RequestError, warn
 from onward.language_model import LanguageModel
 from onward.messages import MessageFormat, checked_format
 from onward.models import (
-    DecoderConfig,
-    DecoderParams,
-    LayerParams,
+    Architecture,
+    build_model,
     check_backend,
-    decoder_model,
+    marked_parts,
     pack_layer,
     pack_params,
     read_config,
 )
-from onward.models.decoder import Linear
 from onward.native import isa
 from onward.quantization import TensorReport, check_format, quantize_params
 from onward.requests import LOOKUPS, Draft, generation_defaults
@@ -110,11 +108,11 @@ def load(
     tokenizer, template = folder.tokenizer, folder.chat_template
     defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path)
     _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
-    with _Layers(config.num_layers, show and show_fraction is None, show_fraction) as layers:
+    with _Layers(len(config.layers), show and show_fraction is None, show_fraction) as layers:
         params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map, layers)
     if torch_device.type == "cpu":
         _keep_freed_memory()
-    model = decoder_model(config, params, context)
+    model = build_model(config, params, context)
     lm = LanguageModel(model, tokenizer, template, defaults, compile=compile, message_format=message_format)
     if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
         lm.draft = load(draft, dtype=dtype, device=device, quantize=quantize, compile=compile, progress=progress)
@@ -126,13 +124,13 @@ def load(
 
 def _read_params(
     folder: CheckpointFolder,
-    config: DecoderConfig,
+    config: Architecture,
     dtype: torch.dtype | None,
     device: torch.device,
     format: str | None,
     name_map: NameMapSource,
     layers: "_Layers",
-) -> DecoderParams:
+) -> Any:
     """The weights: quantized where the folder or the caller says so, else packed for the kernels on a CPU."""
     manifest = read_manifest(folder.path, folder.config)
     if manifest is not None:
@@ -148,13 +146,18 @@ def _read_params(
     # A distributed checkpoint is read, not mapped: each layer is packed at once, so that memory holds it once.
     lean = is_distributed(folder.path) and device.type == "cpu" and format is None
 
-    def each_layer(layer: LayerParams) -> LayerParams:
+    def each_layer(layer: Any) -> Any:
         packed = pack_layer(layer)
         layers.advance()
         return packed
 
     params = read_weights(
-        folder.path, config, dtype=dtype, device=device, name_map=name_map, each_layer=each_layer if lean else None
+        folder.path,
+        config,
+        dtype=dtype,
+        device=device,
+        name_map=name_map,
+        each_layer=each_layer if lean else lambda layer: layer,
     )
     release = page_releaser(folder.path)
 
@@ -163,11 +166,12 @@ def _read_params(
         layers.advance()
 
     if format is not None:
-        per_layer = sum(isinstance(part, Linear) for part in params.layers[0])
+        # The matrices of all layers come one after another, the embedding before them.
+        ends = set(itertools.accumulate((len(marked_parts(layer)) for layer in params.layers), initial=1))
         done = itertools.count(1)
 
         def after_matrix(report: TensorReport) -> None:
-            if next(done) % per_layer == 0:
+            if next(done) in ends:
                 layers.advance()
 
         return quantize_params(params, format, progress=after_matrix, release=release)[0]
@@ -260,12 +264,12 @@ def _keep_freed_memory() -> None:
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 
 
-def _context(config: DecoderConfig, max_seq_len: int | None) -> int:
-    trained: int = config.max_position_embeddings
+def _context(config: Architecture, max_seq_len: int | None) -> int:
+    trained = config.max_position_embeddings
     if max_seq_len is None:
         return trained
     # Dynamic RoPE is made for lengths past the trained one; with the other schedules texts get poor there.
-    if max_seq_len > trained and config.rope.kind != "dynamic":
+    if max_seq_len > trained and not config.serves_longer_texts:
         warn(
             f"max_seq_len {max_seq_len} is more than the model's max_position_embeddings {trained}: "
             "texts past that length will probably be poor"

@@ -14,7 +14,7 @@ from onward.errors import ContextOverflowError, OnwardWarning, RequestError, Sou
 
 
 def dtype_of(lm):
-    return lm.model.params.embed_tokens.dtype
+    return lm.model.params.embed_tokens.weight.dtype
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-draft"])
@@ -112,7 +112,7 @@ def test_devices_that_are_there(device, folder):
     lm = onward.load(folder, device=device)
     wanted = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
     assert lm.model.device.type == wanted
-    assert lm.model.params.embed_tokens.device.type == wanted
+    assert lm.model.params.embed_tokens.weight.device.type == wanted
 
 
 def test_a_device_that_this_pytorch_lacks_is_a_short_line(folder):

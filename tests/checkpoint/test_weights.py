@@ -64,7 +64,7 @@ def test_a_wanted_dtype_is_that_of_every_tensor(stored, wanted, tmp_path):
     stored_embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     params = read(folder, DTYPES[wanted])
     assert {tensor.dtype for tensor in tensors_of(params)} == {DTYPES[wanted]}
-    assert torch.equal(params.embed_tokens, stored_embedding.to(DTYPES[wanted]))
+    assert torch.equal(params.embed_tokens.weight, stored_embedding.to(DTYPES[wanted]))
 
 
 def test_tensors_of_another_dtype_take_the_embeddings(tmp_path):
@@ -136,14 +136,14 @@ def test_the_rotary_frequencies_of_old_checkpoints_are_let_be(folder):
 def test_a_tied_head_is_the_embedding(tmp_path):
     folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
     params = read(folder)
-    assert params.lm_head is params.embed_tokens
+    assert params.lm_head.weight is params.embed_tokens.weight
 
 
 def test_a_tied_head_that_is_stored_too_is_the_embedding_still(tmp_path):
     folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
     change_tensors(folder, lm_head__weight=load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone())
     params = read(folder)
-    assert params.lm_head is params.embed_tokens
+    assert params.lm_head.weight is params.embed_tokens.weight
 
 
 def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
@@ -353,7 +353,7 @@ config = read_config(CheckpointFolder(folder).config)
 anonymous, of_files = resident()
 if sys.argv[2] == "read":
     kept = read_weights(folder, config, dtype=None, device=torch.device("cpu"))
-    for weight in kept.embed_tokens, kept.lm_head:
+    for weight in kept.embed_tokens.weight, kept.lm_head.weight:
         weight.view(torch.uint8).flatten()[::4096].sum()  # a byte of every page
 else:
     kept = onward.load(folder)

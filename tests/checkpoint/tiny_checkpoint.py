@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from onward.errors import OnwardError
-from onward.models import read_config, read_params
+from onward.models import Scope, read_config
 
 TEXTS = [
     "Once upon a time there was a small fox who lived by the river.",
@@ -67,7 +67,7 @@ class _Drawn:
 
 def random_tensors(config: dict, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     drawn = _Drawn(dtype)
-    read_params(read_config(config), drawn)
+    read_config(config).read(Scope(drawn))
     return drawn.tensors
 
 

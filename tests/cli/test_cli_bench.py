@@ -41,7 +41,7 @@ def test_the_profile_is_the_programs_own(cli: Cli) -> None:
 def test_a_token_reads_every_weight_and_a_row_of_the_embedding(lm: onward.LanguageModel) -> None:
     weights, cache = bytes_per_token(lm, 99)
     assert cache == lm.new_cache(1, 100).nbytes
-    table = lm.model.params.embed_tokens  # tied: the head's own
+    table = lm.model.params.embed_tokens.weight  # tied: the head's own
     assert weights == lm.model.nbytes + table.inputs * table.dtype.itemsize
 
 

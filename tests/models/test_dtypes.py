@@ -28,7 +28,7 @@ def test_half_precision_agrees_with_float32_within_its_rounding(family, dtype, t
     folder = random_checkpoint(tmp_path, family, num_hidden_layers=LAYERS, tie_word_embeddings=True)
     exact = onward.load(folder, dtype="float32").logits(IDS)
     lm = onward.load(folder, dtype=dtype)
-    assert lm.model.params.embed_tokens.dtype == dtype
+    assert lm.model.params.embed_tokens.weight.dtype == dtype
     relative_error = (lm.logits(IDS) - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert UNIT[dtype] / 2 < relative_error < 2 * UNIT[dtype] * math.sqrt(ROUNDINGS)
 
@@ -36,7 +36,7 @@ def test_half_precision_agrees_with_float32_within_its_rounding(family, dtype, t
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_decodes_chunked_and_batched(dtype, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, dtype=getattr(torch, dtype)))
-    assert lm.model.params.embed_tokens.dtype == getattr(torch, dtype), "the checkpoint's own dtype by default"
+    assert lm.model.params.embed_tokens.weight.dtype == getattr(torch, dtype), "the checkpoint's own dtype by default"
     lm.prefill_chunk = 5
     completions = lm.generate([IDS, IDS[:3]], max_new_tokens=20, temperature=0)
     assert [len(one.token_ids) for one in completions] == [20, 20]

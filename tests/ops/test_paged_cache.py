@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from rounding import random
 
 from onward import ops
-from onward.cache import KVBlocks, KVCache, NamedDims, PagedKVCache, SizedCache
+from onward.cache import KVBlocks, KVCache, LayerShape, NamedDims, PagedKVCache, SizedCache
 from onward.errors import RequestError
 from onward.ops.blocks import BLOCK
 from onward.testing import tiny_model
 
 SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "device": "cpu"}
+SHAPES = [LayerShape(2, 8, 8)] * 2
 
 
 def shuffled(batch, blocks_a_row, dtype=torch.float32, seed=0, spare=2):
@@ -157,7 +158,7 @@ def test_views_share_tensors_and_say_how_large_they_are():
 @pytest.mark.parametrize("positions", [0, 1, 63, 64])
 def test_a_copy_is_of_the_first_positions_and_all_layers(positions):
     cache = shuffled(1, 1)
-    blocks = KVBlocks(cache.keys[0]._base)
+    blocks = KVBlocks(cache.keys[0]._base, SHAPES)
     source, to = cache.table[0, 0].item(), (cache.table[0, 0].item() + 1) % blocks.count
     for layer, leaf in enumerate((*cache.keys, *cache.values)):
         leaf[source] = random(2, 64, 8, seed=layer)
@@ -187,7 +188,7 @@ def test_blocks_take_memory_as_they_are_written_and_give_it_back():
 
 def test_giving_back_blocks_without_a_map_of_their_own_does_nothing():
     cache = shuffled(1, 1)
-    KVBlocks(cache.keys[0]._base).give_back(range(3))
+    KVBlocks(cache.keys[0]._base, SHAPES).give_back(range(3))
     assert cache.keys[0].isnan().all()
 
 

@@ -29,32 +29,42 @@ def logits(model, ids=range(40)):
     return onward.LanguageModel(model).logits(list(ids))
 
 
+def named_parts(layer) -> list[tuple[str, object]]:
+    """The parts of a layer's mixer and feed-forward block, and its norms, by their own names."""
+    blocks = layer.mixer, layer.feed_forward
+    norms = [
+        item
+        for item in layer._asdict().items()
+        if not item[0].startswith(("mixer", "feed_forward")) or item[0].endswith("norm")
+    ]
+    return [item for block in blocks for item in block._asdict().items()] + norms
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_every_matrix_is_quantized_and_nothing_else(family, format):
     model = tiny_model(family)
     small = quantize(model, format).params
-    assert isinstance(small.embed_tokens, QuantizedWeight)
-    assert isinstance(small.lm_head, QuantizedWeight)
+    assert isinstance(small.embed_tokens.weight, QuantizedWeight)
+    assert isinstance(small.lm_head.weight, QuantizedWeight)
     assert small.norm is model.params.norm
     for before, after in zip(model.params.layers, small.layers, strict=True):
-        for name, part in before._asdict().items():
+        for (name, part), (_, new) in zip(named_parts(before), named_parts(after), strict=True):
             if name in MATRICES:
-                weight = getattr(after, name).weight
-                assert isinstance(weight, QuantizedWeight)
-                assert weight.shape == tuple(part.weight.shape)
-                assert torch.equal(weight.data, quantize_weight(part.weight, format).data)
-                assert getattr(after, name).bias is part.bias
+                assert isinstance(new.weight, QuantizedWeight)
+                assert new.weight.shape == tuple(part.weight.shape)
+                assert torch.equal(new.weight.data, quantize_weight(part.weight, format).data)
+                assert new.bias is part.bias
             else:
-                assert getattr(after, name) is part
+                assert new is part
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_tied_pair_is_one_weight_and_an_untied_pair_two(format):
     tied, untied = (quantize(tiny_model(tie_word_embeddings=tie), format) for tie in (True, False))
-    assert tied.params.lm_head is tied.params.embed_tokens
-    assert untied.params.lm_head is not untied.params.embed_tokens
-    assert untied.nbytes - tied.nbytes == untied.params.lm_head.nbytes
+    assert tied.params.lm_head.weight is tied.params.embed_tokens.weight
+    assert untied.params.lm_head.weight is not untied.params.embed_tokens.weight
+    assert untied.nbytes - tied.nbytes == untied.params.lm_head.weight.nbytes
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -62,7 +72,7 @@ def test_a_packed_model_gives_what_the_stock_model_gives(form, tied):
     """Packing copies a tied head; quantizing finds out that it is the embedding still."""
     model = tiny_model(tie_word_embeddings=tied)
     packed = dataclasses.replace(model, params=pack_params(model.params))
-    assert not isinstance(packed.params.lm_head, torch.Tensor)
+    assert not isinstance(packed.params.lm_head.weight, torch.Tensor)
     from_stock, from_packed = quantize(model, "int4"), quantize(packed, "int4")
     assert from_packed.nbytes == from_stock.nbytes
     assert torch.equal(logits(from_packed), logits(from_stock))
@@ -94,11 +104,11 @@ def test_reports_name_every_matrix_once_in_order_with_its_error(format):
     params, reports = quantize_params(model.params, format, progress=seen.append, release=lambda: released.append(1))
     assert reports == seen
     assert len(released) == len(reports) == 1 + 2 * len(MATRICES)
-    assert [report.name for report in reports[:2]] == ["embed_tokens", "layers.0.q_proj.weight"]
-    last, weight = reports[-1], model.params.layers[1].down_proj.weight
+    assert [report.name for report in reports[:2]] == ["embed_tokens.weight", "layers.0.mixer.q_proj.weight"]
+    last, weight = reports[-1], model.params.layers[1].feed_forward.down_proj.weight
     assert (last.name, last.shape) == ("layers.1.down_proj.weight", tuple(weight.shape))
     # Sums of 32 squares in float32 on one side, in float64 on the other.
-    error = relative_rms_error(weight, params.layers[1].down_proj.weight)
+    error = relative_rms_error(weight, params.layers[1].feed_forward.down_proj.weight)
     assert last.relative_rms_error == pytest.approx(error, rel=17 * torch.finfo(torch.float32).eps)
     assert sum(report.nbytes for report in reports) < onward.Model(**vars(model) | {"params": params}).nbytes
 
@@ -129,11 +139,11 @@ def test_what_cannot_be_quantized_says_why():
     model = tiny_model()
     with pytest.raises(RequestError, match="to 'int8' or 'int4'; got 'int2'"):
         quantize(model, "int2")
-    with pytest.raises(RequestError, match="embed_tokens is int8 already"):
+    with pytest.raises(RequestError, match=r"embed_tokens\.weight is int8 already"):
         quantize(quantize(model, "int8"), "int4")
-    with pytest.raises(RequestError, match="built-in families; got a model whose params are"):
+    with pytest.raises(RequestError, match="Linear and Embedding; got a model whose params are"):
         quantize(scripted_model([1, 2]), "int8")
-    model.params.layers[1].up_proj.weight[3, 4] = torch.nan
+    model.params.layers[1].feed_forward.up_proj.weight[3, 4] = torch.nan
     with pytest.raises(RequestError, match=r"layers\.1\.up_proj\.weight: a weight to quantize is finite"):
         quantize(model, "int8")
 

@@ -14,7 +14,7 @@ from onward import ops
 from onward.checkpoint import CheckpointFolder, quantized, read_weights
 from onward.checkpoint.quantized import read_manifest, read_quantized, write_quantized
 from onward.errors import CheckpointError, ConfigError, OnwardError, RequestError
-from onward.models import decoder_model, read_config
+from onward.models import Linear, build_model, read_config
 from onward.ops import QuantizedWeight
 from onward.quantization import quantize, quantize_folder, quantize_params, quantize_weight
 from onward.testing import random_checkpoint
@@ -85,7 +85,7 @@ def test_a_written_model_is_the_model(tmp_path, form, format, dtype, family, siz
     in_memory = quantize(onward.load(source), format).model
     written, expected = leaves(params), leaves(in_memory.params)
     assert all(torch.equal(*pair) for pair in zip(written, expected, strict=True))
-    assert torch.equal(logits(decoder_model(config, params)), logits(in_memory))
+    assert torch.equal(logits(build_model(config, params)), logits(in_memory))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -104,15 +104,15 @@ def test_a_tied_pair_is_in_the_file_once(tmp_path):
     reports = quantize_folder(source, tmp_path / "small", "int8")
     assert "lm_head.weight" not in load_file(tmp_path / "small" / "model.safetensors")
     _, params = read(tmp_path / "small")
-    assert params.lm_head is params.embed_tokens
-    assert [report.name for report in reports].count("embed_tokens") == 1
+    assert params.lm_head.weight is params.embed_tokens.weight
+    assert [report.name for report in reports].count("embed_tokens.weight") == 1
 
 
 def test_the_dtype_of_activations_can_be_chosen(folder):
     for dtype in (torch.float32, torch.bfloat16):
         config, params = read(folder, dtype)
-        assert params.embed_tokens.dtype == params.norm.dtype == dtype
-        assert decoder_model(config, params).new_cache(1, 4).keys[0].dtype == dtype
+        assert params.embed_tokens.weight.dtype == params.norm.dtype == dtype
+        assert build_model(config, params).new_cache(1, 4).keys[0].dtype == dtype
 
 
 def test_config_and_small_files_come_along(tmp_path):
@@ -141,9 +141,9 @@ def test_a_matrix_may_stay_in_floats(folder):
     change_manifest(folder, tensors={name: entry for name, entry in shapes.items() if name != MATRIX})
     change_tensors(folder, **{MATRIX.replace(".", "__"): stock})
     config, params = read(folder)
-    assert torch.equal(params.layers[1].down_proj.weight, stock)
-    assert isinstance(params.layers[1].up_proj.weight, QuantizedWeight)
-    logits(decoder_model(config, params))
+    assert torch.equal(params.layers[1].feed_forward.down_proj.weight, stock)
+    assert isinstance(params.layers[1].feed_forward.up_proj.weight, QuantizedWeight)
+    logits(build_model(config, params))
 
 
 def test_the_writer_in_the_documentation_writes_a_folder(tmp_path, folder):
@@ -275,13 +275,13 @@ def test_only_quantized_params_are_written(tmp_path):
     config = read_config(source.config)
     stock = read_weights(source.path, config, dtype=None, device=torch.device("cpu"))
     small, _ = quantize_params(stock, "int8")
-    packed = stock._replace(lm_head=ops.pack(stock.lm_head))
+    packed = stock._replace(lm_head=Linear(ops.pack(stock.lm_head.weight)))
     mixed = small._replace(layers=quantize_params(stock, "int4")[0].layers)
     for params, complaint in [
         (stock, "of one format; got none"),
         (mixed, r"of one format; got \['int4', 'int8'\]"),
         (packed, "lm_head.weight is packed for this machine|embed_tokens.weight is packed for this machine"),
-        (small._replace(lm_head=quantize_weight(stock.lm_head, "int8")), "is tied to another weight"),
+        (small._replace(lm_head=Linear(quantize_weight(stock.lm_head.weight, "int8"))), "is tied to another weight"),
     ]:
         with pytest.raises(RequestError, match=complaint):
             write_quantized(source, config, params, tmp_path / "small")

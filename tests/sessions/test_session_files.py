@@ -346,7 +346,7 @@ def test_a_made_up_cache_is_an_error_and_no_crash(file: Path) -> None:
 def other_weight(name: str) -> LanguageModel:
     """The tiny model with one matrix of a layer changed, as a merged adapter does."""
     stock = tiny_model("qwen3", seed=7, **WINDOWED)
-    weight = getattr(stock.params.layers[1], name).weight
+    weight = getattr(stock.params.layers[1].mixer, name).weight
     weight.add_(torch.outer(torch.ones(weight.shape[0]), torch.full((weight.shape[1],), 1e-3)))
     return LanguageModel(packed(stock), TOKENIZER)
 
@@ -354,18 +354,18 @@ def other_weight(name: str) -> LanguageModel:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: tiny(seed=8), r"its embed_tokens has other numbers"),
-        (lambda: other_weight("v_proj"), r"its layers\[1\]\.v_proj\.weight has other numbers"),
-        (lambda: tiny(rope_theta=5000.0), r"its rope is .*10000\.0.*, this model's .*5000\.0"),
-        (lambda: tiny(num_hidden_layers=3), "its num_layers is 2, this model's 3"),
+        (lambda: tiny(seed=8), r"its embed_tokens.weight has other numbers"),
+        (lambda: other_weight("v_proj"), r"its layers\[1\]\.mixer\.v_proj\.weight has other numbers"),
+        (lambda: tiny(rope_theta=5000.0), r"its layers\[0\]\.mixer\.rope\.base is 10000\.0, this model's 5000\.0"),
+        (lambda: tiny(num_hidden_layers=3), "its number of layers is 2, this model's 3"),
         (lambda: tiny(vocab_size=300), "its vocabulary has 258 ids, this model's 300"),
         (
             lambda: LanguageModel(tiny_model("qwen3", seed=7, dtype=torch.bfloat16, **WINDOWED), TOKENIZER),
-            "its embed_tokens is float32 258x32, this model's bfloat16 258x32",
+            "its embed_tokens.weight is float32 258x32, this model's bfloat16 258x32",
         ),
         (
             lambda: onward.quantize(LanguageModel(tiny_model("qwen3", seed=7, **WINDOWED)), "int8"),
-            "its embed_tokens is .* int8 258x32",
+            "its embed_tokens.weight is .* int8 258x32",
         ),
         (lambda: LanguageModel(dataclasses.replace(scripted_model([1]), vocab_size=258)), "its .* this model's None"),
     ],

@@ -3,6 +3,7 @@
 from onward.cache.block_pool import BlockMemory
 from onward.cache.blocks import KVBlocks, PagedKVCache
 from onward.cache.kv import KVCache
+from onward.cache.shape import LayerShape
 from onward.cache.sized import NamedDims, SizedCache, length_of
 from onward.cache.slot import Slot
 from onward.cache.slots import PagedSlots
@@ -11,6 +12,7 @@ __all__ = [
     "BlockMemory",
     "KVBlocks",
     "KVCache",
+    "LayerShape",
     "NamedDims",
     "PagedKVCache",
     "PagedSlots",

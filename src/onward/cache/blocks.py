@@ -13,6 +13,7 @@ from torch import Tensor
 from onward import ops
 from onward.cache.buffers import is_lazy, lazy_zeros
 from onward.cache.kv import KVCache
+from onward.cache.shape import LayerShape
 from onward.errors import RequestError
 from onward.native import give_back_pages
 from onward.ops.blocks import BLOCK
@@ -28,14 +29,16 @@ class KVBlocks:
     run together may be written there.
     """
 
-    def __init__(self, buffer: Tensor) -> None:
-        """buffer: [N + 1, 2 L, G, 64, D]: a block is one run of memory, the keys of each layer, then the values."""
+    def __init__(self, buffer: Tensor, shapes: Sequence[LayerShape]) -> None:
+        """buffer: [N + 1, features of a position * 64]: a block is one run of memory, the keys of each layer, then the
+        values."""
         self.count: int = buffer.shape[0] - 1
         self.device = buffer.device
         self.block_nbytes: int = buffer[:1].nbytes
+        self.shapes = tuple(shapes)
         self._buffer = buffer
-        layers = buffer.unbind(1)
-        self._keys, self._values = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+        layers = _layers(buffer, self.shapes)
+        self._keys, self._values = layers[: len(shapes)], layers[len(shapes) :]
 
     @classmethod
     def new(
@@ -48,15 +51,23 @@ class KVBlocks:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> "KVBlocks":
-        """Memory for `count` blocks. On the CPU a large one takes memory only as it is written.
+        """Memory for `count` blocks of equal layers (`of`)."""
+        shapes = [LayerShape(num_kv_heads, head_dim, head_dim)] * num_layers
+        return cls.of(shapes, count=count, dtype=dtype, device=device)
+
+    @classmethod
+    def of(
+        cls, shapes: Sequence[LayerShape], *, count: int, dtype: torch.dtype, device: torch.device | str
+    ) -> "KVBlocks":
+        """Memory for `count` blocks of these layers. On the CPU a large one takes memory only as it is written.
 
         Raises:
             RequestError: the system refuses so much.
         """
-        shape = (count + 1, 2 * num_layers, num_kv_heads, BLOCK, head_dim)
+        block = BLOCK * sum(shape.features for shape in shapes)
         # A block's parts lie apart by no more than their size: its first position touches all of its huge pages, and
         # its last one needs no more.
-        return cls(lazy_zeros(shape, dtype, torch.device(device), huge_pages=True))
+        return cls(lazy_zeros((count + 1, block), dtype, torch.device(device), huge_pages=True), shapes)
 
     def __repr__(self) -> str:
         return described(self, f"{self.count} blocks of {BLOCK} positions", f"{in_bytes(self.block_nbytes)} each")
@@ -74,20 +85,21 @@ class KVBlocks:
 
     def read(self, blocks: Sequence[int], positions: int) -> KVCache:
         """A copy of the first `positions` positions of a row that lies in these blocks, as a dense cache of one row."""
-        used = self._buffer[list(blocks[: -(-positions // BLOCK)])]  # [m, 2 L, G, 64, D]
-        rows = used.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, :positions].contiguous().unbind()
-        return KVCache(rows[: len(self._keys)], rows[len(self._keys) :])
+        used = list(blocks[: -(-positions // BLOCK)])
+        rows = [_side_by_side(layer[used])[:, :, :positions].contiguous() for layer in (*self._keys, *self._values)]
+        return KVCache(tuple(rows[: len(self._keys)]), tuple(rows[len(self._keys) :]))
 
     def write(self, blocks: Sequence[int], cache: KVCache, positions: int) -> None:
         """Copy the first `positions` positions of a dense cache of one row into these blocks."""
         for number, block in enumerate(blocks[: -(-positions // BLOCK)]):
             first, last = number * BLOCK, min((number + 1) * BLOCK, positions)
-            for index, layer in enumerate((*cache.keys, *cache.values)):
-                self._buffer[block, index, :, : last - first] = layer[0, :, first:last]
+            for own, layer in zip((*self._keys, *self._values), (*cache.keys, *cache.values), strict=True):
+                own[block, :, : last - first] = layer[0, :, first:last]
 
     def copy(self, source: int, to: int, positions: int) -> None:
         """Copy the first `positions` positions of block `source` to block `to`, all layers."""
-        self._buffer[to, :, :, :positions] = self._buffer[source, :, :, :positions]
+        for layer in (*self._keys, *self._values):
+            layer[to, :, :positions] = layer[source, :, :positions]
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Let the system take the memory of blocks that hold nothing; they need no other preparation to be used again.
@@ -135,14 +147,11 @@ class PagedKVCache(NamedTuple):
     def blank(self) -> "PagedKVCache":
         """An empty cache of as many rows and positions, over memory of its own."""
         layer = self.keys[0]
-        blocks = KVBlocks.new(
-            num_layers=len(self.keys),
-            count=self.table.numel(),
-            num_kv_heads=layer.shape[1],
-            head_dim=layer.shape[3],
-            dtype=layer.dtype,
-            device=layer.device,
-        )
+        shapes = [
+            LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+        blocks = KVBlocks.of(shapes, count=self.table.numel(), dtype=layer.dtype, device=layer.device)
         return blocks.view(torch.arange(blocks.count, dtype=torch.int32, device=layer.device).view(self.table.shape))
 
     def attend(
@@ -162,6 +171,19 @@ class PagedKVCache(NamedTuple):
         ops.write_cache(keys, k, offsets, self.table)
         ops.write_cache(values, v, offsets, self.table)
         return ops.cached_attention(q, keys, values, offsets, table=self.table, window=window, scale=scale, sinks=sinks)
+
+
+def _layers(buffer: Tensor, shapes: Sequence[LayerShape]) -> tuple[Tensor, ...]:
+    """The keys of each layer [N + 1, G, 64, D], then the values, as views of the buffer."""
+    widths = [(shape.num_kv_heads, shape.key_dim) for shape in shapes]
+    widths += [(shape.num_kv_heads, shape.value_dim) for shape in shapes]
+    parts = torch.split(buffer, [heads * BLOCK * width for heads, width in widths], dim=1)
+    return tuple(part.view(-1, heads, BLOCK, width) for part, (heads, width) in zip(parts, widths, strict=True))
+
+
+def _side_by_side(blocks: Tensor) -> Tensor:
+    """[m, G, 64, D] -> [1, G, 64 m, D]."""
+    return blocks.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def _runs(sorted_blocks: Sequence[int]) -> list[tuple[int, int]]:

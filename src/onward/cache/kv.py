@@ -4,6 +4,7 @@ Entries at or past a row's offset are never read. Taking tokens back only lowers
 cleared.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache.buffers import lazy_zeros
+from onward.cache.shape import LayerShape
 from onward.reprs import described, in_bytes
 
 
@@ -35,10 +37,29 @@ class KVCache(NamedTuple):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> "KVCache":
-        """An empty cache, all layers in one buffer. A large one takes memory only as it is written."""
-        shape = (2 * num_layers, batch, num_kv_heads, max_len, head_dim)
-        layers = lazy_zeros(shape, dtype, torch.device(device)).unbind()
-        return cls(layers[:num_layers], layers[num_layers:])
+        """An empty cache of equal layers (`of`)."""
+        shapes = [LayerShape(num_kv_heads, head_dim, head_dim)] * num_layers
+        return cls.of(shapes, batch=batch, max_len=max_len, dtype=dtype, device=device)
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Sequence[LayerShape],
+        *,
+        batch: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "KVCache":
+        """An empty cache of these layers, all in one buffer. A large one takes memory only as it is written."""
+        widths = [*((shape.num_kv_heads, shape.key_dim) for shape in shapes)]
+        widths += [(shape.num_kv_heads, shape.value_dim) for shape in shapes]
+        sizes = [batch * heads * max_len * width for heads, width in widths]
+        parts = torch.split(lazy_zeros((sum(sizes),), dtype, torch.device(device)), sizes)
+        layers = tuple(
+            part.view(batch, heads, max_len, width) for part, (heads, width) in zip(parts, widths, strict=True)
+        )
+        return cls(layers[: len(shapes)], layers[len(shapes) :])
 
     def __repr__(self) -> str:
         shape = list(self.keys[0].shape) if self.keys else []

@@ -17,7 +17,7 @@ from onward.checkpoint.name_map_proposal import proposed_map
 from onward.checkpoint.placing import check_float, placed
 from onward.checkpoint.shards import is_there, weight_files
 from onward.errors import CheckpointError, one_line
-from onward.models import DecoderConfig, parameter_shapes
+from onward.models import Architecture, parameter_shapes
 
 NameMapSource = str | PathLike[str] | Mapping[str, Any] | None
 
@@ -59,7 +59,7 @@ class DistributedFolder:
 
     folder: holds .metadata and the files it names.
     config: what the weights must fit.
-    dtype: None for each tensor's own.
+    dtype: None for that of the first tensor taken.
     name_map: a JSON file or a mapping (`onward.checkpoint.name_map`); None for the folder's name_map.json, if any.
 
     Raises:
@@ -70,7 +70,7 @@ class DistributedFolder:
     def __init__(
         self,
         folder: Path,
-        config: DecoderConfig,
+        config: Architecture,
         dtype: torch.dtype | None,
         device: torch.device,
         name_map: NameMapSource = None,
@@ -78,7 +78,7 @@ class DistributedFolder:
         self.dtype = dtype
         self._folder = folder
         self._device = device
-        self._head_dim = config.head_dim
+        self._head_dim = config.cached[0].key_dim
         self._shapes = parameter_shapes(config)
         self._stored = read_metadata(folder)
         self._name_map = NameMap.of(name_map, folder)
@@ -104,6 +104,7 @@ class DistributedFolder:
             )
         check_float(self._folder, place.stored, stored.dtype)
         tensor = self._read_tensor(place.stored)
+        self.dtype = self.dtype or tensor.dtype
         if place.rows is not None:
             tensor = tensor[place.start : place.start + place.rows]
         if place.interleaved and is_rotated(name):

@@ -23,7 +23,7 @@ from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.shards import WEIGHTS, open_safetensors
 from onward.checkpoint.weights import SafetensorsFolder
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line
-from onward.models import DecoderConfig, DecoderParams, read_params
+from onward.models import Architecture, Scope
 from onward.ops import PackedWeight, QuantizedWeight
 from onward.ops.quantized import FORMATS
 from onward.ops.quantized_layout import GROUP, data_shape
@@ -99,15 +99,15 @@ def _shape(where: str, entry: Any) -> tuple[int, int]:
 
 
 def read_quantized(
-    folder: Path, manifest: Manifest, config: DecoderConfig, *, dtype: torch.dtype | None, device: torch.device
-) -> DecoderParams:
+    folder: Path, manifest: Manifest, config: Architecture, *, dtype: torch.dtype | None, device: torch.device
+) -> Any:
     """The weights of a quantized folder, mapped: on the CPU the matrices are the file's own pages.
 
     Args:
         folder: holds model.safetensors, or an index and its shards.
         manifest: of its config.json.
-        config: the shape the weights must have.
-        dtype: of norms, biases and activations; None keeps that of the final norm.
+        config: says which weights there are, and of which shapes.
+        dtype: of norms, biases and activations; None keeps that of the last norm.
         device: where they go.
 
     Raises:
@@ -115,9 +115,9 @@ def read_quantized(
     """
     stock = SafetensorsFolder(folder, dtype, device)
     if stock.dtype is None:
-        stock.dtype = stock.take("model.norm.weight", (config.hidden_size,)).dtype
+        stock.dtype = stock.take(*config.float_tensor).dtype
     tensors = _QuantizedTensors(folder, manifest, stock, device)
-    params = read_params(config, tensors)
+    params = config.read(Scope(tensors))
     tensors.check_left()
     return params
 
@@ -203,8 +203,8 @@ def check_destination(destination: Path) -> None:
 
 def write_quantized(
     source: CheckpointFolder,
-    config: DecoderConfig,
-    params: DecoderParams,
+    config: Architecture,
+    params: Any,
     destination: Path,
     errors: Mapping[str, float] | None = None,
 ) -> None:
@@ -245,7 +245,7 @@ def write_quantized(
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
-    """The name of a place in the params, such as "layers.3.q_proj.weight"."""
+    """The name of a place in the params, such as "layers.3.mixer.q_proj.weight"."""
     return pytree.keystr(path).replace("[", ".").replace("]", "").removeprefix(".")
 
 
@@ -259,9 +259,9 @@ class _Names:
 _Named = dict[str, tuple[Tensor | QuantizedWeight, float | None]]
 
 
-def _by_stock_name(config: DecoderConfig, params: DecoderParams, errors: Mapping[str, float]) -> _Named:
+def _by_stock_name(config: Architecture, params: Any, errors: Mapping[str, float]) -> _Named:
     """Stock name -> weight and error; a tied weight has one name and is there once."""
-    names, _ = pytree.tree_flatten_with_path(read_params(config, _Names()))
+    names, _ = pytree.tree_flatten_with_path(config.read(Scope(_Names())))
     weights = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight | PackedWeight))
     named: _Named = {}
     for (path, name), weight in zip(names, weights, strict=True):

@@ -13,7 +13,7 @@ from onward.checkpoint.distributed import DistributedFolder, NameMapSource, is_d
 from onward.checkpoint.placing import check_float, placed
 from onward.checkpoint.shards import INDEX, WEIGHTS, is_there, open_safetensors, read_index, weight_files
 from onward.errors import CheckpointError, RequestError, one_line
-from onward.models import DecoderConfig, DecoderParams, LayerParams, read_params
+from onward.models import Architecture, Scope
 
 # Files of weights, by which an error names what a folder has instead of readable safetensors.
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors", "*.distcp")
@@ -23,6 +23,8 @@ class SafetensorsFolder:
     """The tensors of a checkpoint folder by name; it remembers which were taken.
 
     A tensor that already has the wanted dtype and device is a view of the memory map, not a copy.
+
+    dtype: to convert to; None: that of the first tensor taken.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None, device: torch.device) -> None:
@@ -55,6 +57,7 @@ class SafetensorsFolder:
             )
         check_float(self._folder / file, name, tensor.dtype)
         self._taken.add(name)
+        self.dtype = self.dtype or tensor.dtype
         return placed(self._folder, name, tensor, self.dtype, self._device)
 
     def left(self) -> list[str]:
@@ -94,19 +97,19 @@ class SafetensorsFolder:
 
 def read_weights(
     folder: Path,
-    config: DecoderConfig,
+    config: Architecture,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
     name_map: NameMapSource = None,
-    each_layer: Callable[[LayerParams], LayerParams] | None = None,
-) -> DecoderParams:
-    """All weights of a decoder. Every tensor of the folder must be one of them.
+    each_layer: Callable[[Any], Any] = lambda layer: layer,
+) -> Any:
+    """All weights of a model. Every tensor of the folder must be one of them.
 
     Args:
         folder: holds model.safetensors, or an index and its shards, or a torch.distributed.checkpoint.
-        config: the shape the weights must have.
-        dtype: to convert to; None keeps the embedding's, for all tensors.
+        config: says which weights there are, and of which shapes.
+        dtype: to convert to; None keeps that of the tensor which is taken first, for all tensors.
         device: where they go.
         name_map: from the names of a torch.distributed.checkpoint to Hugging Face's (`onward.checkpoint.name_map`).
         each_layer: converts each layer (packs it, say) as soon as it is read.
@@ -122,22 +125,20 @@ def read_weights(
         tensors = SafetensorsFolder(folder, dtype, device)
     else:
         raise RequestError(f"a name map is for a torch.distributed.checkpoint folder, and {folder} is none")
-    if tensors.dtype is None:
-        embedding = tensors.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        tensors.dtype = embedding.dtype
-    params = read_params(config, tensors, each_layer)
+    params = config.read(Scope(tensors), each_layer)
     _check_left(folder, tensors, params)
     return params
 
 
-def _check_left(folder: Path, tensors: SafetensorsFolder | DistributedFolder, params: DecoderParams) -> None:
+def _check_left(folder: Path, tensors: SafetensorsFolder | DistributedFolder, params: Any) -> None:
     """Raise if a tensor was not taken: config.json and the weights are then of different models."""
     # Old checkpoints carry the rotary frequencies, which config.json determines.
     left = [name for name in tensors.left() if not name.endswith("rotary_emb.inv_freq")]
     if left == ["lm_head.weight"]:
-        assert isinstance(params.embed_tokens, Tensor), "stock weights are read as they are"
-        head = tensors.take("lm_head.weight", tuple(params.embed_tokens.shape))
-        if not torch.equal(head, params.embed_tokens):
+        embedding = params.embed_tokens.weight
+        assert isinstance(embedding, Tensor), "stock weights are read as they are"
+        head = tensors.take("lm_head.weight", tuple(embedding.shape))
+        if not torch.equal(head, embedding):
             raise CheckpointError(
                 f"{folder}: config.json ties the head to the embedding, but lm_head.weight differs from it: "
                 "set tie_word_embeddings to false, or remove the tensor"

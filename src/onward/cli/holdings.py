@@ -4,13 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onward.cli.architecture_facts import architecture_facts
 from onward.cli.facts import Fact
 from onward.errors import RequestError
 from onward.reprs import in_bytes
 
 if TYPE_CHECKING:
     from onward import GenerateOptions
-    from onward.models import DecoderConfig
 
 
 class Holdings:
@@ -21,7 +21,7 @@ class Holdings:
 
         from onward.checkpoint import CheckpointFolder, read_weights
         from onward.checkpoint.quantized import read_manifest, read_quantized
-        from onward.models import decoder_model, read_config
+        from onward.models import build_model, read_config
 
         self.folder = CheckpointFolder(path)
         self.config = read_config(self.folder.config)
@@ -32,8 +32,8 @@ class Holdings:
             if manifest is None
             else read_quantized(path, manifest, self.config, dtype=None, device=cpu)
         )
-        self.dtype = params.embed_tokens.dtype
-        self.model = decoder_model(self.config, params)
+        self.dtype = params.embed_tokens.weight.dtype
+        self.model = build_model(self.config, params)
 
     def checkpoint_facts(self) -> list[Fact]:
         config, folder, parameters = self.config, self.folder, self.model.num_parameters
@@ -44,17 +44,7 @@ class Holdings:
             Fact("dtype", str(self.dtype).removeprefix("torch.")),
             Fact("quantized", self.format),
             Fact("disk_bytes", size := _disk_bytes(folder.path), in_bytes(size)),
-            Fact("layers", config.num_layers),
-            Fact("hidden_size", config.hidden_size),
-            Fact("intermediate_size", config.intermediate_size),
-            Fact("heads", config.num_heads),
-            Fact("kv_heads", config.num_kv_heads),
-            Fact("head_dim", config.head_dim),
-            Fact("vocabulary", config.vocab_size),
-            Fact("tied_head", config.tie_word_embeddings),
-            Fact("context", config.max_position_embeddings),
-            Fact("sliding_window", list(config.windows), _windows(config.windows)),
-            _rope(config),
+            *architecture_facts(config),
             *self._text_facts(),
         ]
 
@@ -80,15 +70,9 @@ class Holdings:
 
         from onward import KVCache
 
-        return KVCache.new(
-            num_layers=self.config.num_layers,
-            batch=batch,
-            num_kv_heads=self.config.num_kv_heads,
-            max_len=positions,
-            head_dim=self.config.head_dim,
-            dtype=self.dtype,
-            device=torch.device("meta"),  # shapes alone, no memory
-        ).nbytes
+        # shapes alone, no memory
+        meta = torch.device("meta")
+        return KVCache.of(self.config.cached, batch=batch, max_len=positions, dtype=self.dtype, device=meta).nbytes
 
     def _text_facts(self) -> list[Fact]:
         from onward.requests import generation_defaults
@@ -109,21 +93,6 @@ class Holdings:
 def _disk_bytes(folder: Path) -> int:
     """Of the weights' files, however many there are."""
     return sum(file.stat().st_size for kind in ("safetensors", "distcp") for file in folder.glob(f"*.{kind}"))
-
-
-def _windows(windows: tuple[int | None, ...]) -> str:
-    sizes = {size for size in windows if size is not None}
-    if not sizes:
-        return "none"
-    layers = sum(size is not None for size in windows)
-    return f"{', '.join(f'{size:,}' for size in sorted(sizes))} in {layers} of {len(windows)} layers"
-
-
-def _rope(config: "DecoderConfig") -> Fact:
-    rope = config.rope
-    value = {"kind": rope.kind, "base": rope.base, "factor": rope.factor}
-    scaled = "" if rope.kind == "default" else f", {rope.kind} x {rope.factor:g} from {rope.original_max_position:,}"
-    return Fact("rope", value, f"base {rope.base:,.0f}{scaled}")
 
 
 def _sampling(defaults: "GenerateOptions") -> dict[str, object]:

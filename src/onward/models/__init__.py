@@ -1,29 +1,34 @@
 """Models: a forward function, its weights and its cache; and the families that Onward has."""
 
-from onward.models.config import DecoderConfig
-from onward.models.decoder import DecoderParams, LayerParams, decoder_model
-from onward.models.families import FAMILIES, parameter_shapes, read_config, read_params
+from onward.models.architecture import Architecture, build_model, num_parameters, parameter_shapes
+from onward.models.families import FAMILIES, read_config
+from onward.models.linear import Embedding, Linear, map_marked, marked_parts
 from onward.models.model import Cache, Forward, Model, Params
 from onward.models.packing import pack_layer, pack_params
 from onward.models.run import ModelRun, check_backend, padded_length, reused_run
+from onward.models.scope import Scope, Tensors
 
 __all__ = [
     "FAMILIES",
+    "Architecture",
     "Cache",
-    "DecoderConfig",
-    "DecoderParams",
+    "Embedding",
     "Forward",
-    "LayerParams",
+    "Linear",
     "Model",
     "ModelRun",
     "Params",
+    "Scope",
+    "Tensors",
+    "build_model",
     "check_backend",
-    "decoder_model",
+    "map_marked",
+    "marked_parts",
+    "num_parameters",
     "pack_layer",
     "pack_params",
     "padded_length",
     "parameter_shapes",
     "read_config",
-    "read_params",
     "reused_run",
 ]

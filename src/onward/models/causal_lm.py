@@ -12,13 +12,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as once
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onward.cache import KVCache
-from onward.cache.buffers import lazy_zeros
+from onward.cache import KVCache, LayerShape
 from onward.errors import RequestError, one_line
 from onward.models.contract import take_positions
 from onward.models.module import eval_mode
@@ -30,24 +29,17 @@ def is_causal_lm(module: nn.Module) -> bool:
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
-class LayerShape(NamedTuple):
-    """What a layer caches of a token: keys [B, G, S, key_dim] and values [B, G, S, value_dim], of `dtype`."""
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class CausalLM:
     """How Onward calls a model of transformers (a `ModuleCall`) and makes its cache.
 
-    layers: what each layer caches, found by processing one token. inputs: the names of its forward's arguments.
+    layers: what each layer caches, found by processing one token, in `dtype`. inputs: the names of its forward's
+    arguments.
     max_seq_len: None where its config has none.
     """
 
     layers: Sequence[LayerShape]
+    dtype: torch.dtype
     device: torch.device
     inputs: frozenset[str]
     vocab_size: int
@@ -85,28 +77,20 @@ class CausalLM:
                 f"{name} has no head that returns logits [B, T, V]: load it as AutoModelForCausalLM, or give call= and "
                 "new_cache="
             )
-        layers = [_layer_shape(layer) for layer in past.layers]
+        layers = [layer for layer in past.layers if isinstance(layer.keys, Tensor) and layer.keys.dim() == 4]
         # The last layers of some models read keys and values of earlier ones.
         expected = getattr(config, "num_hidden_layers", 0) - (getattr(config, "num_kv_shared_layers", None) or 0)
-        caching = [layer for layer in layers if layer is not None]
-        if not caching or len(caching) < max(expected, len(layers)):
-            raise _not_served(name, f"{len(caching)} of {max(expected, len(layers))} layers cached keys and values")
+        expected = max(expected, len(past.layers))
+        if not layers or len(layers) < expected:
+            raise _not_served(name, f"{len(layers)} of {expected} layers cached keys and values")
         limit = getattr(config, "max_position_embeddings", None)
-        return cls(caching, device, inputs, logits.shape[-1], limit if isinstance(limit, int) and limit > 0 else None)
+        shapes = [LayerShape(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in layers]
+        max_seq_len = limit if isinstance(limit, int) and limit > 0 else None
+        return cls(shapes, layers[0].keys.dtype, device, inputs, logits.shape[-1], max_seq_len)
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache in the shapes and dtypes of the module's layers."""
-        shapes = [(batch, layer.num_kv_heads, max_len) for layer in self.layers]
-        return KVCache(
-            tuple(
-                lazy_zeros((*shape, layer.key_dim), layer.dtype, self.device)
-                for shape, layer in zip(shapes, self.layers, strict=True)
-            ),
-            tuple(
-                lazy_zeros((*shape, layer.value_dim), layer.dtype, self.device)
-                for shape, layer in zip(shapes, self.layers, strict=True)
-            ),
-        )
+        return KVCache.of(self.layers, batch=batch, max_len=max_len, dtype=self.dtype, device=self.device)
 
     def __call__(
         self, module: Any, tokens: Tensor, offsets: Tensor, cache: KVCache, logits_at: Tensor | None = None
@@ -201,12 +185,6 @@ def _as_cached(new: Tensor, buffer: Tensor) -> Tensor:
             "again after changing the module's dtype"
         )
     return new.to(buffer.dtype)
-
-
-def _layer_shape(layer: Any) -> LayerShape | None:
-    if not isinstance(layer.keys, Tensor) or layer.keys.dim() != 4:
-        return None
-    return LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype)
 
 
 def _library() -> Any:

@@ -1,22 +1,25 @@
-"""The shape of a decoder, read from a checkpoint's config.json and checked."""
+"""What families read from config.json in the same way, checked, and the blocks that follow from it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onward.errors import ConfigError
+from onward.models.blocks import Attention, Decoder, DecoderLayer, FeedForward, RMSNorm
+from onward.models.blocks.feed_forward import Activation
+from onward.models.blocks.layer import Mixer, TokenBlock
 from onward.models.fields import flag, positive_int, positive_number
 from onward.models.rope import RotarySchedule, rotary_schedule
 
-# Far more than any model has, yet a tuple of so many windows still fits in memory.
+# Far more than any model has, yet a tuple of so many layers still fits in memory.
 _MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """The numbers that the pre-norm decoder of `onward.models.decoder` is built from.
+class CommonFields:
+    """What nearly every family's config.json has, and the blocks that follow from it.
 
-    `windows` holds, for each layer, how many positions its attention sees (None: all).
+    intermediate_size: of the feed-forward block. head_dim: of queries, keys and values alike.
     """
 
     vocab_size: int
@@ -29,30 +32,70 @@ class DecoderConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     rope: RotarySchedule
-    windows: tuple[int | None, ...]
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
+    tie_word_embeddings: bool
+    activation: Activation
 
-    @property
-    def num_parameters(self) -> int:
-        """The number of weights in the model; a tied head counts once."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_out, kv_out = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = hidden * (q_out + 2 * kv_out) + q_out * hidden
-        biases = self.qkv_bias * (q_out + 2 * kv_out) + self.o_bias * hidden + self.mlp_bias * (2 * inner + hidden)
-        norms = 2 * hidden + self.qk_norm * 2 * self.head_dim
-        layer = attention + 3 * hidden * inner + biases + norms
-        heads = 1 if self.tie_word_embeddings else 2
-        return heads * self.vocab_size * hidden + self.num_layers * layer + hidden
+    def norm(self, width: int | None = None, offset: float = 0.0) -> RMSNorm:
+        """A norm of the stream, or of another width."""
+        return RMSNorm(width or self.hidden_size, self.rms_norm_eps, offset)
+
+    def attention(self, **changes: Any) -> Attention:
+        """The attention of a layer. changes: fields of `Attention` that differ from the common ones."""
+        attention = Attention(self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, self.rope)
+        return replace(attention, **changes)
+
+    def feed_forward(self, **changes: Any) -> FeedForward:
+        """The feed-forward block of a layer. changes: as for `attention`."""
+        return replace(FeedForward(self.hidden_size, self.intermediate_size, self.activation), **changes)
+
+    def layer(self, mixer: Mixer, feed_forward: TokenBlock, **changes: Any) -> DecoderLayer:
+        """A layer with a norm before each of its blocks. changes: fields of `DecoderLayer` that differ."""
+        norm = self.norm()
+        layer = DecoderLayer(mixer, feed_forward, mixer_norm=norm, feed_forward_norm=norm)
+        return replace(layer, **changes)
+
+    def decoder(self, layers: Iterable[DecoderLayer], **changes: Any) -> Decoder:
+        """The decoder of these layers. changes: fields of `Decoder` that differ from the common ones."""
+        decoder = Decoder(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            max_position_embeddings=self.max_position_embeddings,
+            layers=tuple(layers),
+            norm=self.norm(),
+            tie_word_embeddings=self.tie_word_embeddings,
+        )
+        return replace(decoder, **changes)
 
 
-def common_fields(config: Mapping[str, Any], *, default_head_dim: int | None = None) -> dict[str, Any]:
-    """The fields that every family reads the same way, checked against each other."""
-    if (act := config.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(f"config.json: hidden_act {act!r} is not supported; these families use 'silu'")
+# hidden_act in config.json -> the activation of a feed-forward block.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+def common_fields(
+    config: Mapping[str, Any],
+    *,
+    default_head_dim: int | None = None,
+    activations: Sequence[str] = ("silu",),
+    activation_field: str = "hidden_act",
+    default_tie: bool = False,
+) -> CommonFields:
+    """The fields that families read the same way, checked against each other.
+
+    Args:
+        default_head_dim: of a config without `head_dim`; hidden_size / num_attention_heads by default.
+        activations: the values of `activation_field` that the family may have; the first is the default.
+        default_tie: of a config without `tie_word_embeddings`.
+    """
+    activation = config.get(activation_field, activations[0])
+    if activation not in activations:
+        names = " or ".join(map(repr, activations))
+        raise ConfigError(f"config.json: {activation_field} {activation!r} is not supported; this family uses {names}")
     hidden_size = positive_int(config, "hidden_size")
     num_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
@@ -64,19 +107,21 @@ def common_fields(config: Mapping[str, Any], *, default_head_dim: int | None = N
     if head_dim % 2:
         raise ConfigError(f"config.json: head_dim must be even, since RoPE rotates pairs of features; got {head_dim}")
     max_position = positive_int(config, "max_position_embeddings")
-    return {
-        "vocab_size": positive_int(config, "vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": positive_int(config, "intermediate_size"),
-        "num_layers": positive_int(config, "num_hidden_layers", most=_MOST_LAYERS),
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": positive_number(config, "rms_norm_eps", 1e-6),
-        "max_position_embeddings": max_position,
-        "rope": rotary_schedule(config, head_dim, max_position),
-        "tie_word_embeddings": flag(config, "tie_word_embeddings"),
-    }
+    tied = config.get("tie_word_embeddings") is None and default_tie
+    return CommonFields(
+        vocab_size=positive_int(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=positive_int(config, "intermediate_size"),
+        num_layers=positive_int(config, "num_hidden_layers", most=_MOST_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=max_position,
+        rope=rotary_schedule(config, head_dim, max_position),
+        tie_word_embeddings=tied or flag(config, "tie_word_embeddings"),
+        activation=_ACTIVATIONS[activation],
+    )
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -95,7 +140,7 @@ def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     if types is None:
         first = 0 if config.get("max_window_layers") == 0 else positive_int(config, "max_window_layers", 28)
         types = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
-    _check_layer_types(types, num_layers)
+    check_layer_types(types, num_layers)
     if window is None and "sliding_attention" in types:
         raise ConfigError(
             "config.json: layer_types names 'sliding_attention', but use_sliding_window and sliding_window give no "
@@ -104,13 +149,15 @@ def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _check_layer_types(types: Any, num_layers: int) -> None:
-    known = ("full_attention", "sliding_attention")
+def check_layer_types(
+    types: Any, num_layers: int, known: Sequence[str] = ("full_attention", "sliding_attention")
+) -> None:
+    """Raise unless `layer_types` names a known type for each layer."""
     if not isinstance(types, list) or len(types) != num_layers or not all(kind in known for kind in types):
         got = f"{len(types)}: {sorted(set(map(str, types)))}" if isinstance(types, list) else repr(types)
         raise ConfigError(
-            f"config.json: layer_types must have {num_layers} entries (num_hidden_layers) of 'full_attention' or "
-            f"'sliding_attention'; got {got}"
+            f"config.json: layer_types must have {num_layers} entries (num_hidden_layers) of "
+            f"{' or '.join(map(repr, known))}; got {got}"
         )
 
 

@@ -4,32 +4,42 @@ from collections.abc import Callable
 from typing import Any
 
 from onward import ops
-from onward.models.decoder import DecoderParams, LayerParams, Linear
+from onward.models.linear import Embedding, Linear, map_marked
 
 
-def pack_params(params: DecoderParams, release: Callable[[], None] = lambda: None) -> DecoderParams:
+def pack_params(params: Any, release: Callable[[], None] = lambda: None) -> Any:
     """The same weights with every matrix packed.
 
     A tied pair stays one weight. An untied embedding is not packed: its rows are looked up one by one. `release` is
-    called after each layer, when its stock weights have been read for the last time.
+    called after each of the params' layers and at the end, when stock weights have been read for the last time.
+
+    Args:
+        params: of any kind with a tuple `layers`, in which `Linear` and `Embedding` mark the matrices.
     """
     layers = []
     for layer in params.layers:
         layers.append(pack_layer(layer))
         release()
-    lm_head = ops.pack(params.lm_head)
-    embed_tokens = params.embed_tokens
-    if params.lm_head is embed_tokens and isinstance(lm_head, ops.NativeWeight):
-        embed_tokens = lm_head
+    rest = params._replace(layers=())
+    packed: dict[int, ops.Weight] = {}
+
+    def pack_linear(path: tuple[Any, ...], part: Any) -> Any:
+        if not isinstance(part, Linear):
+            return part
+        weight = packed[id(part.weight)] = ops.pack(part.weight)
+        return part._replace(weight=weight)
+
+    def share_tied(path: tuple[Any, ...], part: Any) -> Any:
+        weight = packed.get(id(part.weight)) if isinstance(part, Embedding) else None
+        return Embedding(weight) if isinstance(weight, ops.NativeWeight) else part
+
+    rest = map_marked(share_tied, map_marked(pack_linear, rest))
     release()
-    return params._replace(layers=tuple(layers), lm_head=lm_head, embed_tokens=embed_tokens)
+    return rest._replace(layers=tuple(layers))
 
 
-def pack_layer(layer: LayerParams) -> LayerParams:
+def pack_layer(layer: Any) -> Any:
     """The same layer with every matrix packed; packed ones stay as they are."""
-    packed: dict[str, Any] = {
-        name: Linear(ops.pack(part.weight), part.bias)
-        for name, part in layer._asdict().items()
-        if isinstance(part, Linear)
-    }
-    return layer._replace(**packed)
+    return map_marked(
+        lambda path, part: part._replace(weight=ops.pack(part.weight)) if isinstance(part, Linear) else part, layer
+    )

@@ -1,30 +1,27 @@
 """Quantize every matrix of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from onward.checkpoint.quantized import parameter_name
 from onward.errors import RequestError
 from onward.language_model import LanguageModel
-from onward.models import DecoderParams, Model
+from onward.models import Embedding, Model, map_marked, marked_parts
 from onward.ops import QuantizedWeight, Weight
 from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
 from onward.quantization.rounding import check_format, quantize_and_measure
-
-_WEIGHTS = (Tensor, QuantizedWeight, NativeWeight, OneDnnWeight)
 
 
 @dataclass(frozen=True)
 class TensorReport:
     """How one matrix was quantized.
 
-    name: its place in the params, such as "layers.3.q_proj.weight".
+    name: its place in the params, such as "layers.3.mixer.q_proj.weight".
     relative_rms_error: sqrt(sum (w - w')² / sum w²).
     nbytes: of the quantized weight.
     """
@@ -63,26 +60,26 @@ def quantize(model: Model | LanguageModel, format: str, *, progress: Progress | 
     """
     if isinstance(model, LanguageModel):
         return model.with_model(quantize(model.model, format, progress=progress))
-    if not isinstance(model.params, DecoderParams):
+    if not marked_parts(model.params):
         raise RequestError(
-            f"quantize knows the matrices of the built-in families; got a model whose params are "
-            f"{type(model.params).__name__}: make its weights with quantize_int8 or quantize_int4"
+            f"quantize finds matrices by their types, Linear and Embedding; got a model whose params are "
+            f"{type(model.params).__name__}, without any: make its weights with quantize_int8 or quantize_int4"
         )
     params, _ = quantize_params(model.params, format, progress=progress)
     return replace(model, params=params)
 
 
 def quantize_params(
-    params: DecoderParams,
+    params: Any,
     format: str,
     *,
     progress: Progress | None = None,
     release: Callable[[], None] = lambda: None,
-) -> tuple[DecoderParams, list[TensorReport]]:
+) -> tuple[Any, list[TensorReport]]:
     """The params with all matrices quantized, and a report of each. A tied pair stays one weight.
 
     Args:
-        params: stock or packed.
+        params: stock or packed; `onward.models.Linear` and `Embedding` mark the matrices.
         format: "int8" or "int4".
         progress: called after each matrix with its report.
         release: called after each matrix, when its stock weight has been read for the last time.
@@ -90,25 +87,22 @@ def quantize_params(
     check_format(format)
     reports: list[TensorReport] = []
     quantized_by_id: dict[int, QuantizedWeight] = {}
-    tied = _is_tied(params)
+    embeddings = [part.weight for part in marked_parts(params) if isinstance(part, Embedding)]
 
-    def convert(path: tuple[Any, ...], leaf: Any) -> Any:
-        if not _is_matrix(leaf):
-            return leaf
-        name = parameter_name(path)
-        if isinstance(leaf, QuantizedWeight):
-            raise RequestError(f"{name} is {leaf.format} already: quantize the model in its stock weights")
-        source = params.embed_tokens if tied and leaf is params.lm_head else leaf
+    def convert(path: tuple[Any, ...], part: Any) -> Any:
+        name = f"{parameter_name(path)}.weight"
+        if isinstance(part.weight, QuantizedWeight):
+            raise RequestError(f"{name} is {part.weight.format} already: quantize the model in its stock weights")
+        source = _tied_to(part.weight, embeddings)
         if id(source) not in quantized_by_id:
             quantized_by_id[id(source)], report = _quantize(name, _stock(source), format)
             reports.append(report)
             if progress is not None:
                 progress(report)
             release()
-        return quantized_by_id[id(source)]
+        return part._replace(weight=quantized_by_id[id(source)])
 
-    quantized: DecoderParams = pytree.tree_map_with_path(convert, params, is_leaf=_is_weight)
-    return quantized, reports
+    return map_marked(convert, params), reports
 
 
 def _quantize(name: str, weight: Tensor, format: str) -> tuple[QuantizedWeight, TensorReport]:
@@ -119,22 +113,21 @@ def _quantize(name: str, weight: Tensor, format: str) -> tuple[QuantizedWeight, 
     return quantized, TensorReport(name, quantized.shape, error, quantized.nbytes)
 
 
-def _is_weight(leaf: Any) -> bool:
-    return isinstance(leaf, _WEIGHTS)
+def _tied_to(weight: Weight, embeddings: Sequence[Weight]) -> Weight:
+    """The embedding that a weight is tied to, or itself. It may be a packed copy, in which rows cannot be looked up."""
+    if isinstance(weight, NativeWeight | OneDnnWeight):
+        for embedding in embeddings:
+            if (
+                isinstance(embedding, Tensor)
+                and _shape(weight) == embedding.shape
+                and torch.equal(_stock(weight), embedding)
+            ):
+                return embedding
+    return weight
 
 
-def _is_matrix(leaf: Any) -> bool:
-    """Whether a leaf is a matrix: all packed weights are, and tensors that are no vectors (norms and biases are)."""
-    return _is_weight(leaf) and not (isinstance(leaf, Tensor) and leaf.dim() < 2)
-
-
-def _is_tied(params: DecoderParams) -> bool:
-    """Whether head and embedding are one matrix. The head may be its packed copy, in which rows cannot be looked up."""
-    if params.lm_head is params.embed_tokens:
-        return True
-    if isinstance(params.lm_head, Tensor | QuantizedWeight) or not isinstance(params.embed_tokens, Tensor):
-        return False
-    return torch.equal(_stock(params.lm_head), params.embed_tokens)
+def _shape(weight: NativeWeight | OneDnnWeight) -> tuple[int, ...]:
+    return (weight.rows, weight.inputs) if isinstance(weight, NativeWeight) else tuple(weight.blocks.shape)
 
 
 def _stock(weight: Weight) -> Tensor:

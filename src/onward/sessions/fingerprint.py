@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward import ops
-from onward.models import DecoderConfig, Model
+from onward.models import Architecture, Model
 from onward.ops import QuantizedWeight
 from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
@@ -28,7 +28,7 @@ _SAMPLE = 1024
 def fingerprint(model: Model) -> dict[str, Any]:
     """JSON values that differ between two models.
 
-    vocab_size. config: the built-in decoder's; {} for a user's own forward, which cannot be looked into. weights: by
+    vocab_size. config: a built-in family's; {} for a user's own forward, which cannot be looked into. weights: by
     place in the params, "dtype shape sample" for each. The sample is a hash, or "?" in a layout that hides single
     elements.
     """
@@ -50,10 +50,8 @@ def difference(saved: Mapping[str, Any], model: Model) -> str | None:
     now = fingerprint(model)
     if saved["vocab_size"] != now["vocab_size"]:
         return f"its vocabulary has {saved['vocab_size']} ids, this model's {now['vocab_size']}"
-    for name in {**saved["config"], **now["config"]}:
-        was, here = saved["config"].get(name), now["config"].get(name)
-        if was != here:
-            return f"its {name} is {was}, this model's {here}"
+    if (differs := _first_difference("", saved["config"], now["config"])) is not None:
+        return "its {} is {}, this model's {}".format(*differs)
     for name in {**saved["weights"], **now["weights"]}:
         was, here = saved["weights"].get(name), now["weights"].get(name)
         if was is None or here is None:
@@ -66,15 +64,28 @@ def difference(saved: Mapping[str, Any], model: Model) -> str | None:
     return None
 
 
+def _first_difference(name: str, was: Any, here: Any) -> tuple[str, Any, Any] | None:
+    """The first place where two JSON values differ: its name, and what each has there."""
+    if isinstance(was, dict) and isinstance(here, dict):
+        pairs = [(f"{name}.{key}".lstrip("."), was.get(key), here.get(key)) for key in {**was, **here}]
+    elif isinstance(was, list) and isinstance(here, list):
+        if len(was) != len(here):
+            return f"number of {name}", len(was), len(here)
+        pairs = [(f"{name}[{index}]", *both) for index, both in enumerate(zip(was, here, strict=True))]
+    else:
+        return None if was == here else (name, was, here)
+    return next((found for pair in pairs if (found := _first_difference(*pair)) is not None), None)
+
+
 def computed_by(model: Model) -> str:
     """What runs a model here, such as "cpu native avx512": other kernels may round differently."""
     return " ".join((model.device.type, *(ops.choice() if model.device.type == "cpu" else ())))
 
 
 def _config(model: Model) -> dict[str, Any]:
-    bound = model.forward.args if isinstance(model.forward, functools.partial) else ()
-    configs = (asdict(argument) for argument in bound if isinstance(argument, DecoderConfig))
-    config: dict[str, Any] = json.loads(json.dumps(next(configs, {})))  # a tuple is a list in JSON
+    forward = model.forward.func if isinstance(model.forward, functools.partial) else model.forward
+    described: dict[str, Any] = asdict(forward) if is_dataclass(forward) and isinstance(forward, Architecture) else {}
+    config: dict[str, Any] = json.loads(json.dumps(described))  # a tuple is a list in JSON
     return config
 
 

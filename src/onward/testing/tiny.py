@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.models import FAMILIES, Model, decoder_model, read_config, read_params
+from onward.models import FAMILIES, Model, Scope, build_model, read_config
 
 _ARCHITECTURES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
 
@@ -46,7 +46,7 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
 def tiny_model(family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Model:
     """A model of `tiny_config(family, **overrides)` with random weights on the CPU: the same for the same seed."""
     config = read_config(tiny_config(family, **overrides))
-    return decoder_model(config, read_params(config, _RandomTensors(seed, dtype)))
+    return build_model(config, config.read(Scope(_RandomTensors(seed, dtype))))
 
 
 def random_checkpoint(
@@ -72,7 +72,7 @@ def random_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     config = tiny_config(family, **overrides)
     tensors = _RandomTensors(seed, dtype)
-    read_params(read_config(config), tensors)
+    read_config(config).read(Scope(tensors))
     (path / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2))
     if shards == 1:
         save_file(tensors.by_name, path / "model.safetensors", metadata={"format": "pt"})

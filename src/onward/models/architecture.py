@@ -1,0 +1,113 @@
+"""What a family makes of a config.json: the numbers of a model, how its weights are read, and its forward."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from onward.cache import KVBlocks, KVCache, LayerShape
+from onward.models.model import Cache, Model, Params
+from onward.models.scope import Scope
+
+
+@runtime_checkable
+class Architecture(Protocol):
+    """A frozen dataclass that is the forward of its models (`onward.models.model`).
+
+    cached: what a cache keeps of a token, for each of its layers. float_tensor: name and shape of a tensor that
+    quantization leaves in floats. max_position_embeddings: the context that the model was trained for.
+    serves_longer_texts: whether its positions are made for lengths past that.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def serves_longer_texts(self) -> bool: ...
+
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+    @property
+    def layers(self) -> Sequence[Any]: ...
+
+    @property
+    def cached(self) -> Sequence[LayerShape]: ...
+
+    @property
+    def float_tensor(self) -> tuple[str, tuple[int, ...]]: ...
+
+    def read(self, scope: Scope, each_layer: Callable[[Any], Any] = ...) -> Any:
+        """Take every weight from a checkpoint; each_layer converts each item of the params' `layers`."""
+        ...
+
+    def __call__(
+        self, tokens: Tensor, offsets: Tensor, cache: Cache, params: Params, *, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, Cache]: ...
+
+
+def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight that `read` takes, under its name; no memory is used."""
+    shapes = _Shapes()
+    architecture.read(Scope(shapes))
+    return shapes.by_name
+
+
+def num_parameters(architecture: Architecture) -> int:
+    """The number of weights in the model; a tied head counts once."""
+    return sum(torch.Size(shape).numel() for shape in parameter_shapes(architecture).values())
+
+
+def build_model(architecture: Architecture, params: Any, max_seq_len: int | None = None) -> Model:
+    """A `Model` of this architecture over `params`, stock or packed, on their device and in their dtype."""
+    dtype, device = params.embed_tokens.weight.dtype, params.embed_tokens.weight.device
+    shapes = tuple(architecture.cached)
+    return Model(
+        forward=partial(architecture),  # an object of its own: programs are kept by the forward
+        params=params,
+        new_cache=_NewCache(shapes, dtype, device),
+        vocab_size=architecture.vocab_size,
+        max_seq_len=max_seq_len or architecture.max_position_embeddings,
+        selects_logits=True,
+        device=device,
+        num_parameters=num_parameters(architecture),
+        new_blocks=_NewBlocks(shapes, dtype, device),
+    )
+
+
+@dataclass(frozen=True)
+class _NewCache:
+    shapes: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, batch: int, max_len: int) -> KVCache:
+        return KVCache.of(self.shapes, batch=batch, max_len=max_len, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class _NewBlocks:
+    shapes: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, count: int) -> KVBlocks:
+        return KVBlocks.of(self.shapes, count=count, dtype=self.dtype, device=self.device)
+
+
+class _Shapes:
+    def __init__(self) -> None:
+        self.by_name: dict[str, tuple[int, ...]] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.by_name[name] = shape
+        return torch.empty(shape, device="meta")

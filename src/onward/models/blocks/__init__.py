@@ -1,0 +1,27 @@
+"""What families are made of. A block is a frozen dataclass of its numbers.
+
+`read(scope)` takes its weights from a checkpoint and returns them as params, a NamedTuple or a tensor. Calling the
+block with these params computes it.
+"""
+
+from onward.models.blocks.attention import Attention, AttentionParams
+from onward.models.blocks.decoder import Decoder, DecoderNames, DecoderParams
+from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams
+from onward.models.blocks.layer import DecoderLayer, LayerNames, LayerParams
+from onward.models.blocks.norm import RMSNorm
+from onward.models.blocks.positions import Positions
+
+__all__ = [
+    "Attention",
+    "AttentionParams",
+    "Decoder",
+    "DecoderLayer",
+    "DecoderNames",
+    "DecoderParams",
+    "FeedForward",
+    "FeedForwardParams",
+    "LayerNames",
+    "LayerParams",
+    "Positions",
+    "RMSNorm",
+]

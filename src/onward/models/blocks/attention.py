@@ -1,0 +1,117 @@
+"""Attention with grouped heads over a cache (arXiv 1706.03762, 2305.13245).
+
+Shapes: B rows, T new tokens, D hidden_size, H heads, G key/value heads, E head_dim.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onward import ops
+from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.models.blocks.norm import RMSNorm
+from onward.models.blocks.positions import Positions
+from onward.models.linear import Linear
+from onward.models.rope import RotarySchedule
+from onward.models.scope import Scope
+
+
+class AttentionParams(NamedTuple):
+    """The weights of one layer's attention. q_norm and k_norm are None in families without them."""
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+class FusedAttentionParams(NamedTuple):
+    """The same where a checkpoint has queries, keys and values in one matrix, one below the other."""
+
+    qkv_proj: Linear
+    o_proj: Linear
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of new tokens over a cache.
+
+    rope: None in a layer that turns nothing (NoPE). window: how many positions a token sees; None: all. scale: of the
+    products; head_dim ** -0.5 by default. q_norm, k_norm: of each head if they are as wide as one, else of the whole
+    projection. fused: whether the checkpoint has `qkv_proj`.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RotarySchedule | None
+    window: int | None = None
+    scale: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    fused: bool = False
+
+    @property
+    def cached(self) -> LayerShape:
+        """What it keeps of a token."""
+        return LayerShape(self.num_kv_heads, self.head_dim, self.head_dim)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """How many features queries, keys and values have."""
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+    def read(self, scope: Scope) -> AttentionParams | FusedAttentionParams:
+        hidden, (queries, keys, values) = self.hidden_size, self.widths
+        if self.fused:
+            qkv_proj = scope.linear("qkv_proj", queries + keys + values, hidden, self.qkv_bias)
+            return FusedAttentionParams(qkv_proj, *self._read_rest(scope))
+        q_proj = scope.linear("q_proj", queries, hidden, self.qkv_bias)
+        k_proj = scope.linear("k_proj", keys, hidden, self.qkv_bias)
+        v_proj = scope.linear("v_proj", values, hidden, self.qkv_bias)
+        return AttentionParams(q_proj, k_proj, v_proj, *self._read_rest(scope))
+
+    def _read_rest(self, scope: Scope) -> tuple[Linear, Tensor | None, Tensor | None]:
+        o_proj = scope.linear("o_proj", self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
+        q_norm = None if self.q_norm is None else self.q_norm.read(scope.under("q_norm"))
+        k_norm = None if self.k_norm is None else self.k_norm.read(scope.under("k_norm"))
+        return o_proj, q_norm, k_norm
+
+    def __call__(
+        self,
+        params: AttentionParams | FusedAttentionParams,
+        x_BTD: Tensor,
+        positions: Positions,
+        cache: KVCache | PagedKVCache,
+        index: int,
+    ) -> Tensor:
+        """index: the layer's place in the cache."""
+        if isinstance(params, FusedAttentionParams):
+            q, k, v = torch.split(params.qkv_proj(x_BTD), list(self.widths), dim=-1)
+        else:
+            q, k, v = params.q_proj(x_BTD), params.k_proj(x_BTD), params.v_proj(x_BTD)
+        q_BHTE, k_BGTE = self._heads(q, self.q_norm, params.q_norm), self._heads(k, self.k_norm, params.k_norm)
+        v_BGTE = self._heads(v, None, None)
+        if self.rope is not None:
+            cos, sin = positions.angles(self.rope)
+            q_BHTE, k_BGTE = ops.rotate(q_BHTE, cos, sin), ops.rotate(k_BGTE, cos, sin)
+        mixed = cache.attend(index, q_BHTE, k_BGTE, v_BGTE, positions.offsets, window=self.window, scale=self.scale)
+        return params.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor, norm: RMSNorm | None, weight: Tensor | None) -> Tensor:
+        """[B, T, heads * E] -> [B, heads, T, E], each head or all of them together normalised if there is a norm."""
+        if norm is not None and weight is not None and norm.width != self.head_dim:
+            x = norm(weight, x)
+        heads = x.view(*x.shape[:-1], -1, self.head_dim)
+        if norm is not None and weight is not None and norm.width == self.head_dim:
+            heads = norm(weight, heads)
+        return heads.transpose(1, 2)

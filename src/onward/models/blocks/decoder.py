@@ -1,0 +1,127 @@
+"""A decoder: embedding, layers, a last norm and the head. This is the forward of most families, as a pure function.
+
+Shapes: B rows, T new tokens, D hidden_size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.models.blocks.layer import DecoderLayer, LayerParams
+from onward.models.blocks.norm import RMSNorm
+from onward.models.blocks.positions import Positions
+from onward.models.contract import take_positions
+from onward.models.linear import Embedding, Linear
+from onward.models.rope import RotarySchedule
+from onward.models.scope import Scope
+
+
+class DecoderParams(NamedTuple):
+    """All weights. A tied head is the embedding itself: one weight under two names."""
+
+    embed_tokens: Embedding
+    layers: tuple[LayerParams, ...]
+    norm: Tensor
+    lm_head: Linear
+
+
+@dataclass(frozen=True)
+class DecoderNames:
+    """What a checkpoint calls the parts of a decoder."""
+
+    embed_tokens: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    lm_head: str = "lm_head"
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The numbers of a decoder, and its forward.
+
+    max_position_embeddings: the context that it was trained for. embedding_multiplier, logits_multiplier: factors of
+    the embedded tokens and of the logits. logits_softcap: c in c * tanh(logits / c); None for none.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    layers: tuple[DecoderLayer, ...]
+    norm: RMSNorm
+    tie_word_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    logits_softcap: float | None = None
+    names: DecoderNames = DecoderNames()
+
+    @cached_property
+    def cached(self) -> tuple[LayerShape, ...]:
+        """What a cache keeps of a token, for each of its layers."""
+        return tuple(layer.mixer.cached for layer in self.layers if layer.mixer.cached is not None)
+
+    @property
+    def schedules(self) -> tuple[RotarySchedule, ...]:
+        """The RoPE schedules of its layers, each once, in order."""
+        ropes = (getattr(layer.mixer, "rope", None) for layer in self.layers)
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    @property
+    def serves_longer_texts(self) -> bool:
+        """Whether a schedule is made for lengths past the trained one."""
+        return any(schedule.kind == "dynamic" for schedule in self.schedules)
+
+    @property
+    def float_tensor(self) -> tuple[str, tuple[int, ...]]:
+        """Name and shape of a tensor that quantization leaves in floats: its dtype is the model's."""
+        return f"{self.names.norm}.weight", (self.hidden_size,)
+
+    def read(
+        self, scope: Scope, each_layer: Callable[[LayerParams], LayerParams] = lambda layer: layer
+    ) -> DecoderParams:
+        """Take every weight from a checkpoint. each_layer: converts each layer (packs it, say) before the next."""
+        embed_tokens = scope.embedding(self.names.embed_tokens, self.vocab_size, self.hidden_size)
+        below = scope.under(self.names.layers)
+        layers = tuple(each_layer(layer.read(below.under(index))) for index, layer in enumerate(self.layers))
+        norm = self.norm.read(scope.under(self.names.norm))
+        if self.tie_word_embeddings:
+            return DecoderParams(embed_tokens, layers, norm, Linear(embed_tokens.weight))
+        return DecoderParams(
+            embed_tokens, layers, norm, scope.linear(self.names.lm_head, self.vocab_size, self.hidden_size)
+        )
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        cache: KVCache | PagedKVCache,
+        params: DecoderParams,
+        *,
+        logits_at: Tensor | None = None,
+    ) -> tuple[Tensor, KVCache | PagedKVCache]:
+        """The forward of `onward.models.model`."""
+        positions = Positions(tokens, offsets)
+        x_BTD = params.embed_tokens(tokens)
+        if self.embedding_multiplier != 1.0:
+            x_BTD = x_BTD * self.embedding_multiplier
+        for layer, layer_params, index in zip(self.layers, params.layers, self._places(), strict=True):
+            x_BTD = layer(layer_params, x_BTD, positions, cache, index)
+        if logits_at is not None:
+            x_BTD = take_positions(x_BTD, logits_at)
+        logits = params.lm_head(self.norm(params.norm, x_BTD))
+        if self.logits_multiplier != 1.0:
+            logits = logits * self.logits_multiplier
+        if self.logits_softcap is not None:
+            logits = torch.tanh(logits / self.logits_softcap) * self.logits_softcap
+        return logits, cache
+
+    def _places(self) -> Iterator[int]:
+        """The place of each layer in the cache: a layer that keeps nothing reads that of the layer before it."""
+        place = -1
+        for layer in self.layers:
+            place += layer.mixer.cached is not None
+            yield place

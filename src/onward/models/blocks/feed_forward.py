@@ -1,0 +1,61 @@
+"""The gated feed-forward block (arXiv 2002.05202)."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from onward import ops
+from onward.models.linear import Linear
+from onward.models.scope import Scope
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class FeedForwardParams(NamedTuple):
+    """The weights of one layer's feed-forward block."""
+
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
+
+class FusedFeedForwardParams(NamedTuple):
+    """The same where a checkpoint has gate and up in one matrix, one below the other."""
+
+    gate_up_proj: Linear
+    down_proj: Linear
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """down(activation(gate(x)) * up(x)). fused: whether the checkpoint has `gate_up_proj`."""
+
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+    fused: bool = False
+
+    def read(self, scope: Scope) -> FeedForwardParams | FusedFeedForwardParams:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        down = "down_proj", hidden, inner, self.bias
+        if self.fused:
+            return FusedFeedForwardParams(
+                scope.linear("gate_up_proj", 2 * inner, hidden, self.bias), scope.linear(*down)
+            )
+        gate, up = (scope.linear(name, inner, hidden, self.bias) for name in ("gate_proj", "up_proj"))
+        return FeedForwardParams(gate, up, scope.linear(*down))
+
+    def __call__(self, params: FeedForwardParams | FusedFeedForwardParams, x: Tensor) -> Tensor:
+        """float [..., D] -> [..., D]."""
+        if isinstance(params, FusedFeedForwardParams):
+            gate, up = params.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = params.gate_proj(x), params.up_proj(x)
+        return params.down_proj(self._gated(gate, up))
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.activation == "silu":
+            return ops.swiglu(gate, up)
+        return ops.geglu(gate, up, approximate=self.activation == "gelu_tanh")

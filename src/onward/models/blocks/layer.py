@@ -1,0 +1,109 @@
+"""A decoder's layer: a mixer of tokens and a feed-forward block, each added to the stream, with norms around them."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from onward import ops
+from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.models.blocks.norm import RMSNorm
+from onward.models.blocks.positions import Positions
+from onward.models.scope import Scope
+
+
+class Mixer(Protocol):
+    """A block that mixes what tokens know: attention, say. cached: what it keeps of a token; None: nothing of its own.
+
+    Called with its params, x float [B, T, D], the tokens' positions, the cache and the layer's place in it.
+    """
+
+    @property
+    def cached(self) -> LayerShape | None: ...
+
+    def read(self, scope: Scope) -> Any: ...
+
+    def __call__(
+        self, params: Any, x_BTD: Tensor, positions: Positions, cache: KVCache | PagedKVCache, index: int
+    ) -> Tensor: ...
+
+
+class TokenBlock(Protocol):
+    """A block that works on each token alone: float [..., D] -> [..., D]."""
+
+    def read(self, scope: Scope) -> Any: ...
+
+    def __call__(self, params: Any, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """What a checkpoint calls the parts of a layer. The names of norms that a layer has not are not used.
+
+    Llama's post_attention_layernorm is applied after the attention's sum, so it is the norm before the MLP.
+    """
+
+    mixer_norm: str = "input_layernorm"
+    mixer: str = "self_attn"
+    mixer_post_norm: str = ""
+    feed_forward_norm: str = "post_attention_layernorm"
+    feed_forward: str = "mlp"
+    feed_forward_post_norm: str = ""
+
+
+class LayerParams(NamedTuple):
+    """The weights of a layer, each as its block reads them; None for norms that the layer has not."""
+
+    mixer_norm: Tensor | None
+    mixer: Any
+    mixer_post_norm: Tensor | None
+    feed_forward_norm: Tensor | None
+    feed_forward: Any
+    feed_forward_post_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """x + m * post_norm(mixer(norm(x))), then the same with the feed-forward block; m is `residual_multiplier`."""
+
+    mixer: Mixer
+    feed_forward: TokenBlock
+    mixer_norm: RMSNorm | None = None
+    mixer_post_norm: RMSNorm | None = None
+    feed_forward_norm: RMSNorm | None = None
+    feed_forward_post_norm: RMSNorm | None = None
+    residual_multiplier: float = 1.0
+    names: LayerNames = LayerNames()
+
+    def read(self, scope: Scope) -> LayerParams:
+        return LayerParams(
+            mixer_norm=_read_norm(self.mixer_norm, scope.under(self.names.mixer_norm)),
+            mixer=self.mixer.read(scope.under(self.names.mixer)),
+            mixer_post_norm=_read_norm(self.mixer_post_norm, scope.under(self.names.mixer_post_norm)),
+            feed_forward_norm=_read_norm(self.feed_forward_norm, scope.under(self.names.feed_forward_norm)),
+            feed_forward=self.feed_forward.read(scope.under(self.names.feed_forward)),
+            feed_forward_post_norm=_read_norm(
+                self.feed_forward_post_norm, scope.under(self.names.feed_forward_post_norm)
+            ),
+        )
+
+    def __call__(
+        self, params: LayerParams, x_BTD: Tensor, positions: Positions, cache: KVCache | PagedKVCache, index: int
+    ) -> Tensor:
+        normed = _normed(self.mixer_norm, params.mixer_norm, x_BTD)
+        mixed = self.mixer(params.mixer, normed, positions, cache, index)
+        x_BTD = self._added(x_BTD, _normed(self.mixer_post_norm, params.mixer_post_norm, mixed))
+        normed = _normed(self.feed_forward_norm, params.feed_forward_norm, x_BTD)
+        fed = self.feed_forward(params.feed_forward, normed)
+        return self._added(x_BTD, _normed(self.feed_forward_post_norm, params.feed_forward_post_norm, fed))
+
+    def _added(self, x_BTD: Tensor, branch: Tensor) -> Tensor:
+        return ops.add(x_BTD, branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier)
+
+
+def _read_norm(norm: RMSNorm | None, scope: Scope) -> Tensor | None:
+    return None if norm is None else norm.read(scope)
+
+
+def _normed(norm: RMSNorm | None, weight: Tensor | None, x: Tensor) -> Tensor:
+    return x if norm is None or weight is None else norm(weight, x)

@@ -1,0 +1,36 @@
+"""The table of families: one file a family, which names its architectures and reads their config.json."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from onward.errors import ConfigError, UnsupportedArchitectureError
+from onward.models.architecture import Architecture
+from onward.models.families import llama, mistral, qwen2, qwen3
+
+_FAMILIES = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+)
+
+# An architecture's name in config.json -> the function that reads its config.
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
+    name: family.read_config for family in _FAMILIES for name in family.ARCHITECTURES
+}
+
+
+def read_config(config: Mapping[str, Any]) -> Architecture:
+    """A checkpoint's config.json -> the numbers of its model and its forward.
+
+    Raises:
+        ConfigError: a field is missing or wrong. UnsupportedArchitectureError: there is no such family.
+    """
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise ConfigError(f"config.json: 'architectures' must name one architecture; got {names!r}")
+    if not isinstance(names[0], str) or names[0] not in FAMILIES:
+        raise UnsupportedArchitectureError(
+            f"architecture {names[0]!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[names[0]](config)

@@ -1,0 +1,50 @@
+"""The marks of weights: packing, quantization, adapters and sharding find the matrices of any params by these types."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward import ops
+
+
+class Linear(NamedTuple):
+    """A linear layer: weight [out, in], stock or packed, and in some families bias [out]."""
+
+    weight: ops.Weight
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """float [..., in] -> [..., out]."""
+        return ops.linear(x, self.weight, self.bias)
+
+
+class Embedding(NamedTuple):
+    """A table of rows that are looked up: weight [V, D], stock or packed. A tied head has the same weight."""
+
+    weight: ops.Table
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """int [...] -> float [..., D]."""
+        return ops.embedding(ids, self.weight)
+
+
+Marked = Linear | Embedding
+
+
+def is_marked(part: Any) -> bool:
+    """Whether a part of some params holds a matrix."""
+    return isinstance(part, Marked)
+
+
+def map_marked(convert: Callable[[tuple[Any, ...], Any], Any], params: Any) -> Any:
+    """The same params with each marked part replaced by convert(its path in the params, the part)."""
+    return pytree.tree_map_with_path(
+        lambda path, leaf: convert(path, leaf) if is_marked(leaf) else leaf, params, is_leaf=is_marked
+    )
+
+
+def marked_parts(params: Any) -> list[Any]:
+    """All marked parts of some params, in order."""
+    return [leaf for leaf in pytree.tree_leaves(params, is_leaf=is_marked) if is_marked(leaf)]

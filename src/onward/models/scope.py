@@ -1,0 +1,38 @@
+"""Where a block finds its weights in a checkpoint: names below a prefix."""
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from onward.models.linear import Embedding, Linear
+
+
+class Tensors(Protocol):
+    """The weights of a checkpoint by their stock names; raises `CheckpointError` for one it cannot give."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Any: ...
+
+
+class Scope(NamedTuple):
+    """The weights whose names begin with a prefix. prefix: "" or one that ends with a dot."""
+
+    tensors: Tensors
+    prefix: str = ""
+
+    def under(self, name: str | int) -> "Scope":
+        """The weights below a module, such as "self_attn"; "" is this scope itself."""
+        return self if name == "" else Scope(self.tensors, f"{self.prefix}{name}.")
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor of this name and shape."""
+        tensor: Tensor = self.tensors.take(self.prefix + name, shape)
+        return tensor
+
+    def linear(self, name: str, out: int, into: int, bias: bool = False) -> Linear:
+        """The linear layer `name`: weight [out, into], and bias [out] if it has one."""
+        below = self.under(name)
+        return Linear(below.take("weight", out, into), below.take("bias", out) if bias else None)
+
+    def embedding(self, name: str, rows: int, width: int) -> Embedding:
+        """The table `name`: weight [rows, width]."""
+        return Embedding(self.under(name).take("weight", rows, width))

@@ -106,7 +106,7 @@ def test_reports_name_every_matrix_once_in_order_with_its_error(format):
     assert len(released) == len(reports) == 1 + 2 * len(MATRICES)
     assert [report.name for report in reports[:2]] == ["embed_tokens.weight", "layers.0.mixer.q_proj.weight"]
     last, weight = reports[-1], model.params.layers[1].feed_forward.down_proj.weight
-    assert (last.name, last.shape) == ("layers.1.down_proj.weight", tuple(weight.shape))
+    assert (last.name, last.shape) == ("layers.1.feed_forward.down_proj.weight", tuple(weight.shape))
     # Sums of 32 squares in float32 on one side, in float64 on the other.
     error = relative_rms_error(weight, params.layers[1].feed_forward.down_proj.weight)
     assert last.relative_rms_error == pytest.approx(error, rel=17 * torch.finfo(torch.float32).eps)
@@ -144,7 +144,7 @@ def test_what_cannot_be_quantized_says_why():
     with pytest.raises(RequestError, match="Linear and Embedding; got a model whose params are"):
         quantize(scripted_model([1, 2]), "int8")
     model.params.layers[1].feed_forward.up_proj.weight[3, 4] = torch.nan
-    with pytest.raises(RequestError, match=r"layers\.1\.up_proj\.weight: a weight to quantize is finite"):
+    with pytest.raises(RequestError, match=r"layers\.1\.feed_forward\.up_proj\.weight: a weight to quantize is finite"):
         quantize(model, "int8")
 
 

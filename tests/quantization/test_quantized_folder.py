@@ -129,7 +129,7 @@ def test_config_and_small_files_come_along(tmp_path):
     manifest = config.pop("onward_quantization")
     assert config == json.loads((source / "config.json").read_text())
     assert (manifest["version"], manifest["format"], manifest["group"]) == (1, "int4", 32)
-    error = {report.name: report.relative_rms_error for report in reports}["layers.1.down_proj.weight"]
+    error = {report.name: report.relative_rms_error for report in reports}["layers.1.feed_forward.down_proj.weight"]
     assert manifest["tensors"][MATRIX] == {"shape": [32, 48], "relative_rms_error": pytest.approx(error, rel=1e-3)}
     assert len(manifest["tensors"]) == len(reports)
 

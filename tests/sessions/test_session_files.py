@@ -396,5 +396,5 @@ def test_the_format_is_readable_without_onward(file: Path) -> None:
         metadata = content.metadata()
     assert metadata["onward_session"] == "1"
     assert json.loads(metadata["notes"]) == {"of": "mine ✓"}
-    assert json.loads(metadata["model"])["config"]["num_layers"] == 2
+    assert json.loads(metadata["model"])["config"]["hidden_size"] == 32
     assert os.path.getsize(file) > 0

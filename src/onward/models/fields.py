@@ -1,6 +1,6 @@
 """Fields of a config.json by kind: a value of another kind raises an error that names the field."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,3 +59,66 @@ def _value_or_default(fields: Mapping[str, Any], name: str, default: Any, where:
     if default is _REQUIRED:
         raise ConfigError(f"{where}: {name!r} is missing")
     return default
+
+
+# What config.json says beside the model itself: training, files, defaults of other libraries, ids of tokens (which
+# `onward.checkpoint.folder` reads), and what Onward's own folders add.
+_NO_SAY = {
+    *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
+    *("bos_token", "eos_token", "pad_token", "tokenizer_class", "language", "license", "tags"),
+    *("initializer_range", "initializer_factor", "initializer_cutoff_factor", "attention_dropout", "hidden_dropout"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout", "use_cache", "cache_implementation"),
+    *("output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate"),
+    *(
+        "attn_implementation",
+        "use_flash_attn",
+        "use_bfloat16",
+        "torchscript",
+        "pretraining_tp",
+        "gradient_checkpointing",
+    ),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention", "pruned_heads", "prefix"),
+    *("cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task", "task_specific_params"),
+    *("problem_type", "id2label", "label2id", "num_labels", "begin_suppress_tokens", "suppress_tokens"),
+    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
+    *("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "early_stopping", "num_return_sequences", "forced_bos_token_id"),
+    *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "tf_legacy_loss"),
+    *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "base_model_tp_plan"),
+    *("unsloth_version", "unsloth_fixed", "onward_quantization"),
+    # The four oldest families: config files of one carry fields that only another's forward reads.
+    *("head_dim", "hidden_act", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window"),
+    *("max_window_layers", "layer_types", "use_mrope", "rope_theta", "rope_scaling", "rope_parameters"),
+    *("partial_rotary_factor", "original_max_position_embeddings"),
+}
+
+
+class ReadFields(Mapping[str, Any]):
+    """A config.json that remembers which of its fields were asked for."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def check_unread(self, architecture: str) -> None:
+        """Raise `ConfigError` for a field that nobody read and that may change the result.
+
+        null, false, 0 and what is empty change nothing; names that begin with an underscore are for files.
+        """
+        for name, value in self._fields.items():
+            if value and name not in self._read and name not in _NO_SAY and not name.startswith("_"):
+                raise ConfigError(
+                    f"config.json: {name!r} is {value!r}, and Onward does not know what it means for {architecture}: "
+                    "remove it if the model computes the same without it"
+                )

@@ -12,20 +12,24 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.models import FAMILIES, Model, Scope, build_model, read_config
 
-_ARCHITECTURES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
+
+def _architecture(family: str) -> str:
+    """The architecture of config.json that a family's short name stands for."""
+    names = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
+    if family not in names:
+        raise RequestError(f"family must be one of {', '.join(sorted(names))}; got {family!r}")
+    return names[family]
 
 
 def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny model, as a dict.
 
     Args:
-        family: "qwen3", "qwen2", "llama" or "mistral".
+        family: "qwen3", "llama", "gemma3", …: an architecture of `onward.models.FAMILIES` in short.
         overrides: fields of config.json, added or changed. The vocabulary fits `ByteTokenizer` by default.
     """
-    if family not in _ARCHITECTURES:
-        raise RequestError(f"family must be one of {', '.join(sorted(_ARCHITECTURES))}; got {family!r}")
     return {
-        "architectures": [_ARCHITECTURES[family]],
+        "architectures": [_architecture(family)],
         "model_type": family,
         "vocab_size": 258,
         "hidden_size": 32,

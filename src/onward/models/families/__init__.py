@@ -6,6 +6,7 @@ from typing import Any
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.architecture import Architecture
 from onward.models.families import llama, mistral, qwen2, qwen3
+from onward.models.fields import ReadFields
 
 _FAMILIES = (
     llama,
@@ -24,7 +25,8 @@ def read_config(config: Mapping[str, Any]) -> Architecture:
     """A checkpoint's config.json -> the numbers of its model and its forward.
 
     Raises:
-        ConfigError: a field is missing or wrong. UnsupportedArchitectureError: there is no such family.
+        ConfigError: a field is missing or wrong, or the family does not know it. UnsupportedArchitectureError: there is
+        no such family.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
@@ -33,4 +35,7 @@ def read_config(config: Mapping[str, Any]) -> Architecture:
         raise UnsupportedArchitectureError(
             f"architecture {names[0]!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[names[0]](config)
+    fields = ReadFields(config)
+    architecture = FAMILIES[names[0]](fields)
+    fields.check_unread(names[0])
+    return architecture

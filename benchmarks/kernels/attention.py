@@ -62,6 +62,7 @@ def arguments(q: Tensor, layer: Layer, offsets: Tensor, out: Tensor) -> Attentio
         queries=q.shape[2],
         positions=layer.keys.shape[2],
         dim=HEAD_DIM,
+        value_dim=HEAD_DIM,
         q=q.data_ptr(),
         keys=layer.keys.data_ptr(),
         values=layer.values.data_ptr(),

@@ -122,8 +122,9 @@ def test_a_step_of_every_family_reads_nothing_on_the_host(as_on_a_gpu, family, o
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_the_definition_over_all_rows_is_that_of_each_alone(tokens, window, with_sinks):
+def test_the_definition_over_all_rows_is_that_of_each_alone(tokens, softcap, window, with_sinks):
     """Whatever lies past the rows' ends. Both sum S <= 24 products in float32, in orders of their own: each is within
     S / 2 * 2^-23 of the exact sum of values below 4, so 24 * 2^-23 * 4 apart at the most; a softmax sums to 1."""
     generator = torch.Generator().manual_seed(4)
@@ -131,7 +132,7 @@ def test_the_definition_over_all_rows_is_that_of_each_alone(tokens, window, with
     keys, values = (torch.randn(3, 2, 24, 8, generator=generator) for _ in range(2))
     offsets = torch.tensor([0, 5, 24 - tokens], dtype=torch.int32)
     sinks = torch.randn(4, generator=generator) if with_sinks else None
-    arguments = (sinks, 8**-0.5, window or 0)
+    arguments = (sinks, 8**-0.5, window or 0, softcap, None)
     for row, offset in enumerate(offsets.tolist()):
         keys[row, :, offset + tokens :], values[row, :, offset + tokens :] = float("nan"), float("inf")
     whole = ops.attention._cached_definition(q, keys, values, offsets, *arguments)

@@ -51,17 +51,22 @@ def attention(
     sinks: Tensor | None = None,
     table: Tensor | None = None,
     out: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
-    """[B, H, T, D] against [B, G, S, D], or blocks [N, G, 64, D]; causal from int32 offsets [B], else every key."""
+    """q [B, H, T, D] against keys [B, G, S, D] and values [B, G, S, E], or blocks of both [N, G, 64, …].
+
+    Causal from int32 offsets [B], else every key.
+    """
     batch, heads, queries, dim = q.shape
-    out = poisoned(q.shape, q.dtype) if out is None else out
+    out = poisoned((*q.shape[:3], values.shape[3]), q.dtype) if out is None else out
     arguments = AttentionArguments(
         batch=batch, heads=heads, kv_heads=keys.shape[1], queries=queries, positions=keys.shape[2], dim=dim,
+        value_dim=values.shape[3],
         q=q.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), out=out.data_ptr(),
         q_strides=strides(q, 3), keys_strides=strides(keys, 3), values_strides=strides(values, 3),
         out_strides=strides(out, 3), offsets=None if offsets is None else offsets.data_ptr(), window=window,
         scale=dim**-0.5 if scale is None else scale, sinks=None if sinks is None else sinks.data_ptr(),
-        dtype=CODES[q.dtype],
+        softcap=softcap, dtype=CODES[q.dtype],
     )  # fmt: skip
     if table is not None:
         arguments.positions = 64 * table.shape[1]

@@ -4,6 +4,8 @@ The bound. U is the unit roundoff of float32, u that of the weights (2^-8 where 
 multiplied, else U). With s_j the scores, p_j the normalised weights and o the exact output:
 - s_j is a sum of D products in order, scaled, masked and compared with the maximum:
   |error| <= (D + 3) U scale sum_d |q_d k_jd| + 2 U (|s_j| + |m|), m the largest score;
+- a softcap moves no score further from its own (its slope is 1 at most) and adds its roundings: a division, tanh to
+  6 U, a product: 8 U of what it caps;
 - e^x is good to 3 U, and a weight is multiplied by one such factor a block: 3 U (S / 64 + 3);
 - so every weight is off by a factor 1 + e_j, |e_j| <= u + those. Both sums have the same weights, so the
   output moves by sum_j p_j e_j (v_j - o) to first order; 1.1 covers the second;
@@ -42,11 +44,13 @@ class Case:
     window: int = 0
     mask: Tensor | None = None
     sinks: Tensor | None = None
+    softcap: float = 0.0
 
     def run(self) -> Tensor:
         return attention(
-            self.q, self.keys, self.values, self.offsets, window=self.window, mask=self.mask, sinks=self.sinks
-        )
+            self.q, self.keys, self.values, self.offsets, window=self.window, mask=self.mask, sinks=self.sinks,
+            softcap=self.softcap,
+        )  # fmt: skip
 
     def part(self, row: int, start: int, end: int) -> "Case":
         """Queries start … end - 1 of one row, alone."""
@@ -86,6 +90,8 @@ def definition(case: Case) -> tuple[Tensor, Tensor]:
     seen = visible(case)
     scores = q @ k.transpose(-1, -2) * scale
     size = q.abs() @ k.abs().transpose(-1, -2) * scale
+    if case.softcap:
+        scores = case.softcap * (scores / case.softcap).tanh()
     if case.mask is not None:
         scores = scores + case.mask
     scores = scores.masked_fill(~seen, -math.inf)
@@ -100,7 +106,11 @@ def definition(case: Case) -> tuple[Tensor, Tensor]:
 
     finite = scores.nan_to_num(neginf=0.0)
     # A score was rounded before its mask was added, and the sink's own error moves all as one.
-    error = (dim + 3) * U * size + 2 * U * (finite.abs() + size + largest.abs()) + 3 * U * (positions / 64 + 3)
+    error = (
+        (dim + 3 + 8 * bool(case.softcap)) * U * size
+        + 2 * U * (finite.abs() + size + largest.abs())
+        + 3 * U * (positions / 64 + 3)
+    )
     weight_unit = 2.0**-8 if q_rounds_weights(case.q.dtype) else U
     distance = (v[:, :, None] - out[:, :, :, None]).abs()  # [B, H, T, S, D]
     moved = ((p * (error + weight_unit))[..., None] * distance).sum(3)
@@ -143,6 +153,7 @@ def cases(draw: st.DrawFn, longest: int = 200, queries: int = 40, dims: tuple[in
     if draw(st.booleans()):
         offsets = torch.tensor([draw(st.integers(0, positions - t)) for _ in range(batch)], dtype=torch.int32)
     heads = kv_heads * group
+    value_dim = dim if draw(st.booleans()) else draw(st.sampled_from((2, 16, 33, 96)))
     mask = None
     if draw(st.booleans()):
         shape = [size if draw(st.booleans()) else 1 for size in (batch, heads, t, positions)]
@@ -151,11 +162,12 @@ def cases(draw: st.DrawFn, longest: int = 200, queries: int = 40, dims: tuple[in
     return Case(
         q=2 * normal(batch, heads, t, dim),
         keys=normal(batch, kv_heads, positions, dim),
-        values=normal(batch, kv_heads, positions, dim),
+        values=normal(batch, kv_heads, positions, value_dim),
         offsets=offsets,
         window=draw(st.integers(1, positions)) if offsets is not None and draw(st.booleans()) else 0,
         mask=mask,
         sinks=torch.randn(heads, generator=generator) if draw(st.booleans()) else None,
+        softcap=draw(st.sampled_from((0.0, 0.0, 0.5, 5.0, 50.0))),
     )
 
 
@@ -298,6 +310,34 @@ def test_outputs_stay_between_the_values(isa: str) -> None:
     values = torch.full((1, 2, 300, 64), 1.7109375).bfloat16()
     out = Case(q, keys, values, torch.tensor([0], dtype=torch.int32)).run()
     assert torch.equal(out, values)
+
+
+def test_a_softcap_bounds_scores_before_the_mask(isa: str) -> None:
+    """One key scores far above the cap, one far below, one is hidden: weights e^c, e^-c and 0, c = 1."""
+    q = torch.full((1, 1, 1, 4), 50.0)
+    keys = torch.tensor([50.0, -50.0, 50.0]).view(1, 1, 3, 1).expand(1, 1, 3, 4).contiguous()
+    values = torch.tensor([1.0, 0.0, 7.0]).view(1, 1, 3, 1)
+    mask = torch.tensor([0.0, 0.0, -math.inf]).view(1, 1, 1, 3)
+    out = Case(q, keys, values, None, mask=mask, softcap=1.0).run()
+    assert out.item() == pytest.approx(1 / (1 + math.exp(-2)), rel=8 * U)
+
+
+def test_values_may_be_a_part_of_the_keys(isa: str) -> None:
+    """As the absorbed form of multi-head latent attention has them: 576 features of a key, the first 512 its value."""
+    generator = torch.Generator().manual_seed(5)
+    for dtype in DTYPES:
+        keys = torch.randn(2, 1, 200, 576, generator=generator).to(dtype)
+        q = torch.randn(2, 16, 3, 576, generator=generator).to(dtype)
+        case = Case(q, keys, keys[..., :512], torch.tensor([190, 63], dtype=torch.int32))
+        assert same_bits(case.run(), dataclasses.replace(case, values=case.values.contiguous()).run())
+        assert_correct(case)
+
+
+@pytest.mark.parametrize("softcap", [-1.0, math.nan])
+def test_a_softcap_below_zero_is_refused(isa: str, softcap: float) -> None:
+    one = torch.ones(1, 1, 1, 8)
+    with pytest.raises(NativeError, match="bad argument"):
+        Case(one, one, one, None, softcap=softcap).run()
 
 
 @pytest.mark.parametrize("offset", [-1, 5, 2**31 - 1])

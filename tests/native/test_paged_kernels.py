@@ -22,37 +22,42 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def in_blocks(generator: torch.Generator, *dense: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Tensors [B, G, 64 M, D] cut into blocks [N, G, 64, D], each a strided view of one buffer, in an order drawn by
+    """Tensors [B, G, 64 M, …] cut into blocks [N, G, 64, …], each a strided view of one buffer, in an order drawn by
     lot, with blocks between that nobody holds; and the table [B, M], a view too."""
-    batch, heads, positions, dim = dense[0].shape
+    batch, heads, positions, _ = dense[0].shape
     row_blocks = positions // BLOCK
     count = batch * row_blocks + 3
     order = torch.randperm(count, generator=generator, dtype=torch.int32)[: batch * row_blocks]
-    buffer = poisoned((count, len(dense) + 1, heads, BLOCK, dim), dense[0].dtype)
+    buffer = poisoned((count, len(dense) + 1, heads, BLOCK, max(t.shape[3] for t in dense)), dense[0].dtype)
     for i, tensor in enumerate(dense):
         cut = tensor.unflatten(2, (row_blocks, BLOCK)).transpose(1, 2)  # [B, M, G, 64, D]
-        buffer[order.long(), i] = cut.flatten(0, 1)
+        buffer[order.long(), i, ..., : tensor.shape[3]] = cut.flatten(0, 1)
     table = torch.full((batch, row_blocks + 2), -7, dtype=torch.int32)
     table[:, :row_blocks] = order.view(batch, row_blocks)
-    return [buffer[:, i] for i in range(len(dense))], table[:, :row_blocks]
+    return [buffer[:, i, ..., : tensor.shape[3]] for i, tensor in enumerate(dense)], table[:, :row_blocks]
 
 
 @given(
     seed=st.integers(0, 2**31), dtype=st.sampled_from(DTYPES), batch=st.integers(1, 3), kv_heads=st.integers(1, 3),
     group=st.sampled_from((1, 2, 7)), dim=st.sampled_from((1, 17, 64, 80, 128)), row_blocks=st.integers(1, 20),
     queries=st.sampled_from((1, 2, 5, 40, 130)), causal=st.booleans(), windowed=st.booleans(), with_sinks=st.booleans(),
-    masked=st.booleans(), threads=st.integers(1, 4), data=st.data(),
+    masked=st.booleans(), value_dim=st.sampled_from((None, 24)), softcap=st.sampled_from((0.0, 2.0)),
+    threads=st.integers(1, 4), data=st.data(),
 )  # fmt: skip
 @per_isa
 def test_attention_through_a_table_has_the_bits_of_the_dense_one(
     isa: str, seed: int, dtype: torch.dtype, batch: int, kv_heads: int, group: int, dim: int, row_blocks: int,
-    queries: int, causal: bool, windowed: bool, with_sinks: bool, masked: bool, threads: int, data: st.DataObject,
+    queries: int, causal: bool, windowed: bool, with_sinks: bool, masked: bool, value_dim: int | None, softcap: float,
+    threads: int, data: st.DataObject,
 ) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     positions = BLOCK * row_blocks
     queries = min(queries, positions)
     q = torch.randn(batch, kv_heads * group, queries, dim, generator=generator).to(dtype)
-    keys, values = (torch.randn(batch, kv_heads, positions, dim, generator=generator).to(dtype) for _ in range(2))
+    keys, values = (
+        torch.randn(batch, kv_heads, positions, width, generator=generator).to(dtype)
+        for width in (dim, value_dim or dim)
+    )
     offsets, window = None, 0
     if causal:
         starts = [data.draw(st.integers(0, positions - queries), "offset") for _ in range(batch)]
@@ -65,6 +70,7 @@ def test_attention_through_a_table_has_the_bits_of_the_dense_one(
         "window": window,
         "sinks": torch.randn(kv_heads * group, generator=generator) if with_sinks else None,
         "mask": torch.randn(1, 1, queries, positions, generator=generator) if masked else None,
+        "softcap": softcap,
     }
     native.set_num_threads(threads)
     dense = attention(q, keys, values, offsets, **options)

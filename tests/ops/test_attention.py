@@ -17,21 +17,25 @@ LENGTHS = [(1, 1), (1, 33), (3, 3), (3, 17), (17, 31), (31, 33), (33, 127), (127
 HEADS = [(1, 1, 1), (4, 2, 16), (6, 1, 3), (3, 3, 33)]  # (query heads, key/value heads, features)
 
 
-def definition(q, k, v, *, visible=None, scale=None):
+def definition(q, k, v, *, visible=None, scale=None, softcap=None):
     """softmax(q k^T * scale) v in float64, over the keys `visible` bool [T, S]; and the bound of its rounding.
 
     Scores are sums of D products: delta is how far float32 (or, for a short dtype, one rounding of a score to it)
-    may move one. A score moved by delta multiplies its weight by e^(2 delta) at most, after normalisation; then
-    come the weights' own rounding, S + 4 float32 operations, and the last rounding.
+    may move one. A softcap brings scores nearer to each other, and rounds them: a division, a tanh, a product. A score
+    moved by delta multiplies its weight by e^(2 delta) at most, after normalisation; then come the weights' own
+    rounding, S + 4 float32 operations, and the last rounding.
     """
     group = q.shape[1] // k.shape[1]
     q64, k64, v64 = (t.to(torch.float64) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = q64 @ k64.transpose(-1, -2) * scale
     size = (q64.abs() @ k64.abs().transpose(-1, -2) * scale).max()
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    delta = ((q.shape[-1] + 2) * UNIT[torch.float32] + (q.dtype != torch.float32) * 2 * UNIT[q.dtype]) * size
+    roundings = q.shape[-1] + 2 + 8 * (softcap is not None)
+    delta = (roundings * UNIT[torch.float32] + (q.dtype != torch.float32) * 2 * UNIT[q.dtype]) * size
     weights = 2 * UNIT[q.dtype] + (k.shape[2] + 4) * UNIT[torch.float32]
     return scores.softmax(-1) @ v64, (torch.expm1(2 * delta) + weights) * v64.abs().max()
 
@@ -84,6 +88,28 @@ def test_short_dtypes_lose_no_more_than_their_rounding(which, dtype, lengths):
     assert_within(got, *definition(q, k, v, visible=bottom_right(*lengths, 5)))
 
 
+@pytest.mark.parametrize("which", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 20])
+def test_a_softcap_comes_before_the_mask(which, dtype, lengths, softcap):
+    q, k, v = qkv(*lengths, (4, 2, 16), dtype)
+    got = FORMS[which](3 * q, k, v, causal=True, softcap=softcap)
+    assert_within(got, *definition(3 * q, k, v, visible=bottom_right(*lengths), softcap=softcap))
+
+
+@pytest.mark.parametrize("which", FORMS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("widths", [(24, 16), (16, 24), (33, 5)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_may_be_of_another_width(which, lengths, widths, causal):
+    q, k, _ = qkv(*lengths, (4, 2, widths[0]))
+    _, _, v = qkv(*lengths, (4, 2, widths[1]))
+    got = FORMS[which](q, k, v, causal=causal)
+    assert got.shape == (*q.shape[:3], widths[1])
+    assert_within(got, *definition(q, k, v, visible=bottom_right(*lengths) if causal else None))
+
+
 def test_fewer_queries_over_the_same_keys_are_the_last_of_the_whole():
     q, k, v = qkv(33, 33, (4, 2, 16))
     whole = ops.scaled_dot_product_attention(q, k, v, causal=True)
@@ -127,6 +153,12 @@ def test_a_window_that_a_query_itself_is_not_in_is_refused(queries, window):
         ops.scaled_dot_product_attention(*qkv(queries, 5, (2, 1, 4)), causal=True, window=window)
 
 
+@pytest.mark.parametrize("softcap", [0, -1.0, float("inf"), float("nan"), True, "50"])
+def test_a_softcap_that_is_no_finite_number_above_0_is_refused(softcap):
+    with pytest.raises(RequestError, match=f"softcap must be .* got {softcap!r}"):
+        ops.scaled_dot_product_attention(*qkv(1, 5, (2, 1, 4)), softcap=softcap)
+
+
 def test_causal_with_more_queries_than_keys_is_refused():
     with pytest.raises(RequestError, match="3 keys, 5 queries"):
         ops.scaled_dot_product_attention(*qkv(5, 3, (2, 1, 4)), causal=True)
@@ -149,5 +181,5 @@ def test_an_unknown_option_raises():
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes):
-    with pytest.raises(RequestError, match=r"wants k and v \[B, G, S, D\]"):
+    with pytest.raises(RequestError, match=r"wants k \[B, G, S, D\] and v \[B, G, S, E\]"):
         ops.scaled_dot_product_attention(*(random(*shape) for shape in shapes))

@@ -110,15 +110,17 @@ def test_rope_and_rotate(cut, counts, seed, dtype, heads, pairs, interleaved):
 
 @st.composite
 def attentions(draw):
-    """Keyword arguments of an attention, and its q, k, v: [B, H, T, D] and twice [B, G, S, D], S >= T."""
+    """Keyword arguments of an attention, and its q [B, H, T, D], k [B, G, S, D], v [B, G, S, E], S >= T."""
     batch, tokens, *_ = cut = draw(cuts())
     groups, group, dim = draw(st.integers(1, 2)), draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from((16, 17, 40)))
     dtype, seed, keys = draw(dtypes), draw(seeds), tokens + draw(st.integers(0, 700))
     q = 2 * random(batch, groups * group, tokens, dim, dtype=dtype, seed=seed)
-    k, v = (random(batch, groups, keys, dim, dtype=dtype, seed=seed + i) for i in (1, 2))
+    value_dim = draw(st.sampled_from((dim, 24)))
+    k, v = (random(batch, groups, keys, width, dtype=dtype, seed=seed + i) for i, width in ((1, dim), (2, value_dim)))
     options = {
         "window": draw(st.none() | st.integers(1, keys)),
         "sinks": draw(st.none() | st.just(random(groups * group, seed=seed))),
+        "softcap": draw(st.sampled_from((None, None, 2.0))),
     }
     return cut, q, k, v, options
 

@@ -27,6 +27,8 @@ OPS = {
     "rotate": lambda x: ops.rotate(x, COS, SIN),
     "attention": lambda x: ops.scaled_dot_product_attention(x, x[:, :1], x[:, 1:], causal=True),
     "attention with a mask and sinks": lambda x: ops.scaled_dot_product_attention(x, x, x, mask=MASK, sinks=SINKS),
+    "attention with a softcap": lambda x: ops.scaled_dot_product_attention(x, x, x, causal=True, softcap=2.0),
+    "attention with narrower values": lambda x: ops.scaled_dot_product_attention(x, x, x[..., :7]),
     "linear": lambda x: ops.linear(x, WEIGHT),
     "einsum": lambda x: ops.einsum("bhtd,bhsd,hs->bhts", x, x, MATRIX),
 }

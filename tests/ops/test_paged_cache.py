@@ -39,10 +39,13 @@ def dense_copy(cache):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch=st.integers(1, 3), blocks_a_row=st.integers(1, 4), tokens=st.sampled_from((1, 3, 64, 100)),
-    window=st.sampled_from((None, 1, 70)), with_sinks=st.booleans(), seed=st.integers(0, 2**31),
+    window=st.sampled_from((None, 1, 70)), with_sinks=st.booleans(), softcap=st.sampled_from((None, 1.5)),
+    seed=st.integers(0, 2**31),
     data=st.data(),
 )  # fmt: skip
-def test_attend_gives_what_the_dense_cache_gives(form, batch, blocks_a_row, tokens, window, with_sinks, seed, data):
+def test_attend_gives_what_the_dense_cache_gives(
+    form, batch, blocks_a_row, tokens, window, with_sinks, softcap, seed, data
+):
     """And it writes the same places. With kernels bit for bit; else to the rounding of sums of up to 256 products below
     4 (each within 256 / 2 * 2^-23 of the exact sum, relative to 4)."""
     tokens = min(tokens, BLOCK * blocks_a_row)
@@ -58,7 +61,7 @@ def test_attend_gives_what_the_dense_cache_gives(form, batch, blocks_a_row, toke
         paged.table[row, -(-(start + tokens) // BLOCK) :] = -1
     q, k, v = random(batch, 4, tokens, 8), random(batch, 2, tokens, 8, seed=1), random(batch, 2, tokens, 8, seed=2)
     offsets = torch.tensor(starts, dtype=torch.int32)
-    options = {"window": window, "sinks": random(4, seed=3) if with_sinks else None, "scale": 0.3}
+    options = {"window": window, "sinks": random(4, seed=3) if with_sinks else None, "scale": 0.3, "softcap": softcap}
     wanted, got = (cache.attend(1, q, k, v, offsets, **options) for cache in (dense, paged))
     if form != "definition":
         assert torch.equal(got, wanted)

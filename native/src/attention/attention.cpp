@@ -21,6 +21,8 @@ constexpr int64_t kUnitHeads = 8;
 // much takes a few microseconds.
 constexpr int64_t kLoadingRows = 4;
 constexpr int64_t kWorkPerChunk = 4096;
+// More are a mistake of the caller; working memory grows with them.
+constexpr int64_t kMostFeatures = 1 << 20;
 
 class Plan {
  public:
@@ -36,7 +38,7 @@ class Plan {
     }
     segments_ = ceil_div(longest, kSegment);
     while (heads_ < kUnitHeads && may_double_heads()) heads_ *= 2;
-    const int64_t work = ceil_div(longest, kBlock) * (rows() + kLoadingRows) * p.dim;
+    const int64_t work = ceil_div(longest, kBlock) * (rows() + kLoadingRows) * (p.keys.dim + p.values.dim) / 2;
     // As many chunks as there is work for, and the same number for every thread.
     const int64_t parts = ceil_div(units(), ceil_div(kWorkPerChunk, work + 1));
     grain_ = ceil_div(units(), parts > 1 ? round_up(parts, num_threads()) : 1);
@@ -89,7 +91,7 @@ Status run_units(const Problem& p, const Plan& plan) {
 // Worker::run.
 template <class T>
 Status run_segments(const Problem& p, const Plan& plan) {
-  const int64_t segments = plan.segments(), padded = round_up(p.dim, 32);
+  const int64_t segments = plan.segments(), padded = round_up(p.values.dim, 32);
   const int64_t floats = round_up(State::floats(plan.rows(), padded), 16);
   auto* memory = static_cast<float*>(scratch(
       kScratchActivations, plan.units() * segments * floats * int64_t(sizeof(float))));
@@ -126,7 +128,9 @@ bool has_blocks(const Problem& p, int64_t row) {
 }
 
 bool valid(const Problem& p) {
-  if (p.batch < 0 || p.queries < 0 || p.positions < 0 || p.dim <= 0 || p.window < 0) return false;
+  if (p.batch < 0 || p.queries < 0 || p.positions < 0 || p.window < 0 || !(p.softcap >= 0)) return false;
+  if (p.keys.dim <= 0 || p.keys.dim > kMostFeatures) return false;
+  if (p.values.dim <= 0 || p.values.dim > kMostFeatures) return false;
   if (p.kv_heads <= 0 || p.heads <= 0 || p.heads % p.kv_heads != 0) return false;
   for (int64_t row = 0; p.offsets != nullptr && row < p.batch; ++row) {
     if (p.offsets[row] < 0 || p.offsets[row] + p.queries > p.positions) return false;
@@ -209,9 +213,10 @@ Status attend(const Problem& p) {
 
 // The arguments of onward_attention; Python's copy: AttentionArguments in onward/native/interface.py.
 struct OnwardAttention {
-  int64_t batch, heads, kv_heads, queries, positions, dim;
-  const void *q, *keys, *values;  // [B, H, T, D], [B, G, S, D] twice
-  void* out;                      // [B, H, T, D]
+  int64_t batch, heads, kv_heads, queries, positions;
+  int64_t dim, value_dim;         // D, E
+  const void *q, *keys, *values;  // [B, H, T, D], [B, G, S, D], [B, G, S, E]
+  void* out;                      // [B, H, T, E]
   // Of rows, heads, positions; in elements. Features are contiguous.
   int64_t q_strides[3], keys_strides[3], values_strides[3], out_strides[3];
   const int32_t* offsets;   // [B], or null: every query sees every key
@@ -220,8 +225,9 @@ struct OnwardAttention {
   int64_t mask_strides[4];  // 0 where it repeats
   const float* sinks;       // [H], or null
   float scale;
+  float softcap;            // scores become softcap tanh(score / softcap) before the mask; 0: not
   int32_t dtype;
-  // int32 [B, positions / 64], or null: keys and values are [N, G, 64, D], and entry m of a row is the block
+  // int32 [B, positions / 64], or null: keys are [N, G, 64, D], values [N, G, 64, E], and entry m of a row is the block
   // of its positions 64 m, …, 64 m + 63.
   const int32_t* table;
   int64_t table_stride;  // of rows
@@ -230,16 +236,17 @@ struct OnwardAttention {
 // softmax(q k^T * scale + mask) v. See problem.h for the definition.
 ONWARD_API int32_t onward_attention(const OnwardAttention* a) {
   using namespace onward::attention;
-  const auto tensor = [](const void* data, const int64_t* strides) {
-    return Tensor{data, strides[0], strides[1], strides[2]};
+  const auto tensor = [](const void* data, const int64_t* strides, int64_t dim) {
+    return Tensor{data, strides[0], strides[1], strides[2], dim};
   };
   Problem p;
   p.dtype = a->dtype;
   p.batch = a->batch, p.heads = a->heads, p.kv_heads = a->kv_heads;
-  p.queries = a->queries, p.positions = a->positions, p.dim = a->dim;
-  p.q = tensor(a->q, a->q_strides), p.out = tensor(a->out, a->out_strides);
-  p.keys = tensor(a->keys, a->keys_strides), p.values = tensor(a->values, a->values_strides);
-  p.offsets = a->offsets, p.window = a->window, p.scale = a->scale;
+  p.queries = a->queries, p.positions = a->positions;
+  p.q = tensor(a->q, a->q_strides, a->dim), p.keys = tensor(a->keys, a->keys_strides, a->dim);
+  p.values = tensor(a->values, a->values_strides, a->value_dim);
+  p.out = tensor(a->out, a->out_strides, a->value_dim);
+  p.offsets = a->offsets, p.window = a->window, p.scale = a->scale, p.softcap = a->softcap;
   p.mask = {a->mask, a->mask_strides[0], a->mask_strides[1], a->mask_strides[2], a->mask_strides[3]};
   p.sinks = a->sinks;
   p.table = {a->table, a->table_stride};
@@ -273,10 +280,12 @@ static onward::Reads reads_of_attention(const OnwardAttention* a) {
   for (int64_t i = 0; i < named; ++i) {
     reads.blocks[i] = a->table[begin + i] * a->keys_strides[0] * size;
   }
-  // Keys and values of one cache lie alike.
   reads.block_bytes = kBlock * a->keys_strides[2] * size;
   reads.runs[0] = run(a->keys, a->keys_strides, 0, rows);
-  reads.runs[1] = run(a->values, a->values_strides, 0, rows);
+  // Values of other widths than the keys lie otherwise than Reads can say.
+  if (a->values_strides[0] == a->keys_strides[0] && a->values_strides[2] == a->keys_strides[2]) {
+    reads.runs[1] = run(a->values, a->values_strides, 0, rows);
+  }
   return reads;
 }
 ONWARD_INSTRUCTION_READS(onward_attention, reads_of_attention);

@@ -3,6 +3,7 @@
 // Definition. Query t of row b and head h sees a range of key positions, its `Span`. Over that range,
 // with the scores s_j = q . k_j * scale + mask_j and the weights w_j = e^(s_j - max s),
 //   out = sum_j w_j v_j / (sum_j w_j + e^(sink_h - max s)).
+// With a softcap c the score before its mask is c tanh(q . k_j * scale / c).
 //
 // Exactness. The bits of an output depend on its own query, span, keys and values alone. Keys are
 // visited in blocks of 64 at absolute multiples of 64, in order of position, with a running maximum
@@ -34,6 +35,7 @@ inline Span overlap(Span a, Span b) {
 struct Tensor {
   const void* data;
   int64_t batch_stride, head_stride, position_stride;
+  int64_t dim;  // features: those of queries and keys, or those of values and outputs
 
   template <class T>
   const T* at(int64_t batch, int64_t head, int64_t position) const {
@@ -65,12 +67,13 @@ struct Table {
 
 struct Problem {
   int32_t dtype;  // of q, keys, values and out
-  int64_t batch, heads, kv_heads, queries, positions, dim;
+  int64_t batch, heads, kv_heads, queries, positions;
   Tensor q, keys, values, out;
   Table table;             // of keys and values: their batch_stride is then from block to block
   const int32_t* offsets;  // [batch]: causal, query t of row b at position offsets[b] + t; null: not
   int64_t window;          // positions a causal query sees, itself included; 0: all
   float scale;
+  float softcap;       // 0: none
   Mask mask;           // data null: none
   const float* sinks;  // [heads], or null
 
@@ -95,7 +98,7 @@ struct State {
   float* max;   // [rows]; -inf before the first key
   float* sum;   // [rows, 16]: the sum of weights, in 16 lanes
   float* out;   // [rows, padded dim]: the weighted sum of values
-  int64_t dim;  // padded
+  int64_t dim;  // of values, padded
 
   static int64_t floats(int64_t rows, int64_t dim) { return round_up(rows, 16) + rows * (16 + dim); }
   static State in(float* memory, int64_t rows, int64_t dim) {

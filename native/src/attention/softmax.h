@@ -47,6 +47,14 @@ struct View {
   int64_t mask_stride, mask_length;
 };
 
+// score = cap * tanh(score * scale / cap) for the first `positions` of a block (Gemma 2, arXiv 2408.00118).
+inline void cap_scores(float* scores, int64_t positions, float scale, float cap) {
+  for (int64_t j = 0; j < positions; j += 16) {
+    const f32x16 part = div(mul(load(scores + j), splat(scale)), splat(cap));
+    store(scores + j, mul(tanh(part), splat(cap)));
+  }
+}
+
 // The scores of the first `positions` of a block to their final values in place; returns the largest.
 inline float finish_scores(float* scores, int64_t positions, float scale, const View& view) {
   f32x16 largest = splat(-kInfinity);

@@ -26,8 +26,8 @@ class Worker {
   Worker(const Problem& problem, int64_t rows, int64_t heads)
       : p_(problem),
         group_(p_.group()),
-        padded_(round_up(p_.dim, 32)),
-        query_words_(ceil_div(p_.dim, F::kFeatures) * 16) {
+        padded_(padded(p_.values)),
+        query_words_(ceil_div(p_.keys.dim, F::kFeatures) * 16) {
     // Every array begins on a cache line.
     const int64_t sizes[] = {kBlock / F::kPositions * padded_,
                              heads * kTileRows * kSegment,
@@ -38,8 +38,8 @@ class Worker {
                              State::floats(rows, padded_),
                              words_of<Query>(rows),
                              words_of<Tile>(rows),
-                             words_of<T>(kBlock * padded_),
-                             words_of<T>(kBlock * padded_)};
+                             words_of<T>(kBlock * padded(p_.keys)),
+                             words_of<T>(kBlock * padded(p_.values))};
     int64_t words = 0;
     for (int64_t size : sizes) words += round_up(size, 16);
     auto* memory =
@@ -112,6 +112,8 @@ class Worker {
     Span seen;
   };
 
+  static int64_t padded(const Tensor& tensor) { return round_up(tensor.dim, 32); }
+
   template <class Element>
   static int64_t words_of(int64_t count) {
     return ceil_div(count * int64_t(sizeof(Element)), int64_t(sizeof(float)));
@@ -141,8 +143,8 @@ class Worker {
     f32x16 sum = zero_f32();
     for (int64_t at = range.first; at < range.last; ++at) {
       const T* value = p_.template cached<T>(p_.values, unit.row, unit.kv_head, at);
-      for (int64_t d = 0; d < p_.dim; d += 16) {
-        sum = fma(load_first(value + d, p_.dim - d), zero_f32(), sum);
+      for (int64_t d = 0; d < p_.values.dim; d += 16) {
+        sum = fma(load_first(value + d, p_.values.dim - d), zero_f32(), sum);
       }
     }
     return any(is_nan(sum));
@@ -163,8 +165,8 @@ class Worker {
         queries_[r] = {span, p_.mask.at(unit.row, head, query)};
         const T* q = p_.q.at<T>(unit.row, head, query);
         float* words = panel_ + r * query_words_;
-        for (int64_t d = 0; d < p_.dim; d += F::kFeatures, words += 16) {
-          F::store_query(words, q, d, p_.dim);
+        for (int64_t d = 0; d < p_.q.dim; d += F::kFeatures, words += 16) {
+          F::store_query(words, q, d, p_.q.dim);
         }
       }
     }
@@ -199,7 +201,7 @@ class Worker {
   void run_block(const Unit& unit, int64_t start, Span seen, const State& state) {
     const Place place{unit.row, unit.kv_head, start};
     const Rows<T> keys = rows_at(place, p_.keys, seen, partial_keys_);
-    const ValueRows<F, T> values{rows_at(place, p_.values, seen, partial_values_), p_.dim};
+    const ValueRows<F, T> values{rows_at(place, p_.values, seen, partial_values_), p_.values.dim};
     const auto packed = pack_values(values, positions_in(start, seen), padded_, packed_);
     for (int64_t i = 0; i < tile_count_; ++i) {
       const Tile& tile = tiles_[i];
@@ -222,7 +224,7 @@ class Worker {
       const Rows<T> keys = rows_at(place, p_.keys, segment, partial_keys_);
       const Ahead<T> ahead = ahead_of(unit, place, p_.keys, segment.last, rows_at(first, p_.values));
       const Scoring<T> task = scoring(tiles_[tile], place.start, ahead, buffers);
-      if (ahead.dense(p_.dim)) {
+      if (ahead.dense(p_.keys.dim)) {
         score_keys<F, Fetch::kLines>(task, keys);
       } else {
         score_keys<F, Fetch::kRows>(task, keys);
@@ -234,9 +236,9 @@ class Worker {
     const Rows<T> next_keys = keys_after(unit, segment);
     walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
       const Ahead<T> ahead = ahead_of(unit, place, p_.values, segment.last, next_keys);
-      const StreamedValues<F, T> values{{rows_at(place, p_.values, segment, partial_values_), p_.dim},
+      const StreamedValues<F, T> values{{rows_at(place, p_.values, segment, partial_values_), p_.values.dim},
                                         ahead,
-                                        ahead.dense(p_.dim)};
+                                        ahead.dense(p_.values.dim)};
       blend(tiles_[tile], place.start, state.from_row(tiles_[tile].first), values, buffers);
     });
   }
@@ -262,7 +264,7 @@ class Worker {
   // following block, or if that has few positions those of `next` that will be wanted after them.
   Ahead<T> ahead_of(const Unit& unit, const Place& place, const Tensor& tensor, int64_t end,
                     const Rows<T>& next) const {
-    const int64_t far = ceil_div(kAheadBytes, p_.dim * int64_t(sizeof(T)));
+    const int64_t far = ceil_div(kAheadBytes, tensor.dim * int64_t(sizeof(T)));
     const int64_t distance = far < kBlock ? far : kBlock;
     const Rows<T> rows = rows_at(place, tensor), ahead{rows[distance], rows.stride};
     const int64_t left = end - place.start, here = left < kBlock ? left : kBlock;
@@ -302,15 +304,15 @@ class Worker {
     if (seen.first <= start && seen.last >= start + positions) return rows;
     for (int64_t j = 0; j < positions; ++j) {
       const bool real = start + j >= seen.first && start + j < seen.last;
-      void* to = copy + j * padded_;
-      const size_t bytes = size_t(p_.dim) * sizeof(T);
+      void* to = copy + j * padded(tensor);
+      const size_t bytes = size_t(tensor.dim) * sizeof(T);
       if (real) {
         std::memcpy(to, rows[j], bytes);
       } else {
         std::memset(to, 0, bytes);
       }
     }
-    return {copy, padded_};
+    return {copy, padded(tensor)};
   }
 
   // Where one block of a tile keeps what it passes from step to step. number: in the order of `walk`.
@@ -326,7 +328,7 @@ class Worker {
   Scoring<T> scoring(const Tile& tile, int64_t start, const Ahead<T>& ahead,
                      const Buffers& to) const {
     return {panel_ + tile.first * query_words_, tile.rows, query_words_,
-            positions_in(start, tile.seen), p_.dim, ahead, to.scores};
+            positions_in(start, tile.seen), p_.keys.dim, ahead, to.scores};
   }
 
   void weigh(const Tile& tile, int64_t start, const State& state, const Buffers& b) {
@@ -335,8 +337,10 @@ class Worker {
     float after[16];
     const f32x16 before = load(state.max);
     store(after, before);
+    const bool capped = p_.softcap > 0;
     for (int64_t i = 0; i < tile.rows; ++i) {
-      const float highest = finish_scores(b.scores + i * kBlock, positions, p_.scale,
+      if (capped) cap_scores(b.scores + i * kBlock, positions, p_.scale, p_.softcap);
+      const float highest = finish_scores(b.scores + i * kBlock, positions, capped ? 1.0f : p_.scale,
                                           view(queries_[tile.first + i], start));
       if (after[i] < highest) state.max[i] = after[i] = highest;
     }
@@ -351,7 +355,7 @@ class Worker {
   void blend(const Tile& tile, int64_t start, const State& state, const Values& values,
              const Buffers& b) {
     const int64_t positions = positions_in(start, tile.seen);
-    const Blend blend{b.weights, b.decay, positions, state.out, p_.dim, padded_};
+    const Blend blend{b.weights, b.decay, positions, state.out, p_.values.dim, padded_};
     blend_values<F>(tile.rows, blend, values);
   }
 
@@ -377,10 +381,10 @@ class Worker {
         // A query that sees nothing has no weights: its output is 0.
         const f32x16 divisor = splat(sum == 0.0f ? 1.0f : sum), factor = splat(decay);
         T* out = const_cast<T*>(p_.out.at<T>(unit.row, head, unit.first_query + i));
-        for (int64_t d = 0; d < p_.dim; d += 16) {
+        for (int64_t d = 0; d < p_.out.dim; d += 16) {
           // + 0: a term of weight 0 may have turned a zero's sign.
           const f32x16 value = div(mul(load(state.out + r * padded_ + d), factor), divisor);
-          store_first(out + d, add(value, zero_f32()), p_.dim - d);
+          store_first(out + d, add(value, zero_f32()), p_.out.dim - d);
         }
       }
     }

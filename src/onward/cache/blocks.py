@@ -165,12 +165,15 @@ class PagedKVCache(NamedTuple):
         window: int | None = None,
         scale: float | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`)."""
         keys, values = self.keys[layer], self.values[layer]
         ops.write_cache(keys, k, offsets, self.table)
         ops.write_cache(values, v, offsets, self.table)
-        return ops.cached_attention(q, keys, values, offsets, table=self.table, window=window, scale=scale, sinks=sinks)
+        return ops.cached_attention(
+            q, keys, values, offsets, table=self.table, window=window, scale=scale, sinks=sinks, softcap=softcap
+        )
 
 
 def _layers(buffer: Tensor, shapes: Sequence[LayerShape]) -> tuple[Tensor, ...]:

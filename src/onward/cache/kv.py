@@ -105,7 +105,8 @@ class KVCache(NamedTuple):
         window: int | None = None,
         scale: float | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`)."""
         keys, values = self.write(layer, k, v, offsets)
-        return ops.cached_attention(q, keys, values, offsets, window=window, scale=scale, sinks=sinks)
+        return ops.cached_attention(q, keys, values, offsets, window=window, scale=scale, sinks=sinks, softcap=softcap)

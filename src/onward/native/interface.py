@@ -133,7 +133,7 @@ class AttentionArguments(Structure):
     """OnwardAttention of native/src/attention/attention.cpp, where the fields are explained."""
 
     _fields_ = (
-        *((name, Int) for name in ("batch", "heads", "kv_heads", "queries", "positions", "dim")),
+        *((name, Int) for name in ("batch", "heads", "kv_heads", "queries", "positions", "dim", "value_dim")),
         *((name, Pointer) for name in ("q", "keys", "values", "out")),
         *((f"{name}_strides", Int * 3) for name in ("q", "keys", "values", "out")),
         ("offsets", Pointer),
@@ -142,6 +142,7 @@ class AttentionArguments(Structure):
         ("mask_strides", Int * 4),
         ("sinks", Pointer),
         ("scale", Float),
+        ("softcap", Float),
         ("dtype", Code),
         ("table", Pointer),
         ("table_stride", Int),

@@ -1,7 +1,10 @@
 """Scaled dot-product attention (Vaswani et al., arXiv 1706.03762) with grouped heads, and its cached form.
 
-Shapes: B rows, H query heads, G key/value heads (H a multiple of G), T queries, S keys, D features a head.
+Shapes: B rows, H query heads, G key/value heads (H a multiple of G), T queries, S keys, D features a head
+of queries and keys, E of values and outputs (often the same number).
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -25,6 +28,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale + mask) v, each query head with the key/value head of its group.
 
@@ -33,15 +37,17 @@ def scaled_dot_product_attention(
 
     Args:
         q: float [B, H, T, D].
-        k, v: float [B, G, S, D], of q's dtype.
+        k: float [B, G, S, D], of q's dtype.
+        v: float [B, G, S, E], of q's dtype.
         mask: float, broadcast to [B, H, T, S] and added to the scaled products; -inf hides a key.
         causal: hide the keys after each query.
         scale: the factor of the products q k^T; 1/sqrt(D) by default.
         sinks: float [H]: logits that take part in each head's softmax and have no value (arXiv 2309.17453).
         window: keys a query sees, itself included; it makes the attention causal.
+        softcap: c > 0: a score s, scaled and not yet masked, becomes c tanh(s / c) (Gemma 2, arXiv 2408.00118).
 
     Returns:
-        [B, H, T, D] in q's dtype.
+        [B, H, T, E] in q's dtype.
 
     Raises:
         RequestError: shapes or dtypes that do not fit.
@@ -51,7 +57,7 @@ def scaled_dot_product_attention(
         with off(q):
             q, k, v = lowered(dtype, q, k, v)
             return scaled_dot_product_attention(
-                q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=window
+                q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=window, softcap=softcap
             )
     check_shapes(q, k, v)
     window, causal = _checked_window(window), causal or window is not None
@@ -59,7 +65,7 @@ def scaled_dot_product_attention(
         got = f"{k.shape[2]} keys, {q.shape[2]} queries"
         raise RequestError(f"attention: causal needs as many keys as queries at least; got {got}")
     _check_extras(q, k, mask, sinks)
-    return _attention(q, k, v, mask, sinks, causal, _scale(q, scale), window)
+    return _attention(q, k, v, mask, sinks, causal, _scale(q, scale), window, _checked_softcap(softcap))
 
 
 def cached_attention(
@@ -72,6 +78,7 @@ def cached_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of new queries over a cache, each row over its own length and no further.
 
@@ -80,16 +87,17 @@ def cached_attention(
 
     Args:
         q: float [B, H, T, D].
-        keys, values: float [B, G, S, D], of q's dtype; T + offsets[b] <= S for every row. With a table float
-            [N, G, 64, D], N blocks of 64 positions.
+        keys: float [B, G, S, D], of q's dtype; T + offsets[b] <= S for every row. With a table float [N, G, 64, D],
+            N blocks of 64 positions.
+        values: the same with E features. They may be a part of the keys' features, in the same memory.
         offsets: int32 [B].
         table: int32 [B, M]: the block of each row's positions 64 m … 64 m + 63 (PagedAttention, arXiv 2309.06180).
             Then S is 64 M. Entries past the block of a row's last position are not read.
-        scale, sinks: as in `scaled_dot_product_attention`.
+        scale, sinks, softcap: as in `scaled_dot_product_attention`.
         window: positions a query sees, itself included; all of them by default.
 
     Returns:
-        [B, H, T, D] in q's dtype.
+        [B, H, T, E] in q's dtype.
 
     Raises:
         RequestError: shapes or dtypes that do not fit; when the op runs, a row that reaches past the cache.
@@ -102,12 +110,15 @@ def cached_attention(
             keys, values, table = dense_rows(keys, table, last), dense_rows(values, table, last), None
         with off(q):
             q, keys, values = lowered(dtype, q, keys, values)
-            return cached_attention(q, keys, values, offsets, table=table, scale=scale, sinks=sinks, window=window)
+            return cached_attention(
+                q, keys, values, offsets, table=table, scale=scale, sinks=sinks, window=window, softcap=softcap
+            )
     check_shapes(q, keys, values, table)
     if offsets.shape != q.shape[:1] or offsets.dtype != torch.int32:
         raise RequestError(f"attention: offsets must be int32 [B]; got {shapes(offsets=offsets, q=q)}")
     _check_extras(q, keys, None, sinks)
-    return _cached_attention(q, keys, values, offsets, sinks, _scale(q, scale), _checked_window(window), table)
+    window, cap = _checked_window(window), _checked_softcap(softcap)
+    return _cached_attention(q, keys, values, offsets, sinks, _scale(q, scale), window, cap, table)
 
 
 def reference(
@@ -120,12 +131,15 @@ def reference(
     scale: float | None = None,
     sinks: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The definition written out: in float32, with the keys and values repeated for each head of their group."""
     check_shapes(q, k, v)
     group = q.shape[1] // k.shape[1]
     q32, k32, v32 = (t.to(torch.float32) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
     scores = q32 @ k32.transpose(-1, -2) * _scale(q, scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if causal or window is not None:
         hidden = ~causal_visibility(q.shape[2], k.shape[2], window, q.device)
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -158,9 +172,10 @@ def _definition(
     causal: bool,
     scale: float,
     window: int,
+    softcap: float,
 ) -> Tensor:
-    """The definition in the torch operators that are fastest for each case. A window of 0 means no window."""
-    out = _torch_attention(q, k, v, mask, sinks, causal, scale, window)
+    """The definition in the torch operators that are fastest for each case. 0: no window, no softcap."""
+    out = _torch_attention(q, k, v, mask, sinks, causal, scale, window or None, softcap or None)
     # [B, T, H, D] in memory, as the kernel writes it: the order in which the output projection reads it.
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -173,18 +188,19 @@ def _torch_attention(
     sinks: Tensor | None,
     causal: bool,
     scale: float,
-    window: int,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    window_or_none = window or None
-    if mask is not None or sinks is not None:
-        return reference(q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=window_or_none)
+    if mask is not None or sinks is not None or softcap is not None:
+        return reference(q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=window, softcap=softcap)
     if q.shape[2] == 1:
         # One query a row sees every key. The heads of a group go in as queries, so each key is read once.
-        k, v = (k[:, :, -window:], v[:, :, -window:]) if window else (k, v)
-        return F.scaled_dot_product_attention(_grouped(q, k.shape[1]), k, v, scale=scale).reshape(q.shape)
+        k, v = (k, v) if window is None else (k[:, :, -window:], v[:, :, -window:])
+        out = F.scaled_dot_product_attention(_grouped(q, k.shape[1]), k, v, scale=scale)
+        return out.reshape(*q.shape[:3], v.shape[3])
     if not causal:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
-    return _causal_blocks(q, k, v, scale, window_or_none)
+    return _causal_blocks(q, k, v, scale, window)
 
 
 # Queries that `_causal_blocks` takes at once: enough for full speed, few enough that half of the products above the
@@ -206,7 +222,8 @@ def _causal_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | 
         scores = scores.view(*block.shape[:3], end - begin)
         hidden = ~causal_visibility(block.shape[2], end - begin, window, q.device)
         weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).to(v.dtype)
-        blocks.append((_grouped(weights, k.shape[1]) @ v[:, :, begin:end]).view(block.shape))
+        out = _grouped(weights, k.shape[1]) @ v[:, :, begin:end]
+        blocks.append(out.view(*block.shape[:3], v.shape[3]))
     return torch.cat(blocks, dim=2)
 
 
@@ -224,7 +241,8 @@ def _cached_definition(
     sinks: Tensor | None,
     scale: float,
     window: int,
-    table: Tensor | None = None,
+    softcap: float,
+    table: Tensor | None,
 ) -> Tensor:
     """All rows at once over the whole cache, what a row does not see hidden by a mask."""
     if table is not None:
@@ -240,7 +258,7 @@ def _cached_definition(
     empty = (key_at > query_at[:, -1:]).view(-1, 1, length, 1)
     k, v = keys.masked_fill(empty, 0.0), values.masked_fill(empty, 0.0)
     mask = torch.zeros(visible.shape, device=q.device).masked_fill(~visible, float("-inf")).unsqueeze(1)
-    out = reference(q, k, v, mask=mask, scale=scale, sinks=sinks)
+    out = reference(q, k, v, mask=mask, scale=scale, sinks=sinks, softcap=softcap or None)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -252,7 +270,8 @@ def _cached_by_row(
     sinks: Tensor | None,
     scale: float,
     window: int,
-    table: Tensor | None = None,
+    softcap: float,
+    table: Tensor | None,
 ) -> Tensor:
     """Row by row over what each holds, so that no row's arithmetic depends on another's length."""
     _check_positions(q, keys, offsets, window, table)
@@ -265,7 +284,7 @@ def _cached_by_row(
             blocks = table[b : b + 1, first : -(-end // BLOCK)].long()
             here = slice(start - first * BLOCK, end - first * BLOCK)
             k, v = side_by_side(keys[blocks])[:, :, here], side_by_side(values[blocks])[:, :, here]
-        rows.append(_definition(q[b : b + 1], k, v, None, sinks, True, scale, window))
+        rows.append(_definition(q[b : b + 1], k, v, None, sinks, True, scale, window, softcap))
     return rows[0] if len(rows) == 1 else torch.cat([row.transpose(1, 2) for row in rows]).transpose(1, 2)
 
 
@@ -282,9 +301,10 @@ def _native(
     causal: bool,
     scale: float,
     window: int,
+    softcap: float,
 ) -> Tensor:
     offsets = torch.full(q.shape[:1], k.shape[2] - q.shape[2], dtype=torch.int32) if causal else None
-    return _call(library, q, k, v, offsets, mask, sinks, scale, window)
+    return _call(library, q, k, v, offsets, mask, sinks, scale, window, softcap)
 
 
 def _cached_native(
@@ -296,10 +316,11 @@ def _cached_native(
     sinks: Tensor | None,
     scale: float,
     window: int,
+    softcap: float,
     table: Tensor | None,
 ) -> Tensor:
     _check_positions(q, keys, offsets, window, table)
-    return _call(library, q, keys, values, offsets.contiguous(), None, sinks, scale, window, table)
+    return _call(library, q, keys, values, offsets.contiguous(), None, sinks, scale, window, softcap, table)
 
 
 def _call(
@@ -312,16 +333,17 @@ def _call(
     sinks: Tensor | None,
     scale: float,
     window: int,
+    softcap: float,
     table: Tensor | None = None,
 ) -> Tensor:
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     batch, heads, queries, dim = q.shape
-    out = torch.empty((batch, queries, heads, dim), dtype=q.dtype).transpose(1, 2)
+    out = torch.empty((batch, queries, heads, v.shape[3]), dtype=q.dtype).transpose(1, 2)
     arguments = AttentionArguments(
-        batch, heads, k.shape[1], queries, _room(k, table), dim,
+        batch, heads, k.shape[1], queries, _room(k, table), dim, v.shape[3],
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3],
-        window=window, scale=scale, dtype=DTYPES[q.dtype],
+        window=window, scale=scale, softcap=softcap, dtype=DTYPES[q.dtype],
     )  # fmt: skip
     if offsets is not None:
         arguments.offsets = offsets.data_ptr()
@@ -342,15 +364,15 @@ def _call(
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -> None:
-    """Raise unless q [B, H, T, D] fits k and v [B, G, S, D] with H a multiple of G, all of one float dtype.
+    """Raise unless q [B, H, T, D] fits k [B, G, S, D] and v [B, G, S, E], H a multiple of G, all of one float dtype.
 
-    With a table they must be blocks [N, G, 64, D].
+    With a table they must be blocks [N, G, 64, D] and [N, G, 64, E].
     """
     if table is not None:
         check_table(table, q.shape[0], k)
     fits = (
-        q.dim() == k.dim() == 4
-        and k.shape == v.shape
+        q.dim() == k.dim() == v.dim() == 4
+        and k.shape[:3] == v.shape[:3]
         and (q.shape[0] == k.shape[0] or table is not None)
         and q.shape[3] == k.shape[3]
         and k.shape[1] > 0
@@ -358,7 +380,9 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -
     )
     if not fits:
         got = ", ".join(f"{name} {list(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
-        raise RequestError(f"attention: q [B, H, T, D] wants k and v [B, G, S, D] with H a multiple of G; got {got}")
+        raise RequestError(
+            f"attention: q [B, H, T, D] wants k [B, G, S, D] and v [B, G, S, E] with H a multiple of G; got {got}"
+        )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise RequestError(f"attention: q, k and v must be of one dtype of {names}; got {shapes(q=q, k=k, v=v)}")
@@ -410,25 +434,34 @@ def _checked_window(window: int | None) -> int:
     return window or 0
 
 
+def _checked_softcap(softcap: float | None) -> float:
+    """The softcap, or 0 for none."""
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0 < softcap < math.inf:
+        raise RequestError(f"attention: softcap must be a finite number above 0, or None for none; got {softcap!r}")
+    return float(softcap)
+
+
 def _scale(q: Tensor, scale: float | None) -> float:
     return float(q.shape[-1] ** -0.5) if scale is None else float(scale)
 
 
-def _fake(q: Tensor, *_: object) -> Tensor:
-    batch, heads, queries, dim = q.shape
-    return q.new_empty((batch, queries, heads, dim)).transpose(1, 2)
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    batch, heads, queries, _ = q.shape
+    return q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
 
 
 _attention = Operator(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, bool causal, float scale, int window)"
-    " -> Tensor",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, bool causal, float scale, int window,"
+    " float softcap) -> Tensor",
     _definition,
     _native,
     _fake,
 )
 _cached_attention = Operator(
     "cached_attention(Tensor q, Tensor keys, Tensor values, Tensor offsets, Tensor? sinks, float scale, int window,"
-    " Tensor? table) -> Tensor",
+    " float softcap, Tensor? table) -> Tensor",
     _cached_definition,
     _cached_native,
     _fake,

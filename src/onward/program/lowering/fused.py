@@ -219,17 +219,17 @@ def argmax(b: Builder, node: Node) -> None:
 
 @lowers(ops.cached_attention.default)
 def cached_attention(b: Builder, node: Node) -> None:
-    q, keys, values, offsets, sinks, scale, window, table = node.args
-    emit_attention(b, q, keys, values, node.outputs[0], offsets, None, sinks, scale, window, table)
+    q, keys, values, offsets, sinks, scale, window, softcap, table = node.args
+    emit_attention(b, q, keys, values, node.outputs[0], offsets, None, sinks, scale, window, softcap, table)
 
 
 @lowers(ops.attention.default)
 def attention(b: Builder, node: Node) -> None:
-    q, k, v, mask, sinks, causal, scale, window = node.args
+    q, k, v, mask, sinks, causal, scale, window, softcap = node.args
     offsets = None
     if causal:
         offsets = b.constant(torch.full((q.shape[0],), k.shape[2] - q.shape[2], dtype=torch.int32))
-    emit_attention(b, q, k, v, node.outputs[0], offsets, mask, sinks, scale, window)
+    emit_attention(b, q, k, v, node.outputs[0], offsets, mask, sinks, scale, window, softcap)
 
 
 def emit_attention(
@@ -243,6 +243,7 @@ def emit_attention(
     sinks: Array | None,
     scale: float,
     window: int,
+    softcap: float,
     table: Array | None = None,
 ) -> None:
     q, k, v = (a if a.strides[-1] == 1 else b.contiguous(a) for a in (q, k, v))
@@ -251,9 +252,10 @@ def emit_attention(
     batch, heads, queries, dim = q.shape
     arguments = {
         "batch": batch, "heads": heads, "kv_heads": k.shape[1], "queries": queries, "positions": k.shape[2], "dim": dim,
+        "value_dim": v.shape[3],
         "q": address(q), "keys": address(k), "values": address(v), "out": address(out),
         "q_strides": q.strides[:3], "keys_strides": k.strides[:3], "values_strides": v.strides[:3],
-        "out_strides": out.strides[:3], "window": window, "scale": scale, "dtype": float_code(q),
+        "out_strides": out.strides[:3], "window": window, "scale": scale, "softcap": softcap, "dtype": float_code(q),
     }  # fmt: skip
     if offsets is not None:
         arguments["offsets"] = address(b.contiguous(offsets))

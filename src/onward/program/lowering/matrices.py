@@ -93,7 +93,7 @@ def transposed(array: Array) -> Array:
 def attention(b: Builder, node: Node) -> None:
     arguments = named_arguments(node)
     q, k, v, mask = arguments["query"], arguments["key"], arguments["value"], arguments["attn_mask"]
-    if arguments["dropout_p"] or len(q.shape) != 4 or k.shape != v.shape or q.shape[1] % k.shape[1]:
+    if arguments["dropout_p"] or len(q.shape) != 4 or k.shape[:-1] != v.shape[:-1] or q.shape[1] % k.shape[1]:
         raise Unsupported("dropout, or shapes other than [B, H, T, D]")
     scale = q.shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
     offsets = None
@@ -107,7 +107,7 @@ def attention(b: Builder, node: Node) -> None:
             choose(b, mask, 0.0, -math.inf, additive)
             mask = additive
         mask = as_float32(b, mask)
-    emit_attention(b, q, k, v, node.outputs[0], offsets, mask, None, scale, 0)
+    emit_attention(b, q, k, v, node.outputs[0], offsets, mask, None, scale, 0, 0.0)
 
 
 # ── norms, softmax, sums ──────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ struct OnwardHeads {
   const void* norm_weight; // [D] of dtype, or null: no norm
   float eps, weight_offset;
   int32_t after_cast;      // see onward_rms_norm
-  int32_t rotate;
+  int32_t rotate;          // 0: not; 1: pairs (i, pairs + i); 2: pairs (2i, 2i + 1)
   void* out;               // [B, heads, T, D], or a cache [B, heads, positions, D]
   int64_t out_strides[3];  // of rows, heads, queries or positions
   int32_t to_cache;        // token t of row b goes to position offsets[b] + t
@@ -45,7 +45,7 @@ void run_head(const OnwardHeads& part, const T* x, int64_t dim, const Angles& an
     x = out;
   }
   if (part.rotate) {
-    rotate_row(x, dim, angles.cos, angles.sin, angles.pairs, false, out);
+    rotate_row(x, dim, angles.cos, angles.sin, angles.pairs, part.rotate == 2, out);
   } else if (out != x) {
     std::memcpy(out, x, size_t(dim) * sizeof(T));
   }
@@ -91,7 +91,8 @@ bool has_blocks(const OnwardHeads& part, int64_t b, int64_t first, int64_t end) 
 
 bool valid(const OnwardHeads& part, int64_t batch, int64_t queries, bool angles,
            const int32_t* offsets) {
-  if (part.heads < 0 || (part.rotate && !angles)) return false;
+  if (part.heads < 0 || part.rotate < 0 || part.rotate > 2) return false;
+  if (part.rotate && !angles) return false;
   if (!part.to_cache) return true;
   for (int64_t b = 0; b < batch; ++b) {
     if (offsets == nullptr || offsets[b] < 0) return false;
@@ -106,7 +107,7 @@ bool valid(const OnwardHeads& part, int64_t batch, int64_t queries, bool angles,
 
 // For each part and token: out = rotate(rms_norm(x)), each step rounded to dtype, and each only where
 // the part asks for it. cos and sin: float [batch, queries, pairs] as for onward_rotate, with its
-// angle_strides (rows, queries), pairs (i, pairs + i); read only where a part rotates. offsets: [batch],
+// angle_strides (rows, queries); read only where a part rotates. offsets: [batch],
 // read only where a part goes to a cache; nothing is written if a row does not fit there.
 ONWARD_API int32_t onward_heads(const OnwardHeads* parts, int64_t count, int64_t batch,
                                 int64_t queries, int64_t dim, int32_t dtype, const float* cos,

@@ -203,6 +203,13 @@ def test_partial_rotation_is_refused():
         read_config(config(partial_rotary_factor=0.5))
 
 
+def test_rope_fields_that_contradict_each_other_are_named():
+    with refused(ConfigError, "rope_theta", "500.0 in rope_parameters", "1000.0 in config.json itself"):
+        read_config(config(rope_theta=1000.0, rope_parameters={"rope_theta": 500.0}))
+    with refused(ConfigError, "rope_type", "'linear' in rope_scaling", "'default' in rope_parameters"):
+        read_config(config(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"}))
+
+
 def test_numbers_too_large_for_the_weights_are_named_by_the_tensor(folder):
     change_json(folder / "config.json", intermediate_size=10**9)
     with refused(CheckpointError, "mlp", "1000000000"):

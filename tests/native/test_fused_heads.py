@@ -26,7 +26,7 @@ class Part:
     weight: Tensor | None = None
     weight_offset: float = 0.0
     after_cast: bool = True
-    rotate: bool = False
+    rotate: int = 0  # 1: pairs of halves; 2: interleaved
     to_cache: bool = False
 
     def arguments(self) -> HeadsArguments:
@@ -46,7 +46,7 @@ class Part:
                 rows, self.weight, eps=EPS, offset=self.weight_offset, after_cast=self.after_cast
             ).view(x.shape)  # fmt: skip
         if self.rotate:
-            x = rotate(x, cos, sin)
+            x = rotate(x, cos, sin, interleaved=self.rotate == 2)
         if not self.to_cache:
             return x
         out = self.out.clone()
@@ -93,7 +93,7 @@ def test_heads_have_the_bits_of_the_separate_kernels(
         # As a projection leaves them: [B, T, H, D].
         x = torch.randn(batch, queries, count, dim, generator=generator).to(dtype).transpose(1, 2)
         part = Part(
-            x, x, rotate=data.draw(st.booleans(), "rotate"), to_cache=data.draw(st.booleans(), "to_cache")
+            x, x, rotate=data.draw(st.integers(0, 2), "rotate"), to_cache=data.draw(st.booleans(), "to_cache")
         )  # fmt: skip
         if data.draw(st.booleans(), "norm"):
             part.weight = torch.randn(dim, generator=generator).to(dtype)

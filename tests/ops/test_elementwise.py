@@ -76,6 +76,15 @@ def test_rotate_turns_pairs_as_complex_numbers(dtype, pairs, tokens):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_interleaved_pairs_are_neighbours(dtype):
+    x, turned = random(2, 3, 5, 17, dtype=dtype), list(range(0, 8, 2)) + list(range(1, 8, 2))
+    cos, sin = ops.rotary_angles(radians(2, 5, 4))
+    want = x.clone()
+    want[..., turned] = ops.rotate(x[..., turned], cos, sin)
+    assert_within(ops.rotate(x, cos, sin, interleaved=True), want, 6 * U32 * x.abs().max() + 1.01 * UNIT[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotate_passes_features_past_the_pairs_through(dtype):
     x = random(2, 3, 5, 17, dtype=dtype)
     cos, sin = ops.rotary_angles(radians(2, 5, 4))

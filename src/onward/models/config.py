@@ -84,6 +84,9 @@ def common_fields(
     activations: Sequence[str] = ("silu",),
     activation_field: str = "hidden_act",
     default_tie: bool = False,
+    default_base: float = 10000.0,
+    partial_rotary: float | None = None,
+    interleaved: bool = False,
 ) -> CommonFields:
     """The fields that families read the same way, checked against each other.
 
@@ -91,6 +94,7 @@ def common_fields(
         default_head_dim: of a config without `head_dim`; hidden_size / num_attention_heads by default.
         activations: the values of `activation_field` that the family may have; the first is the default.
         default_tie: of a config without `tie_word_embeddings`.
+        default_base, partial_rotary, interleaved: as `base`, `partial` and `interleaved` of `rotary_schedule`.
     """
     activation = config.get(activation_field, activations[0])
     if activation not in activations:
@@ -118,7 +122,9 @@ def common_fields(
         head_dim=head_dim,
         rms_norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
         max_position_embeddings=max_position,
-        rope=rotary_schedule(config, head_dim, max_position),
+        rope=rotary_schedule(
+            config, head_dim, max_position, base=default_base, partial=partial_rotary, interleaved=interleaved
+        ),
         tie_word_embeddings=tied or flag(config, "tie_word_embeddings"),
         activation=_ACTIVATIONS[activation],
     )

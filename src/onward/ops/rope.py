@@ -66,15 +66,15 @@ def angles(radians: Tensor) -> tuple[Tensor, Tensor]:
     return cos_sin[0], cos_sin[1]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of features (i, i + R) of x by its position's angle.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn each pair of features of x by its position's angle.
 
-    Split-half layout, as Hugging Face checkpoints store it: features [0, R) pair with [R, 2R); features
-    past 2R pass through unchanged. The turn itself is done in float32.
+    Features past 2R pass through unchanged. The turn itself is done in float32.
 
     Args:
         x: float [B, H, T, D].
         cos, sin: float32 [B, T, 2R], 2R <= D, from `angles`.
+        interleaved: pairs are (2i, 2i + 1), as in GLM; else (i, i + R), as in most Hugging Face checkpoints.
 
     Returns:
         [B, H, T, D] in x's dtype.
@@ -84,7 +84,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if not fits or cos.shape[-1] > x.shape[-1] or cos.shape[-1] % 2:
         operands = "float x [B, H, T, D] and float32 cos, sin [B, T, 2R]"
         raise RequestError(f"rotate wants {operands}; got {shapes(x=x, cos=cos, sin=sin)}")
-    return _rotate(x, cos, sin)
+    return _rotate(x, cos, sin, bool(interleaved))
 
 
 def _angles_definition(radians: Tensor) -> Tensor:
@@ -106,10 +106,14 @@ def _angles_native(library: Library, radians: Tensor) -> Tensor:
     return cos_sin
 
 
-def _rotate_definition(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_definition(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dims = cos.shape[-1]
     turning = x[..., :dims]
-    partners = torch.cat((turning[..., dims // 2 :], turning[..., : dims // 2]), dim=-1)
+    if interleaved:
+        partners = torch.stack((turning[..., 1::2], turning[..., 0::2]), dim=-1).flatten(-2)
+        cos, sin = (torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2) for halves in (cos, sin))
+    else:
+        partners = torch.cat((turning[..., dims // 2 :], turning[..., : dims // 2]), dim=-1)
     # cos and sin are float32, and so are the products.
     turned = torch.addcmul(turning * cos.unsqueeze(1), partners.to(torch.float32), sin.unsqueeze(1)).to(x.dtype)
     return turned if dims == x.shape[-1] else torch.cat((turned, x[..., dims:]), dim=-1)
@@ -134,7 +138,7 @@ _Strides = ctypes.c_int64 * 3
 _AngleStrides = ctypes.c_int64 * 2
 
 
-def _rotate_native(library: Library, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_native(library: Library, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     batch, heads, queries, dim = x.shape
@@ -143,8 +147,8 @@ def _rotate_native(library: Library, x: Tensor, cos: Tensor, sin: Tensor) -> Ten
     status = library.onward_rotate(
         batch, heads, queries, dim, DTYPES[x.dtype], x.data_ptr(), _Strides(*x.stride()[:3]),
         # The second half of sin is the one that is not negated.
-        cos.data_ptr(), sin.data_ptr() + 4 * pairs, pairs, _AngleStrides(queries * 2 * pairs, 2 * pairs), 0,
-        out.data_ptr(), _Strides(*out.stride()[:3]),
+        cos.data_ptr(), sin.data_ptr() + 4 * pairs, pairs, _AngleStrides(queries * 2 * pairs, 2 * pairs),
+        interleaved, out.data_ptr(), _Strides(*out.stride()[:3]),
     )  # fmt: skip
     library.check(status, "onward_rotate")
     return out
@@ -169,7 +173,12 @@ def _fake(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_rotate = Operator("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate_definition, _rotate_native, _fake)
+_rotate = Operator(
+    "rotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
+    _rotate_definition,
+    _rotate_native,
+    _fake,
+)
 _rope = Operator(
     "rope(Tensor x, Tensor offsets, Tensor inv_freqs, float scale, bool interleaved) -> Tensor",
     _rope_definition,

@@ -214,8 +214,8 @@ def _part(node: Node, uses: Uses) -> Iterator[_Part]:
 
 
 def _rotated(nodes: list[Node], fields: dict[str, Any], rotate: Node, offsets: Array | None, uses: Uses) -> _Part:
-    x, cos, sin = rotate.args
-    fields |= {"x": x, "rotate": 1}
+    x, cos, sin, interleaved = rotate.args
+    fields |= {"x": x, "rotate": 2 if interleaved else 1}
     norm = uses.only_for(x, rotate)
     if norm is not None and norm.op is ops.rms_norm.default and _swapped(norm.outputs[0], x):
         plain, weight, eps, offset = norm.args

@@ -103,7 +103,9 @@ class Attention:
         v_BGTE = self._heads(v, None, None)
         if self.rope is not None:
             cos, sin = positions.angles(self.rope)
-            q_BHTE, k_BGTE = ops.rotate(q_BHTE, cos, sin), ops.rotate(k_BGTE, cos, sin)
+            interleaved = self.rope.interleaved
+            q_BHTE = ops.rotate(q_BHTE, cos, sin, interleaved=interleaved)
+            k_BGTE = ops.rotate(k_BGTE, cos, sin, interleaved=interleaved)
         mixed = cache.attend(index, q_BHTE, k_BGTE, v_BGTE, positions.offsets, window=self.window, scale=self.scale)
         return params.o_proj(mixed.transpose(1, 2).flatten(2))
 

@@ -86,7 +86,7 @@ def emit_layer_norm(
 
 @lowers(ops.rotate.default)
 def rotate(b: Builder, node: Node) -> None:
-    x, cos, sin = node.args
+    x, cos, sin, interleaved = node.args
     out = node.outputs[0]
     x, cos, sin = (a if a.strides[-1] == 1 else b.contiguous(a) for a in (x, cos, sin))
     if cos.strides != sin.strides:
@@ -95,7 +95,8 @@ def rotate(b: Builder, node: Node) -> None:
     batch, heads, queries, dim = x.shape
     b.call(
         "onward_rotate", batch, heads, queries, dim, float_code(x), address(x), list(x.strides[:3]),
-        address(cos), positive_half(sin), pairs, list(cos.strides[:2]), False, address(out), list(out.strides[:3]),
+        address(cos), positive_half(sin), pairs, list(cos.strides[:2]), interleaved, address(out),
+        list(out.strides[:3]),
     )  # fmt: skip
 
 

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from huggingface_hub.utils.tqdm import tqdm
 
-from onward.checkpoint import CheckpointFolder, Tokenizer, find_folder, page_releaser, read_weights
+from onward.checkpoint import (
+    Checkpoint,
+    GgufCheckpoint,
+    Tokenizer,
+    find_folder,
+    open_checkpoint,
+    page_releaser,
+    read_weights,
+)
 from onward.checkpoint.distributed import NameMapSource, is_distributed
 from onward.checkpoint.quantized import read_manifest, read_quantized
 from onward.checks import check_whole
@@ -66,9 +74,9 @@ def load(
     fastest, and the file's pages are released, so that memory holds the weights once.
 
     Args:
-        source: a folder in the Hugging Face layout; a folder that torch.distributed.checkpoint wrote, with a
-            config.json added; a hub id ("Qwen/Qwen3-0.6B", optionally with "@revision"); or "demo", the model that
-            comes with the package.
+        source: a folder in the Hugging Face layout; a GGUF file (docs/gguf.md); a folder that
+            torch.distributed.checkpoint wrote, with a config.json added; a hub id ("Qwen/Qwen3-0.6B", optionally with
+            "@revision", and with ":file.gguf"); or "demo", the model that comes with the package.
         dtype: "bfloat16", "float16", "float32" or a torch dtype; the checkpoint's own by default.
         device: "auto" (CUDA where there is one), "cpu", "cuda", …
         max_seq_len: the most positions a request may use; the checkpoint's max_position_embeddings by default.
@@ -102,7 +110,7 @@ def load(
     show_fraction = progress if callable(progress) else None
     show = on_terminal if progress is None or show_fraction is not None else bool(progress)
     path = find_folder(_as_source(source), progress=show)
-    folder = CheckpointFolder(path)
+    folder = open_checkpoint(path)
     config = read_config(folder.config)
     context = _context(config, max_seq_len)
     tokenizer, template = folder.tokenizer, folder.chat_template
@@ -123,7 +131,7 @@ def load(
 
 
 def _read_params(
-    folder: CheckpointFolder,
+    folder: Checkpoint,
     config: Architecture,
     dtype: torch.dtype | None,
     device: torch.device,
@@ -132,6 +140,8 @@ def _read_params(
     layers: "_Layers",
 ) -> Any:
     """The weights: quantized where the folder or the caller says so, else packed for the kernels on a CPU."""
+    if isinstance(folder, GgufCheckpoint):
+        return _read_gguf(folder, config, dtype, device, format, name_map, layers)
     manifest = read_manifest(folder.path, folder.config)
     if manifest is not None:
         if name_map is not None:
@@ -178,6 +188,35 @@ def _read_params(
     if device.type != "cpu":
         return params
     return pack_params(params, release=release if lean else after_layer)
+
+
+def _read_gguf(
+    checkpoint: GgufCheckpoint,
+    config: Architecture,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    format: str | None,
+    name_map: NameMapSource,
+    layers: "_Layers",
+) -> Any:
+    """The weights of a GGUF file. Each layer is packed, and its pages are released, before the next is read."""
+    if name_map is not None:
+        raise RequestError(f"a name map is for a torch.distributed.checkpoint folder, and {checkpoint.path} is GGUF")
+    blocks = [name for name in checkpoint.types if name not in ("F32", "F16", "BF16")]
+    if format is not None and blocks:
+        raise RequestError(f"{checkpoint.path} is quantized already ({blocks[0]}): load it without quantize={format!r}")
+    release = checkpoint.page_releaser()
+
+    def each_layer(layer: Any) -> Any:
+        placed = pack_layer(layer) if device.type == "cpu" and format is None else layer
+        release()
+        layers.advance()
+        return placed
+
+    params = checkpoint.read_weights(config, dtype=dtype, device=device, each_layer=each_layer)
+    if format is not None:
+        return quantize_params(params, format, release=release)[0]
+    return pack_params(params, release=release) if device.type == "cpu" else params
 
 
 class _Layers:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
+from gguf_files import write_model
 from hub_server import Hub
 from huggingface_hub import constants
 from huggingface_hub.utils import are_progress_bars_disabled, close_session
@@ -463,3 +464,32 @@ def test_endpoint_home_and_offline_are_read_from_the_environment(hub, folder, tm
     assert found == fetched
     assert "HF_HUB_OFFLINE" in refusal
     assert hub.requests == []
+
+
+# ── GGUF files ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_gguf_file_of_a_repository(hub, cache, tmp_path):
+    models = tmp_path / "models"
+    (models / "q8").mkdir(parents=True)
+    write_model(models / "whole.gguf", "qwen3", "Q8_0")
+    write_model(models / "q8" / "m.gguf", "qwen3", "Q8_0", split_after=10)
+    (models / "other.gguf").write_bytes(b"not asked for")
+    hub.publish(REPO, models)
+    expected = onward.load(models / "whole.gguf").logits([5, 6, 7])
+    for name in ("whole.gguf", "q8/m-00001-of-00003.gguf", "q8/m-00002-of-00003.gguf"):
+        assert torch.equal(onward.load(f"{REPO}:{name}").logits([5, 6, 7]), expected)
+        assert torch.equal(onward.load(f"{REPO}@main:{name}").logits([5, 6, 7]), expected)
+    assert "other.gguf" not in hub.sent()
+
+
+def test_a_gguf_file_that_is_not_there_is_named(hub, cache, tmp_path):
+    (tmp_path / "m").mkdir()
+    write_model(tmp_path / "m" / "whole.gguf", "qwen3", "Q8_0")
+    hub.publish(REPO, tmp_path / "m")
+    with refused(SourceError, "part.gguf", "whole.gguf"):
+        onward.load(f"{REPO}:part.gguf")
+    with refused(SourceError, f"{REPO}:whole.gguf"):
+        onward.load(REPO)
+    with refused(SourceError, "no file inside"):
+        onward.load(f"{REPO}:../whole.gguf")

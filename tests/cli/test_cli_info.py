@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from command_line import Cli
@@ -113,3 +115,28 @@ def test_long_facts_wrap_under_themselves_on_a_terminal_alone() -> None:
 )
 def test_sizes(count: int, shown: str) -> None:
     assert in_bytes(count) == shown
+
+
+def test_a_gguf_file(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(file, "qwen3", use_temp_file=False)
+    for name, value in {"block_count": 1, "embedding_length": 64, "feed_forward_length": 64}.items():
+        writer.add_uint32(f"qwen3.{name}", value)
+    for name, value in {"context_length": 32, "attention.head_count": 2, "attention.key_length": 32}.items():
+        writer.add_uint32(f"qwen3.{name}", value)
+    shapes = {"token_embd": (8, 64), "output_norm": (64,), "blk.0.attn_norm": (64,), "blk.0.ffn_norm": (64,)}
+    shapes |= {f"blk.0.{name}": (64, 64) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    shapes |= {f"blk.0.{name}": (64, 64) for name in ("ffn_gate", "ffn_up", "ffn_down")}
+    shapes |= {"blk.0.attn_q_norm": (32,), "blk.0.attn_k_norm": (32,)}
+    for name, shape in shapes.items():
+        kind = gguf.GGMLQuantizationType.Q8_0 if len(shape) == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(f"{name}.weight", gguf.quantize(np.ones(shape, np.float32), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = json.loads(cli("info", str(file), "--json").out)["checkpoint"]
+    assert checkpoint["quantized"] == "Q8_0"
+    assert checkpoint["disk_bytes"] == file.stat().st_size
+    assert (checkpoint["layers"], checkpoint["vocabulary"], checkpoint["tied_head"]) == (1, 8, True)
+    assert cli("generate", "hi", "--model", str(file)).code == 2  # it has no tokenizer

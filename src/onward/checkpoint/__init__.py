@@ -1,7 +1,9 @@
-"""Read weights, tokenizers and chat templates from folders and hub ids."""
+"""Read weights, tokenizers and chat templates from folders, GGUF files and hub ids."""
 
 from onward.checkpoint.chat_template import ChatTemplate, Message
 from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.gguf import GgufCheckpoint
+from onward.checkpoint.opening import Checkpoint, open_checkpoint
 from onward.checkpoint.pages import page_releaser
 from onward.checkpoint.source import find_folder
 from onward.checkpoint.tokenizer import JsonTokenizer, Tokenizer
@@ -9,11 +11,14 @@ from onward.checkpoint.weights import read_weights
 
 __all__ = [
     "ChatTemplate",
+    "Checkpoint",
     "CheckpointFolder",
+    "GgufCheckpoint",
     "JsonTokenizer",
     "Message",
     "Tokenizer",
     "find_folder",
+    "open_checkpoint",
     "page_releaser",
     "read_weights",
 ]

@@ -2,7 +2,7 @@
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from onward.checkpoint.shards import weight_files
@@ -11,7 +11,12 @@ _MADV_DONTNEED = 4
 
 
 def page_releaser(folder: Path) -> Callable[[], None]:
-    """A function that drops this process's resident pages of the safetensors files mapped from `folder`.
+    """`releaser_of` of the folder's safetensors files."""
+    return releaser_of(folder / file for file in weight_files(folder))
+
+
+def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
+    """A function that drops this process's resident pages of these files, mapped by now.
 
     Nothing is lost: the maps are never written, so a page that is needed again is read from the file again. Without
     it memory would hold the mapped file and its packed copy at once. It does nothing on systems other than Linux.
@@ -19,7 +24,7 @@ def page_releaser(folder: Path) -> Callable[[], None]:
     if sys.platform != "linux":
         return lambda: None
     libc = ctypes.CDLL(None)
-    ranges = _mapped_ranges(folder)
+    ranges = _mapped_ranges(files)
 
     def release() -> None:
         for start, length in ranges:
@@ -28,13 +33,13 @@ def page_releaser(folder: Path) -> Callable[[], None]:
     return release
 
 
-def _mapped_ranges(folder: Path) -> list[tuple[int, int]]:
-    """(address, bytes) of each map of the folder's weights, from /proc/self/maps."""
-    files = {str((folder / file).resolve()) for file in weight_files(folder)}
+def _mapped_ranges(files: Iterable[Path]) -> list[tuple[int, int]]:
+    """(address, bytes) of each map of the files, from /proc/self/maps."""
+    names = {str(file.resolve()) for file in files}
     ranges = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5] in files:
+        if len(fields) == 6 and fields[5] in names:
             start, end = (int(address, 16) for address in fields[0].split("-"))
             ranges.append((start, end - start))
     return ranges

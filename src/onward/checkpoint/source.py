@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import escape
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
@@ -20,7 +20,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
-from onward.checkpoint.shards import INDEX, WEIGHTS, weight_files
+from onward.checkpoint.gguf import is_gguf, parts_of
+from onward.checkpoint.shards import INDEX, WEIGHTS, lies_outside, weight_files
 from onward.errors import OnwardError, SourceError, one_line
 
 BUNDLED = {"demo": "target", "demo-draft": "draft"}
@@ -39,14 +40,17 @@ _FILES = (
 )
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack", ".onnx")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_GGUF_ON_HUB = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^:]+))?:(?P<file>.+\.gguf)", re.ASCII)
 
 
 def find_folder(source: str | Path, *, progress: bool = True) -> Path:
-    """`source` as a local folder, downloaded first where it is a hub id.
+    """`source` as a local folder or GGUF file, downloaded first where it is on the hub.
 
     "demo" and "demo-draft" are the bundled models (a folder of that name is "./demo"). Otherwise a folder that
-    exists wins over a hub id. A hub id is `owner/name`, optionally with a revision: `owner/name@revision`. The hub
-    client's own settings apply: HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS.
+    exists wins over a hub id. A folder that holds one GGUF model and no config.json is that model. A hub id is
+    `owner/name`, optionally with a revision: `owner/name@revision`; a GGUF file on the hub is
+    `owner/name:file.gguf`. The hub client's own settings apply: HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE,
+    HF_HUB_DISABLE_PROGRESS_BARS.
 
     Args:
         source: the name. A `Path` is always a folder, never a hub id.
@@ -61,9 +65,14 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
         return Path(__file__).parent.parent / "demo" / BUNDLED[name]
     folder = os.path.expanduser(source)
     if os.path.isdir(folder) and name:
-        return Path(folder)
+        return _gguf_inside(Path(folder)) or Path(folder)
     if os.path.exists(folder) and name:
-        raise SourceError(f"{name} is a file; give the folder that holds config.json and the weights")
+        if is_gguf(Path(folder)):
+            return Path(folder)
+        raise SourceError(f"{name} is a file; give a GGUF file, or the folder that holds config.json and the weights")
+    if not isinstance(source, Path) and (match := _GGUF_ON_HUB.fullmatch(name)):
+        with _as_source_errors(match["repository"], match["revision"]):
+            return _download_gguf(match["repository"], match["revision"], match["file"], progress)
     repository, separator, revision = name.partition("@")
     if isinstance(source, Path) or not _HUB_ID.fullmatch(repository):
         also = "" if isinstance(source, Path) else ", and it is no hub id either"
@@ -76,6 +85,34 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
         return _download(repository, revision or None, progress)
 
 
+def _gguf_inside(folder: Path) -> Path | None:
+    """The GGUF model of a folder that holds one, and nothing in the Hugging Face layout.
+
+    Raises:
+        SourceError: it holds several.
+    """
+    if (folder / "config.json").is_file():
+        return None
+    firsts = sorted({parts_of(file.name)[0] for file in folder.glob("*.gguf") if file.is_file()})
+    if len(firsts) > 1:
+        raise SourceError(f"{folder} holds {len(firsts)} GGUF models ({', '.join(firsts[:4])}): give the file of one")
+    return folder / firsts[0] if firsts else None
+
+
+def _download_gguf(repository: str, revision: str | None, file: str, progress: bool) -> Path:
+    """A GGUF file of a repository, with the other parts where it is split."""
+    path = PurePosixPath(file)
+    if lies_outside(file):
+        raise SourceError(f"{file!r} is no file inside {repository}")
+    files = [str(path.with_name(name)) for name in parts_of(path.name)]
+    folder = _fetch(repository, revision, files, progress)
+    if absent := [name for name in files if not (folder / name).is_file()]:
+        there = [name for name in HfApi().list_repo_files(repository, revision=folder.name) if name.endswith(".gguf")]
+        has = f"; it has {', '.join(there[:4])}" if there else ""
+        raise SourceError(f"{repository} has no {absent[0]}{has}")
+    return folder / files[0]
+
+
 def _download(repository: str, revision: str | None, progress: bool) -> Path:
     folder = _fetch(repository, revision, _FILES, progress)
     if shards := weight_files(folder):
@@ -83,10 +120,11 @@ def _download(repository: str, revision: str | None, progress: bool) -> Path:
         return folder if shards == [WEIGHTS] else _fetch(repository, folder.name, shards, progress)
     files = HfApi().list_repo_files(repository, revision=folder.name)
     others = [file for file in files if file.endswith(_OTHER_WEIGHTS)]
+    gguf = [file for file in others if file.endswith(".gguf")]
     raise SourceError(
         f"{repository} holds no weights that can be read: neither {WEIGHTS} nor {INDEX}"
         + (f" (but {', '.join(others[:3])})" if others else "")
-        + "; choose a repository that has safetensors"
+        + (f"; name the file: {repository}:{gguf[0]}" if gguf else "; choose a repository that has safetensors")
     )
 
 

@@ -14,24 +14,31 @@ if TYPE_CHECKING:
 
 
 class Holdings:
-    """A checkpoint folder, read as `onward.load` reads it but for its weights, of which only the shapes are used."""
+    """A checkpoint, read as `onward.load` reads it but for its weights, of which only the shapes are used."""
 
     def __init__(self, path: Path) -> None:
         import torch
 
-        from onward.checkpoint import CheckpointFolder, read_weights
+        from onward.checkpoint import GgufCheckpoint, open_checkpoint, read_weights
         from onward.checkpoint.quantized import read_manifest, read_quantized
         from onward.models import build_model, read_config
 
-        self.folder = CheckpointFolder(path)
-        self.config = read_config(self.folder.config)
-        manifest, cpu = read_manifest(path, self.folder.config), torch.device("cpu")
-        self.format = None if manifest is None else manifest.format
-        params = (
-            read_weights(path, self.config, dtype=None, device=cpu)
-            if manifest is None
-            else read_quantized(path, manifest, self.config, dtype=None, device=cpu)
-        )
+        self.folder = folder = open_checkpoint(path)
+        self.config = read_config(folder.config)
+        cpu = torch.device("cpu")
+        if isinstance(folder, GgufCheckpoint):
+            self.format: str | None = ", ".join(folder.types)
+            self.disk_bytes = sum(file.path.stat().st_size for file in folder.files)
+            params = folder.read_weights(self.config, dtype=None, device=torch.device("meta"))
+        else:
+            manifest = read_manifest(path, folder.config)
+            self.format = None if manifest is None else manifest.format
+            self.disk_bytes = _disk_bytes(path)
+            params = (
+                read_weights(path, self.config, dtype=None, device=cpu)
+                if manifest is None
+                else read_quantized(path, manifest, self.config, dtype=None, device=cpu)
+            )
         self.dtype = params.embed_tokens.weight.dtype
         self.model = build_model(self.config, params)
 
@@ -43,7 +50,7 @@ class Holdings:
             Fact("parameters", parameters),
             Fact("dtype", str(self.dtype).removeprefix("torch.")),
             Fact("quantized", self.format),
-            Fact("disk_bytes", size := _disk_bytes(folder.path), in_bytes(size)),
+            Fact("disk_bytes", self.disk_bytes, in_bytes(self.disk_bytes)),
             *architecture_facts(config),
             *self._text_facts(),
         ]

@@ -1,0 +1,169 @@
+"""Blocks of GGUF's types -> the parts of our formats, and the float32 values, bit for bit those of ggml.
+
+`rows` is uint8 [N, bytes of a row]; a row is whole blocks. docs/gguf.md has the types; q4_k and its kin are described
+where they are read.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from onward.checkpoint.gguf.types import BlockType
+from onward.ops.grouped_formats import GROUPED_FORMATS, GroupedFormat, Parts, grouped_values
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Q4_0 is our int4, byte for byte but in another order.
+_INT4 = GroupedFormat(4, offset=8)
+
+
+def float_rows(type: BlockType, rows: Tensor) -> Tensor | None:
+    """[N, K] of a type that is a plain float, without a copy; None for the others."""
+    dtype = _FLOATS.get(type.name)
+    if dtype is None:
+        return None
+    if rows.data_ptr() % dtype.itemsize:
+        rows = rows.clone()
+    return rows.view(dtype)
+
+
+def dequantized(type: BlockType, rows: Tensor) -> Tensor:
+    """float32 [N, K], the bits of ggml's dequantization."""
+    plain = float_rows(type, rows)
+    if plain is not None:
+        return plain.to(torch.float32)
+    return grouped_values(grouped_format(type), read_parts(type, rows))
+
+
+def grouped_format(type: BlockType) -> GroupedFormat:
+    return _INT4 if type.name == "Q4_0" else GROUPED_FORMATS[type.name.lower()]
+
+
+def read_parts(type: BlockType, rows: Tensor) -> Parts:
+    """The codes and scales of rows [N, bytes] of blocks."""
+    blocks = rows.reshape(-1, type.size)
+    count = len(rows)
+    return _READERS[type.name](blocks).map(lambda part: part.reshape(count, -1))
+
+
+def scales_are_finite(type: BlockType, parts: Parts) -> bool:
+    """Whether all scales are numbers. E8M0 has one exponent, 255, that stands for none."""
+    if grouped_format(type).exponent:
+        return not bool((parts.scales == 255).any())
+    return all(bool(level.isfinite().all()) for level in (parts.scales, parts.minima) if level is not None)
+
+
+def _f16(blocks: Tensor, at: int) -> Tensor:
+    """float16 [blocks, 1], at byte `at`."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[blocks, bytes] -> [blocks, 2 * bytes]: the low halves, then the high."""
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _fields(packed: Tensor, bits: int, count: int) -> Tensor:
+    """[…, n] -> […, count, n]: field i of each byte, from the lowest."""
+    return torch.stack([packed >> bits * i & (1 << bits) - 1 for i in range(count)], -2)
+
+
+# ── blocks of 32 ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _q8_0(blocks: Tensor) -> Parts:
+    return Parts(blocks[:, 2:] ^ 128, _f16(blocks, 0))
+
+
+def _q4_0(blocks: Tensor) -> Parts:
+    return Parts(_nibbles(blocks[:, 2:]), _f16(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Parts:
+    return Parts(_nibbles(blocks[:, 4:]), _f16(blocks, 0), -_f16(blocks, 2))
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """4 bytes of a block -> [blocks, 32], bit i in place 4 of byte i."""
+    return (torch.stack([packed >> i & 1 for i in range(8)], -1) << 4).flatten(1)
+
+
+def _q5_0(blocks: Tensor) -> Parts:
+    return Parts(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _f16(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Parts:
+    return Parts(_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _f16(blocks, 0), -_f16(blocks, 2))
+
+
+def _mxfp4(blocks: Tensor) -> Parts:
+    return Parts(_nibbles(blocks[:, 1:]), blocks[:, :1])
+
+
+# ── blocks of 256 ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sub_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """12 bytes -> 8 scales and 8 minima of 6 bits. Four of each are the low bits of the first 8 bytes. The others have
+    4 bits in the last bytes, and their upper 2 above those of the first."""
+    first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, last & 15 | first >> 6 << 4), -1)
+    return scales, torch.cat((second & 63, last >> 4 | second >> 6 << 4), -1)
+
+
+def _halves_of_32(packed: Tensor) -> Tensor:
+    """128 bytes -> 256 nibbles: of each 32 bytes the low halves, then the high."""
+    return _nibbles(packed.reshape(len(packed), 4, 32)).flatten(1)
+
+
+def _q4_k(blocks: Tensor) -> Parts:
+    return Parts(_halves_of_32(blocks[:, 16:]), _f16(blocks, 0), _f16(blocks, 2), *_sub_scales(blocks[:, 4:16]))
+
+
+def _q5_k(blocks: Tensor) -> Parts:
+    fifth = (_fields(blocks[:, 16:48], 1, 8) << 4).flatten(1)
+    codes = _halves_of_32(blocks[:, 48:]) | fifth
+    return Parts(codes, _f16(blocks, 0), _f16(blocks, 2), *_sub_scales(blocks[:, 4:16]))
+
+
+def _q6_k(blocks: Tensor) -> Parts:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).flatten(1)
+    high = _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2, 4).flatten(1)
+    return Parts(low | high << 4, _f16(blocks, 208), None, blocks[:, 192:208].view(torch.int8))
+
+
+def _q2_k(blocks: Tensor) -> Parts:
+    codes = _fields(blocks[:, 16:80].reshape(-1, 2, 32), 2, 4).flatten(1)
+    levels = _f16(blocks, 80), _f16(blocks, 82)
+    return Parts(codes, *levels, blocks[:, :16] & 15, blocks[:, :16] >> 4)
+
+
+def _q3_k(blocks: Tensor) -> Parts:
+    third = (_fields(blocks[:, :32], 1, 8) << 2).flatten(1)
+    codes = _fields(blocks[:, 32:96].reshape(-1, 2, 32), 2, 4).flatten(1) | third
+    low, high = _nibbles(blocks[:, 96:104]), _fields(blocks[:, 104:108], 2, 4).flatten(1)
+    return Parts(codes, _f16(blocks, 108), None, (low | high << 4).view(torch.int8) - 32)
+
+
+def _iq4_xs(blocks: Tensor) -> Parts:
+    codes = _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).flatten(1)
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), -1).flatten(1)
+    high = torch.stack([blocks[:, 2:4] >> 2 * i & 3 for i in range(4)], -1).flatten(1)
+    return Parts(codes, _f16(blocks, 0), None, (low | high << 4).view(torch.int8) - 32)
+
+
+_READERS: dict[str, Callable[[Tensor], Parts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _q4_0,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}

@@ -1,0 +1,107 @@
+"""A GGUF file's metadata -> the config.json that the same model has in the Hugging Face layout."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onward.checkpoint.gguf.blocks import dequantized
+from onward.checkpoint.gguf.families import FAMILIES, NUMBERS, GgufFamily
+from onward.checkpoint.gguf.reader import GgufTensor
+from onward.errors import ConfigError, UnsupportedArchitectureError
+
+# The three numbers of every published model whose file has `rope_freqs` (Llama 3.1 to 3.3): the file does not say them.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def family_of(metadata: Mapping[str, Any], where: object) -> GgufFamily:
+    """The line of the table that the file's architecture has.
+
+    Raises:
+        ConfigError: it names none. UnsupportedArchitectureError: the table has no such line.
+    """
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ConfigError(f"{where}: general.architecture must be a name; got {architecture!r}")
+    if architecture not in FAMILIES:
+        raise UnsupportedArchitectureError(
+            f"{where}: architecture {architecture!r} is not supported in GGUF; supported are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[architecture]
+
+
+def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object) -> dict[str, Any]:
+    """config.json's fields. What is wrong in them is found where every config.json is read.
+
+    Raises:
+        ConfigError: the metadata say something that no field of config.json does.
+    """
+    family, prefix = family_of(metadata, where), f"{metadata['general.architecture']}."
+    config: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.config}
+    for field, key in NUMBERS.items():
+        if prefix + key in metadata:
+            config[field] = _same_everywhere(metadata[prefix + key], f"{where}: {prefix}{key}")
+    value_length = metadata.get(prefix + "attention.value_length")
+    if value_length is not None and value_length != config.get("head_dim"):
+        raise ConfigError(f"{where}: keys of {config.get('head_dim')} and values of {value_length} differ")
+    if "token_embd.weight" in tensors:
+        config["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    config["rope_parameters"] = _rope(metadata, prefix, tensors, config, where)
+    return config
+
+
+def _same_everywhere(value: Any, what: str) -> Any:
+    """A number for all layers; some files list it for each."""
+    if isinstance(value, np.ndarray):
+        numbers = set(value.tolist())
+        if len(numbers) != 1:
+            raise ConfigError(f"{what} differs from layer to layer ({sorted(numbers)[:4]}), which is not supported")
+        return numbers.pop()
+    return value
+
+
+def _rope(
+    metadata: Mapping[str, Any],
+    prefix: str,
+    tensors: Mapping[str, GgufTensor],
+    config: Mapping[str, Any],
+    where: object,
+) -> dict[str, Any]:
+    base = metadata.get(prefix + "rope.freq_base", 10000.0)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
+    rotated, head_dim = metadata.get(prefix + "rope.dimension_count"), config.get("head_dim")
+    if head_dim is None and config.get("num_attention_heads"):
+        head_dim = config.get("hidden_size", 0) // config["num_attention_heads"]
+    if rotated is not None and head_dim and rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    kind = metadata.get(prefix + "rope.scaling.type", "none")
+    if kind != "none":
+        rope |= {"rope_type": kind, "factor": metadata.get(prefix + "rope.scaling.factor")}
+        original = metadata.get(prefix + "rope.scaling.original_context_length")
+        rope |= {} if original is None else {"original_max_position_embeddings": original}
+    if "rope_freqs.weight" in tensors:
+        stored = tensors["rope_freqs.weight"]
+        rope |= _llama3(dequantized(stored.type, stored.rows).flatten(), float(base), where)
+    return rope
+
+
+def _llama3(divisors: Tensor, base: float, where: object) -> dict[str, Any]:
+    """The scaling whose frequencies these divisors make; they were rounded to float32 by the converter."""
+    from onward.models.rope import RotarySchedule
+
+    factor = round(float(divisors.max()), 3)
+    numbers = {"factor": factor, **_LLAMA3}
+    pairs = len(divisors)
+    plain = RotarySchedule(2 * pairs, base).inverse_frequencies()
+    scaled = RotarySchedule(
+        2 * pairs, base, "llama3", factor, 1.0, 4.0, int(_LLAMA3["original_max_position_embeddings"])
+    ).inverse_frequencies()
+    # Both sides are a few float32 operations: they agree to some units in the last of 24 bits.
+    if not torch.allclose(plain / divisors, scaled, rtol=2**-18, atol=0.0):
+        raise ConfigError(f"{where}: rope_freqs is of another scaling than Llama 3.1's, which is not supported")
+    return {"rope_type": "llama3", **numbers}

@@ -1,0 +1,183 @@
+"""Read GGUF, llama.cpp's format of a model in one file: metadata by name, and tensors, mapped.
+
+Little-endian: "GGUF", version, number of tensors, number of entries; the entries (name, kind, value); each tensor's
+name, sizes (innermost first), type and offset; then the tensors, each at a multiple of `general.alignment`. What is
+read is checked against the file's length before memory is asked for.
+"""
+
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onward.checkpoint.gguf.types import OTHER_TYPES, TYPES, BlockType
+from onward.errors import CheckpointError
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LONGEST_NAME = 2**16
+_MOST_SIZES = 4
+
+
+class GgufTensor(NamedTuple):
+    """A tensor as it is stored. shape: outermost first. rows: uint8 [product of the outer sizes, bytes of a row]."""
+
+    name: str
+    type: BlockType
+    shape: tuple[int, ...]
+    rows: Tensor
+
+
+class GgufFile:
+    """A GGUF file, mapped. metadata: name -> number, string, list of strings, or numpy array of numbers.
+
+    Raises:
+        CheckpointError: it is no GGUF file, is cut short or big-endian, or contradicts itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        self._bytes = _mapped(path)
+        self._view = self._bytes.numpy().data
+        self._at = 0
+        try:
+            self._read()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise self._damaged(f"{error} at byte {self._at}") from error
+
+    def _read(self) -> None:
+        if len(self._view) < 24 or bytes(self._view[:4]) != MAGIC:
+            raise CheckpointError(f"{self.path} is no GGUF file: it does not begin with 'GGUF' and a header")
+        self._at = 4
+        version, tensors, entries = self._take("IQQ")
+        if version not in _VERSIONS:
+            if version & 0xFFFF == 0:
+                raise CheckpointError(
+                    f"{self.path} is a big-endian GGUF file: convert the model to a little-endian one"
+                )
+            raise CheckpointError(f"{self.path} is GGUF of version {version}; versions 2 and 3 can be read")
+        # The least that an entry and a tensor take: 13 and 24 bytes.
+        self._check_count("metadata entries", entries, 13)
+        for _ in range(entries):
+            name = self._name()
+            if name in self.metadata:
+                raise self._damaged(f"the metadata has {name!r} twice")
+            self.metadata[name] = self._value(name)
+        self._check_count("tensors", tensors, 24)
+        infos = [self._tensor_info() for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
+            raise self._damaged(f"general.alignment must be a power of two up to 2^20; got {alignment!r}")
+        start = -(-self._at // alignment) * alignment
+        for name, kind, shape, offset in infos:
+            if offset % alignment:
+                raise self._damaged(
+                    f"tensor {name!r} is at {offset}, which is no multiple of the alignment {alignment}"
+                )
+            self._add_tensor(name, kind, shape, start + offset)
+
+    def _tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
+        name = self._name()
+        (count,) = self._take("I")
+        if not 1 <= count <= _MOST_SIZES:
+            raise self._damaged(f"tensor {name!r} has {count} sizes, and 1 to {_MOST_SIZES} can be")
+        shape = self._take(f"{count}Q")[::-1]
+        kind, offset = self._take("IQ")
+        return name, kind, shape, offset
+
+    def _add_tensor(self, name: str, kind: int, shape: tuple[int, ...], begin: int) -> None:
+        if kind not in TYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is of type {OTHER_TYPES.get(kind, f'number {kind}')}, which cannot be "
+                f"read; these can: {', '.join(kind.name for kind in TYPES.values())}"
+            )
+        if name in self.tensors:
+            raise self._damaged(f"tensor {name!r} is there twice")
+        block = TYPES[kind]
+        rows, row_bytes = 1, shape[-1] // block.weights * block.size
+        for size in shape[:-1]:
+            rows *= size
+        if rows < 1 or shape[-1] < 1 or shape[-1] % block.weights:
+            raise self._damaged(f"tensor {name!r} {list(shape)} is no whole number of {block.name} blocks")
+        if begin + rows * row_bytes > len(self._view):
+            raise self._damaged(
+                f"tensor {name!r} {block.name} {list(shape)} ends at byte {begin + rows * row_bytes}, and the file has "
+                f"{len(self._view)}"
+            )
+        stored = self._bytes[begin : begin + rows * row_bytes].view(rows, row_bytes)
+        self.tensors[name] = GgufTensor(name, block, shape, stored)
+
+    def _value(self, name: str) -> Any:
+        (kind,) = self._take("I")
+        if kind in _SCALARS:
+            return self._take(_SCALARS[kind])[0]
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise self._damaged(f"{name!r} is of kind {kind}, which no value has")
+        (kind, count) = self._take("IQ")
+        if kind == _STRING:
+            self._check_count(f"strings of {name!r}", count, 8)
+            return self._strings(count)
+        if kind not in _SCALARS:
+            raise self._damaged(f"{name!r} is an array of kind {kind}; arrays of numbers and of strings can be read")
+        dtype = np.dtype("<" + _SCALARS[kind])
+        self._check_count(f"numbers of {name!r}", count, dtype.itemsize)
+        begin, self._at = self._at, self._at + count * dtype.itemsize
+        return np.frombuffer(self._view[begin : self._at], dtype).copy()
+
+    def _strings(self, count: int) -> list[str]:
+        """`count` strings; a vocabulary has hundreds of thousands, so this is one plain loop."""
+        view, at, length_at = self._view, self._at, struct.Struct("<Q").unpack_from
+        end, strings = len(view), []
+        for _ in range(count):
+            (length,) = length_at(view, at)
+            at += 8
+            if length > end - at:
+                self._at = at
+                raise self._damaged(f"a string of {length} bytes at byte {at} does not fit into the file")
+            strings.append(str(view[at : at + length], "utf-8", "surrogateescape"))
+            at += length
+        self._at = at
+        return strings
+
+    def _string(self) -> str:
+        return self._strings(1)[0]
+
+    def _name(self) -> str:
+        name = self._string()
+        if len(name) > _LONGEST_NAME:
+            raise self._damaged(f"a name has {len(name)} characters")
+        return name
+
+    def _take(self, format: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + format, self._view, self._at)
+        self._at += struct.calcsize("<" + format)
+        return values
+
+    def _check_count(self, what: str, count: int, least_bytes: int) -> None:
+        left = len(self._view) - self._at
+        if count * least_bytes > left:
+            raise self._damaged(f"it announces {count} {what}, and has {left} bytes left")
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is damaged or cut short ({why}): download or convert it again")
+
+
+def _mapped(path: Path) -> Tensor:
+    """The file's bytes, uint8 [size]. The map is private: nothing is written back."""
+    try:
+        size = os.path.getsize(path)
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be mapped: {error}") from error

@@ -1,0 +1,129 @@
+"""The weights of a GGUF model under their stock names: blocks repacked into formats of ours, or as floats."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.checkpoint.gguf.blocks import dequantized, float_rows, read_parts, scales_are_finite
+from onward.checkpoint.gguf.families import GgufFamily, gguf_name
+from onward.checkpoint.gguf.reader import GgufTensor
+from onward.checkpoint.placing import placed
+from onward.errors import CheckpointError
+from onward.models import DecoderConfig, DecoderParams, LayerParams, read_params
+
+# Made into other fields of config.json, not weights.
+_NO_WEIGHTS = ("rope_freqs.weight",)
+# Weights that are converted at once, so that what lies between stays in a cache.
+_AT_ONCE = 2**20
+
+
+def read_gguf_weights(
+    path: Path,
+    tensors: Mapping[str, GgufTensor],
+    family: GgufFamily,
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    each_layer: Callable[[LayerParams], LayerParams] | None = None,
+) -> DecoderParams:
+    """All weights of a decoder; every tensor of the file must be one of them.
+
+    Args:
+        path: the file, for errors.
+        tensors: by GGUF's names.
+        family: whose names and order of rows the file has.
+        config: the shape the weights must have.
+        dtype: of norms, biases and activations. None takes bfloat16 where there are blocks, else the embedding's.
+        device: where they go. On "meta" no weight is read.
+        each_layer: converts each layer (packs it, say) as soon as it is read.
+
+    Raises:
+        CheckpointError: a tensor is missing or mis-shaped, has infinite scales, or is none of the architecture's.
+    """
+    chosen = _default_dtype(tensors) if dtype is None else dtype
+    reader = _GgufTensors(path, tensors, family, config.head_dim, chosen, device)
+    params = read_params(config, reader, each_layer)
+    reader.check_left()
+    return params
+
+
+def _default_dtype(tensors: Mapping[str, GgufTensor]) -> torch.dtype:
+    kinds = {tensor.type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    if kinds == {"F32"}:
+        return torch.float32
+    return torch.float16 if kinds <= {"F16", "F32"} else torch.bfloat16
+
+
+class _GgufTensors:
+    """Gives each weight by its stock name, and remembers which were taken."""
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, GgufTensor],
+        family: GgufFamily,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._path, self._tensors, self._family, self._head_dim = path, tensors, family, head_dim
+        self._dtype, self._device = dtype, device
+        self._taken: set[str] = set(_NO_WEIGHTS)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Any:
+        stored = self._tensors.get(gguf_name(name))
+        if stored is None:
+            raise CheckpointError(
+                f"{self._path}: tensor {gguf_name(name)!r} of shape {list(shape)} is missing ({name!r} elsewhere)"
+            )
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"{self._path}: tensor {stored.name!r} has shape {list(stored.shape)}, but the metadata makes it "
+                f"{list(shape)}"
+            )
+        self._taken.add(stored.name)
+        if self._device.type == "meta":
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        rows = self._stock_order(name, stored)
+        values = float_rows(stored.type, rows)
+        if values is None:
+            values = self._values(stored, rows)
+        return placed(self._path, stored.name, values.reshape(shape), self._dtype, self._device)
+
+    def check_left(self) -> None:
+        """Raise if a tensor was not taken: the file holds another architecture than it says."""
+        left = sorted(set(self._tensors) - self._taken)
+        if left:
+            raise CheckpointError(
+                f"{self._path}: {len(left)} tensors are there that the architecture leaves no place for, {left[0]!r} "
+                "for one"
+            )
+
+    def _stock_order(self, name: str, stored: GgufTensor) -> Tensor:
+        """The rows, or a bias's numbers, as the stock checkpoint has them.
+
+        The converter puts the two halves of each head, which RoPE rotates with each other, row by row together.
+        """
+        rows = stored.rows if len(stored.shape) > 1 else stored.rows.reshape(-1, stored.type.size)
+        if self._family.permuted and name.split(".")[-2] in ("q_proj", "k_proj"):
+            pairs = rows.reshape(-1, self._head_dim // 2, 2, rows.shape[1])
+            return pairs.transpose(1, 2).reshape(rows.shape)
+        return stored.rows
+
+    def _values(self, stored: GgufTensor, rows: Tensor) -> Tensor:
+        """Blocks as floats [N, K] of the model's dtype."""
+        inputs = rows.shape[1] // stored.type.size * stored.type.weights
+        values = torch.empty((len(rows), inputs), dtype=self._dtype)
+        step = max(1, _AT_ONCE // inputs)
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            if not scales_are_finite(stored.type, read_parts(stored.type, part)):
+                raise CheckpointError(
+                    f"{self._path}: tensor {stored.name!r} has scales that are infinite or no numbers"
+                )
+            values[first : first + step] = dequantized(stored.type, part)
+        return values

@@ -1,0 +1,163 @@
+"""A GGUF model is the model that it was made from."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import ARCHITECTURES, CONFIG, TYPES, write_model
+from safetensors.torch import save_file
+from tiny_checkpoint import refused
+
+import onward
+from onward.checkpoint.gguf import GgufCheckpoint
+from onward.errors import CheckpointError, ConfigError, OnwardWarning, RequestError, UnsupportedArchitectureError
+from onward.models import read_config
+
+IDS = list(range(5, 45))
+
+
+def logits_of(lm) -> torch.Tensor:
+    """[T, V]"""
+    return lm.logits(IDS).float()
+
+
+def twin_of(folder, config, weights):
+    """The same model in the Hugging Face layout, in float32."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    return onward.load(folder)
+
+
+def assert_equal_logits(file, config, weights) -> None:
+    ours = logits_of(onward.load(file, dtype="float32"))
+    theirs = logits_of(twin_of(file.parent / "twin", config, weights))
+    assert theirs.std() > 0.01  # they say something
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_every_type(tmp_path, type):
+    assert_equal_logits(tmp_path / "m.gguf", *write_model(tmp_path / "m.gguf", "qwen3", type))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_architecture(tmp_path, architecture, tied):
+    file = tmp_path / "m.gguf"
+    assert_equal_logits(file, *write_model(file, architecture, "Q8_0", tie_word_embeddings=tied))
+
+
+def test_biases_are_reordered_as_their_rows_are(tmp_path):
+    file = tmp_path / "m.gguf"
+    assert_equal_logits(file, *write_model(file, "llama", "F32", attention_bias=True))
+
+
+def test_each_matrix_may_have_a_type_of_its_own(tmp_path):
+    types = {
+        "model.embed_tokens.weight": "Q6_K",
+        "lm_head.weight": "F16",
+        "model.layers.0.self_attn.v_proj.weight": "Q5_0",
+        "model.layers.1.mlp.down_proj.weight": "IQ4_XS",
+    }
+    file = tmp_path / "m.gguf"
+    assert_equal_logits(file, *write_model(file, "qwen3", "Q4_K", types=types))
+    counts = GgufCheckpoint(file).types
+    assert next(iter(counts)) == "Q4_K"
+    assert set(counts) == {"Q4_K", *types.values()}
+
+
+def test_llama3_scaling_is_read_from_its_divisors(tmp_path):
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+    def divisors(writer) -> None:
+        schedule = read_config(CONFIG | {"architectures": ["LlamaForCausalLM"], "rope_parameters": rope}).rope
+        plain = read_config(CONFIG | {"architectures": ["LlamaForCausalLM"], "rope_theta": 500000.0}).rope
+        values = plain.inverse_frequencies() / schedule.inverse_frequencies()
+        writer.add_tensor("rope_freqs.weight", values.numpy())
+
+    file = tmp_path / "m.gguf"
+    config, weights = write_model(file, "llama", "Q8_0", metadata=divisors, rope_theta=500000.0)
+    assert_equal_logits(file, config | {"rope_parameters": rope}, weights)
+
+
+def test_other_divisors_are_refused(tmp_path):
+    def divisors(writer) -> None:
+        writer.add_tensor("rope_freqs.weight", np.linspace(1, 7, 32, dtype=np.float32))
+
+    write_model(tmp_path / "m.gguf", "llama", "Q8_0", metadata=divisors)
+    with refused(ConfigError, "rope_freqs", "m.gguf"):
+        onward.load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("type", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q4_0", "bfloat16")]
+)
+def test_the_dtype_of_a_model(tmp_path, type, dtype):
+    write_model(tmp_path / "m.gguf", "qwen3", type)
+    assert onward.load(tmp_path / "m.gguf").model.params.norm.dtype == getattr(torch, dtype)
+
+
+def test_a_head_count_for_each_layer_is_one_where_they_agree(tmp_path):
+    config, _ = write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata["qwen3.attention.head_count_kv"] = np.array([2, 2], np.int32)
+    assert checkpoint.config["num_key_value_heads"] == config["num_key_value_heads"]
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata["qwen3.attention.head_count_kv"] = np.array([2, 4], np.int32)
+    with refused(ConfigError, "head_count_kv", "differs from layer to layer"):
+        _ = checkpoint.config
+
+
+def test_an_unknown_architecture_is_named(tmp_path):
+    write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata["general.architecture"] = "rwkv7"
+    with refused(UnsupportedArchitectureError, "rwkv7", "qwen3"):
+        _ = checkpoint.config
+
+
+def test_infinite_scales_are_refused(tmp_path):
+    write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
+    raw = bytearray((tmp_path / "m.gguf").read_bytes())
+    tensor = GgufCheckpoint(tmp_path / "m.gguf").tensors["blk.1.ffn_down.weight"]
+    at = bytes(raw).index(tensor.rows[0].numpy().tobytes())
+    raw[at : at + 2] = np.array([np.inf], np.float16).tobytes()
+    (tmp_path / "m.gguf").write_bytes(raw)
+    with refused(CheckpointError, "blk.1.ffn_down.weight", "infinite"):
+        onward.load(tmp_path / "m.gguf")
+
+
+def test_missing_and_surplus_tensors_are_named(tmp_path):
+    write_model(tmp_path / "m.gguf", "qwen3", "Q8_0", num_hidden_layers=1)
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    config = read_config(checkpoint.config)
+    stored = checkpoint.tensors.pop("blk.0.attn_k.weight")
+    with refused(CheckpointError, "blk.0.attn_k.weight", "k_proj"):
+        checkpoint.read_weights(config, dtype=None, device=torch.device("cpu"))
+    checkpoint.tensors["blk.0.attn_k.weight"] = stored
+    checkpoint.tensors["blk.7.attn_k.weight"] = stored
+    with refused(CheckpointError, "blk.7.attn_k.weight"):
+        checkpoint.read_weights(config, dtype=None, device=torch.device("cpu"))
+
+
+def test_what_cannot_be_asked_of_a_gguf_model(tmp_path):
+    write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
+    with refused(RequestError, "quantized already", "Q8_0"):
+        onward.load(tmp_path / "m.gguf", quantize="int4")
+    with refused(RequestError, "name map"):
+        onward.load(tmp_path / "m.gguf", name_map={})
+
+
+def test_floats_can_be_quantized_on_the_way(tmp_path):
+    write_model(tmp_path / "m.gguf", "qwen3", "F32")
+    lm = onward.load(tmp_path / "m.gguf", quantize="int8")
+    assert lm.model.params.lm_head.format == "int8"
+
+
+def test_a_context_past_the_trained_one_is_warned_of(tmp_path):
+    write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
+    with pytest.warns(OnwardWarning, match="max_position_embeddings 64"):
+        onward.load(tmp_path / "m.gguf", max_seq_len=128)

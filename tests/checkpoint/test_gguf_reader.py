@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from gguf_files import write_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ import onward
 from onward.checkpoint.gguf import GgufCheckpoint
 from onward.checkpoint.gguf.reader import GgufFile
 from onward.errors import CheckpointError, OnwardError
+from onward.models import read_config
 
 
 def text(value: str | bytes) -> bytes:
@@ -139,6 +141,32 @@ def test_any_bytes_in_the_metadata(small, tmp_path_factory, data):
     for _ in range(data.draw(st.integers(1, 4))):
         spoilt[data.draw(st.integers(0, end))] = data.draw(st.integers(0, 255))
     load_or_refuse(folder, bytes(spoilt))
+
+
+@given(data=st.data())
+def test_any_value_of_any_kind(small, tmp_path_factory, data):
+    """Metadata that a file may say, each replaced by a value of another kind or size."""
+    file = tmp_path_factory.getbasetemp() / "kinds.gguf"
+    if not file.exists():
+        file.write_bytes(small)
+    checkpoint = GgufCheckpoint(file)
+    metadata = checkpoint.files[0].metadata
+    keys = [*metadata, "split.count", "split.no", "llama.rope.scaling.type", "llama.rope.scaling.factor"]
+    keys += [
+        "llama.attention.value_length",
+        "tokenizer.ggml.scores",
+        "tokenizer.ggml.add_bos_token",
+        "general.sampling.temp",
+    ]
+    arrays = st.lists(st.integers(-3, 9), max_size=4).map(lambda numbers: np.array(numbers, np.int32))
+    floats = st.floats() | st.lists(st.floats(width=32), max_size=4).map(lambda numbers: np.array(numbers, np.float32))
+    values = st.integers(-(2**63), 2**64) | floats | st.booleans() | st.text(max_size=4) | arrays
+    for _ in range(data.draw(st.integers(1, 3))):
+        metadata[data.draw(st.sampled_from(keys))] = data.draw(values | st.lists(st.text(max_size=3), max_size=4))
+    with contextlib.suppress(OnwardError):
+        _ = checkpoint.tokenizer, checkpoint.chat_template, checkpoint.eos, checkpoint.generation_config
+        config = read_config(checkpoint.config)
+        checkpoint.read_weights(config, dtype=None, device=torch.device("meta"))
 
 
 @given(at=st.integers(0, 6000))

@@ -11,6 +11,8 @@ from onward.checkpoint.gguf.blocks import dequantized
 from onward.checkpoint.gguf.families import FAMILIES, NUMBERS, GgufFamily
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.errors import ConfigError, UnsupportedArchitectureError
+from onward.models.fields import positive_number
+from onward.models.rope import RotarySchedule
 
 # The three numbers of every published model whose file has `rope_freqs` (Llama 3.1 to 3.3): the file does not say them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -43,15 +45,16 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
     for field, key in NUMBERS.items():
         if prefix + key in metadata:
             config[field] = _same_everywhere(metadata[prefix + key], f"{where}: {prefix}{key}")
-    value_length = metadata.get(prefix + "attention.value_length")
-    if value_length is not None and value_length != config.get("head_dim"):
-        raise ConfigError(f"{where}: keys of {config.get('head_dim')} and values of {value_length} differ")
+    head_dim = _head_dim(config)
+    value_length = _same_everywhere(metadata.get(prefix + "attention.value_length"), f"{where}: value_length")
+    if value_length is not None and value_length != head_dim:
+        raise ConfigError(f"{where}: keys of {head_dim} and values of {value_length} numbers differ")
     if "token_embd.weight" in tensors:
         config["vocab_size"] = tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-    config["rope_parameters"] = _rope(metadata, prefix, tensors, config, where)
+    config["rope_parameters"] = _rope(metadata, prefix, tensors, head_dim, where)
     return config
 
 
@@ -65,43 +68,49 @@ def _same_everywhere(value: Any, what: str) -> Any:
     return value
 
 
+def _head_dim(config: Mapping[str, Any]) -> int | None:
+    """What the config says or implies; None where that makes no sense, which is found where it is read."""
+    head_dim, hidden, heads = (config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    if head_dim is None and type(hidden) is int and type(heads) is int and heads > 0:
+        return hidden // heads
+    return head_dim if type(head_dim) is int and head_dim > 0 else None
+
+
 def _rope(
     metadata: Mapping[str, Any],
     prefix: str,
     tensors: Mapping[str, GgufTensor],
-    config: Mapping[str, Any],
+    head_dim: int | None,
     where: object,
 ) -> dict[str, Any]:
-    base = metadata.get(prefix + "rope.freq_base", 10000.0)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
-    rotated, head_dim = metadata.get(prefix + "rope.dimension_count"), config.get("head_dim")
-    if head_dim is None and config.get("num_attention_heads"):
-        head_dim = config.get("hidden_size", 0) // config["num_attention_heads"]
-    if rotated is not None and head_dim and rotated != head_dim:
+    """The `rope_parameters` of config.json."""
+
+    def said(key: str) -> Any:
+        return _same_everywhere(metadata.get(f"{prefix}rope.{key}"), f"{where}: {prefix}rope.{key}")
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": said("freq_base")}
+    rotated = said("dimension_count")
+    if type(rotated) is int and head_dim is not None and rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
-    kind = metadata.get(prefix + "rope.scaling.type", "none")
-    if kind != "none":
-        rope |= {"rope_type": kind, "factor": metadata.get(prefix + "rope.scaling.factor")}
-        original = metadata.get(prefix + "rope.scaling.original_context_length")
-        rope |= {} if original is None else {"original_max_position_embeddings": original}
+    kind = said("scaling.type")
+    if kind not in (None, "none"):
+        rope |= {"rope_type": kind, "factor": said("scaling.factor")}
+        rope |= {"original_max_position_embeddings": said("scaling.original_context_length")}
     if "rope_freqs.weight" in tensors:
         stored = tensors["rope_freqs.weight"]
-        rope |= _llama3(dequantized(stored.type, stored.rows).flatten(), float(base), where)
+        divisors = dequantized(stored.type, stored.rows).flatten()
+        rope |= _llama3(divisors, positive_number(rope, "rope_theta", 10000.0), head_dim, where)
     return rope
 
 
-def _llama3(divisors: Tensor, base: float, where: object) -> dict[str, Any]:
+def _llama3(divisors: Tensor, base: float, head_dim: int | None, where: object) -> dict[str, Any]:
     """The scaling whose frequencies these divisors make; they were rounded to float32 by the converter."""
-    from onward.models.rope import RotarySchedule
-
     factor = round(float(divisors.max()), 3)
-    numbers = {"factor": factor, **_LLAMA3}
-    pairs = len(divisors)
-    plain = RotarySchedule(2 * pairs, base).inverse_frequencies()
-    scaled = RotarySchedule(
-        2 * pairs, base, "llama3", factor, 1.0, 4.0, int(_LLAMA3["original_max_position_embeddings"])
-    ).inverse_frequencies()
-    # Both sides are a few float32 operations: they agree to some units in the last of 24 bits.
-    if not torch.allclose(plain / divisors, scaled, rtol=2**-18, atol=0.0):
-        raise ConfigError(f"{where}: rope_freqs is of another scaling than Llama 3.1's, which is not supported")
-    return {"rope_type": "llama3", **numbers}
+    original = int(_LLAMA3["original_max_position_embeddings"])
+    if 2 * len(divisors) == head_dim and factor >= 1:
+        plain = RotarySchedule(head_dim, base).inverse_frequencies()
+        scaled = RotarySchedule(head_dim, base, "llama3", factor, 1.0, 4.0, original).inverse_frequencies()
+        # Both sides are a few float32 operations: they agree to some units in the last of 24 bits.
+        if torch.allclose(plain / divisors, scaled, rtol=2**-18, atol=0.0):
+            return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    raise ConfigError(f"{where}: rope_freqs is of another scaling than Llama 3.1's, which is not supported")

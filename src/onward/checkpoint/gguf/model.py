@@ -59,7 +59,8 @@ class GgufCheckpoint:
         files = [GgufFile(path) for path in paths]
         for number, file in enumerate(files):
             count, at = file.metadata.get("split.count", 1), file.metadata.get("split.no", 0)
-            if count not in (len(files), 0 if len(files) == 1 else None) or at != number:
+            whole = len(files) == 1 and count == 0
+            if type(count) is not int or not (count == len(files) or whole) or type(at) is not int or at != number:
                 raise CheckpointError(
                     f"{file.path} says that it is part {at} of {count} (from 0), and its name that it is part {number} "
                     f"of {len(files)}: give the parts the names that they had"
@@ -91,7 +92,8 @@ class GgufCheckpoint:
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
         """None where the file has no tokenizer: such a model takes and gives ids."""
-        if self._metadata.get("tokenizer.ggml.model", "none") in ("none", "no_vocab"):
+        kind = self._metadata.get("tokenizer.ggml.model")
+        if kind is None or (isinstance(kind, str) and kind in ("none", "no_vocab")):
             return None
         return Vocabulary(self._metadata, self.path)
 

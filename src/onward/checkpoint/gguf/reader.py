@@ -144,7 +144,7 @@ class GgufFile:
             if length > end - at:
                 self._at = at
                 raise self._damaged(f"a string of {length} bytes at byte {at} does not fit into the file")
-            strings.append(str(view[at : at + length], "utf-8", "surrogateescape"))
+            strings.append(str(view[at : at + length], "utf-8", "replace"))
             at += length
         self._at = at
         return strings

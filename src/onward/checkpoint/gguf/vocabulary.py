@@ -17,6 +17,8 @@ from onward.errors import TokenizerError
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
+# Characters. The longest pieces in use are runs of some 128 spaces.
+_LONGEST_PIECE = 512
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # Tokens that end an answer whatever eos_token_id says, as in llama.cpp.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
@@ -38,7 +40,9 @@ class Vocabulary:
             )
         self.tokens: list[str] = self._get("tokens", list)
         types = self._get_array("token_type", len(self.tokens))
-        self.types: list[int] = [_NORMAL] * len(self.tokens) if types is None else [int(kind) for kind in types]
+        if types is not None and not all(type(kind) is int for kind in types):
+            raise TokenizerError(f"{where}: {_PREFIX}token_type must be whole numbers")
+        self.types: list[int] = [_NORMAL] * len(self.tokens) if types is None else types
         if not self.tokens:
             raise TokenizerError(f"{where}: the tokenizer has no tokens")
 
@@ -163,8 +167,8 @@ _KINDS: dict[str, Callable[[Vocabulary], tokenizers.Tokenizer]] = {
 
 def _merges(ids: Mapping[str, int], scores: list[float], types: list[int]) -> Iterator[tuple[str, str]]:
     """The pairs of pieces that make a piece, best scores first: what sentencepiece merges, written as ranks."""
-    pieces = [id for id in ids.values() if types[id] in (_NORMAL, _USER, _UNUSED)]
-    texts = {id: text for text, id in ids.items()}
+    texts = {id: text for text, id in ids.items() if len(text) <= _LONGEST_PIECE}
+    pieces = [id for id in texts if types[id] in (_NORMAL, _USER, _UNUSED)]
     for id in sorted(pieces, key=lambda id: (-scores[id], id)):
         text = texts[id]
         pairs = ((text[:at], text[at:]) for at in range(1, len(text)))

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from onward.checkpoint.gguf.families import gguf_name
-from onward.models import read_config, read_params
+from onward.models import Scope, read_config
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Types that the package can write; of the others (K-quants) the tests draw the bytes of blocks.
@@ -83,7 +83,7 @@ def write_model(
     """
     config = CONFIG | {"architectures": [ARCHITECTURES[architecture]]} | changes
     drawn = _Drawn(seed)
-    read_params(read_config(config), drawn)
+    read_config(config).read(Scope(drawn))
     options = {"split_max_tensors": split_after} if split_after else {}
     writer = gguf.GGUFWriter(file, architecture, use_temp_file=False, **options)
     _write_config(writer, config)

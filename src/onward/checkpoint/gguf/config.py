@@ -45,15 +45,15 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
     for field, key in NUMBERS.items():
         if prefix + key in metadata:
             config[field] = _same_everywhere(metadata[prefix + key], f"{where}: {prefix}{key}")
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config)
     value_length = _same_everywhere(metadata.get(prefix + "attention.value_length"), f"{where}: value_length")
     if value_length is not None and value_length != head_dim:
         raise ConfigError(f"{where}: keys of {head_dim} and values of {value_length} numbers differ")
     if "token_embd.weight" in tensors:
         config["vocab_size"] = tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    for field, tensor in family.biases.items():
+        config[field] = tensor in tensors
     config["rope_parameters"] = _rope(metadata, prefix, tensors, head_dim, where)
     return config
 
@@ -68,7 +68,7 @@ def _same_everywhere(value: Any, what: str) -> Any:
     return value
 
 
-def _head_dim(config: Mapping[str, Any]) -> int | None:
+def head_dim_of(config: Mapping[str, Any]) -> int | None:
     """What the config says or implies; None where that makes no sense, which is found where it is read."""
     head_dim, hidden, heads = (config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     if head_dim is None and type(hidden) is int and type(heads) is int and heads > 0:

@@ -10,16 +10,21 @@ from typing import NamedTuple
 class GgufFamily(NamedTuple):
     """architecture: the one of config.json. permuted: whether the converter reordered the rows of queries and keys for
     RoPE over pairs of neighbours, as it does for its LlamaModel and all that derive from it. config: fields that files
-    leave unsaid."""
+    leave unsaid. biases: fields that say whether there are biases, and a tensor that is there then."""
 
     architecture: str
     permuted: bool = False
     config: Mapping[str, object] = {}
+    biases: Mapping[str, str] = {}
 
 
 # "llama" is Mistral's too: the two differ in a sliding window, which the converter leaves out.
 FAMILIES = {
-    "llama": GgufFamily("LlamaForCausalLM", permuted=True),
+    "llama": GgufFamily(
+        "LlamaForCausalLM",
+        permuted=True,
+        biases={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
+    ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
 }

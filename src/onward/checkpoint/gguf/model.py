@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from onward.checkpoint.chat_template import ChatTemplate
-from onward.checkpoint.gguf.config import config_of, family_of
+from onward.checkpoint.gguf.config import config_of, family_of, head_dim_of
 from onward.checkpoint.gguf.reader import GgufFile, GgufTensor
 from onward.checkpoint.gguf.vocabulary import Vocabulary
 from onward.checkpoint.gguf.weights import read_gguf_weights
 from onward.checkpoint.pages import releaser_of
 from onward.checkpoint.tokenizer import JsonTokenizer
 from onward.errors import CheckpointError, TokenizerError
-from onward.models import DecoderConfig, DecoderParams, LayerParams
+from onward.models import Architecture
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _TEMPLATE = "tokenizer.chat_template"
@@ -130,16 +130,18 @@ class GgufCheckpoint:
 
     def read_weights(
         self,
-        config: DecoderConfig,
+        config: Architecture,
         *,
         dtype: torch.dtype | None,
         device: torch.device,
-        each_layer: Callable[[LayerParams], LayerParams] | None = None,
-    ) -> DecoderParams:
+        each_layer: Callable[[Any], Any] = lambda layer: layer,
+    ) -> Any:
         """`read_gguf_weights` of this model."""
         family = family_of(self._metadata, self.path)
+        head_dim = head_dim_of(self.config)
+        assert head_dim is not None, "an architecture was made of it"
         return read_gguf_weights(
-            self.path, self.tensors, family, config, dtype=dtype, device=device, each_layer=each_layer
+            self.path, self.tensors, family, config, head_dim, dtype=dtype, device=device, each_layer=each_layer
         )
 
     def page_releaser(self) -> Callable[[], None]:

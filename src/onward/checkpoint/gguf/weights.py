@@ -12,7 +12,7 @@ from onward.checkpoint.gguf.families import GgufFamily, gguf_name
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.checkpoint.placing import placed
 from onward.errors import CheckpointError
-from onward.models import DecoderConfig, DecoderParams, LayerParams, read_params
+from onward.models import Architecture, Scope
 
 # Made into other fields of config.json, not weights.
 _NO_WEIGHTS = ("rope_freqs.weight",)
@@ -24,19 +24,21 @@ def read_gguf_weights(
     path: Path,
     tensors: Mapping[str, GgufTensor],
     family: GgufFamily,
-    config: DecoderConfig,
+    config: Architecture,
+    head_dim: int,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
-    each_layer: Callable[[LayerParams], LayerParams] | None = None,
-) -> DecoderParams:
-    """All weights of a decoder; every tensor of the file must be one of them.
+    each_layer: Callable[[Any], Any] = lambda layer: layer,
+) -> Any:
+    """All weights of a model; every tensor of the file must be one of them.
 
     Args:
         path: the file, for errors.
         tensors: by GGUF's names.
         family: whose names and order of rows the file has.
-        config: the shape the weights must have.
+        config: says which weights there are, and of which shapes.
+        head_dim: features of a query.
         dtype: of norms, biases and activations. None takes bfloat16 where there are blocks, else the embedding's.
         device: where they go. On "meta" no weight is read.
         each_layer: converts each layer (packs it, say) as soon as it is read.
@@ -45,8 +47,8 @@ def read_gguf_weights(
         CheckpointError: a tensor is missing or mis-shaped, has infinite scales, or is none of the architecture's.
     """
     chosen = _default_dtype(tensors) if dtype is None else dtype
-    reader = _GgufTensors(path, tensors, family, config.head_dim, chosen, device)
-    params = read_params(config, reader, each_layer)
+    reader = _GgufTensors(path, tensors, family, head_dim, chosen, device)
+    params = config.read(Scope(reader), each_layer)
     reader.check_left()
     return params
 

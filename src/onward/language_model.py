@@ -1,14 +1,17 @@
 """`LanguageModel`: a model, its tokenizer, its chat template and its defaults, behind a few verbs."""
 
 import dataclasses
+import os
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from onward.adapters import merged_model, read_adapter
 from onward.cache import length_of
-from onward.checkpoint import ChatTemplate, Message, Tokenizer
+from onward.checkpoint import ChatTemplate, Message, Tokenizer, find_adapter
 from onward.checks import check_whole, plain, plain_items
 from onward.completion import Completion, Piece
 from onward.decoding import KeptSlots, Slots
@@ -141,6 +144,19 @@ class LanguageModel:
         It makes its own programs and learns about drafts anew.
         """
         return LanguageModel(*self._arguments(model))
+
+    def merge(self, adapter: str | os.PathLike[str]) -> "LanguageModel":
+        """This model with an adapter merged into its weights, which are not changed: W becomes W + B A.
+
+        Args:
+            adapter: a folder that peft wrote (LoRA, rsLoRA, DoRA; docs/adapters.md), or a hub id of one.
+
+        Raises:
+            SourceError: no such folder or repository. CheckpointError: it is damaged, or for another model.
+            RequestError: the weights are quantized, or of no built-in family.
+        """
+        source = adapter if isinstance(adapter, str) else Path(adapter)
+        return self.with_model(merged_model(self.model, read_adapter(find_adapter(source))))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Request:
         """A prompt and its options as one checked value, which `generate` and `stream` take in a prompt's place.

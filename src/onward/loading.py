@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from huggingface_hub.utils.tqdm import tqdm
 
+from onward.adapters import Adapter, merged_params, read_adapter
 from onward.checkpoint import (
     Checkpoint,
     GgufCheckpoint,
     Tokenizer,
+    find_adapter,
     find_folder,
     open_checkpoint,
     page_releaser,
@@ -67,6 +69,7 @@ def load(
     compile: str = "auto",
     draft: Draft | os.PathLike[str] | None = None,
     message_format: str | MessageFormat | None = None,
+    merge: str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
 
@@ -92,6 +95,8 @@ def load(
             ("demo-draft" for "demo").
         message_format: how the model writes reasoning and calls of tools, where the chat template does not tell:
             "hermes", "llama3", "mistral", "mistral-args", "plain" or a `MessageFormat` (docs/chat.md).
+        merge: an adapter, a folder that peft wrote or a hub id of one, to merge into the weights before they are
+            quantized (docs/adapters.md).
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
@@ -110,6 +115,7 @@ def load(
     show_fraction = progress if callable(progress) else None
     show = on_terminal if progress is None or show_fraction is not None else bool(progress)
     path = find_folder(_as_source(source), progress=show)
+    adapter = None if merge is None else read_adapter(find_adapter(_as_source(merge), progress=show))
     folder = open_checkpoint(path)
     config = read_config(folder.config)
     context = _context(config, max_seq_len)
@@ -117,7 +123,7 @@ def load(
     defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path)
     _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
     with _Layers(len(config.layers), show and show_fraction is None, show_fraction) as layers:
-        params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map, layers)
+        params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers)
     if torch_device.type == "cpu":
         _keep_freed_memory()
     model = build_model(config, params, context)
@@ -137,11 +143,12 @@ def _read_params(
     device: torch.device,
     format: str | None,
     name_map: NameMapSource,
+    adapter: Adapter | None,
     layers: "_Layers",
 ) -> Any:
     """The weights: quantized where the folder or the caller says so, else packed for the kernels on a CPU."""
     if isinstance(folder, GgufCheckpoint):
-        return _read_gguf(folder, config, dtype, device, format, name_map, layers)
+        return _read_gguf(folder, config, dtype, device, format, name_map, adapter, layers)
     manifest = read_manifest(folder.path, folder.config)
     if manifest is not None:
         if name_map is not None:
@@ -151,6 +158,7 @@ def _read_params(
         if format not in (None, manifest.format):
             raise RequestError(f"{folder.path} is {manifest.format} already: load it without quantize={format!r}")
         params = read_quantized(folder.path, manifest, config, dtype=dtype, device=device)
+        params = params if adapter is None else merged_params(config, params, adapter)
         # This packs the matrices that a converter left in floats; quantized ones stay the pages of the mapped file.
         return pack_params(params, release=layers.advance) if device.type == "cpu" else params
     # A distributed checkpoint is read, not mapped: each layer is packed at once, so that memory holds it once.
@@ -169,6 +177,7 @@ def _read_params(
         name_map=name_map,
         each_layer=each_layer if lean else lambda layer: layer,
     )
+    params = params if adapter is None else merged_params(config, params, adapter)
     release = page_releaser(folder.path)
 
     def after_layer() -> None:
@@ -197,6 +206,7 @@ def _read_gguf(
     device: torch.device,
     format: str | None,
     name_map: NameMapSource,
+    adapter: Adapter | None,
     layers: "_Layers",
 ) -> Any:
     """The weights of a GGUF file. Each layer is packed, and its pages are released, before the next is read."""
@@ -214,6 +224,7 @@ def _read_gguf(
         return placed
 
     params = checkpoint.read_weights(config, dtype=dtype, device=device, each_layer=each_layer)
+    params = params if adapter is None else merged_params(config, params, adapter)
     if format is not None:
         return quantize_params(params, format, release=release)[0]
     return pack_params(params, release=release) if device.type == "cpu" else params

@@ -5,7 +5,7 @@ from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.gguf import GgufCheckpoint
 from onward.checkpoint.opening import Checkpoint, open_checkpoint
 from onward.checkpoint.pages import page_releaser
-from onward.checkpoint.source import find_folder
+from onward.checkpoint.source import find_adapter, find_folder
 from onward.checkpoint.tokenizer import JsonTokenizer, Tokenizer
 from onward.checkpoint.weights import read_weights
 
@@ -17,6 +17,7 @@ __all__ = [
     "JsonTokenizer",
     "Message",
     "Tokenizer",
+    "find_adapter",
     "find_folder",
     "open_checkpoint",
     "page_releaser",

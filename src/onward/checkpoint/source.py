@@ -113,6 +113,22 @@ def _download_gguf(repository: str, revision: str | None, file: str, progress: b
     return folder / files[0]
 
 
+def find_adapter(source: str | Path, *, progress: bool = False) -> Path:
+    """The folder of an adapter: a folder, or a hub id, optionally with "@revision".
+
+    Raises:
+        SourceError: there is no such folder or repository.
+    """
+    folder = os.path.expanduser(source)
+    if os.path.isdir(folder) and str(source):
+        return Path(folder)
+    repository, _, revision = str(source).partition("@")
+    if isinstance(source, Path) or not _HUB_ID.fullmatch(repository):
+        raise SourceError(f"no folder {str(source)!r}: an adapter is a folder that peft wrote, or a hub id of one")
+    with _as_source_errors(repository, revision or None):
+        return _fetch(repository, revision or None, ("adapter_config.json", "adapter_model.safetensors"), progress)
+
+
 def _download(repository: str, revision: str | None, progress: bool) -> Path:
     folder = _fetch(repository, revision, _FILES, progress)
     if shards := weight_files(folder):

@@ -198,6 +198,10 @@ class LoadFlags:
             help="Hold the weights as int8 or int4.",
         ),
     ] = None
+    merge: Annotated[
+        str | None,
+        _model("--merge", metavar="ADAPTER", help="Merge an adapter (a folder or hub id) into the weights."),
+    ] = None
     name_map: Annotated[
         Path | None,
         _model("--name-map", metavar="FILE", help="JSON: a training checkpoint's names of weights to Hugging Face's."),

@@ -31,6 +31,7 @@ def load_model(flags: ModelFlags, drafting: DraftFlags | None = None) -> "Langua
             name_map=name_map,
             draft=draft,
             compile=flags.compile,
+            merge=None if flags.merge is None else expanded_source(flags.merge),
         )
 
 

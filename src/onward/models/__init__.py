@@ -1,6 +1,6 @@
 """Models: a forward function, its weights and its cache; and the families that Onward has."""
 
-from onward.models.architecture import Architecture, build_model, num_parameters, parameter_shapes
+from onward.models.architecture import Architecture, architecture_of, build_model, num_parameters, parameter_shapes
 from onward.models.families import FAMILIES, read_config
 from onward.models.linear import Embedding, Linear, map_marked, marked_parts
 from onward.models.model import Cache, Forward, Model, Params
@@ -20,6 +20,7 @@ __all__ = [
     "Params",
     "Scope",
     "Tensors",
+    "architecture_of",
     "build_model",
     "check_backend",
     "map_marked",

@@ -84,6 +84,12 @@ def build_model(architecture: Architecture, params: Any, max_seq_len: int | None
     )
 
 
+def architecture_of(model: Model) -> Architecture | None:
+    """The architecture that `build_model` made a model of; None for a forward of another kind."""
+    forward = model.forward.func if isinstance(model.forward, partial) else model.forward
+    return forward if isinstance(forward, Architecture) else None
+
+
 @dataclass(frozen=True)
 class _NewCache:
     shapes: tuple[LayerShape, ...]

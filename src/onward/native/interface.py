@@ -228,6 +228,12 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_linear_unpack_int4": (Code, [Int, Int, Pointer, Pointer, Int, Pointer, Int]),
     # format, rows, inputs, packed, ids (int64, or None), count, out, out_dtype, out_stride
     "onward_linear_rows": (Code, [Code, Int, Int, Pointer, Pointer, Int, Pointer, Code, Int]),
+    # linear/lora.cpp: rows, tokens, inputs, outputs, rank, count, dtype, x, x_stride, y, y_stride, a, b, scale (or
+    # None), bias (or None), slots (int32), out, out_stride
+    "onward_lora": (
+        Code,
+        [*[Int] * 6, Code, *[Pointer, Int] * 2, *[Pointer] * 5, Pointer, Int],
+    ),
     # attention/attention.cpp
     "onward_attention": (Code, [POINTER(AttentionArguments)]),
     # norm.cpp: rows, columns, dtype, x, x_stride, residual (or None), residual_stride, sum (or None), sum_stride,

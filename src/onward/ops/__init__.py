@@ -14,6 +14,7 @@ from onward.ops.einsum import einsum
 from onward.ops.embedding import Table, embedding
 from onward.ops.gated import geglu, swiglu
 from onward.ops.linear import PackedWeight, Weight, linear, pack
+from onward.ops.lora import lora
 from onward.ops.norm import layer_norm, rms_norm
 from onward.ops.operators import Choice, choice, choose
 from onward.ops.packed import NativeWeight
@@ -38,6 +39,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear",
+    "lora",
     "pack",
     "rms_norm",
     "rope",

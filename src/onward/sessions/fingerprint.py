@@ -3,7 +3,6 @@
 The sample does not depend on the weight's layout: a model packed for another machine's kernels is the same model.
 """
 
-import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward import ops
-from onward.models import Architecture, Model
+from onward.models import Model, architecture_of
 from onward.ops import QuantizedWeight
 from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
@@ -83,8 +82,8 @@ def computed_by(model: Model) -> str:
 
 
 def _config(model: Model) -> dict[str, Any]:
-    forward = model.forward.func if isinstance(model.forward, functools.partial) else model.forward
-    described: dict[str, Any] = asdict(forward) if is_dataclass(forward) and isinstance(forward, Architecture) else {}
+    architecture = architecture_of(model)
+    described: dict[str, Any] = asdict(architecture) if is_dataclass(architecture) else {}
     config: dict[str, Any] = json.loads(json.dumps(described))  # a tuple is a list in JSON
     return config
 

@@ -1,0 +1,6 @@
+"""Adapters: small updates of a model's weights (LoRA, arXiv 2106.09685), in the folders that peft writes."""
+
+from onward.adapters.merging import merged_model, merged_params
+from onward.adapters.peft_folder import Adapter, Update, read_adapter
+
+__all__ = ["Adapter", "Update", "merged_model", "merged_params", "read_adapter"]

@@ -1,0 +1,163 @@
+"""A LoRA adapter in the folder that peft writes: adapter_config.json and adapter_model.safetensors.
+
+Shapes: R rank, K inputs, N outputs of a linear layer.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onward.adapters.peft_config import PeftConfig, read_peft_config
+from onward.checkpoint.shards import open_safetensors
+from onward.errors import CheckpointError
+
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# The ends of a tensor's name after the module's, and what each holds.
+_KINDS = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_B.bias": "b_bias",
+    "lora_embedding_A": "embedding_a",
+    "lora_embedding_B": "embedding_b",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+    "weight": "weight",
+    "bias": "bias",
+}
+
+
+@dataclass(frozen=True)
+class Update:
+    """W + B A of one linear layer; all float32.
+
+    a: [R, K]. b: [N, R], which the scale multiplies already. magnitude: [N] of DoRA: the norms that the rows of W + B A
+    are given; None without it.
+    """
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What an adapter changes, by the names of modules in the checkpoint, such as "model.layers.0.self_attn.q_proj".
+
+    updates: of linear layers. embeddings: [V, D], what is added to a table. replaced: tensors by their whole names that
+    take the place of the model's own (modules_to_save, biases). digest: of all numbers: equal adapters have equal ones.
+    """
+
+    updates: Mapping[str, Update]
+    embeddings: Mapping[str, Tensor] = field(default_factory=dict)
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
+    digest: str = ""
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of its updates."""
+        return max((update.a.shape[0] for update in self.updates.values()), default=0)
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read an adapter. Whether it fits a model is seen where it is used.
+
+    Raises:
+        CheckpointError: a file is absent or damaged, half of an update is missing, a shape does not fit the rank, a
+            number is not finite, or there is a tensor that no LoRA has.
+    """
+    config = read_peft_config(folder)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        others = sorted(file.name for file in folder.glob("adapter_model*"))
+        hint = f"; it holds {others[0]}: save the adapter as safetensors" if others else ""
+        raise CheckpointError(f"{folder} holds no {WEIGHTS}{hint}")
+    file = open_safetensors(path)
+    parts: dict[str, dict[str, Tensor]] = {}
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(file.keys()):
+        module, kind = _parsed(path, name)
+        tensor = file.get_tensor(name)
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{path}: {name!r} must hold finite floats; it is {tensor.dtype}")
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        parts.setdefault(module, {})[kind] = tensor
+    digest.update(repr(config).encode())
+    return _assembled(path, config, parts, digest.hexdigest())
+
+
+def _parsed(path: Path, name: str) -> tuple[str, str]:
+    """(module, what the tensor holds) of a tensor's name."""
+    inner = name.removeprefix(_PREFIX)
+    for end, kind in sorted(_KINDS.items(), key=lambda item: -len(item[0])):
+        if inner != name and inner.endswith(f".{end}"):
+            # peft wraps a layer that it adapts, and may save what is inside: the model's own weight or bias.
+            return inner.removesuffix(f".{end}").removesuffix(".base_layer"), kind
+    raise CheckpointError(
+        f"{path}: {name!r} is no tensor of a LoRA: merge the adapter with peft (merge_and_unload) and load the merged "
+        "model"
+    )
+
+
+def _assembled(path: Path, config: PeftConfig, parts: Mapping[str, dict[str, Tensor]], digest: str) -> Adapter:
+    updates: dict[str, Update] = {}
+    embeddings: dict[str, Tensor] = {}
+    replaced: dict[str, Tensor] = {}
+    for module, tensors in parts.items():
+        if "a" in tensors or "b" in tensors:
+            updates[module] = _update(path, config, module, tensors)
+        if "embedding_a" in tensors or "embedding_b" in tensors:
+            embeddings[module] = _embedding(path, config, module, tensors)
+        replaced |= {f"{module}.{kind}": tensors[kind] for kind in ("weight", "bias") if kind in tensors}
+    return Adapter(updates, embeddings, replaced, digest)
+
+
+def _update(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Update:
+    a, b = _pair(path, module, tensors, "a", "b")
+    rank = config.rank_of(module)
+    if a.dim() != 2 or b.dim() != 2 or not a.shape[0] == b.shape[1] == rank:
+        raise CheckpointError(
+            f"{path}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, and adapter_config.json makes "
+            f"its rank {rank}: they must be [{rank}, inputs] and [outputs, {rank}]"
+        )
+    if "b_bias" in tensors:
+        raise CheckpointError(
+            f"{path}: {module} has a bias of its own in lora_B (lora_bias), which Onward does not have"
+        )
+    magnitude = tensors.get("magnitude")
+    if config.dora and magnitude is None:
+        raise CheckpointError(f"{path}: {module} has no lora_magnitude_vector, and adapter_config.json says use_dora")
+    if magnitude is not None and magnitude.numel() != b.shape[0]:
+        raise CheckpointError(f"{path}: {module} has {b.shape[0]} outputs and {magnitude.numel()} magnitudes")
+    scaled = b.to(torch.float32) * config.scale_of(module)
+    return Update(a.to(torch.float32), scaled, None if magnitude is None else magnitude.flatten().to(torch.float32))
+
+
+def _embedding(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """float32 [V, D]: what is added to the table."""
+    a, b = _pair(path, module, tensors, "embedding_a", "embedding_b")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+        raise CheckpointError(
+            f"{path}: {module} has lora_embedding_A {list(a.shape)} and lora_embedding_B {list(b.shape)}: they must be "
+            "[rank, vocabulary] and [width, rank]"
+        )
+    return (b.to(torch.float32) @ a.to(torch.float32)).T * config.scale_of(module)
+
+
+def _pair(path: Path, module: str, tensors: Mapping[str, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
+    if missing := [kind for kind in (first, second) if kind not in tensors]:
+        end = next(end for end, kind in _KINDS.items() if kind == missing[0])
+        raise CheckpointError(f"{path}: {module} has no {end}: save the adapter again")
+    return tensors[first], tensors[second]
+
+
+def changed_modules(adapter: Adapter) -> Iterator[str]:
+    """The names of all modules that an adapter changes."""
+    yield from adapter.updates
+    yield from adapter.embeddings
+    yield from (name.rpartition(".")[0] for name in adapter.replaced)

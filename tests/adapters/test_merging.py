@@ -1,0 +1,129 @@
+"""A merged adapter is what peft computes with it beside the weights."""
+
+import json
+
+import pytest
+import torch
+from peft_adapters import FORMS, adapted, base, saved
+from safetensors.torch import load_file, save_file
+
+import onward
+from onward.errors import CheckpointError, RequestError
+
+# As in tests/models/transformers_reference.py: some hundred float32 roundings in another order leave about 3e-6 of
+# logits of order 1, and a wrong scale or place shifts them by 1e-2 or more.
+TOLERANCE = 1e-4
+IDS = [5, 17, 99, 3, 42, 8]
+
+
+@torch.no_grad()
+def theirs(model):
+    return model(torch.tensor([IDS])).logits[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_merged_logits_are_those_of_peft(tmp_path, family, form):
+    model = base(family)
+    source = saved(model, tmp_path / "model")
+    before = theirs(model)
+    wrapped = adapted(model, form)
+    expected = theirs(wrapped)
+    folder = saved(wrapped, tmp_path / "adapter")
+    assert (expected - before).abs().max() > 0.05, "the adapter does something"
+    lm = onward.load(source, merge=folder)
+    torch.testing.assert_close(lm.logits(IDS), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_tied_head_keeps_the_old_weight_where_an_adapter_changes_the_embedding(tmp_path):
+    model = base(tie_word_embeddings=True)
+    source = saved(model, tmp_path / "model")
+    wrapped = adapted(model, "head and embedding")
+    expected = theirs(wrapped)
+    lm = onward.load(source, merge=saved(wrapped, tmp_path / "adapter"))
+    torch.testing.assert_close(lm.logits(IDS), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_merging_comes_before_quantizing(tmp_path):
+    model = base()
+    source, folder = saved(model, tmp_path / "model"), saved(adapted(base(), "plain"), tmp_path / "adapter")
+    whole = onward.load(source, merge=folder)
+    small = onward.load(source, merge=folder, quantize="int8")
+    assert torch.equal(small.logits(IDS), onward.quantize(whole, "int8").logits(IDS))
+    with pytest.raises(RequestError, match="merge it before quantizing"):
+        onward.load(source, quantize="int8").merge(folder)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    model = base()
+    return saved(model, tmp_path / "model"), saved(adapted(model, "plain"), tmp_path / "adapter")
+
+
+def change_config(folder, **fields):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change_tensors(folder, change):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, "'LORA'; got 'IA3'"),
+        ({"r": 0}, "'r' must be a whole number above 0; got 0"),
+        ({"r": 5}, "makes its rank 5"),
+        ({"lora_alpha": "8"}, "'lora_alpha' must be a number above 0; got '8'"),
+        ({"rank_pattern": []}, None),
+        ({"rank_pattern": {"(": 3}}, "no regular expression"),
+        ({"use_dora": True}, "has no lora_magnitude_vector"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+    ],
+)
+def test_a_config_that_cannot_be_used_says_why(folders, fields, message):
+    source, folder = folders
+    change_config(folder, **fields)
+    if message is None:
+        onward.load(source, merge=folder)
+        return
+    with pytest.raises(CheckpointError, match=message.replace("(", r"\(")):
+        onward.load(source, merge=folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NAME), "q_proj has no lora_A.weight"),
+        (lambda t: t.update({NAME: t[NAME][:, :5].clone()}), r"\[32, 5\], and the model's weight \[32, 32\]"),
+        (lambda t: t.update({NAME: t[NAME] * torch.inf}), "finite floats"),
+        (lambda t: t.update({NAME.replace("layers.0", "layers.9"): t.pop(NAME)}), "has no lora_B|has no lora_A"),
+        (lambda t: t.update({"base_model.model.model.prompt": torch.zeros(2)}), "no tensor of a LoRA"),
+        (lambda t: t.update({"base_model.model.extra.weight": torch.zeros(2)}), "'extra' for one"),
+    ],
+)
+def test_tensors_that_do_not_fit_say_why(folders, change, message):
+    source, folder = folders
+    change_tensors(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        onward.load(source, merge=folder)
+
+
+def test_what_is_no_adapter_says_why(folders, tmp_path):
+    source, folder = folders
+    with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json"):
+        onward.load(source, merge=tmp_path)
+    (folder / "adapter_model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="damaged or cut short"):
+        onward.load(source, merge=folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors"):
+        onward.load(source, merge=folder)

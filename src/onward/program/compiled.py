@@ -22,6 +22,7 @@ from onward.program.lowering import INFER
 from onward.program.lowering.builder import contiguous_strides
 from onward.program.memory import Arena
 from onward.program.native import NativeProgram, Pick, Signature
+from onward.program.packed_params import PackedParams
 from onward.program.shapes import MOST_ROWS, Grid, Shape, TraceShape, make_grid
 from onward.program.trace import trace
 
@@ -83,6 +84,7 @@ class Programs:
 
     def _clear(self) -> None:
         self.arena = Arena()
+        self.packed = PackedParams()
         self.families: OrderedDict[Hashable, _Family] = OrderedDict()
         self.by_shape: OrderedDict[Hashable, NativeProgram] = OrderedDict()
         self.leaves = KnownLeaves()
@@ -97,6 +99,7 @@ class CompiledForward:
     selects_logits: whether forward takes the keyword `logits_at`.
     fallback: "eager" lets torch run the operators that have no kernel, "raise" refuses them.
     most_tokens: the largest T that the one program for every T serves.
+    frozen: params will not change, and products with matrices may take packed copies of them.
     programs: programs made before, of the same forward and the same tensors in params; new ones are added to them.
     """
 
@@ -109,6 +112,7 @@ class CompiledForward:
         selects_logits: bool = False,
         fallback: str = "eager",
         most_tokens: int = 512,
+        frozen: bool = False,
         programs: Programs | None = None,
     ) -> None:
         self._forward = forward
@@ -117,6 +121,7 @@ class CompiledForward:
         self._selects_logits = selects_logits
         self._fallback = fallback
         self._most_tokens = most_tokens
+        self._frozen = frozen
         self._programs = Programs() if programs is None else programs
 
     def __call__(
@@ -210,7 +215,7 @@ class CompiledForward:
         began = time.perf_counter()
         logits_at = None if wanted is None else wanted.shape(shape.batch)
         traced = trace(self._forward, self._params, cache, *shape, logits_at, whole=is_whole, infer=INFER)
-        calls = lower(traced)
+        calls = lower(traced, self._programs.packed if self._frozen else None)
         missing = fallbacks(calls)
         if missing and self._fallback == "raise":
             raise MissingKernelsError(f"no kernels for: {_named(missing)}")

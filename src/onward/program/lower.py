@@ -10,6 +10,7 @@ from onward.program.arrays import Array, Kind
 from onward.program.calls import Call, TorchCall
 from onward.program.lowering import RULES, Builder, Unsupported
 from onward.program.nodes import Node, Trace
+from onward.program.packed_params import PackedParams
 from onward.program.rewrite import Item, Joined, rewrite
 
 aten = torch.ops.aten
@@ -20,10 +21,13 @@ def is_whole(op: OpOverload) -> bool:
     return op in RULES
 
 
-def lower(trace: Trace) -> list[Call]:
-    """The calls of a traced forward, in order; the logits end up contiguous in a storage of kind LOGITS."""
+def lower(trace: Trace, packed: PackedParams | None = None) -> list[Call]:
+    """The calls of a traced forward, in order; the logits end up contiguous in a storage of kind LOGITS.
+
+    packed: packed copies of params that will not change; None where they may.
+    """
     builder = Builder(trace)
-    items = rewrite(trace)
+    items = rewrite(trace, packed)
     for item in items:
         _lower(builder, item)
     _return_cache(builder)

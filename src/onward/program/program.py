@@ -116,6 +116,7 @@ def compile(
     backend: Backend = "auto",
     fallback: Fallback = "eager",
     selects_logits: bool = False,
+    frozen: bool = False,
     programs: Programs | None = None,
 ) -> Program:
     """A forward as a program: on the CPU a flat list of native kernel calls, on CUDA a graph.
@@ -133,6 +134,9 @@ def compile(
         fallback: what to do with operators that have no kernel: "eager" has torch run them in the middle of the
             program, "inductor" compiles the whole forward with `torch.compile`, "raise" refuses.
         selects_logits: whether forward takes the keyword `logits_at` (`onward.models.model`).
+        frozen: whether params stay as they are as long as the program lives. Then each matrix that a native program
+            multiplies with is packed for the kernels, once, beside the stock one: its memory once more, and tokens
+            up to 1.8 times as fast.
         programs: programs of the same forward and the same tensors (`programs_of`), used and added to.
 
     Raises:
@@ -154,7 +158,7 @@ def compile(
         return Program("inductor", partial(_run_eager, torch.compile(forward, fullgraph=True), params, selects_logits))
     if backend == "cuda":
         return Program("cuda", CudaGraphs(forward, params, selects_logits))
-    return _native_program(forward, params, cache, batch, tokens, fallback, selects_logits, programs)
+    return _native_program(forward, params, cache, batch, tokens, fallback, selects_logits, frozen, programs)
 
 
 def _native_program(
@@ -165,6 +169,7 @@ def _native_program(
     tokens: int,
     fallback: Fallback,
     selects_logits: bool,
+    frozen: bool,
     programs: Programs | None,
 ) -> Program:
     library = usable_library()
@@ -179,6 +184,7 @@ def _native_program(
         library,
         selects_logits=selects_logits,
         fallback="eager" if fallback == "eager" else "raise",
+        frozen=frozen,
         programs=programs,
     )
     try:

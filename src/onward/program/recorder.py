@@ -155,6 +155,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **kwargs)
         metas = {id(tensor): self._meta_of(tensor) for tensor in tensors}
         meta_args, meta_kwargs = _replaced((args, kwargs), lambda tensor: metas[id(tensor)])
+        # Of traced tensors all devices are the CPU, which they say they are on.
+        meta_args = tuple(torch.device("meta") if isinstance(arg, torch.device) else arg for arg in meta_args)
         if kwargs.get("device") is not None:
             meta_kwargs["device"] = torch.device("meta")
         infer: Infer = self._infer.get(func, func)

@@ -4,8 +4,7 @@ Every operator of a trace writes new memory, unless it works in place. So an arr
 changes is as good as a value.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +12,12 @@ import torch
 
 from onward.program.arrays import Array, Kind, Storage
 from onward.program.calls import address
+from onward.program.canonical import canonicalise
 from onward.program.lowering import fused
 from onward.program.lowering.builder import Builder
 from onward.program.nodes import Node, Trace
+from onward.program.packed_params import PackedParams
+from onward.program.uses import Uses
 
 ops = torch.ops.onward
 _LINEARS = (ops.packed_linear.default, ops.quantized_linear.default)
@@ -37,9 +39,9 @@ class Joined:
 Item = Node | Joined
 
 
-def rewrite(trace: Trace) -> list[Item]:
-    """The nodes of a trace without those that nobody needs, joined where one kernel serves several."""
-    nodes = needed(trace)
+def rewrite(trace: Trace, packed: PackedParams | None = None) -> list[Item]:
+    """The nodes of a trace as ops, without those that nobody needs, joined where one kernel serves several."""
+    nodes = needed(trace, canonicalise(trace, packed))
     uses = Uses(nodes)
     return join_heads(join_residuals(join_linears(nodes, uses), uses), uses)
 
@@ -49,40 +51,18 @@ def touched(node: Node) -> Iterator[Storage]:
         yield array.storage
 
 
-def needed(trace: Trace) -> list[Node]:
-    """The nodes whose results are read. What a node writes into the cache counts as read."""
+def needed(trace: Trace, nodes: list[Node]) -> list[Node]:
+    """Those of the nodes whose results are read. What a node writes into the cache counts as read."""
     assert trace.logits is not None
     needed_storages = {array.storage for array in (trace.logits, *trace.returned_cache)}
     needed_nodes = []
-    for node in reversed(trace.nodes):
+    for node in reversed(nodes):
         changed = {array.storage for array in node.writes}
         lasting = any(s.kind is not Kind.TEMPORARY or s in needed_storages for s in changed)
         if lasting or any(array.storage in needed_storages and array.numel for array in node.outputs):
             needed_nodes.append(node)
             needed_storages.update(array.storage for array in node.reads())
     return needed_nodes[::-1]
-
-
-class Uses:
-    """The nodes that write and that read each storage."""
-
-    def __init__(self, nodes: Iterable[Node]) -> None:
-        self._writers: dict[Storage, list[Node]] = defaultdict(list)
-        self._readers: dict[Storage, list[Node]] = defaultdict(list)
-        for node in nodes:
-            for array in (*node.outputs, *node.writes):
-                self._writers[array.storage].append(node)
-            for storage in {array.storage for array in node.reads()}:
-                self._readers[storage].append(node)
-
-    def constant(self, array: Array) -> bool:
-        """Whether no node changes the array's storage after it was made."""
-        return len(self._writers[array.storage]) <= (array.storage.kind is Kind.TEMPORARY)
-
-    def only_for(self, array: Array, reader: Node) -> Node | None:
-        """The node that made a temporary, if only `reader` reads it."""
-        writers, readers = self._writers[array.storage], self._readers[array.storage]
-        return writers[0] if len(writers) == 1 and readers == [reader] and writers[0].outputs else None
 
 
 def join_linears(nodes: list[Node], uses: Uses) -> list[Item]:

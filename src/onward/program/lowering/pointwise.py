@@ -219,9 +219,15 @@ def rsub(b: Builder, node: Node) -> None:
 @lowers(aten.pow.Tensor_Scalar, aten.pow_.Scalar)
 def power(b: Builder, node: Node) -> None:
     x, exponent = node.args
-    if exponent not in _POWERS or not x.dtype.is_floating_point:
+    if exponent not in (*_POWERS, 3) or not x.dtype.is_floating_point:
         raise Unsupported(f"an exponent of {exponent}")
-    b.unary(_POWERS[exponent], x, _output(node))
+    if exponent != 3:
+        b.unary(_POWERS[exponent], x, _output(node))
+        return
+    # x * x * x, as torch computes it; of the shorter floats in float32.
+    square = b.temporary(x.shape, torch.promote_types(x.dtype, torch.float32))
+    b.unary(Unary.SQUARE, x, square)
+    binary(b, Binary.MUL, square, x, _output(node))
 
 
 INFER[aten.pow.Tensor_Scalar] = lambda x, exponent: empty_meta(x.shape, torch.result_type(x, exponent), x)

@@ -25,6 +25,7 @@ from onward.checkpoint import (
 )
 from onward.checkpoint.distributed import NameMapSource, is_distributed
 from onward.checkpoint.quantized import read_manifest, read_quantized
+from onward.checkpoint.quantizers import method_of
 from onward.checks import check_whole
 from onward.errors import CheckpointError, ConfigError, RequestError, warn
 from onward.language_model import LanguageModel
@@ -149,6 +150,12 @@ def _read_params(
     """The weights: quantized where the folder or the caller says so, else packed for the kernels on a CPU."""
     if isinstance(folder, GgufCheckpoint):
         return _read_gguf(folder, config, dtype, device, format, name_map, adapter, layers)
+    if method_of(folder.config) is not None and format is None:
+        settings = folder.config.get("quantization_config") or folder.config["compression_config"]
+        warn(
+            f"{folder.path}: weights quantized by {settings['quant_method']} become floats as they are read, and so do "
+            "activations: quantize='int8' or 'int4' holds them in fewer bits"
+        )
     manifest = read_manifest(folder.path, folder.config)
     if manifest is not None:
         if name_map is not None:

@@ -82,10 +82,12 @@ def test_one_architecture_must_be_named(value):
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
-@pytest.mark.parametrize("value", [{"quant_method": "fp8"}, {"bits": 4}, {}, [], "int4", True], ids=str)
-def test_quantized_weights_are_refused(name, value, folder):
+@pytest.mark.parametrize(
+    "value", [{"quant_method": "hqq"}, {"quant_method": ["awq"]}, {"bits": 4}, {}, [], "int4", True], ids=str
+)
+def test_weights_quantized_by_an_unknown_method_are_refused(name, value, folder):
     change_json(folder / "config.json", **{name: value})
-    said = value["quant_method"] if isinstance(value, dict) and "quant_method" in value else "no stated method"
+    said = repr(value.get("quant_method") if isinstance(value, dict) else value)
     with refused(ConfigError, name, said, "unquantized"):
         onward.load(folder)
 

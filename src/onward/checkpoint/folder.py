@@ -8,6 +8,7 @@ from typing import Any
 
 from onward.checkpoint.chat_template import ChatTemplate
 from onward.checkpoint.dcp_metadata import METADATA
+from onward.checkpoint.quantizers import method_of
 from onward.checkpoint.tokenizer import JsonTokenizer, token_text
 from onward.errors import ConfigError, OnwardError, TokenizerError, one_line, warn
 
@@ -27,13 +28,10 @@ class CheckpointFolder:
                 advice = "put that of the model beside the training checkpoint (docs/training.md)"
             raise ConfigError(f"{self.path} holds no config.json: {advice}")
         config = self._read_json("config.json", ConfigError)
-        for name in ("quantization_config", "compression_config"):
-            if config.get(name) is not None:
-                method = config[name].get("quant_method") if isinstance(config[name], dict) else None
-                raise ConfigError(
-                    f"{self.path}: config.json has a {name} ({method or 'of no stated method'}), and quantized "
-                    "weights cannot be read; take the unquantized checkpoint"
-                )
+        try:
+            method_of(config)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from error
         return config
 
     @cached_property

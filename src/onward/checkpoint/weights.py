@@ -1,7 +1,7 @@
 """Read weights from safetensors, one file or an index of shards. They are mapped: memory holds the file's own pages."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onward.checkpoint.distributed import DistributedFolder, NameMapSource, is_distributed
 from onward.checkpoint.placing import check_float, placed
+from onward.checkpoint.quantizers import method_of
 from onward.checkpoint.shards import INDEX, WEIGHTS, is_there, open_safetensors, read_index, weight_files
 from onward.errors import CheckpointError, RequestError, one_line
 from onward.models import Architecture, Scope
@@ -34,6 +35,8 @@ class SafetensorsFolder:
         self._files: dict[str, Any] = {}
         self._where = self._locate()
         self._taken: set[str] = set()
+        self._method = method_of(_config_of(folder))
+        self._below = _by_module(self._where) if self._method is not None else {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`, of `shape`, in the wanted dtype on the wanted device.
@@ -41,15 +44,15 @@ class SafetensorsFolder:
         Raises:
             CheckpointError: it is absent, has another shape, is no float, or is too large for float16.
         """
+        module, _, kind = name.rpartition(".")
+        parts = (
+            set() if self._method is None or kind != "weight" else self._method.parts(self._below.get(module, set()))
+        )
+        if parts:
+            return self._dequantized(module, parts, shape)
         if name not in self._where:
             raise CheckpointError(f"{self._folder}: tensor {name!r} of shape {list(shape)} is missing from the weights")
-        file = self._where[name]
-        try:
-            tensor: Tensor = self._open(file).get_tensor(name)
-        except (SafetensorError, RuntimeError, ValueError, MemoryError) as error:
-            raise CheckpointError(
-                f"{self._folder / file}: tensor {name!r} cannot be read: {one_line(error)}"
-            ) from error
+        file, tensor = self._where[name], self._read(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{self._folder / file}: tensor {name!r} has shape {list(tensor.shape)}, but config.json "
@@ -63,6 +66,36 @@ class SafetensorsFolder:
     def left(self) -> list[str]:
         """Names that were not taken."""
         return sorted(set(self._where) - self._taken)
+
+    def _dequantized(self, module: str, parts: set[str], shape: tuple[int, ...]) -> Tensor:
+        """The weight of a module that another library quantized, in floats."""
+        assert self._method is not None
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{self._folder}: {module} is quantized, but config.json makes its weight {list(shape)}"
+            )
+        try:
+            weight = self._method.weight(lambda part: self._read(f"{module}.{part}"), parts, (shape[0], shape[1]))
+        except (ValueError, KeyError, StopIteration, IndexError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{self._folder}: the quantized weight of {module}, {list(shape)} by config.json, cannot be read: "
+                f"{one_line(error)}"
+            ) from error
+        self._taken |= {f"{module}.{part}" for part in parts}
+        return placed(self._folder, f"{module}.weight", weight.contiguous(), self.dtype, self._device)
+
+    def _read(self, name: str) -> Tensor:
+        """The tensor as it is stored."""
+        if name not in self._where:
+            raise CheckpointError(f"{self._folder}: tensor {name!r} is missing from the weights")
+        file = self._where[name]
+        try:
+            tensor: Tensor = self._open(file).get_tensor(name)
+        except (SafetensorError, RuntimeError, ValueError, MemoryError) as error:
+            raise CheckpointError(
+                f"{self._folder / file}: tensor {name!r} cannot be read: {one_line(error)}"
+            ) from error
+        return tensor
 
     def _locate(self) -> dict[str, str]:
         """The file of each tensor: as the index says, or for tensors that it does not name, by what the files hold."""
@@ -93,6 +126,26 @@ class SafetensorsFolder:
                 raise CheckpointError(f"{path} is missing, though the index names it: download or save it again")
             self._files[file] = open_safetensors(path)
         return self._files[file]
+
+
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    """The folder's config.json, as far as it can be read: what is wrong with it is said by who reads it as a whole."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _by_module(names: Iterable[str]) -> dict[str, set[str]]:
+    """Module -> the names below it. A name may have a dot of its own: "weight.absmax"."""
+    below: dict[str, set[str]] = {}
+    for name in names:
+        module, dot, inside = name.rpartition(".weight.")
+        if not dot:
+            module, _, inside = name.rpartition(".")
+        below.setdefault(module, set()).add(f"weight.{inside}" if dot else inside)
+    return below
 
 
 def read_weights(

@@ -86,7 +86,7 @@ _NO_SAY = {
     *("encoder_no_repeat_ngram_size", "bad_words_ids", "early_stopping", "num_return_sequences", "forced_bos_token_id"),
     *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "tf_legacy_loss"),
     *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "base_model_tp_plan"),
-    *("unsloth_version", "unsloth_fixed", "onward_quantization"),
+    *("unsloth_version", "unsloth_fixed", "onward_quantization", "quantization_config", "compression_config"),
     # The four oldest families: config files of one carry fields that only another's forward reads.
     *("head_dim", "hidden_act", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window"),
     *("max_window_layers", "layer_types", "use_mrope", "rope_theta", "rope_scaling", "rope_parameters"),

@@ -1,0 +1,9 @@
+"""Weights that others quantized, in the Hugging Face layout: read once into floats, one file a method.
+
+A method is chosen by `quantization_config` of config.json. It says which tensors stand for the weight of a module, and
+computes the weight [N, K] in float32 from them.
+"""
+
+from onward.checkpoint.quantizers.method import Method, Read, method_of
+
+__all__ = ["Method", "Read", "method_of"]

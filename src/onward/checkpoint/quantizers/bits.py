@@ -1,0 +1,44 @@
+"""Small whole numbers packed into larger ones, and scales that groups of inputs share."""
+
+import torch
+from torch import Tensor
+
+
+def unpacked(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """int32 [M, N] -> int32 with 32 / bits as many along `dim`: the fields of each number, lowest bits first."""
+    if packed.dtype != torch.int32 or packed.dim() != 2:
+        raise ValueError(f"packed numbers must be int32 [M, N]; got {packed.dtype} {list(packed.shape)}")
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    fields: Tensor = (packed.unsqueeze(dim + 1) >> (shifts if dim else shifts.unsqueeze(1))) & (2**bits - 1)
+    return fields.flatten(dim, dim + 1)
+
+
+def by_group(scales: Tensor, group: int, inputs: int) -> Tensor:
+    """[N, K / group] -> [N, K], each group's number for all of its inputs."""
+    if scales.shape[1] != -(-inputs // group):
+        raise ValueError(
+            f"{inputs} inputs in groups of {group} have {-(-inputs // group)} scales; got {scales.shape[1]}"
+        )
+    return scales.repeat_interleave(group, dim=1)[:, :inputs]
+
+
+def by_block(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """[⌈N / block[0]⌉, ⌈K / block[1]⌉] -> [N, K]."""
+    expected = tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
+    if tuple(scales.shape) != expected:
+        raise ValueError(
+            f"a weight {list(shape)} in blocks of {list(block)} has scales {list(expected)}; got {list(scales.shape)}"
+        )
+    whole = scales.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
+    return whole[: shape[0], : shape[1]]
+
+
+# What the 4 bits of FP4 (E2M1, OCP Microscaling Formats, arXiv 2310.10537) stand for.
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """uint8 [N, K / 2] -> int64 [N, K]: the low four bits come first."""
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"packed fours must be uint8; got {packed.dtype}")
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()

@@ -1,0 +1,104 @@
+"""compressed-tensors (https://github.com/vllm-project/compressed-tensors), of which each tensor shows its own format.
+
+Tensors of a module:
+    pack-quantized   weight_packed int32 [N, K * b / 32], lowest bits first, each number plus 2^(b - 1); weight_scale
+                     [N, K / g]; weight_zero_point packed the same way along N; weight_g_idx [K]; weight_shape
+    int-quantized    weight int8 [N, K]; weight_scale [N, 1] or [N, K / g] or [1]; weight_zero_point
+    float-quantized  weight float8_e4m3fn; weight_scale as above, or [⌈N / 128⌉, ⌈K / 128⌉] for blocks
+    nvfp4            weight_packed uint8 [N, K / 2] of FP4; weight_scale float8_e4m3fn [N, K / 16]; weight_global_scale
+    mxfp4            weight_packed uint8 [N, K / 2]; weight_scale uint8 [N, K / 32], exponents of 2 plus 127
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.checkpoint.quantizers.bits import E2M1, by_block, by_group, nibbles, unpacked
+
+_SCALED = {"weight_scale", "weight_packed"}
+_TENSORS = {
+    *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    *("weight_global_scale", "input_scale", "input_global_scale", "input_zero_point"),
+}
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """block: rows and inputs of a scale where scales are by block."""
+
+    block: tuple[int, int] | None
+
+    def parts(self, names: set[str]) -> set[str]:
+        return names & _TENSORS if names & _SCALED else set()
+
+    def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+        if "weight_packed" in names:
+            packed = read("weight_packed")
+            return (
+                _fp4(read, names, packed, shape) if packed.dtype == torch.uint8 else _packed(read, names, packed, shape)
+            )
+        codes, scale = read("weight"), read("weight_scale").float()
+        if codes.dtype not in (torch.int8, torch.float8_e4m3fn) or tuple(codes.shape) != shape:
+            raise ValueError(
+                f"weight is {codes.dtype} {list(codes.shape)}, and must be int8 or float8_e4m3fn {list(shape)}"
+            )
+        values = codes.float()
+        if "weight_zero_point" in names:
+            values = values - self._spread(read("weight_zero_point").float(), shape)
+        return values * self._spread(scale, shape)
+
+    def _spread(self, scale: Tensor, shape: tuple[int, int]) -> Tensor:
+        if scale.numel() == 1:
+            return scale.view(1, 1)
+        if scale.dim() == 2 and self.block is not None and scale.shape[0] != shape[0]:
+            return by_block(scale, self.block, shape)
+        scale = scale.view(len(scale), -1)
+        if scale.shape[0] != shape[0] or shape[1] % scale.shape[1]:
+            raise ValueError(f"scales {list(scale.shape)} do not fit a weight {list(shape)}")
+        return by_group(scale, shape[1] // scale.shape[1], shape[1])
+
+
+def _packed(read: Callable[[str], Tensor], names: set[str], packed: Tensor, shape: tuple[int, int]) -> Tensor:
+    outputs, inputs = shape
+    bits = next((bits for bits in (4, 8, 2) if packed.shape == (outputs, -(-inputs * bits // 32))), None)
+    if bits is None:
+        raise ValueError(f"weight_packed {list(packed.shape)} holds no weight {list(shape)} of 2, 4 or 8 bits")
+    codes = unpacked(packed, bits, 1)[:, :inputs]
+    scale = read("weight_scale").float()
+    if scale.dim() != 2 or scale.shape[0] != outputs or inputs % scale.shape[1]:
+        raise ValueError(f"weight_scale {list(scale.shape)} does not fit a weight {list(shape)}")
+    if "weight_g_idx" in names:
+        groups = read("weight_g_idx").long()
+    else:
+        groups = torch.arange(inputs) // (inputs // scale.shape[1])
+    # Codes and zero points carry the same offset, which cancels; without zero points it is theirs.
+    zero = torch.full_like(scale, 2 ** (bits - 1))
+    if "weight_zero_point" in names:
+        zero = unpacked(read("weight_zero_point"), bits, 0)[:outputs].float()
+    return (codes.float() - zero[:, groups]) * scale[:, groups]
+
+
+def _fp4(read: Callable[[str], Tensor], names: set[str], packed: Tensor, shape: tuple[int, int]) -> Tensor:
+    values, scale = E2M1[nibbles(packed)], read("weight_scale")
+    if tuple(values.shape) != shape or scale.shape[0] != shape[0] or shape[1] % scale.shape[1]:
+        raise ValueError(
+            f"weight_packed {list(packed.shape)} and weight_scale {list(scale.shape)} hold no weight {list(shape)}"
+        )
+    if scale.dtype == torch.uint8:
+        factors = torch.exp2(scale.float() - 127)
+    else:
+        factors = scale.float() / read("weight_global_scale").float()
+    return values * by_group(factors, shape[1] // scale.shape[1], shape[1])
+
+
+def read_method(settings: Mapping[str, Any]) -> CompressedTensors:
+    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise ValueError(f"sparse weights cannot be read; got sparsity_config {settings['sparsity_config']!r}")
+    blocks = [
+        (group.get("weights") or {}).get("block_structure") for group in (settings.get("config_groups") or {}).values()
+    ]
+    block = next((block for block in blocks if block), None)
+    return CompressedTensors(None if block is None else (int(block[0]), int(block[1])))

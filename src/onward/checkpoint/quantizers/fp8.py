@@ -1,0 +1,47 @@
+"""FP8 (E4M3, arXiv 2209.05433) with a scale for each block, as DeepSeek and Qwen publish it.
+
+Tensors of a module: weight float8_e4m3fn [N, K], and weight_scale_inv float32 [⌈N / 128⌉, ⌈K / 128⌉], which multiplies
+it. Where there are no blocks, weight_scale has one number, or one a row. An activation_scale is for quantized
+activations; Onward computes with float ones.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.checkpoint.quantizers.bits import by_block
+
+_TENSORS = {"weight", "weight_scale_inv", "weight_scale", "activation_scale", "input_scale"}
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """block: rows and inputs that share a scale."""
+
+    block: tuple[int, int]
+
+    def parts(self, names: set[str]) -> set[str]:
+        return names & _TENSORS if names & {"weight_scale_inv", "weight_scale"} else set()
+
+    def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+        codes = read("weight")
+        if codes.dtype != torch.float8_e4m3fn or tuple(codes.shape) != shape:
+            raise ValueError(f"weight is {codes.dtype} {list(codes.shape)}, and FP8 wants float8_e4m3fn {list(shape)}")
+        scale = read("weight_scale_inv" if "weight_scale_inv" in names else "weight_scale").float()
+        if scale.dim() == 2 and scale.shape != (shape[0], 1):
+            scale = by_block(scale, self.block, shape)
+        elif scale.numel() not in (1, shape[0]):
+            raise ValueError(f"{scale.numel()} scales for {shape[0]} rows")
+        return codes.float() * (scale if scale.dim() == 2 else scale.view(-1, 1))
+
+
+def read_method(settings: Mapping[str, Any]) -> Fp8:
+    block = settings.get("weight_block_size") or [128, 128]
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise ValueError(f"weight_block_size must be two sizes; got {block!r}")
+    if settings.get("fmt", "e4m3") != "e4m3":
+        raise ValueError(f"FP8 of the format 'e4m3' can be read; got {settings['fmt']!r}")
+    return Fp8((block[0], block[1]))

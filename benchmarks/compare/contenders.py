@@ -54,8 +54,10 @@ class Contender:
             raise NotAvailableError("not installed (make peers)")
         if self.weights is None:
             return random_checkpoint()
-        suffix = ".gguf" if self.worker == "llama_cpp" else ""
-        path = HOME / "models" / f"qwen3-0.6b-{self.worker}-{self.weights}{suffix}"
+        if self.worker in ("llama_cpp", "onward"):  # both read the same file
+            path = HOME / "models" / f"qwen3-0.6b-llama_cpp-{self.weights}.gguf"
+        else:
+            path = HOME / "models" / f"qwen3-0.6b-{self.worker}-{self.weights}"
         if not path.exists():
             self._convert(path)
         return path
@@ -76,7 +78,19 @@ class Contender:
         unfinished.rename(path)
 
 
-_CONVERTERS = {"llama_cpp": "gguf", "openvino": "openvino", "onnxruntime": "onnxruntime"}
+_CONVERTERS = {"llama_cpp": "gguf", "onward": "gguf", "openvino": "openvino", "onnxruntime": "onnxruntime"}
+
+# The same GGUF file in both (benchmarks/gguf_models.py).
+GGUF_RECIPES = ("Q4_K_M", "Q8_0", "Q4_0", "Q6_K")
+
+
+def gguf_contenders(recipe: str) -> list[Contender]:
+    return [
+        Contender(OURS, recipe, "onward", None, recipe),
+        Contender("llama.cpp", recipe, "llama_cpp", "llama.cpp", recipe),
+        Contender("llama.cpp", recipe, "llama_cpp", "llama.cpp", recipe, "plain attention"),
+    ]
+
 
 CONTENDERS = [
     Contender(OURS, "bf16", "onward"),

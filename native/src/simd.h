@@ -9,6 +9,8 @@
 //   to_i32(f32x16), add(i32x16, i32x16), sum_lanes(i32x16), store_low_bytes(int8_t*, i32x16)
 //   sum_lanes, max_lanes       of f32x16, in one fixed order: lane i with lane i + 8, then + 4, 2, 1
 //   prefetch(p)                into the nearest cache; p may lie outside of any object
+//   shift_left<n>, shift_right<n>, bit_and(i32x16, int32_t), bit_or, as_f32 (the same bits)
+//   load_bytes(const uint8_t* or int8_t*) -> i32x16, look_up   a table of 16 bytes
 //   dot_bf16, dot_i8, low_nibbles, high_nibbles   steps of the low precision dot products, see there
 //   factors_of, times_power, broken_lanes, with_nan   products with powers of two, see simd_avx512.h
 // fma rounds once, except in the portable library, where it rounds twice; either way it does the same

@@ -161,6 +161,36 @@ inline i32x16 dot_i8(i32x16 acc, i32x16 w, i32x16 x) {
 
 inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) { return dot_i8(acc, w, splat(*x)); }
 
+template <int kBits>
+inline i32x16 shift_left(i32x16 a) {
+  return {_mm256_slli_epi32(a.lo, kBits), _mm256_slli_epi32(a.hi, kBits)};
+}
+template <int kBits>
+inline i32x16 shift_right(i32x16 a) {
+  return {_mm256_srli_epi32(a.lo, kBits), _mm256_srli_epi32(a.hi, kBits)};
+}
+inline i32x16 bit_and(i32x16 a, int32_t b) {
+  const __m256i mask = _mm256_set1_epi32(b);
+  return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline i32x16 bit_or(i32x16 a, i32x16 b) {
+  return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)};
+}
+inline f32x16 as_f32(i32x16 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+inline i32x16 load_bytes(const uint8_t* p) {
+  const __m128i bytes = avx2::load_half(p);
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+inline i32x16 load_bytes(const int8_t* p) {
+  const __m128i bytes = avx2::load_half(p);
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+// Of every byte, 0 … 15, the byte of a table.
+inline i32x16 look_up(i32x16 a, const uint8_t* table) {
+  const __m256i both = _mm256_broadcastsi128_si256(avx2::load_half(table));
+  return {_mm256_shuffle_epi8(both, a.lo), _mm256_shuffle_epi8(both, a.hi)};
+}
+
 // The low and the high 4 bits of every byte, as bytes.
 inline i32x16 low_nibbles(i32x16 a) {
   const __m256i mask = _mm256_set1_epi8(15);

@@ -97,6 +97,25 @@ inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) {
   return acc;
 }
 
+template <int kBits>
+inline i32x16 shift_left(i32x16 a) { return {_mm512_slli_epi32(a.v, kBits)}; }
+template <int kBits>
+inline i32x16 shift_right(i32x16 a) { return {_mm512_srli_epi32(a.v, kBits)}; }
+inline i32x16 bit_and(i32x16 a, int32_t b) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(b))}; }
+inline i32x16 bit_or(i32x16 a, i32x16 b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline f32x16 as_f32(i32x16 a) { return {_mm512_castsi512_ps(a.v)}; }
+inline i32x16 load_bytes(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline i32x16 load_bytes(const int8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+// Of every byte, 0 … 15, the byte of a table.
+inline i32x16 look_up(i32x16 a, const uint8_t* table) {
+  const __m128i lane = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(lane), a.v)};
+}
+
 // The low and the high 4 bits of every byte, as bytes.
 inline i32x16 low_nibbles(i32x16 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline i32x16 high_nibbles(i32x16 a) {

@@ -155,6 +155,28 @@ inline i32x16 dot_i8(i32x16 acc, i32x16 w, i32x16 x) {
 
 inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) { return dot_i8(acc, w, splat(*x)); }
 
+template <int kBits>
+inline i32x16 shift_left(i32x16 a) { return (i32x16)((u32x16)a << kBits); }
+template <int kBits>
+inline i32x16 shift_right(i32x16 a) { return (i32x16)((u32x16)a >> kBits); }
+inline i32x16 bit_and(i32x16 a, int32_t b) { return a & b; }
+inline i32x16 bit_or(i32x16 a, i32x16 b) { return a | b; }
+inline f32x16 as_f32(i32x16 a) { return (f32x16)a; }
+template <class Byte>
+inline i32x16 load_bytes(const Byte* p) {
+  i32x16 v;
+  for (int i = 0; i < 16; ++i) v[i] = p[i];
+  return v;
+}
+// Of every byte, 0 … 15, the byte of a table.
+inline i32x16 look_up(i32x16 a, const uint8_t* table) {
+  uint8_t bytes[64];
+  std::memcpy(bytes, &a, 64);
+  for (uint8_t& byte : bytes) byte = table[byte & 15];
+  std::memcpy(&a, bytes, 64);
+  return a;
+}
+
 // The low and the high 4 bits of every byte, as bytes.
 inline i32x16 low_nibbles(i32x16 a) { return a & 0x0f0f0f0f; }
 inline i32x16 high_nibbles(i32x16 a) { return (i32x16)((u32x16)a >> 4) & 0x0f0f0f0f; }

@@ -254,9 +254,9 @@ def test_no_rows_no_outputs_and_no_inputs(isa: str) -> None:
 def test_what_the_library_refuses(isa: str) -> None:
     library = native.library()
     assert library is not None
-    assert library.onward_linear_packed_bytes(9, 16, 16) == -1
+    assert library.onward_linear_packed_bytes(99, 16, 16) == -1
     assert library.onward_linear_packed_bytes(Format.INT8, 16, 65537) == -1
     x = aligned_bytes(4096, fill=0)
-    status = library.onward_linear(9, 1, 16, 16, x.data_ptr(), 0, 16, x.data_ptr(), None, 0, x.data_ptr(), 0, 16)
+    status = library.onward_linear(99, 1, 16, 16, x.data_ptr(), 0, 16, x.data_ptr(), None, 0, x.data_ptr(), 0, 16)
     with pytest.raises(native.NativeError, match="onward_linear failed: bad argument"):
         library.check(status, "onward_linear")

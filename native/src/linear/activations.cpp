@@ -96,7 +96,7 @@ struct GroupRow {
   f32x16 largest = zero_f32(), poison = zero_f32();
 
   template <class T>
-  void quantize(const T* x, int64_t row, int64_t rows, uint8_t* group) {
+  void quantize(const T* x, int64_t row, int64_t rows, const Grouped& g, uint8_t* group) {
     const f32x16 a = load(x), b = load(x + 16);
     const f32x16 magnitude = max(abs(a), abs(b));
     largest = max(magnitude, largest);
@@ -106,10 +106,22 @@ struct GroupRow {
     const float scale = zeros ? 1.0f : power_for(absmax);
     const f32x16 reciprocal = splat(zeros ? 0.0f : reciprocal_of_power(scale));
     const i32x16 first = to_i32(mul(a, reciprocal)), second = to_i32(mul(b, reciprocal));
-    auto* to = reinterpret_cast<int8_t*>(group + rows * 8 + row * kGroup);
+    auto* to = reinterpret_cast<int8_t*>(group + rows * (4 * g.halves() + 4) + row * kGroup);
     store_low_bytes(to, first);
     store_low_bytes(to + 16, second);
-    write_header(group, row, rows, scale, int32_t(-8u * uint32_t(sum_lanes(add(first, second)))));
+    if (g.halves() == 1) {
+      write_start(group, row, g, scale, sum_lanes(add(first, second)));
+    } else {
+      write_start(group, row, g, scale, sum_lanes(first));
+      write_start(group, rows + row, g, scale, sum_lanes(second));
+    }
+    std::memcpy(group + (rows * g.halves() + row) * 4, &scale, 4);
+  }
+
+  static void write_start(uint8_t* group, int64_t at, const Grouped& g, float scale, int32_t sum) {
+    const int32_t start = -g.offset * sum;
+    const float minima = -scale * float(sum);  // exact: a sum has 12 bits, and scale is a power of two
+    std::memcpy(group + at * 4, g.minimum ? static_cast<const void*>(&minima) : &start, 4);
   }
 
   // What is added to the row's outputs. (Of a row that is not finite, all else is undefined.)
@@ -119,18 +131,19 @@ struct GroupRow {
 };
 
 template <class T>
-void int4_row(const T* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* panel) {
+void grouped_row(const T* x, int64_t inputs, int64_t row, int64_t rows, const Grouped& g,
+                 uint8_t* panel) {
   GroupRow groups;
   uint8_t* group = panel + rows * 4;
-  const int64_t step = rows * (8 + kGroup);
+  const int64_t step = rows * group_row_bytes(g);
   int64_t k = 0;
   for (; k + kGroup <= inputs; k += kGroup, group += step) {
-    groups.quantize(x + k, row, rows, group);
+    groups.quantize(x + k, row, rows, g, group);
   }
-  for (; k < round_up(inputs, 2 * kGroup); k += kGroup, group += step) {
+  for (; k < round_up(inputs, g.unit()); k += kGroup, group += step) {
     T tail[kGroup] = {};
     if (k < inputs) std::memcpy(tail, x + k, size_t(inputs - k) * sizeof(T));
-    groups.quantize(tail, row, rows, group);
+    groups.quantize(tail, row, rows, g, group);
   }
   const float poison = groups.verdict();
   std::memcpy(panel + row * 4, &poison, 4);
@@ -162,10 +175,11 @@ void make_panel(Format format, const Rows& x, int64_t first, int64_t count, int6
     for (int64_t row = 0; row < count; ++row) {
       const From* from = static_cast<const From*>(x.data) + (first + row) * x.stride;
       switch (format) {
-        case kPackedInt4: int4_row(from, inputs, row, count, panel); break;
         case kPackedInt8: int8_row(from, inputs, row, count, panel); break;
         case kPackedBf16: float_row<Bf16>(from, inputs, row, count, panel); break;
-        default: float_row<float>(from, inputs, row, count, panel);
+        case kPackedF32:
+        case kPackedF16: float_row<float>(from, inputs, row, count, panel); break;
+        default: grouped_row(from, inputs, row, count, grouped_of(format), panel);
       }
     }
   });

@@ -7,6 +7,8 @@
 //   int8   each panel:       int32 start[rows], float scale[rows], then the stretches
 //   int4   each panel:       float poison[rows], then
 //          each 32 inputs:   int32 start[rows], float scale[rows], then 32 bytes of each row
+//   grouped formats    as int4, with a start for each group of 16 where groups are so small; formats with
+//                      minima have float -scale * sum in its place, which their minima multiply
 // scale is absmax / 127 over the row (int8), or over the 32 inputs and rounded up to a power of two
 // (int4: multiplying by it is then an addition of exponents, see kernels.h); start is -offset times
 // the sum of the quantized inputs, which takes back the 128 or 8 that packed weights have added;
@@ -24,6 +26,9 @@ struct Rows {
   int64_t stride;  // elements
 };
 
+// Bytes of 32 inputs of a row: its starts, its scale, the integers.
+constexpr int64_t group_row_bytes(const Grouped& g) { return 4 * g.halves() + 4 + kGroup; }
+
 // Bytes of panel per row.
 inline int64_t panel_row_bytes(Format format, int64_t inputs) {
   switch (format) {
@@ -31,7 +36,10 @@ inline int64_t panel_row_bytes(Format format, int64_t inputs) {
     case kPackedF16: return round_up(inputs * 4, kStretch);
     case kPackedBf16: return round_up(inputs * 2, kStretch);
     case kPackedInt8: return 8 + round_up(inputs, kStretch);
-    default: return 4 + ceil_div(inputs, 2 * kGroup) * 2 * (8 + kGroup);
+    default: {
+      const Grouped g = grouped_of(format);
+      return 4 + ceil_div(inputs, g.unit()) * (g.unit() / kGroup) * group_row_bytes(g);
+    }
   }
 }
 

@@ -7,6 +7,7 @@
 #include "../simd.h"
 #include "../team.h"
 #include "kernels.h"
+#include "kernel_table.h"
 
 // One matrix of a call; Python's copy: LinearArguments in onward/native/interface.py.
 struct OnwardLinear {
@@ -20,26 +21,12 @@ struct OnwardLinear {
 namespace onward::linear {
 namespace {
 
-// Tile shapes. Up to kStreamRows rows go through the weights once, block after block, at the pace of
+// Tile shapes (kernel_table.h). Up to kStreamRows rows go through the weights once, block after block, at the pace of
 // memory (through few weights some blocks at a time). More rows are cut into tiles of at most
 // kTileRows, for which the weights stay in the second level cache; such a tile of r rows takes
 // kBlocks[r] blocks at a time, so that the sums and the operands fit into the registers: 32 of 16
 // floats (AVX-512), 16 of 8 (AVX2), 16 of 4 at worst (portable). int4, with two sums for every
 // output, takes smaller ones.
-#if defined(__AVX512F__)
-constexpr int kStreamRows = 16, kTileRows = 8;
-constexpr int kBlocks[kStreamRows + 1] = {0, 4, 4, 4, 4, 4, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1};
-constexpr int kInt4TileRows = 6, kInt4Blocks = 2;
-#elif defined(__AVX2__)
-constexpr int kStreamRows = 4, kTileRows = 4;
-constexpr int kBlocks[kStreamRows + 1] = {0, 4, 2, 1, 1};
-constexpr int kInt4TileRows = 4, kInt4Blocks = 1;
-#else
-constexpr int kStreamRows = 4, kTileRows = 4;
-constexpr int kBlocks[kStreamRows + 1] = {0, 1, 1, 1, 1};
-constexpr int kInt4TileRows = 4, kInt4Blocks = 1;
-#endif
-constexpr int kMaxBlocks = 4;
 constexpr int64_t kRowsPerPart = 64;           // of a large T, so that there is enough to share out
 constexpr int64_t kStreamBytes = 128 << 10;    // weights per group of a stream
 constexpr int64_t kInlineBytes = 128 << 10;    // weights times rows not worth a second thread
@@ -47,11 +34,6 @@ constexpr int64_t kInlineBytes = 128 << 10;    // weights times rows not worth a
 // one block at a time waits for its own sum; int4 does not: it has two for every block.
 constexpr int64_t kCachedBytes = 768 << 10;
 constexpr int64_t kResidentBytes = 192 << 10;  // weights per group of large T, used part by part
-
-using KernelFunction = void (*)(const Tile&);
-struct KernelTable {
-  KernelFunction run[kStreamRows + 1][kMaxBlocks + 1] = {};
-};
 
 template <class F, int ROWS, int... B>
 constexpr void fill_rows(KernelTable& table, std::integer_sequence<int, B...>) {
@@ -72,7 +54,8 @@ const KernelTable& kernels_of(Format format) {
     case kPackedBf16: return kKernels<Bf16Format>;
     case kPackedF16: return kKernels<F16Format>;
     case kPackedInt8: return kKernels<Int8Format>;
-    default: return kKernels<Int4Format>;
+    case kPackedInt4: return kKernels<Int4Format>;
+    default: return grouped_kernels(format);
   }
 }
 
@@ -88,8 +71,8 @@ struct Problem {
   int64_t row_bytes = panel_row_bytes(format, k);
   int64_t bytes = block_bytes(format, k);
   int64_t blocks = count_blocks();
-  bool int4 = format == kPackedInt4;
-  bool streaming = t <= kStreamRows;
+  bool int4 = format >= kPackedInt4;  // or as large a kernel
+  bool streaming = t <= (is_grouped(format) ? kGroupedStreamRows : kStreamRows);
   bool cached = blocks * bytes <= kCachedBytes && !int4;
   int64_t tile_rows = int4 ? kInt4TileRows : kTileRows;
   int64_t tiles = streaming ? 1 : ceil_div(t, tile_rows);

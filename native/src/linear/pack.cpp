@@ -81,8 +81,66 @@ void int4_values(const uint8_t* block, int64_t r, int64_t inputs, int8_t* q) {
   }
 }
 
+float half_as_float(const uint8_t* p) {
+  F16 one[16] = {};
+  std::memcpy(one, p, sizeof(F16));
+  alignas(64) float values[16];
+  store(values, load(one));
+  return values[0];
+}
+
+// A plane's field of input i of 32 in row r; `bits` bits wide.
+int field_of(const uint8_t* lines, int bits, int64_t r, int64_t i) {
+  const int64_t fields = 8 / bits;
+  return lines[i / (4 * fields) * 64 + r * 4 + i % 4] >> i / 4 % fields * bits & ((1 << bits) - 1);
+}
+
+// The value of a code of a grouped format: input i of the 32 whose codes these are.
+float grouped_value(const Grouped& g, const uint8_t* codes, int64_t r, int64_t i) {
+  const int low = g.bits == 8 ? 8 : g.bits >= 4 ? 4 : 2;
+  int code = field_of(codes, low, r, i);
+  if (g.bits > low) code |= field_of(codes + low * 64, g.bits - low, r, i) << low;
+  return g.table != nullptr ? g.table[code] : float(code - g.offset);
+}
+
+// Scale and minimum of a group of row r, from the header of its unit.
+struct Levels {
+  float scale, minimum;
+};
+Levels grouped_levels(const Grouped& g, const uint8_t* unit, int64_t r, int64_t group) {
+  if (g.exponent) {
+    const uint32_t e = unit[group * 16 + r];
+    const uint32_t bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, 4);
+    return {scale, 0.0f};
+  }
+  if (g.levels == 1) {
+    const uint8_t* minima = unit + g.unit() / g.group * 32;
+    return {half_as_float(unit + group * 32 + r * 2),
+            g.minimum ? half_as_float(minima + group * 32 + r * 2) : 0.0f};
+  }
+  const uint8_t* sub = unit + 64 + group * (g.minimum ? 32 : 16) + r;
+  const float scale = g.is_signed ? float(int8_t(*sub)) : float(*sub);
+  return {scale * half_as_float(unit + r * 2),
+          g.minimum ? float(sub[16]) * half_as_float(unit + 32 + r * 2) : 0.0f};
+}
+
+// 16 values of row r of a grouped block, from input k on (a multiple of 16), with ggml's roundings.
+f32x16 sixteen_grouped(const Grouped& g, const uint8_t* block, int64_t r, int64_t k) {
+  const uint8_t* unit = block + k / g.unit() * g.unit_bytes();
+  const int64_t inside = k % g.unit();
+  const uint8_t* codes = unit + g.header_bytes() + inside / 32 * g.codes_bytes();
+  const Levels levels = grouped_levels(g, unit, r, inside / g.group);
+  alignas(64) float values[16];
+  for (int64_t i = 0; i < 16; ++i) values[i] = grouped_value(g, codes, r, inside % 32 + i);
+  const f32x16 scaled = mul(load(values), splat(levels.scale));
+  return g.minimum ? sub(scaled, splat(levels.minimum)) : scaled;
+}
+
 // The values of row r of a block, inputs k … k + 15 (k a multiple of 16), past the end undefined.
 f32x16 sixteen_values(Format format, const uint8_t* block, int64_t r, int64_t k, int64_t inputs) {
+  if (is_grouped(format)) return sixteen_grouped(grouped_of(format), block, r, k);
   alignas(64) float values[16] = {};
   const int64_t n = inputs - k < 16 ? inputs - k : 16;
   if (format == kPackedF32) {

@@ -25,7 +25,7 @@ from onward.checkpoint.weights import SafetensorsFolder
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line
 from onward.models import Architecture, Scope
 from onward.ops import PackedWeight, QuantizedWeight
-from onward.ops.quantized import FORMATS
+from onward.ops.quantized import ROUNDED_FORMATS
 from onward.ops.quantized_layout import GROUP, data_shape
 
 MANIFEST = "onward_quantization"
@@ -76,8 +76,8 @@ def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
             "checkpoint again with this one, or use the Onward that wrote it"
         )
     format = manifest.get("format")
-    if not isinstance(format, str) or format not in FORMATS:
-        raise ConfigError(f"{where}: format must be {' or '.join(map(repr, FORMATS))}; got {format!r}")
+    if not isinstance(format, str) or format not in ROUNDED_FORMATS:
+        raise ConfigError(f"{where}: format must be {' or '.join(map(repr, ROUNDED_FORMATS))}; got {format!r}")
     if format == "int4" and not _is_whole(manifest.get("group"), GROUP):
         raise ConfigError(f"{where}: int4 has groups of {GROUP}; got group {manifest.get('group')!r}")
     tensors = manifest.get("tensors")

@@ -112,6 +112,18 @@ class Format(IntEnum):
     F16 = 2
     INT8 = 3
     INT4 = 4
+    Q8_0 = 5
+    Q4_1 = 6
+    Q5_0 = 7
+    Q5_1 = 8
+    Q4_K = 9
+    Q5_K = 10
+    Q6_K = 11
+    Q2_K = 12
+    Q3_K = 13
+    IQ4_NL = 14
+    IQ4_XS = 15
+    MXFP4 = 16
 
 
 class Status(IntEnum):
@@ -226,7 +238,9 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_linear_unpack_int8": (Code, [Int, Int, Pointer, Pointer, Int, Pointer]),
     # rows, inputs, packed, q, q_stride, scales, scales_stride
     "onward_linear_unpack_int4": (Code, [Int, Int, Pointer, Pointer, Int, Pointer, Int]),
-    # format, rows, inputs, packed, ids (int64, or None), count, out, out_dtype, out_stride
+    # linear/gguf.cpp: format, rows, inputs, blocks, row_bytes, packed
+    "onward_linear_pack_blocks": (Code, [Code, Int, Int, Pointer, Int, Pointer]),
+    # linear/pack.cpp: format, rows, inputs, packed, ids (int64, or None), count, out, out_dtype, out_stride
     "onward_linear_rows": (Code, [Code, Int, Int, Pointer, Pointer, Int, Pointer, Code, Int]),
     # linear/lora.cpp: rows, tokens, inputs, outputs, rank, count, dtype, x, x_stride, y, y_stride, a, b, scale (or
     # None), bias (or None), slots (int32), out, out_stride

@@ -17,19 +17,22 @@ from onward.errors import RequestError
 from onward.native import Library
 from onward.native.interface import Format
 from onward.ops import quantized_layout as layout
+from onward.ops.grouped_formats import GROUPED_FORMATS
 from onward.ops.operators import DTYPES, Operator, shapes
 from onward.ops.packed import check_id_dtype, check_ids, native_rows
 
-FORMATS = {"int8": Format.INT8, "int4": Format.INT4}
+# Those that floats are rounded to, and those that hold GGUF's blocks.
+ROUNDED_FORMATS = {"int8": Format.INT8, "int4": Format.INT4}
+FORMATS = ROUNDED_FORMATS | {name: Format[name.upper()] for name in GROUPED_FORMATS}
 _SCALE_DTYPES = {"int8": torch.float32, "int4": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight [N, K] in int8 or int4, packed. A pytree whose one tensor is `data`.
+    """A weight [N, K] in few bits, packed. A pytree whose one tensor is `data`.
 
     data: uint8, laid out as `quantized_layout` says; contiguous. The kernels are fast where it is 64-byte aligned.
-    format: "int8" or "int4".
+    format: "int8", "int4", or one of those that hold GGUF's blocks (`onward.ops.grouped_formats`).
     shape: (N, K).
     dtype: the dtype of the weight that this one stands for; `rows` and `dequantize` return it.
     """
@@ -49,8 +52,8 @@ class QuantizedWeight:
             RequestError: an unknown format, or shapes and dtypes that do not fit it.
         """
         rows, inputs = q.shape if q.dim() == 2 else (0, 0)
-        if format not in FORMATS:
-            raise RequestError(f"a weight is packed as {' or '.join(FORMATS)}; got {format!r}")
+        if format not in ROUNDED_FORMATS:
+            raise RequestError(f"a weight is packed as {' or '.join(ROUNDED_FORMATS)}; got {format!r}")
         if not 1 <= inputs <= layout.MAX_INPUTS or rows < 1 or q.dtype != torch.int8:
             raise RequestError(
                 f"the integers of a weight must be int8 [N, K] with 1 … {layout.MAX_INPUTS} inputs; got {shapes(q=q)}"
@@ -64,7 +67,9 @@ class QuantizedWeight:
         return cls(layout.pack(format, q.contiguous(), scales.contiguous()), format, (rows, inputs), dtype)
 
     def unpack(self) -> tuple[Tensor, Tensor]:
-        """The integers and scales, as `pack` takes them."""
+        """The integers and scales, as `pack` takes them; a `RequestError` for a format that `pack` does not make."""
+        if self.format not in ROUNDED_FORMATS:
+            raise RequestError(f"a weight in {self.format} has scales of other kinds: dequantize() gives its values")
         return layout.unpack(self.format, self.data, self.shape)
 
     def dequantize(self) -> Tensor:
@@ -93,13 +98,13 @@ class QuantizedWeight:
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, with x rounded to 8 bits, so that the products are of integers.
 
-    For int8 each token is rounded with the scale absmax / 127. For int4 each group of 32 inputs of a token is rounded
-    with that scale, itself rounded up to a power of two (as MXINT8 of the OCP Microscaling Formats, arXiv 2310.10537,
-    but never clipped). Gradients pass to x as if it had not been rounded.
+    For int8 each token is rounded with the scale absmax / 127. For the others each group of 32 inputs of a token is
+    rounded with that scale, itself rounded up to a power of two (as MXINT8 of the OCP Microscaling Formats, arXiv
+    2310.10537, but never clipped). Gradients pass to x as if it had not been rounded.
 
     Args:
-        x: float32, bfloat16 or float16 [..., K]. A token with an infinity or a NaN comes out as NaN. (For int4 1e35
-            counts as infinite.)
+        x: float32, bfloat16 or float16 [..., K]. A token with an infinity or a NaN comes out as NaN. (But for int8
+            1e35 counts as infinite.)
         weight: of shape (N, K).
         bias: float [N], or None.
 

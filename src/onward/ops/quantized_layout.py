@@ -1,8 +1,8 @@
-"""How weights of 8 and 4 bits lie in memory, written in torch: the definition of what the kernels read.
+"""How quantized weights lie in memory, written in torch: the definition of what the kernels read.
 
-Both formats are symmetric, value = scale * q: int8 with a float32 scale for each row and q in [-127, 127]; int4 with
-a float16 scale (of either sign) for each row and group of 32 inputs and q in [-8, 7]. The layout is that of
-native/src/linear/layout.h; docs/quantization.md draws it.
+The formats of GGUF are in `grouped_layout`; those that `quantize` makes are here. Both are symmetric, scale * q:
+int8 with a float32 scale for each row and q in [-127, 127]; int4 with a float16 scale (of either sign) for each row and
+group of 32 inputs and q in [-8, 7]. The layout is that of native/src/linear/layout.h; docs/quantization.md draws it.
 
 Shapes: N rows (outputs), K inputs. Rows come in blocks of 16; N and K are padded with zeros. `data` is uint8
 [blocks, bytes of a block]. Functions that take data take any slice of its blocks.
@@ -13,6 +13,9 @@ import math
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from onward.ops.grouped_formats import GROUPED_FORMATS
+from onward.ops.grouped_layout import block_bytes, packed_values
 
 BLOCK = 16  # rows
 GROUP = 32  # inputs that share a scale of int4
@@ -27,6 +30,8 @@ def data_shape(format: str, shape: tuple[int, int]) -> tuple[int, int]:
     rows, inputs = shape
     if format == "int8":
         return math.ceil(rows / BLOCK), _INT8_HEADER + math.ceil(inputs / 4) * 64
+    if format in GROUPED_FORMATS:
+        return math.ceil(rows / BLOCK), block_bytes(GROUPED_FORMATS[format], inputs)
     return math.ceil(rows / BLOCK), math.ceil(inputs / 64) * _PAIR_BYTES
 
 
@@ -49,6 +54,8 @@ def unpack(format: str, data: Tensor, shape: tuple[int, int]) -> tuple[Tensor, T
 
 def values(format: str, data: Tensor, inputs: int) -> Tensor:
     """The values of all rows in `data`, padding rows included: float32 [blocks * 16, K]."""
+    if format in GROUPED_FORMATS:
+        return packed_values(GROUPED_FORMATS[format], data, inputs)
     q, scales = _unpack_int8(data) if format == "int8" else _unpack_int4(data)
     return _scaled(q, scales, inputs)
 
@@ -56,6 +63,9 @@ def values(format: str, data: Tensor, inputs: int) -> Tensor:
 def row_values(format: str, data: Tensor, ids: Tensor, inputs: int) -> Tensor:
     """The values of the rows at int64 ids [count]: float32 [count, K]. No other row is read."""
     block, row = ids // BLOCK, ids % BLOCK
+    if format in GROUPED_FORMATS:
+        blocks, place = torch.unique(block, return_inverse=True)
+        return values(format, data[blocks], inputs)[place * BLOCK + row]
     if format == "int8":
         q = _signed(_int8_lines(data)[block, :, row]).flatten(1)
         return _scaled(q, _int8_scales(data)[block, row], inputs)

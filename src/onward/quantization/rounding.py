@@ -11,7 +11,7 @@ from onward.errors import RequestError
 from onward.native import Library
 from onward.ops import quantized_layout as layout
 from onward.ops.operators import DTYPES, usable_library
-from onward.ops.quantized import FORMATS, QuantizedWeight
+from onward.ops.quantized import ROUNDED_FORMATS, QuantizedWeight
 
 # Scales that `quantize_int4` tries for a group: where the element of largest magnitude comes to lie. Beyond the ends
 # -8 and 7 it is clipped. A grid forty times as fine errs 0.05 to 0.4 % less (docs/quantization.md).
@@ -43,8 +43,8 @@ def quantize_and_measure(weight: Tensor, format: str) -> tuple[QuantizedWeight, 
 
 def check_format(format: str) -> None:
     """Raise unless it is "int8" or "int4"."""
-    if format not in FORMATS:
-        raise RequestError(f"weights are quantized to {' or '.join(map(repr, FORMATS))}; got {format!r}")
+    if format not in ROUNDED_FORMATS:
+        raise RequestError(f"weights are quantized to {' or '.join(map(repr, ROUNDED_FORMATS))}; got {format!r}")
 
 
 def quantize_int8(weight: Tensor) -> QuantizedWeight:
@@ -86,7 +86,7 @@ def _quantize_native(library: Library, weight: Tensor, format: str) -> tuple[Qua
     data = _empty(weight, format)
     sums = torch.empty((len(data), 3), dtype=torch.float64)
     status = library.onward_linear_quantize(
-        FORMATS[format], rows, inputs, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0),
+        ROUNDED_FORMATS[format], rows, inputs, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0),
         data.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
     library.check(status, "onward_linear_quantize")

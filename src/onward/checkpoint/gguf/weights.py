@@ -9,10 +9,13 @@ from torch import Tensor
 
 from onward.checkpoint.gguf.blocks import dequantized, float_rows, read_parts, scales_are_finite
 from onward.checkpoint.gguf.families import GgufFamily, gguf_name
+from onward.checkpoint.gguf.packing import pack_blocks, packed_format
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.checkpoint.placing import placed
 from onward.errors import CheckpointError
 from onward.models import Architecture, Scope
+from onward.ops import QuantizedWeight
+from onward.ops.quantized_layout import data_shape
 
 # Made into other fields of config.json, not weights.
 _NO_WEIGHTS = ("rope_freqs.weight",)
@@ -88,13 +91,38 @@ class _GgufTensors:
                 f"{list(shape)}"
             )
         self._taken.add(stored.name)
+        packed = self._packs(stored)
         if self._device.type == "meta":
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
+            return self._shape_of(stored, packed)
         rows = self._stock_order(name, stored)
+        if packed:
+            return self._packed(stored, rows)
         values = float_rows(stored.type, rows)
         if values is None:
             values = self._values(stored, rows)
         return placed(self._path, stored.name, values.reshape(shape), self._dtype, self._device)
+
+    def _packs(self, stored: GgufTensor) -> bool:
+        """Whether a tensor stays in its blocks' bits. float32 asks for products that round nothing, and other devices
+        than the CPU have no kernels for packed weights: there they become floats."""
+        few_bits = len(stored.shape) == 2 and packed_format(stored.type, stored.shape[1]) is not None
+        return few_bits and self._dtype != torch.float32 and self._device.type in ("cpu", "meta")
+
+    def _shape_of(self, stored: GgufTensor, packed: bool) -> Any:
+        """What `take` would give, without memory."""
+        if not packed:
+            return torch.empty(stored.shape, dtype=self._dtype, device=self._device)
+        shape = stored.shape[0], stored.shape[1]
+        format = packed_format(stored.type, shape[1])
+        assert format is not None
+        data = torch.empty(data_shape(format, shape), dtype=torch.uint8, device=self._device)
+        return QuantizedWeight(data, format, shape, self._dtype)
+
+    def _packed(self, stored: GgufTensor, rows: Tensor) -> QuantizedWeight:
+        try:
+            return pack_blocks(stored.type, rows, self._dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._path}: tensor {stored.name!r}: {error}") from error
 
     def check_left(self) -> None:
         """Raise if a tensor was not taken: the file holds another architecture than it says."""

@@ -1,0 +1,203 @@
+// The micro-kernels of the formats whose inputs share scales in groups (layout.h): those of GGUF.
+//
+// For each group of 32 (or twice 16) inputs, in order: sum = fma(float(integer product), scale of the
+// weights * scale of the activations, sum), and for formats with minima sum = fma(minimum, -scale of the
+// activations * sum of their integers, sum). Scales of two levels are products of 8 and 11 bits: exact.
+#pragma once
+#include "kernel_table.h"
+
+namespace onward::linear {
+
+// Body(std::integral_constant<int, 0>) … of N, so that a step's shifts are constants.
+template <class Body, int... STEPS>
+inline void each_step(Body&& body, std::integer_sequence<int, STEPS...>) {
+  (body(std::integral_constant<int, STEPS>{}), ...);
+}
+
+// The table's values with 128 added, as dot_i8 takes them.
+struct OffsetTable {
+  uint8_t bytes[16] = {};
+  constexpr explicit OffsetTable(const int8_t* table) {
+    for (int i = 0; i < 16; ++i) bytes[i] = table ? uint8_t(table[i] + 128) : uint8_t(0);
+  }
+};
+
+template <int32_t FORMAT>
+struct GroupedCodes {
+  static constexpr Grouped g = grouped_of(FORMAT);
+  static constexpr OffsetTable kTable{g.table};
+
+  // Field kField of kBits bits of every byte, moved to bit kTo of it.
+  template <int kBits, int kField, int kTo>
+  static i32x16 field(i32x16 a) {
+    constexpr int kShift = kField * kBits - kTo;
+    constexpr int32_t kMask = int32_t(0x01010101u * (((1u << kBits) - 1) << kTo));
+    if constexpr (kShift >= 0) {
+      return bit_and(shift_right<kShift>(a), kMask);
+    } else {
+      return bit_and(shift_left<-kShift>(a), kMask);
+    }
+  }
+
+  // The codes of the inputs 4 STEP … 4 STEP + 3 of 32, of 16 rows, one a byte.
+  template <int STEP>
+  static i32x16 at(const uint8_t* codes) {
+    if constexpr (g.bits == 8) {
+      return load_i32(codes + STEP * 64);
+    } else if constexpr (g.bits >= 4) {
+      const i32x16 low = field<4, STEP % 2, 0>(load_i32(codes + STEP / 2 * 64));
+      const uint8_t* high = codes + 256;
+      if constexpr (g.bits == 5) return bit_or(low, field<1, STEP, 4>(load_i32(high)));
+      if constexpr (g.bits == 6) {
+        return bit_or(low, field<2, STEP % 4, 4>(load_i32(high + STEP / 4 * 64)));
+      }
+      if constexpr (g.table != nullptr) return look_up(low, kTable.bytes);
+      return low;
+    } else {
+      const i32x16 low = field<2, STEP % 4, 0>(load_i32(codes + STEP / 4 * 64));
+      if constexpr (g.bits == 3) return bit_or(low, field<1, STEP, 2>(load_i32(codes + 128)));
+      return low;
+    }
+  }
+};
+
+// 16 rows' scales and minima of one group, from the header of their unit.
+template <int32_t FORMAT>
+struct GroupedLevels {
+  static constexpr Grouped g = grouped_of(FORMAT);
+  static const F16* halves(const uint8_t* p) { return reinterpret_cast<const F16*>(p); }
+
+  static f32x16 scale(const uint8_t* unit, int64_t group) {
+    if constexpr (g.levels == 2) {
+      const uint8_t* p = unit + 64 + group * (g.minimum ? 32 : 16);
+      const i32x16 sub = g.is_signed ? load_bytes(reinterpret_cast<const int8_t*>(p)) : load_bytes(p);
+      return mul(load(halves(unit)), to_f32(sub));
+    } else if constexpr (g.exponent) {
+      // 2^(e - 128): half of the float with that exponent; 2^-128 where e is 0.
+      const i32x16 exponents = shift_left<23>(load_bytes(unit + group * 16));
+      return max(mul(as_f32(exponents), splat(0.5f)), splat(0x1p-128f));
+    } else {
+      return load(halves(unit + group * 32));
+    }
+  }
+
+  static f32x16 minimum(const uint8_t* unit, int64_t group) {
+    if constexpr (g.levels == 2) {
+      return mul(load(halves(unit + 32)), to_f32(load_bytes(unit + 64 + group * 32 + 16)));
+    } else {
+      return load(halves(unit + (g.unit() / g.group + group) * 32));
+    }
+  }
+};
+
+template <int32_t FORMAT, int ROWS, int BLOCKS>
+struct GroupedKernel {
+  static constexpr Grouped g = grouped_of(FORMAT);
+  static constexpr int kHalves = g.halves();
+  using Codes = GroupedCodes<FORMAT>;
+  using Levels = GroupedLevels<FORMAT>;
+  // The exponents of E8M0 reach the subnormal numbers, where adding to an exponent is no product.
+  using Scales = GroupScales<(ROWS * BLOCKS >= 4 && !g.exponent)>;
+
+  struct Totals {
+    Sums<f32x16, ROWS, BLOCKS> sum;
+    LaneMask broken[BLOCKS] = {};
+  };
+
+  // One group's integer products: half H of 32 inputs.
+  template <int H>
+  static void products(const uint8_t* panel, const uint8_t* codes, int64_t block_bytes,
+                       Sums<i32x16, ROWS, BLOCKS>& sum) {
+    constexpr int kSteps = 8 / kHalves;
+    const uint8_t* x = panel + ROWS * (4 * kHalves + 4);
+    for_sums<ROWS, BLOCKS>([&](int r, int b) {
+      sum[r][b] = g.minimum ? zero_i32() : splat(*word(panel + (H * ROWS + r) * 4));
+    });
+    each_step(
+        [&](auto at) {
+          constexpr int kStep = H * kSteps + decltype(at)::value;
+          i32x16 w[BLOCKS];
+          ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
+            w[b] = Codes::template at<kStep>(codes + b * block_bytes);
+          }
+          for_sums<ROWS, BLOCKS>([&](int r, int b) {
+            const int32_t* at_x = word(x + r * kGroup + kStep * 4);
+            if constexpr (BLOCKS == 1) {
+              sum[r][b] = dot_i8(sum[r][b], w[b], at_x);
+            } else {
+              sum[r][b] = dot_i8(sum[r][b], w[b], splat(*at_x));
+            }
+          });
+        },
+        std::make_integer_sequence<int, kSteps>{});
+  }
+
+  template <int H>
+  static void half(const uint8_t* panel, const uint8_t* unit, int64_t group, const uint8_t* codes,
+                   int64_t block_bytes, Totals& total) {
+    Sums<i32x16, ROWS, BLOCKS> sum;
+    products<H>(panel, codes, block_bytes, sum);
+    const auto* starts = reinterpret_cast<const float*>(panel);
+    const float* powers = starts + ROWS * kHalves;
+    ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
+      const uint8_t* header = unit + b * block_bytes;
+      const Scales scales(Levels::scale(header, group * kHalves + H), total.broken[b]);
+      ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
+        total.sum[r][b] = fma(to_f32(sum[r][b]), scales.times(powers + r), total.sum[r][b]);
+      }
+      if constexpr (g.minimum) {
+        const f32x16 minimum = Levels::minimum(header, group * kHalves + H);
+        ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
+          total.sum[r][b] = fma(minimum, splat(starts[H * ROWS + r]), total.sum[r][b]);
+        }
+      }
+    }
+  }
+
+  static void prefetch_ahead(const uint8_t* p, int64_t bytes, int64_t block_bytes) {
+    ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
+      for (int64_t at = 0; at < bytes; at += 64) {
+        prefetch(p + b * block_bytes + at + prefetch_distance(BLOCKS));
+      }
+    }
+  }
+
+  static void run(const Tile& tile) {
+    const uint8_t *panel = tile.panel + ROWS * 4, *unit = tile.weights;
+    Totals total;
+    for_sums<ROWS, BLOCKS>([&](int r, int b) { total.sum[r][b] = zero_f32(); });
+    for (int64_t k = 0; k < tile.inputs; k += g.unit(), unit += g.unit_bytes()) {
+      prefetch_ahead(unit, g.header_bytes(), tile.block_bytes);
+      for (int64_t group = 0; group < g.unit() / kGroup; ++group) {
+        const uint8_t* codes = unit + g.header_bytes() + group * g.codes_bytes();
+        prefetch_ahead(codes, g.codes_bytes(), tile.block_bytes);
+        half<0>(panel, unit, group, codes, tile.block_bytes, total);
+        if constexpr (kHalves == 2) half<1>(panel, unit, group, codes, tile.block_bytes, total);
+        panel += ROWS * group_row_bytes(g);
+      }
+    }
+    const auto* poison = reinterpret_cast<const float*>(tile.panel);
+    for_sums<ROWS, BLOCKS>([&](int r, int b) {
+      const f32x16 value = with_nan(add(total.sum[r][b], splat(poison[r])), total.broken[b]);
+      store(tile.out + (r * BLOCKS + b) * 16, value);
+    });
+  }
+};
+
+template <int32_t FORMAT, int... R>
+constexpr KernelTable grouped_table(std::integer_sequence<int, R...>) {
+  KernelTable table;
+  ((table.run[R + 1][1] = GroupedKernel<FORMAT, R + 1, 1>::run), ...);
+  if constexpr (kInt4Blocks == 2) {
+    ((R < kInt4TileRows
+          ? void(table.run[R + 1][2] = GroupedKernel<FORMAT, (R < kInt4TileRows ? R + 1 : 1), 2>::run)
+          : void()),
+     ...);
+  }
+  return table;
+}
+template <int32_t FORMAT>
+constexpr KernelTable kGroupedKernels =
+    grouped_table<FORMAT>(std::make_integer_sequence<int, kGroupedStreamRows>{});
+
+}  // namespace onward::linear

@@ -1,0 +1,118 @@
+"""How weights in the grouped formats lie in memory, written in torch: the definition of what the kernels read.
+
+Rows come in blocks of 16. A block is one *unit* of inputs after the other (64, 128 for MXFP4, 256 for two-level
+formats): a header with the 16 rows' scales, then for every 32 inputs *lines* of 64 bytes, 4 bytes of each row. Codes
+lie in planes of 8, 4, 2 or 1 bits, at most two: byte j of a row in a line holds the inputs j, 4 + j, 8 + j … of the
+line, the first in the lowest bits. Headers:
+
+    one level      16 scales of each group, then 16 minima of each group
+    two levels     16 scales and 16 minima (float16), then for each group 16 small scales and 16 small minima
+
+Shapes: N rows (outputs), K inputs; `data` is uint8 [blocks, bytes of a block].
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from onward.ops.grouped_formats import SUPER, GroupedFormat, Parts, grouped_values
+
+BLOCK = 16  # rows
+LINE = 32  # inputs whose codes lie together
+
+
+def block_bytes(format: GroupedFormat, inputs: int) -> int:
+    return math.ceil(inputs / format.unit) * format.unit_bytes
+
+
+def pack_parts(format: GroupedFormat, parts: Parts) -> Tensor:
+    """Parts of [N, K], K a multiple of a block of the format -> data.
+
+    Rows and inputs are filled up with zeros (of a table: with its first value times a scale of 0).
+    """
+    rows, inputs = parts.codes.shape
+    blocks, units = math.ceil(rows / BLOCK), math.ceil(inputs / format.unit)
+
+    def by_unit(part: Tensor, per_unit: int, filling: int = 0) -> Tensor:
+        """[N, count] -> [blocks, units, per_unit, 16 rows]."""
+        filled = pad(part, (0, units * per_unit - part.shape[1], 0, -rows % BLOCK), value=filling)
+        return filled.view(blocks, BLOCK, units, per_unit).permute(0, 2, 3, 1)
+
+    numbers = format.unit // (SUPER if format.levels == 2 else format.group)
+    headers = [_as_bytes(by_unit(part, numbers)) for part in (parts.scales, parts.minima) if part is not None]
+    if parts.sub_scales is not None:
+        headers = [pad(torch.cat(headers, -1), (0, 64 - 32 * len(headers)))]
+        small = [parts.sub_scales] if parts.sub_minima is None else [parts.sub_scales, parts.sub_minima]
+        groups = [by_unit(part.view(torch.uint8), SUPER // format.group) for part in small]
+        headers.append(torch.stack(groups, 3).flatten(2))
+    zero = 0 if format.table is not None else format.offset
+    codes = by_unit(parts.codes, format.unit, zero).reshape(blocks, units, -1, LINE, BLOCK).transpose(3, 4)
+    planes = [_plane(codes >> at & (1 << bits) - 1, bits) for at, bits in planes_of(format)]
+    return torch.cat([*headers, torch.cat(planes, -1).flatten(2)], -1).view(blocks, -1)
+
+
+def unpack_parts(format: GroupedFormat, data: Tensor) -> Parts:
+    """The parts of all rows in `data`, with what fills up rows and inputs."""
+    blocks = len(data)
+    units = data.view(blocks, -1, format.unit_bytes)
+    header, lines = units[..., : format.header_bytes], units[..., format.header_bytes :]
+
+    def by_row(part: Tensor) -> Tensor:
+        """[blocks, units, count, 16] -> [N, units * count]."""
+        return part.permute(0, 3, 1, 2).reshape(blocks * BLOCK, -1)
+
+    lines = lines.reshape(*lines.shape[:2], format.unit // LINE, -1)
+    codes, begin = torch.zeros((), dtype=torch.uint8, device=data.device), 0
+    for at, bits in planes_of(format):
+        end = begin + 64 * bits
+        codes = codes | _unplane(lines[..., begin:end], bits) << at
+        begin = end
+    row_codes = by_row(codes.transpose(3, 4).flatten(2, 3))
+    if format.exponent:
+        return Parts(row_codes, by_row(header.view(blocks, units.shape[1], -1, BLOCK)))
+    if format.levels == 2:
+        top = header[..., :64].contiguous().view(torch.float16).view(blocks, units.shape[1], 2, 1, BLOCK)
+        small = header[..., 64:].reshape(blocks, units.shape[1], SUPER // format.group, -1, BLOCK)
+        sub_scales = by_row(small[..., 0, :])
+        sub_scales = sub_scales.view(torch.int8) if format.signed else sub_scales
+        if not format.minimum:
+            return Parts(row_codes, by_row(top[:, :, 0]), None, sub_scales)
+        return Parts(row_codes, by_row(top[:, :, 0]), by_row(top[:, :, 1]), sub_scales, by_row(small[..., 1, :]))
+    levels = header.contiguous().view(torch.float16).view(blocks, units.shape[1], 1 + format.minimum, -1, BLOCK)
+    return Parts(row_codes, by_row(levels[:, :, 0]), by_row(levels[:, :, 1]) if format.minimum else None)
+
+
+def packed_values(format: GroupedFormat, data: Tensor, inputs: int) -> Tensor:
+    """The values of all rows in `data`, those that fill up included: float32 [blocks * 16, K]."""
+    return grouped_values(format, unpack_parts(format, data))[:, :inputs]
+
+
+def planes_of(format: GroupedFormat) -> list[tuple[int, int]]:
+    """(first bit, bits) of the planes that a code is cut into."""
+    low = 8 if format.bits == 8 else 4 if format.bits >= 4 else 2
+    return [(0, low)] if format.bits == low else [(0, low), (low, format.bits - low)]
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    """[blocks, units, count, 16] -> uint8 [blocks, units, bytes]."""
+    return part.contiguous().view(torch.uint8).flatten(2)
+
+
+def _plane(fields: Tensor, bits: int) -> Tensor:
+    """Fields of `bits` bits [..., 16 rows, 32] -> their lines [..., 64 * bits]."""
+    count = 8 // bits
+    parts = fields.reshape(*fields.shape[:-1], bits, count, 4)
+    packed = parts[..., 0, :]
+    for at in range(1, count):
+        packed = packed | parts[..., at, :] << at * bits
+    return packed.transpose(-3, -2).flatten(-3)
+
+
+def _unplane(lines: Tensor, bits: int) -> Tensor:
+    """Lines [..., 64 * bits] -> fields [..., 16 rows, 32]."""
+    count = 8 // bits
+    packed = lines.reshape(*lines.shape[:-1], bits, BLOCK, 4).transpose(-3, -2)
+    fields = [packed >> at * bits & (1 << bits) - 1 for at in range(count)]
+    return torch.stack(fields, -2).flatten(-3)

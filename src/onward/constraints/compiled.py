@@ -1,7 +1,8 @@
 """Compiled grammars and the vocabularies that they were compiled for, kept for the requests that follow.
 
 Compiling takes from a fraction of a millisecond to a second. It is done in the thread that asks for it, and other
-threads run meanwhile. Its work is limited in llguidance's own measures, so no grammar can take minutes or the memory.
+threads run meanwhile. Its work is limited in llguidance's own measures; what these do not hold is tried in another
+process first (`onward.constraints.trial`). So no grammar can take minutes, the memory or the process.
 """
 
 import threading
@@ -12,6 +13,7 @@ import llguidance
 
 from onward.checkpoint import Tokenizer
 from onward.constraints.matcher import GrammarConstraint, brief
+from onward.constraints.trial import Trials, needs_trial
 from onward.constraints.vocabulary import Vocabulary
 from onward.errors import RequestError
 from onward.forks import renew_in_forks
@@ -28,6 +30,7 @@ class CompiledGrammars:
     """The grammars and vocabularies that were used last."""
 
     def __init__(self) -> None:
+        self._trials = Trials()
         self.renew()
         renew_in_forks(self)
 
@@ -49,9 +52,10 @@ class CompiledGrammars:
                 self._matchers.move_to_end(key)
                 return GrammarConstraint(kept.deep_copy(), vocabulary.end, stop_ids)
         # Not under the lock: others do not wait for it. Two threads may compile the same.
+        if needs_trial(source):
+            self._trials.check(source, id(vocabulary.tokens), vocabulary.described, name)
         matcher = llguidance.LLMatcher(vocabulary.tokens, source, log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise RequestError(f"{name} cannot be compiled: {brief(matcher.get_error())}")
+        _check_beginning(matcher, vocabulary.tokens.tokenize_str("{"), name)
         with self._lock:
             if id(tokenizer) in self._vocabularies:
                 self._matchers[key] = matcher.deep_copy()
@@ -74,6 +78,23 @@ class CompiledGrammars:
                     (key, matcher) for key, matcher in self._matchers.items() if key[0] != gone
                 )
         return vocabulary
+
+
+def _check_beginning(matcher: llguidance.LLMatcher, brace: list[int], name: str) -> None:
+    """Raise `RequestError` for what cannot be compiled, or not be followed through the brace that most texts begin with.
+
+    Whether a grammar has too many possibilities at some place shows when a text gets there, and the largest object of a
+    schema is mostly the first.
+    """
+    if matcher.is_error():
+        raise RequestError(f"{name} cannot be compiled: {brief(matcher.get_error())}")
+    ahead = matcher.deep_copy()
+    ahead.compute_bitmask()
+    if not ahead.is_error() and ahead.validate_tokens(brace) == len(brace):
+        ahead.consume_tokens(brace)
+        ahead.compute_bitmask()
+    if ahead.is_error():
+        raise RequestError(f"{name} cannot be followed: {brief(ahead.get_error())}")
 
 
 _kept = CompiledGrammars()

@@ -89,4 +89,6 @@ def _take(mask: Mask, token_id: int) -> bool:
 
 def brief(message: str) -> str:
     """llguidance's message on one line, without what it says of its own state."""
-    return " ".join(message.partition("<state>")[0].split())[:400]
+    for inner in ("<state>", "<backtrace>", "<non-verbose/>"):
+        message = message.partition(inner)[0]
+    return " ".join(message.split())[:400]

@@ -4,8 +4,8 @@ The ids that end a text differ from request to request, so llguidance is not tol
 as the end, and where its masks have that id the text may end.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import llguidance
 import tokenizers
@@ -26,10 +26,12 @@ class TokenBytes(Protocol):
 
 
 class Vocabulary(NamedTuple):
-    """tokens: for llguidance. end: the id that stands for the end of the text there."""
+    """tokens: for llguidance. end: the id that stands for the end of the text there. described: what makes the same
+    tokens in another process, as JSON."""
 
     tokens: llguidance.LLTokenizer
     end: int
+    described: Callable[[], dict[str, Any]]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
@@ -52,7 +54,8 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
     inner.add_special_tokens([_END])
     end = inner.token_to_id(_END)
     assert end is not None, "it was added"
-    return Vocabulary(llguidance.LLTokenizer(inner.to_str(), eos_token=end), end)
+    tokens = llguidance.LLTokenizer(inner.to_str(), eos_token=end)
+    return Vocabulary(tokens, end, lambda: {"json": inner.to_str(), "end": end})
 
 
 class _Wrapped:
@@ -73,7 +76,13 @@ class _Wrapped:
             raise TypeError("texts are str")
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def described(self) -> dict[str, Any]:
+        tokens = [token.decode("latin-1") for token in self.tokens]
+        return {"tokens": tokens, "special": self.special_token_ids, "end": self.eos_token_id}
+
 
 def _of_bytes(tokenizer: Tokenizer, tokens: Sequence[bytes | None]) -> Vocabulary:
     wrapped = _Wrapped(tokenizer, tokens)
-    return Vocabulary(llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapped)), wrapped.eos_token_id)
+    return Vocabulary(
+        llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapped)), wrapped.eos_token_id, wrapped.described
+    )

@@ -81,7 +81,8 @@ class CompiledGrammars:
 
 
 def _check_beginning(matcher: llguidance.LLMatcher, brace: list[int], name: str) -> None:
-    """Raise `RequestError` for what cannot be compiled, or not be followed through the brace that most texts begin with.
+    """Raise `RequestError` for what cannot be compiled, or cannot be followed through the brace that most texts have
+    first.
 
     Whether a grammar has too many possibilities at some place shows when a text gets there, and the largest object of a
     schema is mostly the first.

@@ -42,9 +42,9 @@ def leave(response: http.client.HTTPResponse) -> None:
     response.connection.close()  # type: ignore[attr-defined]
 
 
-def test_a_client_that_leaves_cancels_its_request_and_blocks_come_back(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token takes 5 ms more."""
     accept = onward.decoding.sequence.Sequence.accept
 
     def slowly(sequence: Any, *token: Any) -> str:
@@ -52,6 +52,10 @@ def test_a_client_that_leaves_cancels_its_request_and_blocks_come_back(
         return accept(sequence, *token)
 
     monkeypatch.setattr(onward.decoding.sequence.Sequence, "accept", slowly)
+
+
+@pytest.mark.usefixtures("slow_tokens")
+def test_a_client_that_leaves_cancels_its_request_and_blocks_come_back(server: LiveServer) -> None:
     engine = server.engines["demo"]
     response = opened(server, TEXT, LONG)
     assert response.read(6) == b"data: "
@@ -309,6 +313,23 @@ def test_metrics_count_what_was_served(start: Start, lm: onward.LanguageModel) -
     assert values['onward_requests_running{model="demo"}'] == "0.0"
     assert b"onward_cache_blocks" in metrics
     assert server.get("/stats").json()["demo"]["tokens"] == 14
+
+
+@pytest.mark.usefixtures("slow_tokens")
+def test_a_first_token_counts_while_its_request_goes_on(start: Start, lm: onward.LanguageModel) -> None:
+    name = 'onward_time_to_first_token_seconds_count{model="demo"}'
+
+    def counted() -> str:
+        lines = server.get("/metrics").text.splitlines()
+        return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))[name]
+
+    server = start({"demo": lm})
+    running = opened(server, TEXT, LONG)
+    until(lambda: counted() == "1.0")
+    assert server.engines["demo"].stats().running == 1
+    leave(running)
+    server.wait_idle()
+    assert counted() == "1.0"
 
 
 def test_tokens_are_those_of_the_model(server: LiveServer, lm: onward.LanguageModel) -> None:

@@ -1,5 +1,7 @@
 """The page at / in a real browser: a chat, a branch, a reload, a server that goes away and returns."""
 
+import contextlib
+import io
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -123,8 +125,24 @@ def test_a_text_goes_on_from_an_alternative_by_the_keyboard(server: LiveServer, 
     rest = server.post(TEXT, {"prompt": [*prompt, *ids, other["id"]], "max_tokens": 19, "temperature": 1, "seed": 3})
     begun = "".join(entry["token"] for entry in first[:4]) + other["token"]
     assert new == begun + rest.json()["choices"][0]["text"]
+    page.click("[data-code=python]")
+    expect(page.locator("#code")).to_be_visible()
+    assert _output_of(page.input_value("#code-text")) == new
+    page.click("#close")
+    page.click("[data-code=curl]")
+    expect(page.locator("#code")).to_be_visible()
+    assert f"curl -N {server.url}{TEXT}" in page.input_value("#code-text")
+    page.click("#close")
     page.get_by_role("button", name="The branch before").click()
     assert answered(page) == old
+
+
+def _output_of(program: str) -> str:
+    pytest.importorskip("openai")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(program, "copied", "exec"), {})
+    return said.getvalue()
 
 
 def test_an_answer_that_is_broken_off_goes_on_when_the_server_returns(lm: onward.LanguageModel, page: Any) -> None:
@@ -173,6 +191,7 @@ def test_keys_several_models_drafts_and_programs(start: Start, lm: onward.Langua
     assert page.locator("article .token.drafted").count() == int(accepted[1]) > 0
 
     page.click("[data-code=python]")
+    expect(page.locator("#code")).to_be_visible()
     program = page.input_value("#code-text")
     compile(program, "copied", "exec")
     assert '"drafting"' in program

@@ -1,8 +1,12 @@
-"""What a server counts, for Prometheus. Nothing is counted for each token: what ended tells its times at once."""
+"""What a server counts, for Prometheus.
+
+Nothing is counted for each token. What ended tells its times at once; what still runs is asked for its first token when
+someone looks.
+"""
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -46,6 +50,14 @@ class ModelMetrics:
         self.ended: Counter[str] = Counter()  # by how
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.drafted = self.accepted = 0
+        self._begun: set[Generation] = set()  # that go on, and whose first token was counted
+
+    def note_first_token(self, generation: Generation) -> None:
+        """Count the first token of a request that may go on, once it is there."""
+        arrivals = generation.arrivals
+        if arrivals and generation not in self._begun:
+            self.first_token.observe(arrivals[0][0] - generation.submitted)
+            self._begun.add(generation)
 
     def note(self, generation: Generation, completion: Completion | None, now: float) -> None:
         """A request has been answered, or nobody waits for it any more.
@@ -53,9 +65,9 @@ class ModelMetrics:
         completion: None where it failed, or goes on until its next step, which ends it.
         """
         self.whole.observe(now - generation.submitted)
+        self.note_first_token(generation)
+        self._begun.discard(generation)
         arrivals, rows = generation.arrivals, generation.request.options.n
-        if arrivals:
-            self.first_token.observe(arrivals[0][0] - generation.submitted)
         for (before, _), (at, count) in pairwise(arrivals):
             self.between.observe((at - before) * min(1.0, rows / count), count)
         if completion is None:
@@ -73,9 +85,13 @@ class ModelMetrics:
 
 
 class Metrics:
-    """What is counted of a server. All of it is noted in the thread of its loop."""
+    """What is counted of a server. All of it is noted in the thread of its loop.
 
-    def __init__(self, models: Iterable[ServedModel]) -> None:
+    live: the requests that engines serve now, by model.
+    """
+
+    def __init__(self, models: Iterable[ServedModel], live: Callable[[], Iterable[tuple[str, Generation]]]) -> None:
+        self._live = live
         self._models = {model.name: (model, ModelMetrics()) for model in models}
         self.refusals: Counter[str] = Counter()  # by the error's code
         self.statuses: Counter[int] = Counter()
@@ -91,6 +107,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """For the registry."""
+        for model, generation in self._live():
+            self.of(model).note_first_token(generation)
         stats = {name: model.engine.stats() for name, (model, _) in self._models.items()}
         yield from _of_engines(stats)
         yield from self._of_requests()

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
@@ -93,9 +93,9 @@ class Service:
     def __init__(self, engines: Mapping[str, Engine], settings: Settings) -> None:
         self.settings = settings
         self.models = ServedModels(engines, settings)
-        self.metrics = Metrics(self.models)
         self.draining = self.ending = False
         self.live: set[Submission] = set()
+        self.metrics = Metrics(self.models, self._running)
         self._pool = ThreadPoolExecutor(_READERS, "onward-reader")
 
     async def in_thread(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
@@ -133,6 +133,12 @@ class Service:
             submission.cancel()
             raise
         return submission
+
+    def _running(self) -> Iterator[tuple[str, Generation]]:
+        """The requests that engines serve now, each with its model's name."""
+        for submission in self.live:
+            for generation in submission.generations:
+                yield submission.served.name, generation
 
     def ended(self, submission: Submission) -> None:
         """A submission has been answered, or nobody waits for it any more. What of it goes on is cancelled."""

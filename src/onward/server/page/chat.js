@@ -114,9 +114,29 @@ export async function write(chat, turn, signal, changed) {
     branch.end = "length";
     return;
   }
-  const prompt = await post("tokenize", { model: branch.model, messages: before }, signal);
-  const body = { ...fields, prompt: [...prompt.tokens, ...branch.tokens.map((token) => token.id)], logprobs: ALTERNATIVES };
+  const prompt = await idsOf(branch.model, before, branch.tokens, signal);
+  const body = { ...fields, prompt, logprobs: ALTERNATIVES };
   await follow(chat, branch, stream("v1/completions", body, signal), changed);
+}
+
+// A conversation as ids, and those of an answer that has begun.
+async function idsOf(model, messages, tokens, signal) {
+  const prompt = await post("tokenize", { model, messages }, signal);
+  return [...prompt.tokens, ...tokens.map((token) => token.id)];
+}
+
+// What a turn's answer was asked for with, for a program of one's own: {body, begun}. Where the user has chosen tokens, the
+// answer up to the last of them is a part of the prompt, and `begun` is its text.
+export async function requestOf(chat, turn) {
+  const branch = branchOf(turn);
+  const messages = messagesOf(chat, chat.turns.indexOf(turn), branch.settings.system);
+  const fields = fieldsOf(branch.settings);
+  if (branch.seed != null) fields.seed = branch.seed;
+  const begun = branch.tokens.slice(0, branch.tokens.findLastIndex((token) => token.mark === "picked") + 1);
+  if (!begun.length) return { body: { model: branch.model, messages, ...fields }, begun: "" };
+  if (fields.max_tokens !== undefined) fields.max_tokens = Math.max(0, fields.max_tokens - begun.length);
+  const prompt = await idsOf(branch.model, messages, begun);
+  return { body: { model: branch.model, prompt, ...fields }, begun: textOf(begun) };
 }
 
 async function follow(chat, branch, events, changed) {

@@ -2,8 +2,10 @@
 
 const OURS = ["top_k", "min_p"]; // fields that OpenAI's client does not name
 
-// base: the server's address with /v1. wantsKey: whether it asks for an API key, which is then read from the environment.
-export function asPython(base, body, wantsKey) {
+// base: the server's address with /v1. body: a chat's, or a completion's that goes on from ids. wantsKey: whether the server
+// asks for an API key, which is then read from the environment. begun: the text that those ids begin the answer with.
+export function asPython(base, body, wantsKey, begun = "") {
+  const isChat = "messages" in body;
   const given = Object.entries(body).filter(([name]) => !OURS.includes(name));
   const ours = Object.fromEntries(Object.entries(body).filter(([name]) => OURS.includes(name)));
   const fields = given.map(([name, value]) => `    ${name}=${literal(value)},`);
@@ -14,22 +16,30 @@ export function asPython(base, body, wantsKey) {
     "from openai import OpenAI",
     "",
     `client = OpenAI(base_url=${literal(base)}, api_key=${key})`,
-    "stream = client.chat.completions.create(",
+    `stream = client.${isChat ? "chat.completions" : "completions"}.create(`,
     ...fields,
     "    stream=True,",
     ")",
+    ...(begun ? [`print(${literal(begun)}, end="")`] : []),
     "for chunk in stream:",
-    '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
+    `    print(chunk.choices[0].${isChat ? 'delta.content or ""' : "text"}, end="", flush=True)`,
     "",
   ].join("\n");
 }
 
 export function asCurl(base, body, wantsKey) {
-  const json = JSON.stringify({ ...body, stream: true }, null, 2).replaceAll("'", "'\\''");
+  const json = onLines({ ...body, stream: true }, 2).replaceAll("'", "'\\''");
+  const path = "messages" in body ? "chat/completions" : "completions";
   const key = wantsKey ? '-H "Authorization: Bearer $ONWARD_API_KEY" \\\n  ' : "";
-  return `curl -N ${base}/chat/completions \\\n  -H 'Content-Type: application/json' \\\n  ${key}-d '${json}'\n`;
+  return `curl -N ${base}/${path} \\\n  -H 'Content-Type: application/json' \\\n  ${key}-d '${json}'\n`;
 }
 
 function literal(value) {
-  return JSON.stringify(value, null, 4).replaceAll("\n", "\n    ");
+  return onLines(value, 4).replaceAll("\n", "\n    ");
+}
+
+// JSON on lines; ids stand beside each other.
+function onLines(value, indent) {
+  const beside = (ids) => ids.replace(/\s+/g, " ").replace("[ ", "[").replace(" ]", "]");
+  return JSON.stringify(value, null, indent).replace(/\[\n[\s\d,]+\]/g, beside);
 }

@@ -1,7 +1,7 @@
 // The page: what the user does, and what is shown of the chat.
 
 import { Away, get, hasKey, setKey } from "./api.js";
-import { again, answer, branchOf, canGoOn, extend, fieldsOf, fork, load, messagesOf, save, show, write } from "./chat.js";
+import { again, answer, branchOf, canGoOn, extend, fieldsOf, fork, load, messagesOf, requestOf, save, show, write } from "./chat.js";
 import { asCurl, asPython } from "./code.js";
 import { forgetEngine, showEngine } from "./engine.js";
 import { Alternatives, moveBetweenTokens, tokenElement } from "./tokens.js";
@@ -309,19 +309,24 @@ function useSeed(seed) {
   keep();
 }
 
-function showCode(kind) {
-  const last = chat.turns.at(-1);
-  const branch = last?.role === "assistant" ? branchOf(last) : null;
-  const fields = fieldsOf(chat.settings);
-  if (branch?.seed != null) Object.assign(fields, fieldsOf(branch.settings), { seed: branch.seed });
-  let messages = messagesOf(chat, branch ? chat.turns.length - 1 : chat.turns.length);
-  if (!branch) messages = [...messages, { role: "user", content: $("#prompt").value || "Hi" }];
-  const body = { model: branch?.model || chat.model, messages, ...fields };
-  const base = new URL("v1", document.baseURI).href;
+async function showCode(kind) {
   $("#code-title").textContent = kind === "python" ? "Python" : "curl";
-  $("#code-text").value = (kind === "python" ? asPython : asCurl)(base, body, hasKey());
+  try {
+    const last = chat.turns.at(-1);
+    const { body, begun } = last?.role === "assistant" ? await requestOf(chat, last) : { body: bodyOfNow(), begun: "" };
+    const base = new URL("v1", document.baseURI).href;
+    $("#code-text").value = (kind === "python" ? asPython : asCurl)(base, body, hasKey(), begun);
+  } catch (error) { // the ids of a conversation are the server's to tell
+    $("#code-text").value = error.message;
+  }
   $("#copy").textContent = "Copy";
   $("#code").showModal();
+}
+
+// What would be asked now.
+function bodyOfNow() {
+  const messages = [...messagesOf(chat), { role: "user", content: $("#prompt").value || "Hi" }];
+  return { model: chat.model, messages, ...fieldsOf(chat.settings) };
 }
 
 async function copy() {

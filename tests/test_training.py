@@ -21,13 +21,16 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from training.corpus import documents  # noqa: E402
+from training.corpus import documents, tool_chats, tuning_documents  # noqa: E402
 from training.corpus.chat import Conversation, make_chat  # noqa: E402
 from training.corpus.extraction import make_extraction, make_note  # noqa: E402
 from training.corpus.grammar import expand  # noqa: E402
 from training.corpus.story import make_story  # noqa: E402
+from training.corpus.tool_topics import TOPICS  # noqa: E402
+from training.corpus.tools import OfferedTool  # noqa: E402
 from training.data import IGNORED, LENGTHS, AnswerFinder, batches, tokenize  # noqa: E402
 from training.evaluate import evaluate, generate, kind_of, load_exported, read_heldout  # noqa: E402
+from training.tool_calls import asked_in, calls_of  # noqa: E402
 
 DEMO = REPOSITORY / "src" / "onward" / "demo"
 HELDOUT = REPOSITORY / "training" / "heldout.txt"
@@ -123,6 +126,57 @@ def test_conversations_alternate_and_end_with_an_answer() -> None:
         assert turns == ["user", "assistant"] * (len(turns) // 2)
 
 
+def test_tools_are_called_with_words_of_the_user_and_their_results_are_told() -> None:
+    rng = random.Random(6)
+    for topic in TOPICS * 40:
+        tool = OfferedTool(rng, topic)
+        schema, use = tool.schema(), tool.use()
+        assert calls_of(use.call) == [{"name": schema["name"], "arguments": use.arguments}]
+        properties = schema["parameters"]["properties"]
+        assert set(use.arguments) <= set(properties)
+        assert set(schema["parameters"].get("required", ())) <= set(use.arguments)
+        for name, value in use.arguments.items():
+            assert str(value) in use.request, (use.request, use.arguments)
+            kind = properties[name].get("type", "string")
+            assert isinstance(value, str if kind == "string" else int)
+            assert value in properties[name].get("enum", [value])
+        if topic.gives:
+            told = json.loads(use.result) if use.result.startswith("{") else use.result.split(", ")[0].split()[-1]
+            values = list(told.values()) if isinstance(told, dict) else [told]
+            assert any(str(value) in use.answer for value in values), (use.result, use.answer)
+
+
+def test_conversations_with_tools_are_what_the_template_writes() -> None:
+    peer = AutoTokenizer.from_pretrained(DEMO / "target")
+    turn = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", re.DOTALL)
+    kinds = set()
+    for text in tool_chats(7, 200):
+        (_, system), *turns = turn.findall(text)
+        said, _, lines = system.rpartition("Tools:\n")
+        tools = [{"type": "function", "function": json.loads(line)} for line in lines.split("\n")]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": said.strip()}] if said else []
+        for role, content in turns:
+            calls = calls_of(content)
+            assert calls is not None
+            written = [{"type": "function", "function": call} for call in calls]
+            messages.append(
+                {"role": role, "content": None, "tool_calls": written} if calls else {"role": role, "content": content}
+            )
+        assert peer.apply_chat_template(messages, tools=tools, tokenize=False) == text
+        kinds |= {each.kind for each in asked_in(text)}
+        assert all(each.is_right(each.wanted) for each in asked_in(text))
+    assert kinds == {"call", "calls", "result", "talk"}
+
+
+def test_documents_to_tune_with_have_tools_and_the_rest() -> None:
+    drawn = list(tuning_documents(7, 60))
+    assert drawn == list(tuning_documents(7, 60))
+    assert {kind for kind, _ in drawn} == {"tools", "story", "qa", "json", "chat"}
+    assert not {text for _, text in drawn} & {
+        text for _, text in tuning_documents(7, 60, frozenset(t for _, t in drawn))
+    }
+
+
 # Batches
 
 
@@ -187,6 +241,13 @@ def test_a_smoke_run_rebuilds_everything(tmp_path: Path) -> None:
     losses = json.loads((tmp_path / "work" / "metrics.json").read_text(encoding="utf-8"))
     # ln 512 = 6.24 is what knowing nothing costs; ten steps must have learned something.
     assert losses["loss"] < 6.2
+    before = (tmp_path / "demo" / "target" / "model.safetensors").read_bytes()
+    tuned = subprocess.run(
+        [*command, "--stage", "tune"], cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert tuned.returncode == 0, tuned.stdout + tuned.stderr
+    assert re.search(r"tuned: call: \d+ of \d+ right", tuned.stdout), tuned.stdout
+    assert (tmp_path / "demo" / "target" / "model.safetensors").read_bytes() != before
 
 
 # The shipped demo model

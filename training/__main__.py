@@ -15,8 +15,9 @@ from .export import export_model
 from .settings import Settings, full, smoke
 from .tokenizer import END_OF_TEXT, train_tokenizer
 from .train import Trainer
+from .tune import tune
 
-STAGES = ("all", "corpus", "train", "evaluate")
+STAGES = ("all", "corpus", "train", "tune", "evaluate")
 
 
 def main() -> None:
@@ -28,6 +29,8 @@ def main() -> None:
         build_corpus(settings)
     if arguments.stage in ("all", "train"):
         train_models(settings, resume=arguments.resume)
+    if arguments.stage == "tune":
+        tune(settings, resume=arguments.resume)
     if arguments.stage in ("all", "evaluate"):
         from .card import write_card
 

@@ -58,9 +58,10 @@ class AnswerFinder:
 
     LONGEST = 80
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, longest: int = LONGEST) -> None:
+        self.longest = longest
         self.chat = tokenizer.encode("<|im_start|>assistant\n").ids
-        self.chat_end = token_id(tokenizer, IM_END)
+        self.chat_begin, self.chat_end = self.chat[0], token_id(tokenizer, IM_END)
         self.plain = tokenizer.encode("Answer:").ids
         vocabulary = tokenizer.get_vocab()
         self.newlines = {index for text, index in vocabulary.items() if "\u010a" in text}  # byte-level BPE's newline
@@ -69,6 +70,7 @@ class AnswerFinder:
     def flags(self, ids: Sequence[int]) -> list[bool]:
         """True for every token of an answer, its closing token included."""
         found = [False] * len(ids)
+        braces = set() if self.chat_begin in ids[:2] else self.braces  # a chat's other turns may have JSON, too
         for i in range(len(ids)):
             if found[i]:
                 continue
@@ -76,12 +78,12 @@ class AnswerFinder:
                 self._mark(found, ids, i + len(self.chat), {self.chat_end})
             elif ids[i : i + len(self.plain)] == self.plain:
                 self._mark(found, ids, i + len(self.plain), self.newlines)
-            elif ids[i] in self.braces:
+            elif ids[i] in braces:
                 self._mark(found, ids, i, self.newlines)
         return found
 
     def _mark(self, found: list[bool], ids: Sequence[int], start: int, ends: set[int]) -> None:
-        for stop in range(start, min(len(ids), start + self.LONGEST)):
+        for stop in range(start, min(len(ids), start + self.longest)):
             if ids[stop] in ends:
                 found[start : stop + 1] = [True] * (stop + 1 - start)
                 return

@@ -42,6 +42,10 @@ class Settings:
     draft: ModelConfig
     target_schedule: Schedule
     draft_schedule: Schedule
+    tuning_documents: int
+    tuning_seed: int
+    tuning_schedule: Schedule
+    tool_conversations: int
     early_export_seconds: float = 240.0
     checkpoint_seconds: float = 120.0
     sample_tokens: int = 400
@@ -66,6 +70,10 @@ def full() -> Settings:
         draft=ModelConfig(128, 256, 2, 2, 1, 64, vocab_size),
         target_schedule=Schedule(tokens=20_000_000, knee_tokens=4_500_000, knee_share=0.775, text_share=0.3),
         draft_schedule=Schedule(tokens=13_000_000, peak_lr=5e-3, seed=2),
+        tuning_documents=18_000,
+        tuning_seed=20_261_122,
+        tuning_schedule=Schedule(tokens=2_400_000, peak_lr=1.5e-3, warmup_steps=30, text_share=0.3, seed=3),
+        tool_conversations=150,
     )
 
 
@@ -85,6 +93,9 @@ def smoke(output: Path) -> Settings:
         draft=replace(settings.draft, hidden_size=16, intermediate_size=32, num_layers=1, vocab_size=vocab_size),
         target_schedule=Schedule(tokens=20_000, tokens_per_step=2048, warmup_steps=2, average_decay=0.5),
         draft_schedule=Schedule(tokens=20_000, tokens_per_step=2048, warmup_steps=2, average_decay=0.5, seed=2),
+        tuning_documents=120,
+        tuning_schedule=Schedule(tokens=20_000, tokens_per_step=2048, warmup_steps=2, average_decay=0.5, seed=3),
+        tool_conversations=2,
         sample_tokens=8,
         compile=False,
     )

@@ -18,9 +18,27 @@ SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# ChatML. Tools stand in the system turn, a line each; a call is written as Hermes and Qwen write it. Without tools the
+# text is what it was before there were any.
 CHAT_TEMPLATE = (
+    "{%- set offered = namespace(text='') -%}"
+    "{%- for tool in tools or [] -%}"
+    "{%- set offered.text = offered.text + ('\\n' if offered.text else 'Tools:\\n') + (tool['function'] | tojson) -%}"
+    "{%- endfor -%}"
+    "{%- if offered.text and (not messages or messages[0]['role'] != 'system') -%}"
+    "{{- '<|im_start|>system\\n' + offered.text + '<|im_end|>\\n' -}}"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') -}}"
+    "{%- if loop.first and offered.text and message['role'] == 'system' -%}{{- '\\n\\n' + offered.text -}}{%- endif -%}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{%- if message['content'] or not loop.first -%}{{- '\\n' -}}{%- endif -%}"
+    "{{- '<tool_call>\\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' -}}"
+    "{{- call['function']['arguments'] if call['function']['arguments'] is string"
+    " else call['function']['arguments'] | tojson -}}"
+    "{{- '}\\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|im_end|>' + '\\n' -}}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )

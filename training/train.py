@@ -96,6 +96,11 @@ class Trainer:
         torch.save(state, fresh)
         fresh.replace(self.checkpoint_path)
 
+    def start_from(self, weights: Transformer) -> None:
+        """Begin with the weights of a finished model."""
+        self.model.load_state_dict(weights.state_dict())
+        self.average.load_state_dict(weights.state_dict())
+
     def resume(self) -> bool:
         """Go on from the checkpoint, if there is one."""
         if not self.checkpoint_path.exists():
@@ -107,14 +112,20 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         return True
 
-    def run(self, corpus: TokenizedCorpus, tokenizer: Tokenizer, on_early: Callable[[Trainer], None]) -> None:
+    def run(
+        self,
+        corpus: TokenizedCorpus,
+        tokenizer: Tokenizer,
+        on_early: Callable[[Trainer], None],
+        longest: int = AnswerFinder.LONGEST,
+    ) -> None:
         """Train to the schedule's last token; `on_early` is called once, when the model is usable."""
         source = batches(
             corpus,
             self.schedule.tokens_per_step,
             self.schedule.seed,
             token_id(tokenizer, END_OF_TEXT),
-            AnswerFinder(tokenizer),
+            AnswerFinder(tokenizer, longest),
             self.schedule.text_share,
         )
         for _ in range(self.progress.step):

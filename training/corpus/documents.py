@@ -9,11 +9,15 @@ from .chat import make_chat
 from .extraction import make_extraction, make_note
 from .grammar import expand
 from .story import make_story
+from .tools import make_tool_chat
 
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("story", "qa", "json", "chat")
 # Share of documents, not of tokens: a chat is longer than an extraction.
 WEIGHTS = (0.30, 0.14, 0.14, 0.42)
+# What the finished model learns afterwards, with the rest among it so that nothing is forgotten.
+TOOLS = "tools"
+TOOLS_SHARE = 0.55
 
 
 # A text that is to be asked about mostly says so at its start, so that a story which begins like a
@@ -55,7 +59,7 @@ def make_document(rng: random.Random, kind: str) -> str:
         return make_qa(rng)
     if kind == "json":
         return make_json(rng)
-    return make_chat(rng)
+    return make_tool_chat(rng) if kind == TOOLS else make_chat(rng)
 
 
 def documents(seed: int, count: int, exclude: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
@@ -72,3 +76,20 @@ def documents(seed: int, count: int, exclude: frozenset[str] = frozenset()) -> I
         seen.add(text)
         count -= 1
         yield kind, text
+
+
+def tuning_documents(seed: int, count: int, exclude: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
+    """Yield `count` (kind, text) pairs with and without tools, none of them in `exclude`."""
+    rng = random.Random(seed)
+    while count > 0:
+        kind = TOOLS if rng.random() < TOOLS_SHARE else rng.choices(KINDS, WEIGHTS)[0]
+        text = make_document(rng, kind)
+        if text not in exclude:
+            count -= 1
+            yield kind, text
+
+
+def tool_chats(seed: int, count: int) -> list[str]:
+    """Conversations with tools alone, for a seed that nothing was trained on."""
+    rng = random.Random(seed)
+    return [make_tool_chat(rng) for _ in range(count)]

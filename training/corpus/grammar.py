@@ -16,9 +16,14 @@ _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiouAEIOU]|honest)")
 
 def expand(rng: random.Random, template: str, slots: Mapping[str, str]) -> str:
     """Draw one text from a template: choices first, then slots, then articles and capitals."""
+    return polish(fill(rng, template, slots))
+
+
+def fill(rng: random.Random, template: str, slots: Mapping[str, str]) -> str:
+    """The choices and the slots alone."""
     while "[" in template:
         template = _CHOICE.sub(lambda match: rng.choice(match.group(1).split("|")), template)
-    return polish(template.format_map(slots))
+    return template.format_map(slots)
 
 
 def polish(text: str) -> str:

@@ -1,14 +1,21 @@
 """/v1/responses: the chat that a body means, its answer as items, and the events of a stream."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from live_server import SECONDS, LiveServer
 
 import onward
-from onward.messages import AssistantMessage, ToolCall
+from onward.completion import Piece
+from onward.decoding import TokenLogprobs
+from onward.decoding.token_texts import token_texts
+from onward.messages import AnswerReading, AssistantMessage, ToolCall
+from onward.messages.formats import FORMATS
 from onward.openai import BodyError, BodyReader, ResponseStream, read_response
+from onward.openai.said_logprobs import SaidLogprobs
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
@@ -34,6 +41,67 @@ def test_openais_client_reads_a_response_and_its_stream(server: LiveServer, lm: 
     assert all(deltas)
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output_text == alone.text
+
+
+def test_logprobs_are_those_of_a_chat(server: LiveServer) -> None:
+    """Whole and streamed, and no others than a chat's; the token that ends a text is none of the text."""
+    wanted: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 12}
+    with server.openai() as client:
+        options: Any = {"model": "demo", "input": "Tell me a story.", "extra_body": {"seed": 3}, **wanted}
+        response = client.responses.create(**options)
+        events = list(client.responses.create(stream=True, **options))
+    chat = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 12, "seed": 3}
+    answer = server.post("/v1/chat/completions", chat | {"logprobs": True, "top_logprobs": 2}).json()
+    entries = answer["choices"][0]["logprobs"]["content"]
+    (part,) = response.output[0].content
+    assert [entry.model_dump() for entry in part.logprobs] == entries
+    assert response.top_logprobs == 2
+    assert len(entries) == 12
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry.token for event in deltas for entry in event.logprobs] == [entry["token"] for entry in entries]
+    assert all("".join(entry.token for entry in event.logprobs) == event.delta for event in deltas)
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [entry.logprob for entry in done.logprobs] == [entry["logprob"] for entry in entries]
+    assert events[-1].response.output[0].content[0].logprobs == part.logprobs
+
+
+ANSWERS = [
+    ("Hm.</think>\n\nWell, t.", None, "Well, t."),
+    ("a <tool_call>b", None, "a <tool_call>b"),
+    ('t<tool_call>\n{"name": "t", "arguments": {"t": "t"}}\n</tool_call>\nt t', ("t",), "t\nt t"),
+    ("a <to", ("t",), "a <to"),
+    ("", None, ""),
+]
+
+
+@pytest.mark.parametrize(("text", "tools", "said"), ANSWERS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_logprobs_are_of_the_content_alone(
+    lm: onward.LanguageModel, text: str, tools: tuple[str, ...] | None, said: str, whole: bool
+) -> None:
+    """Every token with a character of the content is told once, in order, and no other."""
+    thinking = True if "</think>" in text else None
+    request = lm.request([1])
+    request = dataclasses.replace(request, answer=AnswerReading(FORMATS["hermes"], tools, thinking))
+    ids = lm.encode(text)
+    entries = [TokenLogprobs(-float(at), ()) for at in range(len(ids))]
+    completion: Any = SimpleNamespace(token_ids=ids, logprobs=entries)
+    found = SaidLogprobs(request, 1, lm.tokenizer)
+    told = [] if whole else found.push([Piece("", *token) for token in zip(ids, entries, strict=True)])
+    told += found.rest(completion)
+    places = [-int(entry["logprob"]) for entry in told]
+    assert places == sorted(set(places))
+    parts = [part for part in said.split("\n") if part]
+    start, wanted = 0, set()
+    pieces = [entry.text for entry in token_texts(ids, None, [1], lm.tokenizer)]
+    for part in parts:
+        start = text.rindex(part) if part == parts[-1] else text.index(part, start)
+        at = 0
+        for place, piece in enumerate(pieces):
+            if at < start + len(part) and at + len(piece) > start:
+                wanted.add(place)
+            at += len(piece)
+    assert set(places) == wanted
 
 
 def test_openais_stream_helper_follows_it(server: LiveServer) -> None:
@@ -97,7 +165,10 @@ class Stop:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"background": True}, "background"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": "message.output_text.logprobs"}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": -1}, "top_logprobs"),
         ({"messages": []}, "messages"),
         ({"n": 2}, "n"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
@@ -122,7 +193,7 @@ def test_reasoning_and_calls_are_items(lm: onward.LanguageModel) -> None:
     completion = lm.generate(body.requests[0], max_new_tokens=3)
     said = AssistantMessage("Well.", "Hm.", (ToolCall("c1", "weather", '{"at":1}'), ToolCall("c2", "weather", "{}")))
     object.__setattr__(completion, "message", said)
-    stream = ResponseStream(body, "9")
+    stream = ResponseStream(body, lm.tokenizer, "9")
     events = [*stream.begin(), *stream.end(completion)]
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds.count("function_call_arguments.done") == 2

@@ -119,12 +119,13 @@ def _message(text: Completion) -> dict[str, Any]:
 
 def chat_logprobs(tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """The logprobs of a chat's tokens. "id" is a field of ours: the token's."""
-    return {"content": _content(tokens, ids, entries), "refusal": None}
+    return {"content": logprob_entries(tokens, ids, entries), "refusal": None}
 
 
-def _content(
+def logprob_entries(
     tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any]]:
+    """The tokens as a chat's logprobs list them."""
     content = []
     for token, id, entry in zip(tokens, ids, entries, strict=True):
         if entry is None:  # the first of a prompt
@@ -180,7 +181,7 @@ def text_logprobs(
         "top_logprobs": [_by_text(token, entry) for token, entry in zip(tokens, entries, strict=True)],
         "text_offset": offsets[: len(tokens)],
         "ids": list(ids),
-        **({"content": _content(tokens, ids, entries)} if with_content else {}),
+        **({"content": logprob_entries(tokens, ids, entries)} if with_content else {}),
     }
 
 

@@ -5,19 +5,22 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece
 from onward.errors import OnwardError
 from onward.messages import AssistantMessage, MessageDelta, ToolCallDelta
 from onward.openai.answer import finish_reason
 from onward.openai.errors import error_fields
 from onward.openai.responses import ResponseBody, tools_of
+from onward.openai.said_logprobs import SaidLogprobs
 
 Event = dict[str, Any]
+Entry = dict[str, Any]  # of logprobs
 
 
-def response_body(body: ResponseBody, completion: Completion, version: str) -> dict[str, Any]:
+def response_body(body: ResponseBody, completion: Completion, tokenizer: Tokenizer, version: str) -> dict[str, Any]:
     """The object that answers a body: what the events of its stream add up to."""
-    answer = ResponseStream(body, version)
+    answer = ResponseStream(body, tokenizer, version)
     answer.begin()
     return answer.end(completion)[-1]["response"]  # type: ignore[no-any-return]
 
@@ -25,8 +28,12 @@ def response_body(body: ResponseBody, completion: Completion, version: str) -> d
 class ResponseStream:
     """The events of the answer to one body, in order. `begin` comes first; `end` or `error` last."""
 
-    def __init__(self, body: ResponseBody, version: str) -> None:
+    def __init__(self, body: ResponseBody, tokenizer: Tokenizer, version: str) -> None:
         self._body, self._version = body, version
+        request = body.requests[0]
+        wanted = request.options.logprobs is not None
+        self._logprobs = SaidLogprobs(request, request.options.seed, tokenizer) if wanted else None
+        self._entries: list[Entry] = []  # of tokens whose text has not come
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._number = 0
@@ -41,19 +48,28 @@ class ResponseStream:
     def pieces(self, pieces: Sequence[Piece]) -> list[Event]:
         """What tokens bring."""
         self._tokens += len(pieces)
-        deltas = [piece.message for piece in pieces if piece.message]
-        return self._numbered([event for delta in deltas for event in self._add(delta)])
+        events: list[Event] = []
+        for piece in pieces:
+            if self._logprobs is not None:
+                self._entries += self._logprobs.push([piece])
+            if piece.message:
+                events += self._add(piece.message)
+        return self._numbered(events)
 
     def end(self, completion: Completion) -> list[Event]:
         """What pieces have not brought, the ends of all items, and the whole response."""
         events: list[Event] = []
         message = completion.message
         assert message is not None, "the text of a chat is read as a message"
+        if self._logprobs is not None:
+            self._entries += self._logprobs.rest(completion)
         if not self._tokens:
             events += self._add(_delta_of(message))
         if not self._items:
             events += self._opened(_Text, "")
         is_whole = finish_reason(completion) != "length"
+        if (text := self._open.get(_Text)) is not None:
+            text.tell(self._taken())
         for item in list(self._open.values()):
             events += self._close(item, "completed" if is_whole else "incomplete")
         state = "completed" if is_whole else "incomplete"
@@ -86,7 +102,11 @@ class ResponseStream:
     def _opened(self, kind: "type[_Reasoning | _Text]", text: str) -> list[Event]:
         """Add text to the item of a kind that is open, or that now begins."""
         events = [] if kind in self._open else self._started(kind(self._place))
-        return events + self._open[kind].add(text)
+        return events + self._open[kind].add(text, self._taken() if kind is _Text else ())
+
+    def _taken(self) -> list[Entry]:
+        entries, self._entries = self._entries, []
+        return entries
 
     def _started(self, item: "_Item") -> list[Event]:
         self._items.append(item)
@@ -129,6 +149,7 @@ class ResponseStream:
             "text": given.get("text", {"format": {"type": "text"}}),
             "tool_choice": given.get("tool_choice", "auto"),
             "tools": tools_of(self._body),
+            "top_logprobs": options.logprobs or 0,
             "top_p": options.top_p,
             "truncation": "disabled",
             "usage": None if completion is None else _usage(completion),
@@ -175,9 +196,14 @@ class _Item:
     def begin(self) -> list[Event]:
         return [{"type": "response.output_item.added", **self._at, "item": self.object()}]
 
-    def add(self, text: str) -> list[Event]:
+    def add(self, text: str, entries: Sequence[Entry] = ()) -> list[Event]:
         self._text += text
-        return [{"type": f"response.{self.delta}", **self._in_item, "delta": text, **self.extra}] if text else []
+        self.tell(entries)
+        new = self.extra(entries)
+        return [{"type": f"response.{self.delta}", **self._in_item, "delta": text, **new}] if text else []
+
+    def tell(self, entries: Sequence[Entry]) -> None:
+        """Logprobs of its tokens."""
 
     def end(self, state: str) -> list[Event]:
         self._state = state
@@ -188,7 +214,10 @@ class _Item:
 
     # Of the events with what is new.
     delta: str
-    extra: dict[str, Any] = {}  # noqa: RUF012 (never written)
+
+    def extra(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """What such an event has beside its text."""
+        return {}
 
     @property
     def _in_item(self) -> dict[str, Any]:
@@ -198,6 +227,10 @@ class _Item:
 class _OfOnePart(_Item):
     """An item whose content is one part."""
 
+    def __init__(self, place: int) -> None:
+        super().__init__(place)
+        self._entries: list[Entry] = []
+
     def begin(self) -> list[Event]:
         (added,) = super().begin()
         return [added, {"type": "response.content_part.added", **self._in_item, "part": self.part("")}]
@@ -205,7 +238,7 @@ class _OfOnePart(_Item):
     def end(self, state: str) -> list[Event]:
         kind = self.delta.removesuffix(".delta")
         return [
-            {"type": f"response.{kind}.done", **self._in_item, "text": self._text, **self.extra},
+            {"type": f"response.{kind}.done", **self._in_item, "text": self._text, **self.extra(self._entries)},
             {"type": "response.content_part.done", **self._in_item, "part": self.part(self._text)},
             *super().end(state),
         ]
@@ -234,10 +267,16 @@ class _Reasoning(_OfOnePart):
 
 class _Text(_OfOnePart):
     prefix, delta = "msg", "output_text.delta"
-    extra = {"logprobs": []}  # noqa: RUF012 (never written)
+
+    def tell(self, entries: Sequence[Entry]) -> None:
+        self._entries += entries
+
+    def extra(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        return {"logprobs": list(entries)}
 
     def part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        entries = list(self._entries) if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
     def object(self) -> dict[str, Any]:
         said = {"role": "assistant", "content": self._content}

@@ -13,17 +13,16 @@ _NAMES = {"max_output_tokens": "max_completion_tokens"}
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
-    "include": ([],),
     "max_tool_calls": (),
     "previous_response_id": (),
     "prompt": (),
     "store": (False,),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 # Fields of a chat that responses do not have.
 _NOT_HERE = {"messages", "n", "logprobs", "response_format", "prediction", "stop", "max_tokens", "max_new_tokens"}
 _NOT_HERE |= {"max_completion_tokens", "reasoning_effort", "return_token_ids", "functions", "function_call", "beams"}
+_LOGPROBS = "message.output_text.logprobs"  # the one thing that may be included
 _KINDS_OF_TEXT = ("input_text", "output_text", "text")
 _REASONING = {"effort", "summary", "generate_summary"}
 
@@ -68,11 +67,12 @@ def _renamed(error: BodyError) -> BodyError:
 
 def _chat(given: Mapping[str, Any]) -> dict[str, Any]:
     """The chat that a body means."""
-    own = {"input", "instructions", "text", "reasoning", "tools", "tool_choice", *_NEUTRAL}
+    own = {"input", "instructions", "text", "reasoning", "tools", "tool_choice", "include", "top_logprobs", *_NEUTRAL}
     chat = {_NAMES.get(name, name): value for name, value in given.items() if name not in own}
     if "input" not in given:
         raise BodyError("a response needs an input", "input", "missing_required_parameter")
     chat["messages"] = _messages(given["input"], given.get("instructions"))
+    chat |= _logprobs(given.get("include", []), given.get("top_logprobs", 0))
     if "text" in given:
         chat |= _format(given["text"])
     if "reasoning" in given:
@@ -149,6 +149,14 @@ def _content(content: object, at: str) -> str:
             for part in content
         ]
     return read_text(content, at)
+
+
+def _logprobs(include: object, top: object) -> dict[str, Any]:
+    if not isinstance(include, list) or any(each != _LOGPROBS for each in include):
+        raise BodyError(f"include may have {_LOGPROBS!r}, and nothing else; got {include!r}", "include")
+    if not include and top != 0:
+        raise BodyError(f"top_logprobs needs include: [{_LOGPROBS!r}] beside it", "top_logprobs")
+    return {"logprobs": True, "top_logprobs": top} if include else {}
 
 
 def _format(text: object) -> dict[str, Any]:

@@ -216,6 +216,8 @@ def _response_body() -> Schema:
         "reasoning": _maybe(_object({}, {"effort": _maybe(_TEXT)})),
         "stream": _maybe(_BOOLEAN),
         "store": {"enum": [False, None]},
+        "include": _maybe(_list({"const": "message.output_text.logprobs"})),
+        "top_logprobs": _maybe(_COUNT),
     }
     return _object({"input": {"anyOf": [_TEXT, _list(_OBJECT, minItems=1)]}}, own)
 

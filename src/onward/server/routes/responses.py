@@ -14,6 +14,7 @@ from onward.openai import Body, ResponseBody, ResponseStream, read_response, res
 from onward.openai.stream import as_json
 from onward.server.models import ServedModel
 from onward.server.routes.answering import answer
+from onward.server.routes.completions import tokenizer_of
 from onward.server.service import Service, Submission, parsed
 from onward.server.sse import Streams
 
@@ -40,14 +41,14 @@ def _body(submission: Submission) -> ResponseBody:
 
 
 def _whole(submission: Submission, completions: Sequence[Completion]) -> dict[str, Any]:
-    return response_body(_body(submission), completions[0], __version__)
+    return response_body(_body(submission), completions[0], tokenizer_of(submission), __version__)
 
 
 class _Events:
     """The events of a response, each with its name."""
 
     def __init__(self, submission: Submission) -> None:
-        self._stream = ResponseStream(_body(submission), __version__)
+        self._stream = ResponseStream(_body(submission), tokenizer_of(submission), __version__)
 
     def begin(self) -> list[str]:
         return _written(self._stream.begin())

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onward
+from onward.checkpoint import ChatTemplate
 from onward.errors import ContextOverflowError, DraftError, EngineBusyError, EngineError, OnwardError, RequestError
 from onward.openai import URLS, BodyError, BodyReader, answer_body, error_fields, status_of
 
@@ -107,7 +108,6 @@ def test_what_asks_for_nothing_is_served(reader: BodyReader, asks_for_nothing: d
     ("url", "fields", "param", "code"),
     [
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "invalid_value"),
-        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "invalid_value"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "invalid_value"),
         (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_value"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions", "unsupported_value"),
@@ -192,6 +192,16 @@ def test_a_variable_that_the_template_does_not_read_is_refused(reader: BodyReade
 @pytest.mark.parametrize("body", [None, [], "text", 5])
 def test_a_body_is_an_object(reader: BodyReader, body: object) -> None:
     assert refusal(reader, CHAT, body).code == "invalid_type"
+
+
+def test_tools_that_the_model_would_not_see_are_refused(reader: BodyReader) -> None:
+    template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
+    unseeing = BodyReader(onward.LanguageModel(reader.lm.model, reader.lm.tokenizer, template), "unseeing")
+    tools = of(CHAT, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert reader.read(CHAT, tools).requests
+    with pytest.raises(BodyError, match="its chat template does not read tools") as refused:
+        unseeing.read(CHAT, tools)
+    assert (refused.value.param, refused.value.code) == ("tools", "invalid_value")
 
 
 VALUES = st.recursive(

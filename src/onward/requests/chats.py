@@ -83,7 +83,8 @@ class ChatReader:
                 raise RequestError(
                     f"{given[0]} and the calls that are asked for each say what the text may be: give one"
                 )
-            grammar = answer_grammar(answer, use, self._symbols(tokenizer))
+            reading = answer if self._may_think else dataclasses.replace(answer, thinking=False)
+            grammar = answer_grammar(reading, use, self._symbols(tokenizer))
             others["constraint"] = ToolGrammar(grammar, ", ".join(names or ()))
         elif given and answer.thinking:
             constrained: Any = {name: others.pop(name) for name in given}  # type: ignore[misc]
@@ -95,6 +96,13 @@ class ChatReader:
                 answer = dataclasses.replace(answer, thinking=None)
             others["constraint"] = constraint
         return ReadChat(self._ids(text), answer, others)
+
+    @property
+    def _may_think(self) -> bool:
+        """Whether the template knows reasoning. Others are of models that were trained without: room for it would be
+        room for anything."""
+        sources = () if self.template is None else self.template.sources
+        return any(mark in source for source in sources for mark in self.format.thinking)
 
     def prompt(self, messages: Sequence[Message | AssistantMessage], variables: Mapping[str, Any]) -> list[int]:
         """The ids of a conversation. variables: of the template."""

@@ -97,6 +97,9 @@ MISTRAL = """\
 LATER_MISTRAL = MISTRAL.replace(
     """(call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + ('' if loop.last else ', ')""",
     """'[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson""",
+).replace(
+    """{{- message.content + eos_token }}""",
+    """{{- '[THINK]' + message.reasoning + '[/THINK]' if message.reasoning }}{{- message.content + eos_token }}""",
 )
 
 PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"

@@ -250,6 +250,6 @@ def _limits() -> list[str]:
         "- The grammar has two characters a story and at most a few stories a chat; a chat ends with the context.",
         "- How often its answers are right is measured above, on text of its own grammar; elsewhere it is worse.",
         "- Its chat template has tools, and a call that has to come (`tool_choice`) is valid by its grammar; it was",
-        "  not trained on tools, so it is not known to call one of its own, and what it puts into arguments means little.",
+        "  not trained on tools, so it is not known to call one of its own, and its arguments mean little.",
         "- It is a demonstration and a test object for decoding. Use it for nothing that matters.",
     ]

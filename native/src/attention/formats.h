@@ -4,6 +4,7 @@
 #pragma once
 #include "../simd.h"
 #include "problem.h"
+#include "transpose.h"
 
 namespace onward::attention {
 
@@ -37,6 +38,7 @@ struct Floats {
     vectors[0] = features<WHOLE>(row, d, dim);
   }
   static Vector words(const float* p) { return load(p); }
+  static f32x16 as_floats(Vector v) { return v; }
   static void store_words(float* p, Vector v) { store(p, v); }
   static Vector weight(const float* word) { return splat(*word); }
   // Rounds weights to what the words can hold, stores them, returns them as stored.
@@ -86,6 +88,7 @@ struct Bf16Pairs {
     vectors[1] = {_mm512_permutex2var_epi16(a, high, b)};
   }
   static Vector words(const float* p) { return load_i32(p); }
+  static f32x16 as_floats(Vector v) { return {_mm512_castsi512_ps(v.v)}; }
   static void store_words(float* p, Vector v) { _mm512_storeu_si512(p, v.v); }
   static Vector weight(const float* word) {
     int32_t pair;
@@ -197,6 +200,35 @@ ONWARD_APART PackedValues<F> pack_values(const ValueRows<F, T>& values, int64_t 
     }
   }
   return {packed, values.dim, padded};
+}
+
+// A block of keys for units of many tiles, 16 positions to a vector: word 16 s + l of the keys 16 g … 16 g + 15 is
+// vector (16 g + l) * steps + s. The sum of lane l of a dot product walks along neighbouring vectors.
+struct PackedKeys {
+  const float* packed;
+  int64_t steps;  // vectors of features of a key
+
+  const float* group(int64_t first_key) const { return packed + first_key * steps * 16; }
+};
+
+// Packs the first `positions` keys of a block.
+template <class F, class T>
+ONWARD_APART PackedKeys pack_keys(const Rows<T>& keys, int64_t positions, int64_t dim, float* packed) {
+  const int64_t steps = ceil_div(dim, F::kFeatures);
+  for (int64_t j = 0; j < positions; j += 16) {
+    for (int64_t s = 0; s < steps; ++s) {
+      const int64_t d = s * F::kFeatures;
+      f32x16 square[16];
+      if (d + F::kFeatures <= dim) {
+        for (int i = 0; i < 16; ++i) square[i] = F::as_floats(F::template features<true>(keys[j + i], d, dim));
+      } else {
+        for (int i = 0; i < 16; ++i) square[i] = F::as_floats(F::template features<false>(keys[j + i], d, dim));
+      }
+      transpose(square);
+      for (int l = 0; l < 16; ++l) store(packed + ((j + l) * steps + s) * 16, square[l]);
+    }
+  }
+  return {packed, steps};
 }
 
 }  // namespace onward::attention

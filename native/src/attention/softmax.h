@@ -74,6 +74,19 @@ inline float finish_scores(float* scores, int64_t positions, float scale, const 
   return highest(largest);
 }
 
+// finish_scores of a whole block that is seen without a mask.
+inline float finish_whole_scores(float* scores, float scale) {
+  f32x16 score[4];
+  ONWARD_UNROLL_TILE for (int v = 0; v < 4; ++v) {
+    score[v] = mul(load(scores + v * 16), splat(scale));
+    store(scores + v * 16, score[v]);
+  }
+  // As there: where a score is NaN, the largest so far.
+  f32x16 largest = splat(-kInfinity);
+  ONWARD_UNROLL_TILE for (int v = 0; v < 4; ++v) largest = max(score[v], largest);
+  return highest(largest);
+}
+
 // Scores to weights, stored as words of F; adds them to the lanes of `sum`. What is divided by later
 // are the weights as rounded, which multiply the values: so the output stays between the smallest
 // and the largest value.

@@ -12,15 +12,19 @@ namespace onward::attention {
 
 // Accumulators of Blend: rows * vectors, beside the vectors and one broadcast, in 32 registers of 16
 // floats (AVX-512), 16 of 8 (AVX2), 16 of 4 elsewhere. Few rows take more vectors, for want of
-// independent sums.
+// independent sums. kScoreRows, kScoreGroups: rows and groups of 16 packed keys that are scored together: their sums, and
+// those that wait for their partners in the tree of additions, in as many registers.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 6;
+constexpr int kScoreRows = 3, kScoreGroups = 2;
 constexpr int tile_vectors(int rows) { return rows <= 3 ? 8 : 4; }
 #elif defined(__AVX2__)
 constexpr int kTileRows = 6;
+constexpr int kScoreRows = 3, kScoreGroups = 1;
 constexpr int tile_vectors(int rows) { return rows <= 2 ? 2 : 1; }
 #else
 constexpr int kTileRows = 2;
+constexpr int kScoreRows = 2, kScoreGroups = 1;
 constexpr int tile_vectors(int) { return 1; }
 #endif
 
@@ -115,6 +119,87 @@ inline void score_keys(const Scoring<T>& s, const Rows<T>& keys) {
     score_keys<F, true, FETCH>(s, keys);
   } else {
     score_keys<F, false, FETCH>(s, keys);
+  }
+}
+
+// Against packed keys: queries from the first of the rows on, keys from the first of the groups on.
+struct PackedScoring {
+  const float* queries;
+  int64_t query_words;
+  const float* keys;
+  int64_t steps;
+};
+
+// The sums of lanes LANE, LANE + WIDTH, … of the dot products of ROWS queries with GROUPS times 16 keys, in the order of
+// sum_lanes: so they have the bits of dot_products. STEPS: those of the keys where the loop shall be unrolled, or 0.
+template <class F, int ROWS, int GROUPS, int STEPS, int WIDTH, int LANE>
+ONWARD_INLINE void sum_of_lanes(const PackedScoring& p, f32x16 (&sum)[ROWS * GROUPS]) {
+  if constexpr (WIDTH == 16) {
+    ONWARD_UNROLL_TILE for (int i = 0; i < ROWS * GROUPS; ++i) sum[i] = zero_f32();
+    const int64_t steps = STEPS > 0 ? STEPS : p.steps;
+    const float *key = p.keys + LANE * steps * 16, *query = p.queries + LANE;
+    ONWARD_UNROLL_TILE for (int64_t s = 0; s < steps; ++s) {
+      typename F::Vector words[GROUPS];
+      ONWARD_UNROLL_TILE for (int g = 0; g < GROUPS; ++g) words[g] = F::words(key + (g * steps * 16 + s) * 16);
+      ONWARD_UNROLL_TILE for (int r = 0; r < ROWS; ++r) {
+        const auto word = F::weight(query + r * p.query_words + s * 16);
+        ONWARD_UNROLL_TILE for (int g = 0; g < GROUPS; ++g) {
+          sum[r * GROUPS + g] = F::step(sum[r * GROUPS + g], words[g], word);
+        }
+      }
+    }
+  } else {
+    f32x16 others[ROWS * GROUPS];
+    sum_of_lanes<F, ROWS, GROUPS, STEPS, 2 * WIDTH, LANE>(p, sum);
+    sum_of_lanes<F, ROWS, GROUPS, STEPS, 2 * WIDTH, LANE + WIDTH>(p, others);
+    ONWARD_UNROLL_TILE for (int i = 0; i < ROWS * GROUPS; ++i) sum[i] = add(sum[i], others[i]);
+  }
+}
+
+template <class F, int ROWS, int GROUPS, int STEPS>
+ONWARD_APART void score_packed(const PackedScoring& p, float* scores) {
+  f32x16 sum[ROWS * GROUPS];
+  sum_of_lanes<F, ROWS, GROUPS, STEPS, 1, 0>(p, sum);
+  ONWARD_UNROLL_TILE for (int r = 0; r < ROWS; ++r) {
+    ONWARD_UNROLL_TILE for (int g = 0; g < GROUPS; ++g) store(scores + r * kBlock + g * 16, sum[r * GROUPS + g]);
+  }
+}
+
+// score_keys against packed keys, for ROWS rows.
+template <class F, int ROWS, int STEPS, class T>
+inline void score_rows(const Scoring<T>& s, const PackedKeys& keys, int64_t row) {
+  const float* queries = s.queries + row * s.query_words;
+  float* scores = s.scores + row * kBlock;
+  int64_t j = 0;
+  for (; j + kScoreGroups * 16 <= s.positions; j += kScoreGroups * 16) {
+    score_packed<F, ROWS, kScoreGroups, STEPS>({queries, s.query_words, keys.group(j), keys.steps}, scores + j);
+  }
+  for (; j < s.positions; j += 16) {
+    score_packed<F, ROWS, 1, STEPS>({queries, s.query_words, keys.group(j), keys.steps}, scores + j);
+  }
+}
+
+// The same for up to kScoreRows rows from `row` on; returns how many.
+template <class F, int STEPS, int ROWS = kScoreRows, class T>
+inline int64_t score_some(const Scoring<T>& s, const PackedKeys& keys, int64_t row) {
+  if constexpr (ROWS > 1) {
+    if (s.rows - row < ROWS) return score_some<F, STEPS, ROWS - 1>(s, keys, row);
+  }
+  score_rows<F, ROWS, STEPS>(s, keys, row);
+  return ROWS;
+}
+
+template <class F, int STEPS, class T>
+inline void score_all(const Scoring<T>& s, const PackedKeys& keys) {
+  for (int64_t row = 0; row < s.rows;) row += score_some<F, STEPS>(s, keys, row);
+}
+
+template <class F, class T>
+inline void score_keys(const Scoring<T>& s, const PackedKeys& keys) {
+  switch (keys.steps * F::kFeatures) {
+    case 64: return score_all<F, 64 / F::kFeatures>(s, keys);
+    case 128: return score_all<F, 128 / F::kFeatures>(s, keys);
+    default: return score_all<F, 0>(s, keys);
   }
 }
 

@@ -29,7 +29,8 @@ class Worker {
         padded_(padded(p_.values)),
         query_words_(ceil_div(p_.keys.dim, F::kFeatures) * 16) {
     // Every array begins on a cache line.
-    const int64_t sizes[] = {kBlock / F::kPositions * padded_,
+    const int64_t sizes[] = {kBlock * query_words_,
+                             kBlock / F::kPositions * padded_,
                              heads * kTileRows * kSegment,
                              heads * kTileRows * kSegment,
                              heads * kSegmentBlocks * 16,
@@ -52,7 +53,7 @@ class Worker {
       memory += round_up(*size++, 16);
       return array;
     };
-    packed_ = next(), scores_ = next(), weights_ = next(), decay_ = next(), panel_ = next();
+    packed_keys_ = next(), packed_ = next(), scores_ = next(), weights_ = next(), decay_ = next(), panel_ = next();
     segment_ = State::in(next(), rows, padded_), total_ = State::in(next(), rows, padded_);
     queries_ = reinterpret_cast<Query*>(next()), tiles_ = reinterpret_cast<Tile*>(next());
     partial_keys_ = reinterpret_cast<T*>(next()), partial_values_ = reinterpret_cast<T*>(next());
@@ -203,14 +204,32 @@ class Worker {
     const Rows<T> keys = rows_at(place, p_.keys, seen, partial_keys_);
     const ValueRows<F, T> values{rows_at(place, p_.values, seen, partial_values_), p_.values.dim};
     const auto packed = pack_values(values, positions_in(start, seen), padded_, packed_);
+    const auto packed_keys = pack_keys<F>(keys, positions_in(start, seen), p_.keys.dim, packed_keys_);
     for (int64_t i = 0; i < tile_count_; ++i) {
       const Tile& tile = tiles_[i];
       if (overlap(tile.seen, {start, start + kBlock}).empty()) continue;
       const State part = state.from_row(tile.first);
       const Buffers buffers = buffers_of(0);
-      score_keys<F, Fetch::kNothing>(scoring(tile, start, {}, buffers), keys);
+      score_keys<F>(scoring(tile, start, {}, buffers), packed_keys);
       weigh(tile, start, part, buffers);
       blend(tile, start, part, packed, buffers);
+      fetch_share(unit, start + kBlock, i);
+    }
+  }
+
+  // Asks for one of tile_count_ shares of the block at `start`: that a block comes from far away costs a unit of few
+  // queries a fifth of its time.
+  void fetch_share(const Unit& unit, int64_t start, int64_t share) const {
+    if (start >= seen_by(unit).last) return;
+    const Place place{unit.row, unit.kv_head, start};
+    const int64_t first = kBlock * share / tile_count_, end = kBlock * (share + 1) / tile_count_;
+    for (const Tensor* tensor : {&p_.keys, &p_.values}) {
+      const Rows<T> rows = rows_at(place, *tensor);
+      const int64_t bytes = tensor->dim * int64_t(sizeof(T));
+      for (int64_t j = first; j < end; ++j) {
+        const char* row = reinterpret_cast<const char*>(rows[j]);
+        for (int64_t at = 0; at < bytes; at += 64) fetch_here(row + at);
+      }
     }
   }
 
@@ -333,22 +352,34 @@ class Worker {
 
   void weigh(const Tile& tile, int64_t start, const State& state, const Buffers& b) {
     const int64_t positions = positions_in(start, tile.seen);
-    // Lanes past the tile's rows hold what lies behind, and are not used.
-    float after[16];
-    const f32x16 before = load(state.max);
-    store(after, before);
-    const bool capped = p_.softcap > 0;
+    float largest[16];
+    store(largest, splat(-kInfinity));
     for (int64_t i = 0; i < tile.rows; ++i) {
-      if (capped) cap_scores(b.scores + i * kBlock, positions, p_.scale, p_.softcap);
-      const float highest = finish_scores(b.scores + i * kBlock, positions, capped ? 1.0f : p_.scale,
-                                          view(queries_[tile.first + i], start));
-      if (after[i] < highest) state.max[i] = after[i] = highest;
+      largest[i] = final_scores(queries_[tile.first + i], start, positions, b.scores + i * kBlock);
     }
-    store(b.decay, decay_of(before, load(after)));
+    // Lanes past the tile's rows hold what lies behind, which stays. A largest score that is NaN is not counted.
+    const f32x16 before = load(state.max), after = max(load(largest), before);
+    store(state.max, after);
+    const mask16 higher = less(before, after);
+    f32x16 decay = splat(1.0f);
+    if (any(higher)) decay = select(higher, decay_of(before, after), decay);
+    store(b.decay, decay);
     for (int64_t i = 0; i < tile.rows; ++i) {
-      make_weights<F>(b.scores + i * kBlock, positions, after[i], b.decay[i],
+      make_weights<F>(b.scores + i * kBlock, positions, state.max[i], b.decay[i],
                       b.weights + i * (kBlock / F::kPositions), state.sum + i * 16);
     }
+  }
+
+  // Scales, caps and masks the scores of a query in a block; returns the largest.
+  float final_scores(const Query& query, int64_t start, int64_t positions, float* scores) const {
+    float scale = p_.scale;
+    if (p_.softcap > 0) {
+      cap_scores(scores, positions, scale, p_.softcap);
+      scale = 1.0f;
+    }
+    const bool whole = query.span.first <= start && query.span.last >= start + kBlock;
+    if (whole && query.mask == nullptr) return finish_whole_scores(scores, scale);
+    return finish_scores(scores, positions, scale, view(query, start));
   }
 
   template <class Values>
@@ -399,7 +430,7 @@ class Worker {
   const Problem& p_;
   const int64_t group_, padded_, query_words_;
   bool ok_;
-  float *packed_, *scores_, *weights_, *decay_, *panel_;
+  float *packed_keys_, *packed_, *scores_, *weights_, *decay_, *panel_;
   State segment_, total_;
   Query* queries_;
   Tile* tiles_;

@@ -180,9 +180,9 @@ def test_a_window_is_a_positive_whole_number(family, value):
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("kind", ["yarn", "longrope", "su", "mrope", "LLAMA3"])
+@pytest.mark.parametrize("kind", ["ntk", "mrope", "LLAMA3"])
 def test_an_unknown_rope_names_those_that_are_known(key, kind):
-    with refused(ConfigError, repr(kind), "default, linear, dynamic, llama3"):
+    with refused(ConfigError, repr(kind), "default, linear, dynamic, llama3, yarn, longrope, proportional"):
         read_config(config(**{key: {"rope_type": kind, "factor": 2.0}}))
 
 
@@ -200,16 +200,49 @@ def test_a_scaled_rope_wants_its_factor(kind, value):
         read_config(config(rope_scaling={name: item for name, item in scaling.items() if item is not ...}))
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rope_theta": 1e3, "rope_parameters": {"rope_theta": 500.0}}, ["rope_theta", "500.0 in rope_parameters"]),
+        ({"rope_theta": 1e3, "rope_parameters": {"rope_theta": 500.0}}, ["1000.0 in config.json itself"]),
+        ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, ["factor", "4.0", "2.0", "rope_scaling"]),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 8},
+            ["original_max_position_embeddings", "8", "16"],
+        ),
+        (
+            {"rope_scaling": YARN | {"type": "linear"}},
+            ["rope_type", "'yarn' in rope_scaling", "'linear' in rope_scaling"],
+        ),
+        ({"rope_scaling": YARN | {"short_factor": [1.0]}}, ["yarn", "'short_factor'"]),
+        ({"rope_scaling": {"rope_type": "default", "factor": 4.0}}, ["default", "'factor'"]),
+        ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 2}}, ["beta_slow", "beta_fast", "got 2 and 1"]),
+        (
+            {"rope_scaling": YARN | {"attention_factor": 1.5, "mscale": 1.0, "mscale_all_dim": 1.0}},
+            ["attention_factor is 1.5", "mscale 1 and mscale_all_dim 1 mean 1"],
+        ),
+    ],
+    ids=str,
+)
+def test_rope_fields_that_contradict_each_other_are_refused(fields, words):
+    with refused(ConfigError, "config.json", *words):
+        read_config(config(**{"rope_theta": ...} | fields))
+
+
+@pytest.mark.parametrize("value", [..., None, 3, [1.0], [1.0, "2"], [1.0, 0.0], "1.0, 2.0"], ids=repr)
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+def test_longrope_wants_a_factor_for_every_pair(name, value):
+    scaling = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0], name: value}
+    with refused(ConfigError, "longrope", repr(name)):
+        read_config(config(rope_scaling={name: item for name, item in scaling.items() if item is not ...}))
+
+
 def test_partial_rotation_is_refused():
     with refused(ConfigError, "partial_rotary_factor"):
         read_config(config(partial_rotary_factor=0.5))
-
-
-def test_rope_fields_that_contradict_each_other_are_named():
-    with refused(ConfigError, "rope_theta", "500.0 in rope_parameters", "1000.0 in config.json itself"):
-        read_config(config(rope_theta=1000.0, rope_parameters={"rope_theta": 500.0}))
-    with refused(ConfigError, "rope_type", "'linear' in rope_scaling", "'default' in rope_parameters"):
-        read_config(config(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"}))
 
 
 def test_numbers_too_large_for_the_weights_are_named_by_the_tensor(folder):

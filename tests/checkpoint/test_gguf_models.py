@@ -76,7 +76,11 @@ def test_llama3_scaling_is_read_from_its_divisors(tmp_path):
     def divisors(writer) -> None:
         schedule = rotary_schedule({"rope_parameters": rope}, 64, 64)
         plain = rotary_schedule({"rope_theta": 500000.0}, 64, 64)
-        values = plain.inverse_frequencies() / schedule.inverse_frequencies()
+        at = torch.zeros(1, 1, 1)
+        plain, scaled = (
+            one.scaling.inverse_frequencies(one.dims, one.base, at, context=64) for one in (plain, schedule)
+        )
+        values = plain / scaled
         writer.add_tensor("rope_freqs.weight", values.numpy())
 
     file = tmp_path / "m.gguf"

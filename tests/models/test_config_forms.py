@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers_reference import CASES, CONFIGS, DYNAMIC, LINEAR, LLAMA3, TOLERANCE, Case, build, expect, save
+from transformers_reference import CASES, CONFIGS, DYNAMIC, LINEAR, LLAMA3, TOLERANCE, YARN, Case, build, expect, save
 
 import onward
 from onward.models import read_config
@@ -27,7 +27,7 @@ def rewritten(folder, **fields):
 
 
 @pytest.mark.parametrize("kind_key", ["rope_type", "type"])
-@pytest.mark.parametrize("rope", [LINEAR, LLAMA3, DYNAMIC], ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("rope", [LINEAR, LLAMA3, DYNAMIC, YARN], ids=lambda rope: rope["rope_type"])
 def test_rope_theta_and_rope_scaling_mean_what_rope_parameters_mean(rope, kind_key, tmp_path):
     folder = save(build(Case("llama", {"rope_parameters": rope, "max_position_embeddings": 32})), tmp_path)
     new = onward.load(folder, max_seq_len=32).logits(IDS[:32])

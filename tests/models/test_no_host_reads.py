@@ -74,6 +74,19 @@ CONFIGS = [
     ("llama", {}),
     ("mistral", {}),
     ("mistral", {"sliding_window": 3}),
+    ("ministral", {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}),
+    (
+        "ministral3",
+        {"rope_parameters": {"type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0}},
+    ),
+    (
+        "phi3",
+        {
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [2.0, 3.0]},
+            "partial_rotary_factor": 0.25,
+            "original_max_position_embeddings": 8,
+        },
+    ),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 8}),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     (
@@ -117,7 +130,7 @@ def test_a_step_of_every_family_reads_nothing_on_the_host(as_on_a_gpu, family, o
     with torch.no_grad(), NoPythonReads(), NoDispatchedReads():
         logits, cache = model(ids, offsets, cache, at)
     assert logits.isfinite().all()
-    assert len(FAMILIES) == 4, "a new family belongs into CONFIGS"
+    assert len(FAMILIES) == 7, "a new family belongs into CONFIGS"
 
 
 @pytest.mark.parametrize("window", [None, 3])

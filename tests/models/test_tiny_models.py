@@ -37,7 +37,7 @@ def test_the_seed_decides_the_weights():
 
 
 def test_an_unknown_family_is_refused_by_name():
-    with pytest.raises(RequestError, match="llama, mistral, qwen2, qwen3; got 'gpt9'"):
+    with pytest.raises(RequestError, match=r"llama, .*qwen2, qwen3.*; got 'gpt9'"):
         tiny_model("gpt9")
 
 

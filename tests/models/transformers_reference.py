@@ -8,7 +8,16 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -19,12 +28,23 @@ NEW_TOKENS = 64
 # Past every window below and past the original length of the RoPE scalings, by 37 already.
 PROMPT_LENGTHS = (37, 18, 1)
 
-CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}
+CONFIGS = {
+    "qwen3": Qwen3Config,
+    "qwen2": Qwen2Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "ministral": MinistralConfig,
+    "ministral3": Ministral3Config,
+    "phi3": Phi3Config,
+}
 MODELS = {
     "qwen3": transformers.Qwen3ForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
     "llama": transformers.LlamaForCausalLM,
     "mistral": transformers.MistralForCausalLM,
+    "ministral": transformers.MinistralForCausalLM,
+    "ministral3": transformers.Ministral3ForCausalLM,
+    "phi3": transformers.Phi3ForCausalLM,
 }
 SMALL = {
     "vocab_size": 101,
@@ -47,6 +67,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 4.0, 9.0],
+    "partial_rotary_factor": 0.75,
+}
+NO_SPECIAL_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
 @dataclass(frozen=True)
@@ -59,6 +88,12 @@ class Case:
     @property
     def is_dynamic(self) -> bool:
         return self.fields.get("rope_parameters") == DYNAMIC
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has LongRoPE's factors for long texts: tests load models for 128 positions."""
+        rope = self.fields.get("rope_parameters", {})
+        return rope.get("rope_type") == "longrope" and self.fields["original_max_position_embeddings"] < 128
 
 
 CASES = {
@@ -89,9 +124,51 @@ CASES = {
     "llama linear": Case("llama", {"rope_parameters": LINEAR, "max_position_embeddings": 128}),
     "llama llama3": Case("llama", {"rope_parameters": LLAMA3, "head_dim": 16}),
     "llama dynamic": Case("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
+    "llama yarn": Case("llama", {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5}, "head_dim": 20}),
+    "qwen2 yarn, attention factor": Case("qwen2", {"rope_parameters": YARN | {"attention_factor": 0.8}}),
+    "qwen3 yarn, mscale, not truncated": Case(
+        "qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": YARN | {"beta_fast": 3.0, "truncate": False, "mscale": 1.5, "mscale_all_dim": 0.5},
+        },
+    ),
     "mistral": Case("mistral", {"sliding_window": None}),
     "mistral window": Case("mistral", {"sliding_window": 6, "num_key_value_heads": 1}),
     "mistral window of itself": Case("mistral", {"sliding_window": 1, "head_dim": 12}),
+    "mistral yarn": Case("mistral", {"rope_parameters": YARN, "sliding_window": None}),
+    "ministral": Case("ministral", {"sliding_window": 7, "num_key_value_heads": 1, "head_dim": 12}),
+    "ministral window by layer, tied": Case(
+        "ministral",
+        {
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ministral3": Case(
+        "ministral3", {"head_dim": 12, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}} | NO_SPECIAL_IDS
+    ),
+    "ministral3 window, tied": Case(
+        "ministral3",
+        {
+            "head_dim": 8,
+            "sliding_window": 20,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        }
+        | NO_SPECIAL_IDS,
+    ),
+    "phi3 window, tied": Case("phi3", {"sliding_window": 6, "tie_word_embeddings": True} | NO_SPECIAL_IDS),
+    "phi3 longrope, short": Case(
+        "phi3",
+        {"max_position_embeddings": 256, "original_max_position_embeddings": 128, "rope_parameters": LONGROPE}
+        | NO_SPECIAL_IDS,
+    ),
+    "phi3 longrope, long": Case(
+        "phi3", {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE} | NO_SPECIAL_IDS
+    ),
     "mistral window past the prompt": Case("mistral", {"sliding_window": 60, "tie_word_embeddings": True}),
 }
 
@@ -144,7 +221,14 @@ def _next_logits(model: PreTrainedModel, case: Case, prompt: list[int], greedy: 
     if case.is_dynamic:
         yield from _token_by_token(model, prompt, greedy)
     while True:
-        yield model(torch.tensor([prompt + greedy]), use_cache=False).logits[0]
+        ids = torch.tensor([prompt + greedy])
+        if case.is_long:
+            # transformers takes the factors by the largest position of a forward, so a second row has that.
+            positions = torch.arange(ids.shape[1])
+            rows = torch.stack([positions, positions + 128 - ids.shape[1]])
+            yield model(ids.expand(2, -1), position_ids=rows, use_cache=False).logits[0]
+        else:
+            yield model(ids, use_cache=False).logits[0]
 
 
 def _token_by_token(model: PreTrainedModel, prompt: list[int], greedy: list[int]) -> Iterator[Tensor]:

@@ -49,9 +49,10 @@ def _ropes(mixers: Sequence[Any]) -> list[Fact]:
     ropes = dict.fromkeys(rope for mixer in mixers if (rope := getattr(mixer, "rope", None)) is not None)
     if not ropes:
         return []
-    values = [{"kind": rope.kind, "base": rope.base, "factor": rope.factor} for rope in ropes]
+    values = [{"kind": rope.scaling.kind, "base": rope.base, "factor": rope.scaling.factor} for rope in ropes]
     texts = []
     for rope in ropes:
-        scaled = f", {rope.kind} x {rope.factor:g} from {rope.original_max_position:,}"
-        texts.append(f"base {rope.base:,.0f}{'' if rope.kind == 'default' else scaled}")
+        scaling = rope.scaling
+        scaled = f", {scaling.kind} x {scaling.factor:g} from {scaling.original_max_position:,}"
+        texts.append(f"base {rope.base:,.0f}{'' if scaling.kind == 'default' else scaled}")
     return [Fact("rope", values[0] if len(values) == 1 else values, "; ".join(texts))]

@@ -46,6 +46,10 @@ class Architecture(Protocol):
     @property
     def float_tensor(self) -> tuple[str, tuple[int, ...]]: ...
 
+    def serving(self, max_seq_len: int) -> "Architecture":
+        """The same for texts of up to `max_seq_len` positions."""
+        ...
+
     def read(self, scope: Scope, each_layer: Callable[[Any], Any] = ...) -> Any:
         """Take every weight from a checkpoint; each_layer converts each item of the params' `layers`."""
         ...
@@ -70,6 +74,7 @@ def num_parameters(architecture: Architecture) -> int:
 def build_model(architecture: Architecture, params: Any, max_seq_len: int | None = None) -> Model:
     """A `Model` of this architecture over `params`, stock or packed, on their device and in their dtype."""
     dtype, device = params.embed_tokens.weight.dtype, params.embed_tokens.weight.device
+    architecture = architecture.serving(max_seq_len or architecture.max_position_embeddings)
     shapes = tuple(architecture.cached)
     return Model(
         forward=partial(architecture),  # an object of its own: programs are kept by the forward

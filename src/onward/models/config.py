@@ -87,6 +87,7 @@ def common_fields(
     default_base: float = 10000.0,
     partial_rotary: float | None = None,
     interleaved: bool = False,
+    rope_also: Sequence[str] = (),
 ) -> CommonFields:
     """The fields that families read the same way, checked against each other.
 
@@ -94,7 +95,8 @@ def common_fields(
         default_head_dim: of a config without `head_dim`; hidden_size / num_attention_heads by default.
         activations: the values of `activation_field` that the family may have; the first is the default.
         default_tie: of a config without `tie_word_embeddings`.
-        default_base, partial_rotary, interleaved: as `base`, `partial` and `interleaved` of `rotary_schedule`.
+        default_base, partial_rotary, interleaved, rope_also: as `base`, `partial`, `interleaved` and `also` of
+            `rotary_schedule`.
     """
     activation = config.get(activation_field, activations[0])
     if activation not in activations:
@@ -123,19 +125,27 @@ def common_fields(
         rms_norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
         max_position_embeddings=max_position,
         rope=rotary_schedule(
-            config, head_dim, max_position, base=default_base, partial=partial_rotary, interleaved=interleaved
+            config,
+            head_dim,
+            max_position,
+            base=default_base,
+            partial=partial_rotary,
+            interleaved=interleaved,
+            also=rope_also,
         ),
         tie_word_embeddings=tied or flag(config, "tie_word_embeddings"),
         activation=_ACTIVATIONS[activation],
     )
 
 
-def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """How many positions a windowed layer sees; None for all, which the config writes as null. A config without the
-    field means 4096, as in transformers."""
-    if "sliding_window" in config and config["sliding_window"] is None:
+def sliding_window(config: Mapping[str, Any], default: int | None = 4096) -> int | None:
+    """How many positions a windowed layer sees; None for all, which the config writes as null.
+
+    default: of a config without the field, as in transformers.
+    """
+    if config.get("sliding_window", default) is None:
         return None
-    return positive_int(config, "sliding_window", 4096)
+    return positive_int(config, "sliding_window", default)
 
 
 def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:

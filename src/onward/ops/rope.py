@@ -54,15 +54,19 @@ def rope(
     return _rope(x, row_offsets, inv_freqs.to(torch.float32), float(scale), bool(interleaved))
 
 
-def angles(radians: Tensor) -> tuple[Tensor, Tensor]:
+def angles(radians: Tensor, *, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """float32 [B, T, R] radians -> the cos and sin that `rotate` takes, each float32 [B, T, 2R].
 
     Both features of a pair need the values, the first with its sin negated. They are laid out once here, for all layers
     and heads.
+
+    magnitude: multiplies cos and sin, and so all that they turn, as YaRN does.
     """
     if radians.dim() != 3 or radians.dtype != torch.float32:
         raise RequestError(f"angles wants float32 radians [B, T, R]; got {shapes(radians=radians)}")
     cos_sin = _angles(radians)
+    if magnitude != 1.0:
+        cos_sin = cos_sin * magnitude
     return cos_sin[0], cos_sin[1]
 
 

@@ -12,7 +12,7 @@ from onward.checkpoint.gguf.families import FAMILIES, NUMBERS, GgufFamily
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.fields import positive_number
-from onward.models.rope import RotarySchedule
+from onward.models.rope import Llama3, Unscaled
 
 # The three numbers of every published model whose file has `rope_freqs` (Llama 3.1 to 3.3): the file does not say them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -108,8 +108,9 @@ def _llama3(divisors: Tensor, base: float, head_dim: int | None, where: object) 
     factor = round(float(divisors.max()), 3)
     original = int(_LLAMA3["original_max_position_embeddings"])
     if 2 * len(divisors) == head_dim and factor >= 1:
-        plain = RotarySchedule(head_dim, base).inverse_frequencies()
-        scaled = RotarySchedule(head_dim, base, "llama3", factor, 1.0, 4.0, original).inverse_frequencies()
+        at = torch.zeros(1, 1, 1)  # any position
+        plain = Unscaled().inverse_frequencies(head_dim, base, at, context=0)
+        scaled = Llama3(factor, 1.0, 4.0, original).inverse_frequencies(head_dim, base, at, context=0)
         # Both sides are a few float32 operations: they agree to some units in the last of 24 bits.
         if torch.allclose(plain / divisors, scaled, rtol=2**-18, atol=0.0):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

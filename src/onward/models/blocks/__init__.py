@@ -9,7 +9,7 @@ from onward.models.blocks.decoder import Decoder, DecoderNames, DecoderParams
 from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams
 from onward.models.blocks.layer import DecoderLayer, LayerNames, LayerParams
 from onward.models.blocks.norm import RMSNorm
-from onward.models.blocks.positions import Positions
+from onward.models.blocks.positions import Positions, QueryGrowth
 
 __all__ = [
     "Attention",
@@ -23,5 +23,6 @@ __all__ = [
     "LayerNames",
     "LayerParams",
     "Positions",
+    "QueryGrowth",
     "RMSNorm",
 ]

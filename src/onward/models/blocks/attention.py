@@ -12,7 +12,7 @@ from torch import Tensor
 from onward import ops
 from onward.cache import KVCache, LayerShape, PagedKVCache
 from onward.models.blocks.norm import RMSNorm
-from onward.models.blocks.positions import Positions
+from onward.models.blocks.positions import Positions, QueryGrowth
 from onward.models.linear import Linear
 from onward.models.rope import RotarySchedule
 from onward.models.scope import Scope
@@ -44,7 +44,7 @@ class Attention:
 
     rope: None in a layer that turns nothing (NoPE). window: how many positions a token sees; None: all. scale: of the
     products; head_dim ** -0.5 by default. q_norm, k_norm: of each head if they are as wide as one, else of the whole
-    projection. fused: whether the checkpoint has `qkv_proj`.
+    projection. query_growth: of queries. fused: whether the checkpoint has `qkv_proj`.
     """
 
     hidden_size: int
@@ -58,6 +58,7 @@ class Attention:
     o_bias: bool = False
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    query_growth: QueryGrowth | None = None
     fused: bool = False
 
     @property
@@ -101,6 +102,8 @@ class Attention:
             q, k, v = params.q_proj(x_BTD), params.k_proj(x_BTD), params.v_proj(x_BTD)
         q_BHTE, k_BGTE = self._heads(q, self.q_norm, params.q_norm), self._heads(k, self.k_norm, params.k_norm)
         v_BGTE = self._heads(v, None, None)
+        if self.query_growth is not None:
+            q_BHTE = positions.grown(q_BHTE, self.query_growth)
         if self.rope is not None:
             cos, sin = positions.angles(self.rope)
             interleaved = self.rope.interleaved

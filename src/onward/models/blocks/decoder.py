@@ -4,7 +4,7 @@ Shapes: B rows, T new tokens, D hidden_size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -44,7 +44,8 @@ class DecoderNames:
 class Decoder:
     """The numbers of a decoder, and its forward.
 
-    max_position_embeddings: the context that it was trained for. embedding_multiplier, logits_multiplier: factors of
+    max_position_embeddings: the context that it was trained for. max_seq_len: the most positions that it serves; by
+    default that context. embedding_multiplier, logits_multiplier: factors of
     the embedded tokens and of the logits. logits_softcap: c in c * tanh(logits / c); None for none.
     """
 
@@ -57,6 +58,7 @@ class Decoder:
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     logits_softcap: float | None = None
+    max_seq_len: int | None = None
     names: DecoderNames = DecoderNames()
 
     @cached_property
@@ -73,7 +75,11 @@ class Decoder:
     @property
     def serves_longer_texts(self) -> bool:
         """Whether a schedule is made for lengths past the trained one."""
-        return any(schedule.kind == "dynamic" for schedule in self.schedules)
+        return any(schedule.serves_past(self.max_position_embeddings) for schedule in self.schedules)
+
+    def serving(self, max_seq_len: int) -> "Decoder":
+        """The same for texts of up to `max_seq_len` positions."""
+        return replace(self, max_seq_len=max_seq_len)
 
     @property
     def float_tensor(self) -> tuple[str, tuple[int, ...]]:
@@ -104,7 +110,7 @@ class Decoder:
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, KVCache | PagedKVCache]:
         """The forward of `onward.models.model`."""
-        positions = Positions(tokens, offsets)
+        positions = Positions(tokens, offsets, self.max_seq_len or self.max_position_embeddings)
         x_BTD = params.embed_tokens(tokens)
         if self.embedding_multiplier != 1.0:
             x_BTD = x_BTD * self.embedding_multiplier

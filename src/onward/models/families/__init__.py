@@ -5,12 +5,14 @@ from typing import Any
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.architecture import Architecture
-from onward.models.families import llama, mistral, qwen2, qwen3
+from onward.models.families import llama, ministral, mistral, phi3, qwen2, qwen3
 from onward.models.fields import ReadFields
 
 _FAMILIES = (
     llama,
+    ministral,
     mistral,
+    phi3,
     qwen2,
     qwen3,
 )

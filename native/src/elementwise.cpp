@@ -26,6 +26,9 @@ template <class Activation>
 struct Gated {
   static f32x16 apply(f32x16 gate, f32x16 up) { return mul(Activation::apply(gate), up); }
 };
+struct SigmoidGate {
+  static f32x16 apply(f32x16 gate, f32x16 x) { return times_sigmoid(x, gate); }
+};
 struct Sum {
   static f32x16 apply(f32x16 a, f32x16 b) { return add(a, b); }
 };
@@ -89,6 +92,16 @@ ONWARD_API int32_t onward_geglu(int64_t rows, int64_t columns, int32_t dtype, in
   return approximate ? combine<Gated<GeluTanh>>(o, dtype) : combine<Gated<Gelu>>(o, dtype);
 }
 ONWARD_INSTRUCTION(onward_geglu);
+
+// out = sigmoid(gate) * x.
+ONWARD_API int32_t onward_sigmoid_gate(int64_t rows, int64_t columns, int32_t dtype,
+                                       const void* gate, int64_t gate_stride, const void* x,
+                                       int64_t x_stride, void* out, int64_t out_stride) {
+  using namespace onward;
+  return combine<SigmoidGate>({rows, columns, gate, x, out, gate_stride, x_stride, out_stride},
+                              dtype);
+}
+ONWARD_INSTRUCTION(onward_sigmoid_gate);
 
 // out = a + b.
 ONWARD_API int32_t onward_add(int64_t rows, int64_t columns, int32_t dtype, const void* a,

@@ -15,6 +15,7 @@ class WrittenBlocks:
         self.texts = [[None] * size for _ in range(count)]
         self.copies, self.given_back, self.tables = [], [], []
         self.fails = False
+        self.states = None
 
     def view(self, table):
         self.tables.append(table)

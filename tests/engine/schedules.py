@@ -27,12 +27,14 @@ def _scripted():
     return scripted_model(_next_id, vocab_size=64, max_seq_len=256, selects_logits=True)
 
 
-# The models of the random schedules. The last two have no blocks: a decoder over a dense cache, and a script.
+# The models of the random schedules. Some have no blocks: decoders over a dense cache, and a script.
 MODELS = {
     "qwen3": lambda: tiny_model("qwen3", seed=7),
     "llama": lambda: tiny_model("llama", seed=3, num_hidden_layers=1),
     "mistral": lambda: tiny_model("mistral", seed=5, sliding_window=40),
     "qwen2": lambda: tiny_model("qwen2", seed=2, num_key_value_heads=1),
+    "recurrent": lambda: tiny_model("qwen3_5", seed=4, num_hidden_layers=3),
+    "recurrent, dense": lambda: dataclasses.replace(tiny_model("qwen3next", seed=6), new_blocks=None),
     "dense": lambda: dataclasses.replace(tiny_model("qwen3", seed=9), new_blocks=None),
     "scripted": _scripted,
 }

@@ -9,7 +9,7 @@ import onward
 from onward.errors import RequestError
 from onward.testing import poison, random_checkpoint, tiny_model
 
-FAMILIES = ["qwen3", "qwen2", "llama", "mistral"]
+FAMILIES = ["qwen3", "qwen2", "llama", "mistral", "qwen3_5", "qwen3next"]
 IDS = [(11 * i) % 258 for i in range(23)]
 
 

@@ -16,7 +16,9 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 transformers.utils.logging.disable_progress_bar()
@@ -30,6 +32,8 @@ PROMPT_LENGTHS = (37, 18, 1)
 
 CONFIGS = {
     "qwen3": Qwen3Config,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5": Qwen3_5TextConfig,
     "qwen2": Qwen2Config,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
@@ -39,6 +43,8 @@ CONFIGS = {
 }
 MODELS = {
     "qwen3": transformers.Qwen3ForCausalLM,
+    "qwen3_next": transformers.Qwen3NextForCausalLM,
+    "qwen3_5": transformers.Qwen3_5ForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
     "llama": transformers.LlamaForCausalLM,
     "mistral": transformers.MistralForCausalLM,
@@ -56,6 +62,14 @@ SMALL = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
+}
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "num_hidden_layers": 4,
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
@@ -115,6 +129,23 @@ CASES = {
         },
     ),
     "qwen3 window not used": Case("qwen3", {"head_dim": 16, "use_sliding_window": False, "sliding_window": 3}),
+    "qwen3_next": Case("qwen3_next", DELTA | {"num_experts": 0, "full_attention_interval": 2}),
+    "qwen3_next biases, all layers dense": Case(
+        "qwen3_next",
+        DELTA
+        | {
+            "attention_bias": True,
+            "mlp_only_layers": [0, 1, 2, 3],
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 2,
+            "linear_num_value_heads": 2,
+        },
+    ),
+    "qwen3_5": Case(
+        "qwen3_5",
+        DELTA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_5 tied": Case("qwen3_5", DELTA | {"tie_word_embeddings": True, "linear_num_key_heads": 1}),
     "qwen2": Case("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2 tied, one kv head": Case("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen2 window everywhere": Case("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),

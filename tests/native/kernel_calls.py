@@ -146,7 +146,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, ou
 
 
 def combine(name: str, a: Tensor, b: Tensor, *options: int) -> Tensor:
-    """swiglu, geglu (option: approximate) or add over rows [R, D]."""
+    """swiglu, sigmoid_gate, geglu (option: approximate) or add over rows [R, D]."""
     out = poisoned(a.shape, a.dtype)
     call(
         f"onward_{name}", *a.shape, CODES[a.dtype], *options, a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0),

@@ -78,6 +78,7 @@ def test_gates_and_sums_agree_with_their_definitions(
     x, y = a.double(), b.double()
     a, b = spread(a), spread(b)
     assert_relative(combine("swiglu", a, b), silu(x) * y, 8 * U)
+    assert_relative(combine("sigmoid_gate", a, b), x.sigmoid() * y, 8 * U)
     assert_relative(combine("geglu", a, b, 0), gelu(x) * y, gelu_error(x))
     assert_relative(combine("geglu", a, b, 1), gelu_tanh(x) * y, gelu_tanh_error(x))
     assert_relative(combine("add", a, b), x + y, 0.0)
@@ -111,7 +112,7 @@ def test_extremes(isa: str, kind: tuple[str, int]) -> None:
 def test_an_element_has_the_same_bits_wherever_it_lies(isa: str, seed: int, dtype: torch.dtype, threads: int) -> None:
     a, b = normal(seed, 1, 20_000, dtype=dtype), normal(seed + 1, 1, 20_000, dtype=dtype)
     native.set_num_threads(threads)
-    for name, *options in (("swiglu",), ("geglu", 0), ("geglu", 1)):
+    for name, *options in (("swiglu",), ("sigmoid_gate",), ("geglu", 0), ("geglu", 1)):
         whole = combine(name, a, b, *options)
         assert torch.equal(combine(name, a[:, 7:40], b[:, 7:40], *options), whole[:, 7:40])
 

@@ -22,6 +22,7 @@ OPS = {
     "layer_norm": lambda x: ops.layer_norm(x, torch.ones(32), torch.zeros(32)),
     "add": lambda x: ops.add(x, x + 1),
     "swiglu": lambda x: ops.swiglu(x, x + 1),
+    "sigmoid_gate": lambda x: ops.sigmoid_gate(x, x + 1),
     "geglu": lambda x: ops.geglu(x, x + 1),
     "rope": lambda x: ops.rope(x, 3, dims=16),
     "rotate": lambda x: ops.rotate(x, COS, SIN),

@@ -7,6 +7,7 @@ from onward.cache.shape import LayerShape
 from onward.cache.sized import NamedDims, SizedCache, length_of
 from onward.cache.slot import Slot
 from onward.cache.slots import PagedSlots
+from onward.cache.states import StateShape
 
 __all__ = [
     "BlockMemory",
@@ -18,5 +19,6 @@ __all__ = [
     "PagedSlots",
     "SizedCache",
     "Slot",
+    "StateShape",
     "length_of",
 ]

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from onward.cache.block_trie import BlockNode, BlockTrie, Tokens
+from onward.cache.states import StateMemory, StatePool
 
 
 class BlockMemory(Protocol):
     """Memory for `count` blocks of keys and values, numbered from 0.
 
-    Block number `count` is spare: it holds nothing, and padding may write there.
+    Block number `count` is spare: it holds nothing, and padding may write there. states: the memory of recurrent
+    layers; None without such.
     """
 
     @property
@@ -26,20 +28,25 @@ class BlockMemory(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def view(self, table: Tensor) -> Any:
-        """The cache that a forward gets. table: int32 [B, M], the block of each row's m-th run of positions."""
+    @property
+    def states(self) -> StateMemory | None: ...
+
+    def view(self, table: Tensor, rows: Tensor = ..., /) -> Any:
+        """The cache that a forward gets. table: int32 [B, M], the block of each row's m-th run of positions. rows:
+        int32 [B], the slot of each row's states, where there are such."""
         ...
 
     def copy(self, source: int, to: int, positions: int) -> None:
         """Copy the first `positions` positions of block `source` to block `to`, all layers."""
         ...
 
-    def read(self, blocks: Sequence[int], positions: int) -> Any:
-        """The first positions of a row that lies in these blocks, as a dense cache of one row of its own."""
+    def read(self, blocks: Sequence[int], positions: int, state: int | None, /) -> Any:
+        """The first positions of a row that lies in these blocks, and what its slot of states holds, if it has one, as
+        a dense cache of one row of its own."""
         ...
 
-    def write(self, blocks: Sequence[int], cache: Any, positions: int) -> None:
-        """Copy the first positions of a dense cache of one row into these blocks."""
+    def write(self, blocks: Sequence[int], cache: Any, positions: int, state: int | None, /) -> None:
+        """Copy the first positions of a dense cache of one row into these blocks, and its states into their slot."""
         ...
 
     def give_back(self, blocks: Sequence[int]) -> None:
@@ -56,11 +63,13 @@ class BlockPool:
         warm_blocks: how many free blocks keep their memory, so that short texts one after another do not give it back
             and fault it in again each; up to twice as many do, since memory is given back in batches.
 
+    states: who has recurrent states; those of a node go with its block.
     holders: how many hold each block. nodes: its node in the trie, if it can be found.
     """
 
-    def __init__(self, memory: BlockMemory, size: int, cached_blocks: int, warm_blocks: int) -> None:
+    def __init__(self, memory: BlockMemory, size: int, cached_blocks: int, warm_blocks: int, states: StatePool) -> None:
         self._memory = memory
+        self.states = states
         self.trie = BlockTrie(size)
         self.cached_blocks, self.warm_blocks = cached_blocks, warm_blocks
         self.holders = [0] * memory.count
@@ -162,6 +171,7 @@ class BlockPool:
         return self._unlink(node)
 
     def _unlink(self, node: BlockNode) -> int:
+        self.states.drop(node)
         self.trie.remove(node)
         self.nodes[node.block] = None
         return node.block

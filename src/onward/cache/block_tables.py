@@ -15,11 +15,13 @@ from onward.cache.block_pool import BlockMemory
 class _Table(NamedTuple):
     """A table of some number of rows.
 
-    host: int32 [B, M]. device: the same on the memory's device. stamps: what each row was written for; -1: nothing.
+    host: int32 [B, M]. device: the same on the memory's device. states: int32 [B] there, the slot of each row's states.
+    stamps: what each row was written for; -1: nothing.
     """
 
     host: Tensor
     device: Tensor
+    states: Tensor
     stamps: list[int]
 
 
@@ -40,11 +42,12 @@ class BlockTables:
         cache = self._caches.get(batch)
         return cache if cache is not None and self._table(batch).stamps[:batch] == stamps else None
 
-    def view(self, rows: Sequence[Sequence[int]], stamps: list[int]) -> Any:
+    def view(self, rows: Sequence[Sequence[int]], stamps: list[int], states: Sequence[int] = ()) -> Any:
         """The cache of these rows, valid until the next call.
 
         Args:
             rows: the blocks of each row, in order of position. Entries past them name the memory's spare block.
+            states: the slot of each row's states, where the memory has such.
             stamps: of each row a number above 0 that changes with its blocks.
         """
         batch = len(rows)
@@ -57,9 +60,12 @@ class BlockTables:
                 host[row, len(blocks) :] = self._memory.count
                 if table.device is not table.host:
                     table.device[row].copy_(table.host[row])
+                if states:
+                    table.states[row] = states[row]
                 table.stamps[row] = stamp
         if batch not in self._caches:
-            self._caches[batch] = self._memory.view(table.device[:batch])
+            slots = () if self._memory.states is None else (table.states[:batch],)
+            self._caches[batch] = self._memory.view(table.device[:batch], *slots)
         return self._caches[batch]
 
     def _table(self, batch: int) -> _Table:
@@ -68,5 +74,6 @@ class BlockTables:
         if rows not in self._tables:
             host = torch.zeros(rows, self._width, dtype=torch.int32)
             device = host if self._memory.device.type == "cpu" else host.to(self._memory.device)
-            self._tables[rows] = _Table(host, device, [-1] * rows)
+            states = torch.zeros(rows, dtype=torch.int32, device=device.device)
+            self._tables[rows] = _Table(host, device, states, [-1] * rows)
         return self._tables[rows]

@@ -15,16 +15,20 @@ Tokens = tuple[int, ...]
 class BlockNode:
     """A block that can be found.
 
-    children: ordered by their tokens, none of which are the first tokens of another child.
+    children: ordered by their tokens, none of which are the first tokens of another child. state: the slot of the
+    recurrent states of some of its last positions, None where none are kept; state_end: how many positions of the text
+    they have seen.
     """
 
-    __slots__ = ("block", "children", "parent", "tokens")
+    __slots__ = ("block", "children", "parent", "state", "state_end", "tokens")
 
     def __init__(self, tokens: Tokens, block: int, parent: "BlockNode | None") -> None:
         self.tokens = tokens
         self.block = block
         self.parent = parent
         self.children: list[BlockNode] = []
+        self.state: int | None = None
+        self.state_end = 0
 
 
 class Match(NamedTuple):

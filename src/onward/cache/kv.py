@@ -13,6 +13,7 @@ from torch import Tensor
 from onward import ops
 from onward.cache.buffers import lazy_zeros
 from onward.cache.shape import LayerShape
+from onward.cache.states import LayerState, StateShape, holds, new_states, of_layer
 from onward.reprs import described, in_bytes
 
 
@@ -20,10 +21,12 @@ class KVCache(NamedTuple):
     """Keys and values of every layer; a pytree of fixed-shape tensors.
 
     keys, values: a tensor [B, G, S, D] a layer: B rows, G key/value heads, S = max_len positions, D features.
+    states: of the recurrent layers, if there are any (`onward.cache.states`), of slot b for row b.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    states: tuple[Tensor, ...] = ()
 
     @classmethod
     def new(
@@ -50,8 +53,10 @@ class KVCache(NamedTuple):
         max_len: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        states: Sequence[StateShape] = (),
     ) -> "KVCache":
-        """An empty cache of these layers, all in one buffer. A large one takes memory only as it is written."""
+        """An empty cache of these layers, all in one buffer, and of the recurrent ones that `states` names. A large one
+        takes memory only as it is written."""
         widths = [*((shape.num_kv_heads, shape.key_dim) for shape in shapes)]
         widths += [(shape.num_kv_heads, shape.value_dim) for shape in shapes]
         sizes = [batch * heads * max_len * width for heads, width in widths]
@@ -59,7 +64,7 @@ class KVCache(NamedTuple):
         layers = tuple(
             part.view(batch, heads, max_len, width) for part, (heads, width) in zip(parts, widths, strict=True)
         )
-        return cls(layers[: len(shapes)], layers[len(shapes) :])
+        return cls(layers[: len(shapes)], layers[len(shapes) :], new_states(states, batch, dtype, device))
 
     def __repr__(self) -> str:
         shape = list(self.keys[0].shape) if self.keys else []
@@ -76,16 +81,26 @@ class KVCache(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+        return sum(t.nbytes for t in (*self.keys, *self.values, *self.states))
 
     def copy_row(self, source: int, to: int, positions: int) -> None:
         """Copy the first `positions` positions of row `source` to row `to`."""
         for layer in (*self.keys, *self.values):
             layer[to, :, :positions] = layer[source, :, :positions]
+        for state in self.states:
+            state[to] = state[source]
+
+    def holds(self, row: int, positions: int) -> bool:
+        """Whether the states after so many positions of a row are there; without recurrent layers all are."""
+        return holds(self.states, row, positions)
 
     def first_rows(self, batch: int) -> "KVCache":
         """The cache of the first `batch` rows, over the same memory."""
-        return KVCache(tuple(layer[:batch] for layer in self.keys), tuple(layer[:batch] for layer in self.values))
+        return KVCache(*(tuple(layer[:batch] for layer in part) for part in self))
+
+    def state(self, layer: int) -> LayerState:
+        """The states of a recurrent layer."""
+        return of_layer(self.states, layer, None)
 
     def write(self, layer: int, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [B, G, T, D] of a layer at positions from `offsets` int32 [B] on; return its whole buffers."""

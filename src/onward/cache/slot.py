@@ -14,15 +14,17 @@ class Slot:
     blocks: in order of position. length: positions reserved. sealed: how many of the first blocks are final: others may
     see them, and the slot does not write them. noted: how many of the first blocks can be found. note_at: the number of
     ids at which `note` has something to do. findable: whether its text may be found at all. stamp: changes with blocks.
+    state: the slot of its recurrent states; None without recurrent layers.
     """
 
-    __slots__ = ("blocks", "findable", "length", "note_at", "noted", "sealed", "stamp", "thread")
+    __slots__ = ("blocks", "findable", "length", "note_at", "noted", "sealed", "stamp", "state", "thread")
 
     def __init__(self, blocks: list[int], length: int, sealed: int) -> None:
         self.blocks, self.length, self.sealed = blocks, length, sealed
         self.noted = 0
         self.note_at = 0
         self.findable = True
+        self.state: int | None = None
         self.stamp = next(_stamps)
         self.thread = threading.get_ident()
 

@@ -18,12 +18,14 @@ from onward.cache.block_pool import BlockMemory, BlockPool
 from onward.cache.block_tables import BlockTables
 from onward.cache.block_trie import NO_MATCH, BlockNode
 from onward.cache.slot import NEVER, Slot
+from onward.cache.states import StatePool
 from onward.cache.view import View
 from onward.checks import check_whole
 from onward.errors import ContextOverflowError, RequestError
 from onward.forks import renew_in_forks
 from onward.native import library
 from onward.ops.blocks import BLOCK
+from onward.ops.state import STATE_BLOCK
 from onward.reprs import described
 
 _WARM_BLOCKS = 8
@@ -44,6 +46,7 @@ class PagedSlots:
 
     whole: False, for any rows make a cache of their own (`onward.decoding.slots.Slots`).
     shares_rows: whether there are kernels: they read once what rows of one slot share, torch copies it for each.
+        Recurrent layers take the tokens of a text one after the other, so there rows share no slot.
     hits, lookups: positions that `acquire` found, and that it was asked for, in all.
     """
 
@@ -62,12 +65,15 @@ class PagedSlots:
         check_whole("cached_blocks", cached_blocks, low=0)
         check_whole("warm_blocks", warm_blocks, low=0)
         self.lock = threading.RLock()
-        self.shares_rows = memory.device.type == "cpu" and library() is not None
+        self.shares_rows = memory.states is None and memory.device.type == "cpu" and library() is not None
         self.max_len = max_len
         self.block = block
         self.hits = self.lookups = 0
         self._memory = memory
-        self._pool = BlockPool(memory, block, cached_blocks, warm_blocks)
+        if memory.states is not None:
+            cached_blocks = -(-cached_blocks // 2)  # their states may take as much
+        self._states = StatePool(memory.states, cached_blocks)
+        self._pool = BlockPool(memory, block, cached_blocks, warm_blocks, self._states)
         self._tables = BlockTables(memory, self.blocks_for(max_len))
         self._slots: dict[Slot, None] = {}
         self._key: object = None
@@ -136,7 +142,8 @@ class PagedSlots:
         """A slot of `length` positions for a text that begins with `ids`.
 
         Args:
-            reuse: whether to look for blocks that hold a prefix of `ids`.
+            reuse: whether to look for blocks that hold a prefix of `ids`, with the states after it where there are
+                recurrent layers.
 
         Returns:
             The slot, and how many of its first positions hold these ids' keys and values already: at most len(ids) - 1,
@@ -150,12 +157,16 @@ class PagedSlots:
             self._mend()
             pool = self._pool
             limit = min(len(ids) - 1, length)
-            path, partial, common = pool.trie.match(ids, limit) if reuse and limit > 0 else NO_MATCH
+            match = pool.trie.match(ids, limit) if reuse and limit > 0 else NO_MATCH
+            (path, partial, common), kept = self._states.reusable(match, self.block)
             shared = [node.block for node in path]
             count = self.blocks_for(length) - len(shared)
-            if count > pool.available - sum(not pool.holders[block] for block in shared):
+            if self._states.is_full or count > pool.available - sum(not pool.holders[block] for block in shared):
                 return None
             self._changing = True
+            state = (
+                self._states.take() if kept is None else self._states.fork_kept(kept)
+            )  # a block may go with its node
             pool.hold(shared)
             if partial is not None:
                 pool.touch(partial)
@@ -166,7 +177,9 @@ class PagedSlots:
                 blocks = [*shared, first, *(pool.take() for _ in range(count - 1))]
             else:
                 blocks = [*shared, *(pool.take() for _ in range(count))]
-            slot = self._add(Slot(blocks, length, sealed=len(path)), noted=len(path))
+            slot = Slot(blocks, length, sealed=len(path))
+            slot.state = state
+            self._add(slot, noted=len(path))
             reused = len(path) * self.block + common
             if reuse:
                 self.lookups += len(ids)
@@ -177,7 +190,8 @@ class PagedSlots:
     def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
         """Another slot whose first `positions` positions hold what those of `slot` do, with `length` reserved.
 
-        Full blocks are shared: neither slot writes them from now on. The part of a block is copied. None: no room now.
+        Full blocks are shared: neither slot writes them from now on. The part of a block and recurrent states are
+        copied. None: no room now, or `slot` has the states of so many positions no more.
 
         Raises:
             ContextOverflowError: there will never be room.
@@ -189,7 +203,7 @@ class PagedSlots:
             pool = self._pool
             full, part = divmod(positions, self.block)
             count = self.blocks_for(length) - full
-            if count > pool.available:
+            if count > pool.available or self._states.is_full or not self._states.holds(slot.state, positions):
                 return None
             self._changing = True
             shared = slot.blocks[:full]
@@ -199,6 +213,7 @@ class PagedSlots:
                 self._memory.copy(slot.blocks[full], own[0], part)
             slot.sealed = max(slot.sealed, full)
             fork = Slot([*shared, *own], length, sealed=full)
+            fork.state = self._states.fork(slot.state)
             fork.findable = slot.findable
             self._add(fork, noted=min(slot.noted, full))
             self._changing = False
@@ -222,6 +237,11 @@ class PagedSlots:
             slot.length = max(slot.length, length)
             self._changing = False
             return True
+
+    def holds(self, slot: Slot, positions: int) -> bool:
+        """Whether the slot could go on from so many positions, which it has held: it could not where the recurrent
+        states of so many are not there any more."""
+        return self._states.holds(slot.state, positions)
 
     def truncate(self, slot: Slot, positions: int) -> None:
         """Keep the first `positions` positions; those after them will be reserved and written anew.
@@ -308,6 +328,14 @@ class PagedSlots:
             slot.noted += 1
         slot.sealed = max(slot.sealed, full)
         slot.note_at = (full + 1) * size
+        self._keep_states(slot, full)
+
+    def _keep_states(self, slot: Slot, full: int) -> None:
+        """Let the node of the slot's last full block keep the recurrent states after it, if they are there."""
+        if slot.state is not None and slot.noted == full > 0 and self._states.holds(slot.state, full * self.block):
+            node = self._last_noted(slot)
+            if node.state is None:
+                self._states.snapshot(node, slot.state, full * self.block)
 
     def leave(self, slot: Slot, ids: Sequence[int] = ()) -> None:
         """`release` with the next call. It may come from the garbage collector, in the midst of any other method."""
@@ -326,6 +354,7 @@ class PagedSlots:
             pool.drop(slot.blocks)
             if slot.findable:
                 path = self._publish_rest(slot, ids)
+            self._leave_states(slot, len(ids), path)
             pool.settle(slot.blocks, path)
             slot.void()
             self._changing = False
@@ -348,6 +377,16 @@ class PagedSlots:
             parent = node
         return path
 
+    def _leave_states(self, slot: Slot, count: int, path: list[BlockNode]) -> None:
+        """Let the node of the last of `count` positions keep the slot's states, or give them back. path: the nodes
+        after the noted ones."""
+        is_found = slot.findable and count > 0 and slot.noted + len(path) == self.blocks_for(count)
+        if slot.state is None or not (is_found and self._states.most_kept and self._states.holds(slot.state, count)):
+            self._states.give_back(slot.state)
+            return
+        node = path[-1] if path else self._last_noted(slot)
+        self._states.keep(node, slot.state, count)
+
     # What a forward gets, and what can be found
 
     def view(self, slots: Sequence[Slot]) -> Any:
@@ -358,7 +397,8 @@ class PagedSlots:
             if cache is None:
                 for slot in slots:
                     self._mend(slot)
-                cache = self._tables.view([slot.blocks for slot in slots], stamps)
+                states = [slot.state for slot in slots if slot.state is not None]
+                cache = self._tables.view([slot.blocks for slot in slots], stamps, states)
             return cache
 
     def view_of(self, slots: Sequence[Slot], tokens: int) -> View:
@@ -382,18 +422,26 @@ class PagedSlots:
         return [list(range(len(slots)))]
 
     def room(self, slots: Sequence[Slot], computed: Sequence[int]) -> int:
-        """How many tokens a row a forward over these slots may process, each from what it has computed on."""
-        return self.max_len - max(computed)
+        """How many tokens a row a forward over these slots may process, each from what it has computed on, if any of
+        them may be taken back."""
+        room = self.max_len - max(computed)
+        return room if self._states.memory is None else min(room, STATE_BLOCK)
+
+    def piece(self, first: int, count: int) -> int:
+        """How many of `count` ids of a prompt, from position `first` on, to process at once: where recurrent states are
+        kept those up to the last end of a block, for only there they are."""
+        end = (first + count) // self.block * self.block
+        return end - first if self._states.most_kept and end > first else count
 
     def read(self, slot: Slot, positions: int) -> Any:
         """A copy of the first positions of a slot, as a dense cache of one row."""
         with self.lock:
-            return self._memory.read(slot.blocks, positions)
+            return self._memory.read(slot.blocks, positions, slot.state)
 
     def write(self, slot: Slot, cache: Any, positions: int) -> None:
         """Take the first positions of a dense cache of one row into a slot that nobody shares."""
         with self.lock:
-            self._memory.write(slot.blocks, cache, positions)
+            self._memory.write(slot.blocks, cache, positions, slot.state)
 
     def use(self, key: object) -> None:
         """Say which weights (and adapter) fill the blocks from now on. Another key than before: nothing can be found.
@@ -418,6 +466,7 @@ class PagedSlots:
         with self.lock:
             self._mend()
             check_slots(self._pool, list(self._slots), self.block)
+            self._states.check([slot.state for slot in self._slots])
 
     def renew(self) -> None:
         """In a forked child: a new lock; slots of threads that the child does not have are let go."""
@@ -452,6 +501,7 @@ class PagedSlots:
             if len(slot.blocks) > self.blocks_for(slot.length):
                 slot.place(slot.blocks[: self.blocks_for(slot.length)])
         self._pool.forget(slot.blocks for slot in self._slots)
+        self._states.forget([slot.state for slot in self._slots])
         for slot in self._slots:
             slot.noted = 0
             slot.note_at = self.block if slot.findable else NEVER

@@ -15,6 +15,7 @@ from onward.checkpoint.quantizers import method_of
 from onward.checkpoint.shards import INDEX, WEIGHTS, is_there, open_safetensors, read_index, weight_files
 from onward.errors import CheckpointError, RequestError, one_line
 from onward.models import Architecture, Scope
+from onward.models.architecture import is_unread
 
 # Files of weights, by which an error names what a folder has instead of readable safetensors.
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors", "*.distcp")
@@ -179,14 +180,16 @@ def read_weights(
     else:
         raise RequestError(f"a name map is for a torch.distributed.checkpoint folder, and {folder} is none")
     params = config.read(Scope(tensors), each_layer)
-    _check_left(folder, tensors, params)
+    _check_left(folder, config, tensors, params)
     return params
 
 
-def _check_left(folder: Path, tensors: SafetensorsFolder | DistributedFolder, params: Any) -> None:
+def _check_left(
+    folder: Path, config: Architecture, tensors: SafetensorsFolder | DistributedFolder, params: Any
+) -> None:
     """Raise if a tensor was not taken: config.json and the weights are then of different models."""
     # Old checkpoints carry the rotary frequencies, which config.json determines.
-    left = [name for name in tensors.left() if not name.endswith("rotary_emb.inv_freq")]
+    left = [name for name in tensors.left() if not (name.endswith("rotary_emb.inv_freq") or is_unread(config, name))]
     if left == ["lm_head.weight"]:
         embedding = params.embed_tokens.weight
         assert isinstance(embedding, Tensor), "stock weights are read as they are"

@@ -76,10 +76,13 @@ class Holdings:
         import torch
 
         from onward import KVCache
+        from onward.models.architecture import states_of
 
+        shapes, states = self.config.cached, states_of(self.config)
         # shapes alone, no memory
         meta = torch.device("meta")
-        return KVCache.of(self.config.cached, batch=batch, max_len=positions, dtype=self.dtype, device=meta).nbytes
+        cache = KVCache.of(shapes, batch=batch, max_len=positions, dtype=self.dtype, device=meta, states=states)
+        return cache.nbytes
 
     def _text_facts(self) -> list[Fact]:
         from onward.requests import generation_defaults

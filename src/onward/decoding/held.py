@@ -108,6 +108,9 @@ class HeldText:
         self._turns += 1
         # The ids are dropped before the slot changes: an interrupt must not leave more ids than the slot holds.
         del self._tokens[kept:]
+        if self._slots is not None and not self._slots.holds(self._slot, kept):
+            kept = 0
+            self._tokens.clear()
         if not self._make_room(kept, length):
             kept = self._move(model, kept, length)
         self._weights = weights

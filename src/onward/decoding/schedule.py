@@ -74,11 +74,12 @@ class AllTogether:
         if sequence in self._first:
             # The last id is processed together with those of the texts that share the prompt.
             pending -= 1
-            return min(pending, self._most(sequence)) if pending else None
-        return min(pending, self._most(sequence)) if pending > 1 or not sequence.has_begun else None
+            return self._piece(sequence, pending) if pending else None
+        return self._piece(sequence, pending) if pending > 1 or not sequence.has_begun else None
 
-    def _most(self, sequence: Sequence) -> int:
-        return self._chunk if sequence.prompt_top is None else self._scored_chunk
+    def _piece(self, sequence: Sequence, pending: int) -> int:
+        most = self._chunk if sequence.prompt_top is None else self._scored_chunk
+        return self._slots.piece(sequence.computed, min(pending, most))
 
     def _begin(self) -> None:
         """Give slots to those that wait, in order, as long as there is room."""

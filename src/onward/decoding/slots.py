@@ -21,6 +21,7 @@ from onward.models import Cache, Model, padded_length
 from onward.models.weights_version import computation
 from onward.native.machine_memory import memory_limit
 from onward.ops.blocks import BLOCK
+from onward.ops.state import STATE_BLOCK
 
 Slot = Any
 # (first, last) -> the ids at the positions first … last - 1 of a slot
@@ -74,11 +75,16 @@ class Slots(Protocol):
 
     def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
         """A slot of its own for `length` positions that holds the first `positions` of another. None: there is no room,
-        or the cache's rows cannot be copied."""
+        the cache's rows cannot be copied, or it has no recurrent states of so many positions any more."""
         ...
 
     def reserve(self, slot: Slot, length: int) -> bool:
         """Make room for `length` positions. False: there is none now."""
+        ...
+
+    def holds(self, slot: Slot, positions: int) -> bool:
+        """Whether the slot could go on from so many positions, which it has held: it could not where the recurrent
+        states of so many are not there any more."""
         ...
 
     def truncate(self, slot: Slot, positions: int) -> None:
@@ -106,8 +112,12 @@ class Slots(Protocol):
         ...
 
     def room(self, slots: Sequence[Slot], computed: Sequence[int]) -> int | None:
-        """How many tokens a row one forward over these slots may process, each from what it has computed on; None if
-        unknown."""
+        """How many tokens a row one forward over these slots may process, each from what it has computed on, if any of
+        them may be taken back; None if unknown."""
+        ...
+
+    def piece(self, first: int, count: int) -> int:
+        """How many of `count` ids of a prompt, from position `first` on, to process at once."""
         ...
 
     def view_of(self, slots: Sequence[Slot], tokens: int) -> View:
@@ -205,7 +215,7 @@ class DenseSlots:
         return slot, 0
 
     def fork(self, slot: DenseSlot, positions: int, length: int) -> DenseSlot | None:
-        if self._dims is None or (acquired := self.acquire((), length)) is None:
+        if self._dims is None or not self.holds(slot, positions) or (acquired := self.acquire((), length)) is None:
             return None
         fork, _ = acquired
         self._copy(slot.row, fork.row, positions)
@@ -214,6 +224,9 @@ class DenseSlots:
 
     def reserve(self, slot: DenseSlot, length: int) -> bool:
         return self._model is None or self._make_room(length)
+
+    def holds(self, slot: DenseSlot, positions: int) -> bool:
+        return not isinstance(self.cache, KVCache) or self.cache.holds(slot.row, positions)
 
     def truncate(self, slot: DenseSlot, positions: int) -> None:
         slot.filled = slot.written = min(slot.filled, positions)
@@ -250,7 +263,13 @@ class DenseSlots:
     def room(self, slots: Sequence[DenseSlot], computed: Sequence[int]) -> int | None:
         length = length_of(self.cache) or self.length
         others = [slot.filled for slot in self._slots if slot is not None and self.whole]
-        return None if length is None else length - max([*computed, *others])
+        room = None if length is None else length - max([*computed, *others])
+        if isinstance(self.cache, KVCache) and self.cache.states:
+            return STATE_BLOCK if room is None else min(room, STATE_BLOCK)
+        return room
+
+    def piece(self, first: int, count: int) -> int:
+        return count
 
     def view_of(self, slots: Sequence[DenseSlot], tokens: int) -> View:
         self._viewed = [(slot, slot.filled + tokens) for slot in slots]
@@ -400,7 +419,7 @@ def _as_many_blocks(new_blocks: Callable[[int], KVBlocks], count: int) -> KVBloc
 def dims_of(model: Model, cache: Cache, rows: int) -> Sequence[int] | None:
     """The dimension of rows in each tensor of a cache that `model` or a caller made; None where it does not show."""
     if isinstance(cache, KVCache):
-        return [0] * (2 * len(cache.keys))
+        return [0] * (2 * len(cache.keys) + len(cache.states))
     if rows == 1:
         return None
     dims = row_dims(model.new_cache)

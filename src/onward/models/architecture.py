@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from onward.cache import KVBlocks, KVCache, LayerShape
+from onward.cache import KVBlocks, KVCache, LayerShape, StateShape
 from onward.models.model import Cache, Model, Params
 from onward.models.scope import Scope
 
@@ -59,6 +59,33 @@ class Architecture(Protocol):
     ) -> tuple[Tensor, Cache]: ...
 
 
+@runtime_checkable
+class RecurrentArchitecture(Protocol):
+    """An architecture with recurrent layers. states: what a cache keeps of a text, for each of them."""
+
+    @property
+    def states(self) -> Sequence[StateShape]: ...
+
+
+@runtime_checkable
+class PartOfCheckpoint(Protocol):
+    """An architecture whose checkpoints hold more than its model. unread: what the names of the other tensors begin
+    with."""
+
+    @property
+    def unread(self) -> tuple[str, ...]: ...
+
+
+def is_unread(architecture: Architecture, name: str) -> bool:
+    """Whether a tensor of a checkpoint is known to be of another part than the model."""
+    return isinstance(architecture, PartOfCheckpoint) and name.startswith(architecture.unread)
+
+
+def states_of(architecture: Architecture) -> tuple[StateShape, ...]:
+    """What a cache keeps of a text for each recurrent layer; nothing where there are none."""
+    return tuple(architecture.states) if isinstance(architecture, RecurrentArchitecture) else ()
+
+
 def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """The shape of every weight that `read` takes, under its name; no memory is used."""
     shapes = _Shapes()
@@ -76,16 +103,17 @@ def build_model(architecture: Architecture, params: Any, max_seq_len: int | None
     dtype, device = params.embed_tokens.weight.dtype, params.embed_tokens.weight.device
     architecture = architecture.serving(max_seq_len or architecture.max_position_embeddings)
     shapes = tuple(architecture.cached)
+    states = states_of(architecture)
     return Model(
         forward=partial(architecture),  # an object of its own: programs are kept by the forward
         params=params,
-        new_cache=_NewCache(shapes, dtype, device),
+        new_cache=_NewCache(shapes, states, dtype, device),
         vocab_size=architecture.vocab_size,
         max_seq_len=max_seq_len or architecture.max_position_embeddings,
         selects_logits=True,
         device=device,
         num_parameters=num_parameters(architecture),
-        new_blocks=_NewBlocks(shapes, dtype, device),
+        new_blocks=_NewBlocks(shapes, states, dtype, device),
     )
 
 
@@ -98,21 +126,25 @@ def architecture_of(model: Model) -> Architecture | None:
 @dataclass(frozen=True)
 class _NewCache:
     shapes: tuple[LayerShape, ...]
+    states: tuple[StateShape, ...]
     dtype: torch.dtype
     device: torch.device
 
     def __call__(self, batch: int, max_len: int) -> KVCache:
-        return KVCache.of(self.shapes, batch=batch, max_len=max_len, dtype=self.dtype, device=self.device)
+        return KVCache.of(
+            self.shapes, batch=batch, max_len=max_len, dtype=self.dtype, device=self.device, states=self.states
+        )
 
 
 @dataclass(frozen=True)
 class _NewBlocks:
     shapes: tuple[LayerShape, ...]
+    states: tuple[StateShape, ...]
     dtype: torch.dtype
     device: torch.device
 
     def __call__(self, count: int) -> KVBlocks:
-        return KVBlocks.of(self.shapes, count=count, dtype=self.dtype, device=self.device)
+        return KVBlocks.of(self.shapes, count=count, dtype=self.dtype, device=self.device, states=self.states)
 
 
 class _Shapes:

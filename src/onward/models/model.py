@@ -57,7 +57,8 @@ class Model:
         was traced: it sees changes in place, but not tensors that take their place.
     new_blocks: makes memory for so many blocks of 64 positions, of which its forward takes views (`onward.KVBlocks`);
         None for a forward that serves only the caches of `new_cache`. Several rows of a view may be neighbouring
-        positions of one text: a layer stores the keys and values of all rows before it reads any.
+        positions of one text, unless there are recurrent layers: a layer stores the keys and values of all rows before
+        it reads any.
     """
 
     forward: Forward

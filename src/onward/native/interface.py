@@ -196,6 +196,52 @@ class HeadsArguments(Structure):
     )
 
 
+class StateArguments(Structure):
+    """OnwardState of native/src/state/places.h, where the fields are explained."""
+
+    _fields_ = (
+        ("data", Pointer),
+        ("strides", Int * 2),
+        ("held", Pointer),
+        ("held_stride", Int),
+        ("slots", Int),
+        ("rows", Pointer),
+        ("offsets", Pointer),
+    )
+
+
+class ShortConvArguments(Structure):
+    """OnwardShortConv of native/src/state/short_conv.cpp, where the fields are explained."""
+
+    _fields_ = (
+        *((name, Int) for name in ("batch", "queries", "channels", "taps")),
+        ("x", Pointer),
+        ("x_strides", Int * 2),
+        *((name, Pointer) for name in ("weight", "bias", "out")),
+        ("dtype", Code),
+        ("silu", Code),
+        *StateArguments._fields_,
+    )
+
+
+class GatedDeltaArguments(Structure):
+    """OnwardGatedDelta of native/src/state/gated_delta.cpp, where the fields are explained."""
+
+    _fields_ = (
+        *((name, Int) for name in ("batch", "queries", "key_heads", "value_heads", "key_dim", "value_dim")),
+        ("qkv", Pointer),
+        ("qkv_strides", Int * 2),
+        ("decay", Pointer),
+        ("decay_strides", Int * 2),
+        ("beta", Pointer),
+        ("beta_strides", Int * 2),
+        *((name, Pointer) for name in ("log_rate", "decay_bias", "out")),
+        ("dtype", Code),
+        ("eps", Float),
+        *StateArguments._fields_,
+    )
+
+
 # The arguments that stand for a tensor in the generic kernels: address, code of Element, address of int64 strides.
 _TENSOR = (Pointer, Code, Pointer)
 
@@ -286,6 +332,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_swiglu": (Code, [Int, Int, Code, Pointer, Int, Pointer, Int, Pointer, Int]),
     # rows, columns, dtype, approximate, gate, gate_stride, up, up_stride, out, out_stride
     "onward_geglu": (Code, [Int, Int, Code, Code, Pointer, Int, Pointer, Int, Pointer, Int]),
+    # rows, columns, dtype, gate, gate_stride, x, x_stride, out, out_stride
+    "onward_sigmoid_gate": (Code, [Int, Int, Code, Pointer, Int, Pointer, Int, Pointer, Int]),
     # rows, columns, dtype, a, a_stride, b, b_stride, out, out_stride
     "onward_add": (Code, [Int, Int, Code, Pointer, Int, Pointer, Int, Pointer, Int]),
     # gather.cpp: count, columns, dtype, table, rows, table_stride, ids, wide_ids, out, out_stride
@@ -356,4 +404,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # sampling/sample.cpp: rows, columns, x, dtype, stride; a value of each row: temperature, top_k (int64), top_p,
     # min_score, seeds (int64), positions (int64); out (int64)
     "onward_sample": (Code, [Int, Int, Pointer, Code, Int, *[Pointer] * 7]),
+    # state/short_conv.cpp
+    "onward_short_conv": (Code, [POINTER(ShortConvArguments)]),
+    # state/gated_delta.cpp
+    "onward_gated_delta": (Code, [POINTER(GatedDeltaArguments)]),
 }

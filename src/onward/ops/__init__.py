@@ -12,7 +12,8 @@ from onward.ops.attention import cached_attention, scaled_dot_product_attention
 from onward.ops.cache_write import write_cache
 from onward.ops.einsum import einsum
 from onward.ops.embedding import Table, embedding
-from onward.ops.gated import geglu, swiglu
+from onward.ops.gated import geglu, sigmoid_gate, swiglu
+from onward.ops.gated_delta import gated_delta
 from onward.ops.linear import PackedWeight, Weight, linear, pack
 from onward.ops.lora import lora
 from onward.ops.norm import layer_norm, rms_norm
@@ -21,6 +22,7 @@ from onward.ops.packed import NativeWeight
 from onward.ops.quantized import QuantizedWeight
 from onward.ops.rope import angles as rotary_angles
 from onward.ops.rope import rope, rotate
+from onward.ops.short_conv import short_conv
 
 __all__ = [
     "Choice",
@@ -36,6 +38,7 @@ __all__ = [
     "choose",
     "einsum",
     "embedding",
+    "gated_delta",
     "geglu",
     "layer_norm",
     "linear",
@@ -46,6 +49,8 @@ __all__ = [
     "rotary_angles",
     "rotate",
     "scaled_dot_product_attention",
+    "short_conv",
+    "sigmoid_gate",
     "swiglu",
     "write_cache",
 ]

@@ -1,4 +1,4 @@
-"""The gated activations of feed-forward blocks (Shazeer, arXiv 2002.05202)."""
+"""The gated activations of feed-forward blocks (Shazeer, arXiv 2002.05202), and a gate without one."""
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: bool = True) -> Tensor:
     return _geglu(gate, up, bool(approximate))
 
 
+def sigmoid_gate(gate: Tensor, x: Tensor) -> Tensor:
+    """sigmoid(gate) * x, elementwise; both float [..., D] of one shape and dtype."""
+    gate, x = _autocast_to_one_dtype(gate, x)
+    _check("sigmoid_gate", gate, x)
+    return _sigmoid_gate(gate, x)
+
+
 def _autocast_to_one_dtype(gate: Tensor, up: Tensor) -> list[Tensor] | tuple[Tensor, Tensor]:
     return widened(gate, up) if gate.dtype != up.dtype and autocast_dtype(gate) is not None else (gate, up)
 
@@ -39,14 +46,26 @@ def _geglu_definition(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
     return F.gelu(gate, approximate="tanh" if approximate else "none") * up
 
 
+def _sigmoid_gate_definition(gate: Tensor, x: Tensor) -> Tensor:
+    return gate.sigmoid() * x
+
+
 def _swiglu_native(library: Library, gate: Tensor, up: Tensor) -> Tensor:
+    return _call(library, "onward_swiglu", gate, up)
+
+
+def _sigmoid_gate_native(library: Library, gate: Tensor, x: Tensor) -> Tensor:
+    return _call(library, "onward_sigmoid_gate", gate, x)
+
+
+def _call(library: Library, kernel: str, gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out, width = torch.empty_like(gate), gate.shape[-1]
-    status = library.onward_swiglu(
+    status = getattr(library, kernel)(
         gate.numel() // max(width, 1), width, DTYPES[gate.dtype],
         gate.data_ptr(), width, up.data_ptr(), width, out.data_ptr(), width,
     )  # fmt: skip
-    library.check(status, "onward_swiglu")
+    library.check(status, kernel)
     return out
 
 
@@ -72,3 +91,6 @@ def _fake(gate: Tensor, *_: object) -> Tensor:
 
 _swiglu = Operator("swiglu(Tensor gate, Tensor up) -> Tensor", _swiglu_definition, _swiglu_native, _fake)
 _geglu = Operator("geglu(Tensor gate, Tensor up, bool approximate) -> Tensor", _geglu_definition, _geglu_native, _fake)
+_sigmoid_gate = Operator(
+    "sigmoid_gate(Tensor gate, Tensor x) -> Tensor", _sigmoid_gate_definition, _sigmoid_gate_native, _fake
+)

@@ -95,6 +95,8 @@ class _ModelDrafts:
         while agreeing < min(len(before), len(now)) and before[agreeing] == now[agreeing]:
             agreeing += 1
         text.computed = min(text.computed, len(row.prompt) + agreeing, len(row) - 1)
+        if not self._slots.holds(text.slot, text.computed):
+            text.computed = 0
         text.token_ids = list(now)
         self._slots.advance(text.slot, text.computed, text.ids)  # what the target has said is final
         self._confirmed[row.owner] = len(now)

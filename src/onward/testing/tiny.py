@@ -15,7 +15,7 @@ from onward.models import FAMILIES, Model, Scope, build_model, read_config
 
 def _architecture(family: str) -> str:
     """The architecture of config.json that a family's short name stands for."""
-    names = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
+    names = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES if name.endswith("ForCausalLM")}
     if family not in names:
         raise RequestError(f"family must be one of {', '.join(sorted(names))}; got {family!r}")
     return names[family]
@@ -28,9 +28,9 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
         family: "qwen3", "llama", "gemma3", …: an architecture of `onward.models.FAMILIES` in short.
         overrides: fields of config.json, added or changed. The vocabulary fits `ByteTokenizer` by default.
     """
-    return {
+    config: dict[str, Any] = {
         "architectures": [_architecture(family)],
-        "model_type": family,
+        "model_type": _MODEL_TYPES.get(family, family),
         "vocab_size": 258,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -45,6 +45,25 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
         "sliding_window": None,
         "tie_word_embeddings": False,
     } | overrides
+    if family not in _HYBRID:
+        return config
+    dense = {"num_experts": 0} if family == "qwen3next" else {}
+    return _RECURRENT | dense | _layer_types(config["num_hidden_layers"]) | config
+
+
+# The families whose first layers are recurrent here, and the last one attends.
+_HYBRID = ("qwen3_5", "qwen3next")
+_RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+_MODEL_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3next": "qwen3_next"}
+
+
+def _layer_types(num_layers: int) -> dict[str, Any]:
+    return {"layer_types": ["linear_attention"] * (num_layers - 1) + ["full_attention"]}
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Model:

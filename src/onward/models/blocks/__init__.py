@@ -6,6 +6,7 @@ block with these params computes it.
 
 from onward.models.blocks.attention import Attention, AttentionParams
 from onward.models.blocks.decoder import Decoder, DecoderNames, DecoderParams
+from onward.models.blocks.delta import GatedDelta, GatedDeltaParams
 from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams
 from onward.models.blocks.layer import DecoderLayer, LayerNames, LayerParams
 from onward.models.blocks.norm import RMSNorm
@@ -20,6 +21,8 @@ __all__ = [
     "DecoderParams",
     "FeedForward",
     "FeedForwardParams",
+    "GatedDelta",
+    "GatedDeltaParams",
     "LayerNames",
     "LayerParams",
     "Positions",

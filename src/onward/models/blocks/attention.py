@@ -44,7 +44,8 @@ class Attention:
 
     rope: None in a layer that turns nothing (NoPE). window: how many positions a token sees; None: all. scale: of the
     products; head_dim ** -0.5 by default. q_norm, k_norm: of each head if they are as wide as one, else of the whole
-    projection. query_growth: of queries. fused: whether the checkpoint has `qkv_proj`.
+    projection. query_growth: of queries. fused: whether the checkpoint has `qkv_proj`. output_gate: whether `q_proj` has
+    beside each head's queries as many features of a gate, whose sigmoid multiplies the head's output.
     """
 
     hidden_size: int
@@ -60,6 +61,7 @@ class Attention:
     k_norm: RMSNorm | None = None
     query_growth: QueryGrowth | None = None
     fused: bool = False
+    output_gate: bool = False
 
     @property
     def cached(self) -> LayerShape:
@@ -76,7 +78,7 @@ class Attention:
         if self.fused:
             qkv_proj = scope.linear("qkv_proj", queries + keys + values, hidden, self.qkv_bias)
             return FusedAttentionParams(qkv_proj, *self._read_rest(scope))
-        q_proj = scope.linear("q_proj", queries, hidden, self.qkv_bias)
+        q_proj = scope.linear("q_proj", queries * (1 + self.output_gate), hidden, self.qkv_bias)
         k_proj = scope.linear("k_proj", keys, hidden, self.qkv_bias)
         v_proj = scope.linear("v_proj", values, hidden, self.qkv_bias)
         return AttentionParams(q_proj, k_proj, v_proj, *self._read_rest(scope))
@@ -100,6 +102,10 @@ class Attention:
             q, k, v = torch.split(params.qkv_proj(x_BTD), list(self.widths), dim=-1)
         else:
             q, k, v = params.q_proj(x_BTD), params.k_proj(x_BTD), params.v_proj(x_BTD)
+        gate = None
+        if self.output_gate:
+            q = q.view(*q.shape[:2], self.num_heads, -1)
+            q, gate = (x.flatten(2) for x in torch.split(q, self.head_dim, -1))
         q_BHTE, k_BGTE = self._heads(q, self.q_norm, params.q_norm), self._heads(k, self.k_norm, params.k_norm)
         v_BGTE = self._heads(v, None, None)
         if self.query_growth is not None:
@@ -110,7 +116,8 @@ class Attention:
             q_BHTE = ops.rotate(q_BHTE, cos, sin, interleaved=interleaved)
             k_BGTE = ops.rotate(k_BGTE, cos, sin, interleaved=interleaved)
         mixed = cache.attend(index, q_BHTE, k_BGTE, v_BGTE, positions.offsets, window=self.window, scale=self.scale)
-        return params.o_proj(mixed.transpose(1, 2).flatten(2))
+        out = mixed.transpose(1, 2).flatten(2)
+        return params.o_proj(out if gate is None else ops.sigmoid_gate(gate, out))
 
     def _heads(self, x: Tensor, norm: RMSNorm | None, weight: Tensor | None) -> Tensor:
         """[B, T, heads * E] -> [B, heads, T, E], each head or all of them together normalised if there is a norm."""

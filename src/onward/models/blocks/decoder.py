@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
 from onward.models.blocks.layer import DecoderLayer, LayerParams
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions
@@ -47,6 +47,7 @@ class Decoder:
     max_position_embeddings: the context that it was trained for. max_seq_len: the most positions that it serves; by
     default that context. embedding_multiplier, logits_multiplier: factors of
     the embedded tokens and of the logits. logits_softcap: c in c * tanh(logits / c); None for none.
+    unread: what the names of tensors begin with that a checkpoint has beside the model, of a vision tower, say.
     """
 
     vocab_size: int
@@ -60,11 +61,17 @@ class Decoder:
     logits_softcap: float | None = None
     max_seq_len: int | None = None
     names: DecoderNames = DecoderNames()
+    unread: tuple[str, ...] = ()
 
     @cached_property
     def cached(self) -> tuple[LayerShape, ...]:
         """What a cache keeps of a token, for each of its layers."""
-        return tuple(layer.mixer.cached for layer in self.layers if layer.mixer.cached is not None)
+        return tuple(layer.mixer.cached for layer in self.layers if isinstance(layer.mixer.cached, LayerShape))
+
+    @cached_property
+    def states(self) -> tuple[StateShape, ...]:
+        """What a cache keeps of a text, for each of its recurrent layers."""
+        return tuple(layer.mixer.cached for layer in self.layers if isinstance(layer.mixer.cached, StateShape))
 
     @property
     def schedules(self) -> tuple[RotarySchedule, ...]:
@@ -126,8 +133,11 @@ class Decoder:
         return logits, cache
 
     def _places(self) -> Iterator[int]:
-        """The place of each layer in the cache: a layer that keeps nothing reads that of the layer before it."""
-        place = -1
+        """The place of each layer in the cache, among those that keep keys and values or among the recurrent ones: a
+        layer that keeps nothing reads that of the layer before it."""
+        place = state = -1
         for layer in self.layers:
-            place += layer.mixer.cached is not None
-            yield place
+            is_recurrent = isinstance(layer.mixer.cached, StateShape)
+            state += is_recurrent
+            place += not is_recurrent and layer.mixer.cached is not None
+            yield state if is_recurrent else place

@@ -6,20 +6,21 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from onward import ops
-from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions
 from onward.models.scope import Scope
 
 
 class Mixer(Protocol):
-    """A block that mixes what tokens know: attention, say. cached: what it keeps of a token; None: nothing of its own.
+    """A block that mixes what tokens know: attention, say. cached: what it keeps of a token, or a recurrent one of a
+    text; None: nothing of its own.
 
     Called with its params, x float [B, T, D], the tokens' positions, the cache and the layer's place in it.
     """
 
     @property
-    def cached(self) -> LayerShape | None: ...
+    def cached(self) -> LayerShape | StateShape | None: ...
 
     def read(self, scope: Scope) -> Any: ...
 

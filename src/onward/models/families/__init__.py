@@ -5,7 +5,7 @@ from typing import Any
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.architecture import Architecture
-from onward.models.families import llama, ministral, mistral, phi3, qwen2, qwen3
+from onward.models.families import llama, ministral, mistral, phi3, qwen2, qwen3, qwen3_5, qwen3_next
 from onward.models.fields import ReadFields
 
 _FAMILIES = (
@@ -15,6 +15,8 @@ _FAMILIES = (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_next,
 )
 
 # An architecture's name in config.json -> the function that reads its config.

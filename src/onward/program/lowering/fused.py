@@ -192,6 +192,11 @@ def swiglu(b: Builder, node: Node) -> None:
     _elementwise(b, node, "onward_swiglu")
 
 
+@lowers(ops.sigmoid_gate.default)
+def sigmoid_gate(b: Builder, node: Node) -> None:
+    _elementwise(b, node, "onward_sigmoid_gate")
+
+
 @lowers(ops.geglu.default)
 def geglu(b: Builder, node: Node) -> None:
     _elementwise(b, node, "onward_geglu", node.args[2])

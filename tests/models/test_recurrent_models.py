@@ -1,0 +1,218 @@
+"""Models with recurrent states keep every promise: their tokens depend on the text alone."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import onward
+from onward import GenerateOptions, LanguageModel, Session, Speculator, native
+from onward.cache import PagedSlots
+from onward.errors import ConfigError
+from onward.models import pack_params
+from onward.speculation import ModelDrafter
+from onward.testing import ByteTokenizer, random_checkpoint, tiny_model
+
+pytestmark = pytest.mark.skipif(not native.available_isas(), reason="torch's products have no one order")
+
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
+PROMPTS = [[(7 * i * i + n) % 251 for i in range(n)] for n in (70, 1, 16, 33, 15)]
+
+
+def model(seed=7, family="qwen3_5", **config):
+    stock = tiny_model(family, seed=seed, num_hidden_layers=3, **config)
+    return dataclasses.replace(stock, params=pack_params(stock.params))
+
+
+def language_model(chunk=512, **options):
+    return LanguageModel(
+        model(), ByteTokenizer(), defaults=GenerateOptions(max_new_tokens=40), prefill_chunk=chunk, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return language_model()
+
+
+def ids(completion):
+    return completion.token_ids
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 48])
+def test_logits_do_not_depend_on_the_chunks(lm, chunk):
+    for prompt in PROMPTS:
+        assert torch.equal(language_model(chunk).logits(prompt), lm.logits(prompt))
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, SAMPLED])
+def test_a_batch_is_its_rows(lm, options):
+    alone = [ids(lm.generate(prompt, **options)) for prompt in PROMPTS]
+    assert [ids(one) for one in lm.generate(PROMPTS, **options)] == alone
+    assert [ids(one) for one in lm.generate(PROMPTS, cache=lm.new_cache(len(PROMPTS)), **options)] == alone
+
+
+class Echo:
+    """A drafter whose drafts are as long as they may be, and right up to a place that moves."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def start(self, request):
+        return self
+
+    def propose(self, rows):
+        drafts = []
+        for row in rows:
+            known = self.texts[tuple(row.prompt)]
+            at = len(row.output)
+            draft = known[at : at + row.wanted]
+            wrong = (5 * at + len(row.prompt)) % 16
+            drafts.append([token if i != wrong else (token + 1) % 251 for i, token in enumerate(draft)])
+        return drafts
+
+
+@pytest.mark.parametrize("longest", [1, 4, 15, 40])
+def test_drafted_is_plain(lm, longest):
+    plain = [ids(lm.generate(prompt, **SAMPLED)) for prompt in PROMPTS]
+    drafter = Echo({tuple(prompt): text for prompt, text in zip(PROMPTS, plain, strict=True)})
+    drafted = lm.generate(PROMPTS, draft=Speculator(drafter, length=longest), **SAMPLED)
+    assert [ids(one) for one in drafted] == plain
+    assert sum(one.speculation.accepted for one in drafted) > 20
+
+
+@pytest.mark.parametrize("length", [3, 15, 30])
+def test_a_recurrent_model_drafts(lm, length):
+    plain = [ids(lm.generate(prompt, **SAMPLED)) for prompt in PROMPTS]
+    for target in (lm, LanguageModel(tiny_model(seed=3), ByteTokenizer(), defaults=lm.defaults)):
+        draft = Speculator(ModelDrafter(model(seed=8)), length=length)
+        plain = [ids(target.generate(prompt, **SAMPLED)) for prompt in PROMPTS]
+        assert [ids(one) for one in target.generate(PROMPTS, draft=draft, **SAMPLED)] == plain
+
+
+def test_samples_and_beams_of_one_prompt(lm):
+    three = lm.generate(PROMPTS[0], n=3, **SAMPLED)
+    assert len({tuple(ids(one)) for one in three.choices}) == 3
+    assert ids(three.choices[0]) == ids(lm.generate(PROMPTS[0], **SAMPLED))
+    dense = dataclasses.replace(lm.model, new_blocks=None)
+    searched = lm.generate(PROMPTS[3], beams=3, temperature=0)
+    assert ids(
+        LanguageModel(dense, ByteTokenizer()).generate(PROMPTS[3], beams=3, temperature=0, max_new_tokens=40)
+    ) == ids(searched)
+
+
+def test_a_session_goes_on_and_is_edited(lm, tmp_path):
+    session = Session(lm)
+    first = session.generate(PROMPTS[0], **SAMPLED)
+    longer = [*PROMPTS[0], *ids(first), 5, 6]
+    second = session.generate(longer, **SAMPLED)
+    assert second.cached_tokens == len(longer) - 3  # the last generated id was not processed, and two are new
+    assert ids(second) == ids(lm.generate(longer, **SAMPLED))
+    file = tmp_path / "session.safetensors"
+    session.save(file)
+    resumed = Session.load(file, lm)
+    last = [*longer, *ids(second), 9]
+    third = resumed.generate(last, **SAMPLED)
+    assert third.cached_tokens == len(last) - 2
+    assert ids(third) == ids(session.generate(last, **SAMPLED)) == ids(lm.generate(last, **SAMPLED))
+    # An edit near the end keeps the states before it; one further back needs states that were not kept.
+    for kept, cached in ((len(last) + 30, len(last) + 30), (20, 0)):
+        edited = [*[*last, *ids(third)][:kept], 1, 2, 3]
+        again = session.generate(edited, **SAMPLED)
+        assert again.cached_tokens == cached
+        assert ids(again) == ids(lm.generate(edited, **SAMPLED))
+
+
+def test_prompts_that_begin_alike_go_on_from_kept_states():
+    lm, empty = language_model(), language_model(prefix_memory=0)
+    prompt = PROMPTS[0]
+    first = lm.generate(prompt, **SAMPLED)
+    assert first.cached_tokens == 0
+    again = lm.generate(prompt, **SAMPLED)
+    assert again.cached_tokens == 64  # the states at the end of the prompt's last block
+    assert ids(again) == ids(first) == ids(empty.generate(prompt, **SAMPLED))
+    longer = [*prompt, *ids(first), 5, 6]
+    second = lm.generate(longer, **SAMPLED)
+    assert second.cached_tokens == len(longer) - 3  # the states at the end of the first text
+    assert ids(second) == ids(empty.generate(longer, **SAMPLED))
+    other = [*prompt[:66], 7, 8, 9]
+    assert lm.generate(other, **SAMPLED).cached_tokens == 64
+    assert lm.generate(prompt[:40], **SAMPLED).cached_tokens == 0
+    assert ids(lm.generate(other, **SAMPLED)) == ids(empty.generate(other, **SAMPLED))
+
+
+def test_texts_evict_the_states_of_others():
+    """Many texts in little memory: whatever is found, the tokens are the same."""
+    chance = random.Random(3)
+    bases = [[chance.randrange(250) for _ in range(150)] for _ in range(3)]
+    empty = language_model(prefix_memory=0)
+    blocks = empty.model.new_blocks(1)
+    lm = language_model(prefix_memory=40 * (blocks.block_nbytes + blocks.states.nbytes))
+    found = 0
+    for _ in range(40):
+        shared = chance.choice([3, 63, 64, 65, 100, 128, 140])
+        prompt = [*chance.choice(bases)[:shared], chance.randrange(250)]
+        options = {"max_new_tokens": chance.choice([1, 5, 20]), "temperature": 1, "seed": chance.randrange(9)}
+        got = lm.generate(prompt, draft=chance.choice([None, "lookup"]), **options)
+        assert ids(got) == ids(empty.generate(prompt, **options))
+        found += got.cached_tokens
+        lm._kept._slots.check()
+    assert found > 200
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_quantized(format):
+    wide = tiny_model("qwen3_5", seed=3, hidden_size=64, intermediate_size=96)
+    quantized = onward.quantize(LanguageModel(wide, defaults=GenerateOptions(max_new_tokens=40)), format)
+    alone = [ids(quantized.generate(prompt, **SAMPLED)) for prompt in PROMPTS]
+    assert [ids(one) for one in quantized.generate(PROMPTS, **SAMPLED)] == alone
+    assert [ids(one) for one in quantized.generate(PROMPTS, draft="lookup", **SAMPLED)] == alone
+
+
+def test_programs_are_eager(lm):
+    eager = language_model(compile="eager")
+    assert [ids(one) for one in eager.generate(PROMPTS, **SAMPLED)] == [
+        ids(one) for one in lm.generate(PROMPTS, **SAMPLED)
+    ]
+    assert "(torch)" not in str(lm.explain())
+
+
+def test_states_come_and_go_with_texts(lm):
+    blocks = lm.model.new_blocks(8)
+    slots = PagedSlots(blocks, max_len=256, cached_blocks=8)
+    assert not slots.shares_rows
+    taken = [slots.acquire([1, 2, 3], 40)[0] for _ in range(8)]
+    assert slots.acquire([1], 1) is None
+    assert len({slot.state for slot in taken}) == 8
+    slots.release(taken.pop(), [1, 2, 3])
+    slot, reused = slots.acquire([1, 2, 3, 4], 40)
+    assert reused == 0
+    slots.check()
+    assert slots.fork(slot, 5, 40) is None
+    assert not slots.holds(slot, 5)  # nothing was computed, so there are no states of 5 positions
+
+
+def test_the_text_part_of_a_checkpoint_with_vision(tmp_path):
+    text = random_checkpoint(tmp_path / "text", "qwen3_5", seed=3)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    config = json.loads((text / "config.json").read_text())
+    parts = {"text_config": config, "vision_config": {"depth": 2}, "image_token_id": 5}
+    (whole / "config.json").write_text(json.dumps(parts | {"architectures": ["Qwen3_5ForConditionalGeneration"]}))
+    tensors = load_file(text / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    others = {"model.visual.patch_embed.weight": torch.ones(3), "mtp.fc.weight": torch.ones(3)}
+    save_file(renamed | others, whole / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(onward.load(whole).logits(PROMPTS[3]), onward.load(text).logits(PROMPTS[3]))
+
+
+def test_configs_that_cannot_be_served_are_refused():
+    with pytest.raises(ConfigError, match="experts"):
+        tiny_model("qwen3next", num_experts=4)
+    with pytest.raises(ConfigError, match="full_attention"):
+        tiny_model("qwen3_5", layer_types=["linear_attention"] * 2)
+    with pytest.raises(ConfigError, match="linear_num_value_heads"):
+        tiny_model("qwen3_5", linear_num_key_heads=3)

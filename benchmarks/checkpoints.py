@@ -28,6 +28,31 @@ QWEN3_0_6B = {
     "dtype": "bfloat16",
 }
 
+# From memory of the public model.
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+SHAPES = {"qwen3-0.6b": QWEN3_0_6B, "gemma3-1b": GEMMA3_1B}
+
 
 class _RandomTensors:
     """Hands an architecture's `read` a random tensor for every name it asks for, and keeps them."""

@@ -1,9 +1,9 @@
 """Decode and prefill beside transformers, on the same weights, in one run.
 
-    python -m benchmarks.decode [--rounds N] [--threads N] [--skip-start]
+    python -m benchmarks.decode [--shape NAME] [--rounds N] [--threads N] [--skip-start]
 
-Random bf16 weights in the shape of Qwen3-0.6B; batch 1; greedy; a fresh prompt each time. The two take turns
-within every round and the read bandwidth of the machine is measured between them, so that a busy neighbour
+Random bf16 weights in the shape of Qwen3-0.6B or Gemma 3 1B; batch 1; greedy; a fresh prompt each time. The two take
+turns within every round and the read bandwidth of the machine is measured between them, so that a busy neighbour
 slows all three alike. Medians over all rounds. The last line is one JSON object.
 """
 
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import onward
-from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint, weight_bytes_per_token
+from benchmarks.checkpoints import SHAPES, random_checkpoint, weight_bytes_per_token
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
 from onward.checkpoint import find_folder
 
@@ -90,14 +90,14 @@ def transformers_contestant(model: Any) -> Contestant:
     return run
 
 
-def measure(contestants: dict[str, Contestant], rounds: int) -> tuple[dict[str, Samples], list[float]]:
+def measure(contestants: dict[str, Contestant], rounds: int, vocab_size: int) -> tuple[dict[str, Samples], list[float]]:
     """Samples of every contestant and of the read bandwidth, taken in turns."""
     samples = {name: Samples() for name in contestants}
     buffer, bandwidth = bandwidth_buffer(), []
     generator = torch.Generator().manual_seed(1)
     for turn in range(rounds + 1):
         for length in PROMPTS:
-            prompt = torch.randint(0, QWEN3_0_6B["vocab_size"], (length,), generator=generator).tolist()
+            prompt = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
             for name, run in contestants.items():
                 first, rest = run(prompt)
                 if turn:  # the first round warms up
@@ -145,11 +145,13 @@ def _median_wall(command: list[str]) -> float:
     return statistics.median(seconds)
 
 
-def report(samples: dict[str, Samples], bandwidth: list[float], extra: dict[str, dict[str, float]]) -> dict[str, Any]:
+def report(
+    shape: str, samples: dict[str, Samples], bandwidth: list[float], extra: dict[str, dict[str, float]]
+) -> dict[str, Any]:
     """Print the table; returns what the JSON line holds."""
     limit = statistics.median(bandwidth)
-    per_token = weight_bytes_per_token()
-    result: dict[str, Any] = {"machine": description(), "read_bandwidth_gb_s": round(limit / 1e9, 1)}
+    per_token = weight_bytes_per_token(SHAPES[shape])
+    result: dict[str, Any] = {"machine": description(), "shape": shape, "read_bandwidth_gb_s": round(limit / 1e9, 1)}
     result["weight_bytes_per_token"] = per_token
     print(f"read bandwidth {limit / 1e9:.1f} GB/s; {per_token / 1e9:.3f} GB of weights a token")
     print(f"so at most {limit / per_token:.1f} tokens/s\n")
@@ -176,6 +178,7 @@ def _row(label: str, values: dict[str, float], fraction: float | None = None) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--skip-start", action="store_true", help="do not time loading and process start")
@@ -184,15 +187,16 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    folder = str(random_checkpoint())
+    shape = SHAPES[arguments.shape]
+    folder = str(random_checkpoint(arguments.shape, shape))
     extra = {} if arguments.skip_start else {"load": seconds_to_load(folder), "first_token": seconds_to_first_token()}
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     contestants = {
         "onward": onward_contestant(onward.load(folder)),
         "transformers": transformers_contestant(theirs),
     }
-    samples, bandwidth = measure(contestants, arguments.rounds)
-    print(json.dumps(report(samples, bandwidth, extra)))
+    samples, bandwidth = measure(contestants, arguments.rounds, shape["vocab_size"])
+    print(json.dumps(report(arguments.shape, samples, bandwidth, extra)))
 
 
 if __name__ == "__main__":

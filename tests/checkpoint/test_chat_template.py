@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from family_templates import FAMILY_TEMPLATES
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_checkpoint import TOKENIZER_CONFIG, change_json, refused, write_json
@@ -104,7 +105,7 @@ TOOLS = """\
 {%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}
 """
 
-TEMPLATES = {"ChatML": CHATML, "dated": DATED, "INST": INST, "tools": TOOLS}
+TEMPLATES = {"ChatML": CHATML, "dated": DATED, "INST": INST, "tools": TOOLS, **FAMILY_TEMPLATES}
 
 CONVERSATIONS = {
     "one question": [{"role": "user", "content": "Hi"}],
@@ -153,7 +154,7 @@ def test_a_prompt_is_that_of_transformers(template, conversation, add_generation
     assert ours(source, messages, **options) == theirs(source, messages, **options)
 
 
-@pytest.mark.parametrize("template", ["ChatML", "dated", "tools"])
+@pytest.mark.parametrize("template", ["ChatML", "dated", "tools", *FAMILY_TEMPLATES])
 def test_a_system_prompt_is_that_of_transformers(template):
     assert ours(TEMPLATES[template], WITH_SYSTEM) == theirs(TEMPLATES[template], WITH_SYSTEM)
 
@@ -443,6 +444,13 @@ def test_what_a_template_raises_is_cut():
         ours("{{ raise_exception('x' * 99999) }}", [{"role": "user", "content": "Hi"}])
     assert "xxx" in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("enable_thinking", [True, False])
+@pytest.mark.parametrize("template", ["SmolLM3", "EXAONE 4", "Seed-OSS"])
+def test_variables_of_reasoning_are_those_of_transformers(template, enable_thinking):
+    options = {"enable_thinking": enable_thinking, "thinking_budget": 1024}
+    assert ours(TEMPLATES[template], WITH_SYSTEM, **options) == theirs(TEMPLATES[template], WITH_SYSTEM, **options)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

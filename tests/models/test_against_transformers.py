@@ -56,6 +56,34 @@ def test_greedy_tokens_are_those_of_transformers_in_a_batch_of_different_lengths
     assert chunked.greedy(chunked.prompts) == [expected.greedy for expected in chunked.expected]
 
 
+def test_greedy_tokens_are_those_of_transformers_when_drafted(judged):
+    texts = [expected.greedy for expected in judged.expected]
+    assert judged.greedy(judged.prompts, draft="lookup") == texts
+
+
+def test_greedy_tokens_are_those_of_transformers_from_a_saved_session(judged, tmp_path):
+    for expected in judged.expected:
+        session = onward.Session(judged.lm)
+        options = {"temperature": 0, "ignore_eos": True}
+        first = session.generate(expected.prompt, max_new_tokens=30, **options).token_ids
+        session.save(tmp_path / "text.safetensors")
+        later = onward.Session.load(tmp_path / "text.safetensors", judged.lm)
+        rest = later.generate(expected.prompt + first, max_new_tokens=NEW_TOKENS - 30, **options)
+        assert rest.cached_tokens >= len(expected.prompt) + 29
+        assert first + rest.token_ids == expected.greedy
+
+
+def test_greedy_tokens_are_those_of_transformers_after_preemption(judged):
+    """Three texts begin in a block each, and there are four blocks for the two that each needs in the end."""
+    memory = 4 * judged.lm.model.new_blocks(1).block_nbytes
+    with onward.Engine(judged.lm, cache_memory=memory, overcommit=100.0) as engine:
+        options = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+        running = [engine.submit(expected.prompt, **options) for expected in judged.expected]
+        texts = [one.result().token_ids for one in running]
+        assert engine.stats().preemptions
+    assert texts == [expected.greedy for expected in judged.expected]
+
+
 def test_nothing_is_read_past_an_offset(judged):
     cache = poison(judged.lm.new_cache(len(judged.prompts)))
     assert judged.greedy(judged.prompts, cache=cache) == [expected.greedy for expected in judged.expected]

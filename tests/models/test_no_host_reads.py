@@ -69,10 +69,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 CONFIGS = [
-    ("qwen3", {}),
-    ("qwen2", {}),
-    ("llama", {}),
-    ("mistral", {}),
+    *((name.removesuffix("ForCausalLM").lower(), {}) for name in FAMILIES if name.endswith("ForCausalLM")),
     ("mistral", {"sliding_window": 3}),
     ("ministral", {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}),
     (
@@ -130,7 +127,6 @@ def test_a_step_of_every_family_reads_nothing_on_the_host(as_on_a_gpu, family, o
     with torch.no_grad(), NoPythonReads(), NoDispatchedReads():
         logits, cache = model(ids, offsets, cache, at)
     assert logits.isfinite().all()
-    assert len(FAMILIES) == 7, "a new family belongs into CONFIGS"
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -9,7 +9,10 @@ import onward
 from onward.errors import RequestError
 from onward.testing import poison, random_checkpoint, tiny_model
 
-FAMILIES = ["qwen3", "qwen2", "llama", "mistral", "qwen3_5", "qwen3next"]
+FAMILIES = [
+    *("qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "granite", "glm", "glm4"),
+    *("seedoss", "exaone4", "qwen3_5", "qwen3next", "phi3", "ministral", "ministral3"),
+]
 IDS = [(11 * i) % 258 for i in range(23)]
 
 

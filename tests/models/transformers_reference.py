@@ -40,6 +40,16 @@ CONFIGS = {
     "ministral": MinistralConfig,
     "ministral3": Ministral3Config,
     "phi3": Phi3Config,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
+    "olmo2": transformers.Olmo2Config,
+    "olmo3": transformers.Olmo3Config,
+    "smollm3": transformers.SmolLM3Config,
+    "granite": transformers.GraniteConfig,
+    "glm": transformers.GlmConfig,
+    "glm4": transformers.Glm4Config,
+    "seedoss": transformers.SeedOssConfig,
+    "exaone4": transformers.Exaone4Config,
 }
 MODELS = {
     "qwen3": transformers.Qwen3ForCausalLM,
@@ -51,6 +61,16 @@ MODELS = {
     "ministral": transformers.MinistralForCausalLM,
     "ministral3": transformers.Ministral3ForCausalLM,
     "phi3": transformers.Phi3ForCausalLM,
+    "gemma2": transformers.Gemma2ForCausalLM,
+    "gemma3": transformers.Gemma3ForCausalLM,
+    "olmo2": transformers.Olmo2ForCausalLM,
+    "olmo3": transformers.Olmo3ForCausalLM,
+    "smollm3": transformers.SmolLM3ForCausalLM,
+    "granite": transformers.GraniteForCausalLM,
+    "glm": transformers.GlmForCausalLM,
+    "glm4": transformers.Glm4ForCausalLM,
+    "seedoss": transformers.SeedOssForCausalLM,
+    "exaone4": transformers.Exaone4ForCausalLM,
 }
 SMALL = {
     "vocab_size": 101,
@@ -71,6 +91,11 @@ DELTA = {
     "linear_value_head_dim": 20,
     "num_hidden_layers": 4,
 }
+# Families whose configs have ids by default that lie past the small vocabulary.
+OTHER_IDS = {
+    family: {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    for family in ("gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "granite", "glm", "glm4", "seedoss", "exaone4")
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 LLAMA3 = {
@@ -90,6 +115,10 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 NO_SPECIAL_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+LOCAL = {"full_attention": {"rope_theta": 5000.0}, "sliding_attention": {"rope_theta": 200.0}}
+# Families whose norms multiply with 1 + weight.
+ADDED_TO_ONE = ("gemma2", "gemma3")
+CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}
 
 
 @dataclass(frozen=True)
@@ -201,18 +230,104 @@ CASES = {
         "phi3", {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE} | NO_SPECIAL_IDS
     ),
     "mistral window past the prompt": Case("mistral", {"sliding_window": 60, "tie_word_embeddings": True}),
+    "gemma2": Case("gemma2", {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5, **CAPS}),
+    "gemma2 biases, tied, no caps": Case(
+        "gemma2",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "hidden_activation": "gelu",
+        },
+    ),
+    "gemma3": Case(
+        "gemma3", {"head_dim": 12, "query_pre_attn_scalar": 5, "sliding_window": 6, "rope_parameters": LOCAL}
+    ),
+    "gemma3 biases, tied, capped, scaled": Case(
+        "gemma3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "sliding_window": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}},
+        },
+    ),
+    "olmo2": Case("olmo2"),
+    "olmo2 biases, one kv head, tied": Case(
+        "olmo2", {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 12}
+    ),
+    "olmo3": Case("olmo3", {"num_hidden_layers": 4, "sliding_window": 6}),
+    "olmo3 biases, scaled": Case(
+        "olmo3",
+        {
+            "attention_bias": True,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {"rope_theta": 300.0}},
+        },
+    ),
+    "smollm3": Case("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3 biases, window": Case(
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 1],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "granite": Case(
+        "granite",
+        {
+            "embedding_multiplier": 1.7,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.7,
+            "head_dim": 12,
+        },
+    ),
+    "granite biases, tied": Case("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm": Case("glm", {"head_dim": 16}),
+    "glm whole heads, no biases": Case(
+        "glm",
+        {
+            "head_dim": 10,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "glm4": Case("glm4", {"head_dim": 20, "rope_parameters": LINEAR | {"partial_rotary_factor": 0.3}}),
+    "seedoss": Case("seedoss", {"head_dim": 12}),
+    "seedoss other biases": Case(
+        "seedoss", {"head_dim": 6, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}
+    ),
+    "exaone4": Case("exaone4", {"num_hidden_layers": 4, "sliding_window": 6, "head_dim": 12}),
+    "exaone4 without windows": Case(
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
+    ),
 }
 
 
 def build(case: Case) -> PreTrainedModel:
     """The model of a case with random weights, in float32 with the plain attention."""
-    config = CONFIGS[case.family](**(SMALL | case.fields), attn_implementation="eager")
+    fields = SMALL | OTHER_IDS.get(case.family, {}) | case.fields
+    config = CONFIGS[case.family](**fields, attn_implementation="eager")
     torch.manual_seed(0)
     model = MODELS[case.family](config).eval()
     # The weights that transformers draws are so small that all logits would be nearly 0.
     for name, weight in model.named_parameters():
         noise = torch.randn_like(weight)
-        weight.data = 1 + 0.2 * noise if name.endswith("norm.weight") else noise * weight.shape[-1] ** -0.5
+        centre = 0 if case.family in ADDED_TO_ONE else 1
+        weight.data = centre + 0.2 * noise if name.endswith("norm.weight") else noise * weight.shape[-1] ** -0.5
     return model
 
 

@@ -17,6 +17,12 @@ from onward.errors import CheckpointError, RequestError, one_line
 from onward.models import Architecture, Scope
 from onward.models.architecture import is_unread
 
+_OLDER_NAMES = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
 # Files of weights, by which an error names what a folder has instead of readable safetensors.
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors", "*.distcp")
 
@@ -34,7 +40,9 @@ class SafetensorsFolder:
         self._folder = folder
         self._device = device
         self._files: dict[str, Any] = {}
-        self._where = self._locate()
+        located = self._locate()
+        self._stored = {_renamed(name): name for name in located}
+        self._where = {_renamed(name): file for name, file in located.items()}
         self._taken: set[str] = set()
         self._method = method_of(_config_of(folder))
         self._below = _by_module(self._where) if self._method is not None else {}
@@ -91,7 +99,7 @@ class SafetensorsFolder:
             raise CheckpointError(f"{self._folder}: tensor {name!r} is missing from the weights")
         file = self._where[name]
         try:
-            tensor: Tensor = self._open(file).get_tensor(name)
+            tensor: Tensor = self._open(file).get_tensor(self._stored[name])
         except (SafetensorError, RuntimeError, ValueError, MemoryError) as error:
             raise CheckpointError(
                 f"{self._folder / file}: tensor {name!r} cannot be read: {one_line(error)}"
@@ -147,6 +155,14 @@ def _by_module(names: Iterable[str]) -> dict[str, set[str]]:
             module, _, inside = name.rpartition(".")
         below.setdefault(module, set()).add(f"weight.{inside}" if dot else inside)
     return below
+
+
+def _renamed(name: str) -> str:
+    """The name of today for a name that multimodal checkpoints had before transformers 4.52."""
+    for old, new in _OLDER_NAMES.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def read_weights(

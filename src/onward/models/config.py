@@ -8,11 +8,12 @@ from onward.errors import ConfigError
 from onward.models.blocks import Attention, Decoder, DecoderLayer, FeedForward, RMSNorm
 from onward.models.blocks.feed_forward import Activation
 from onward.models.blocks.layer import Mixer, TokenBlock
-from onward.models.fields import flag, positive_int, positive_number
+from onward.models.fields import flag, json_object, positive_int, positive_number
 from onward.models.rope import RotarySchedule, rotary_schedule
 
 # Far more than any model has, yet a tuple of so many layers still fits in memory.
 _MOST_LAYERS = 10_000
+_LAYER_TYPES = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class CommonFields:
     tie_word_embeddings: bool
     activation: Activation
 
-    def norm(self, width: int | None = None, offset: float = 0.0) -> RMSNorm:
-        """A norm of the stream, or of another width."""
-        return RMSNorm(width or self.hidden_size, self.rms_norm_eps, offset)
+    def norm(self, width: int | None = None, **changes: Any) -> RMSNorm:
+        """A norm of the stream, or of another width. changes: fields of `RMSNorm` that differ."""
+        return replace(RMSNorm(width or self.hidden_size, self.rms_norm_eps), **changes)
 
     def attention(self, **changes: Any) -> Attention:
         """The attention of a layer. changes: fields of `Attention` that differ from the common ones."""
@@ -148,6 +149,40 @@ def sliding_window(config: Mapping[str, Any], default: int | None = 4096) -> int
     return positive_int(config, "sliding_window", default)
 
 
+def layer_types(config: Mapping[str, Any], default: Sequence[str]) -> tuple[str, ...]:
+    """The type of each layer: `layer_types`, or without it the family's own."""
+    types = config.get("layer_types")
+    types = list(default) if types is None else types
+    check_layer_types(types, len(default))
+    return tuple(types)
+
+
+def every_nth_full(interval: int, num_layers: int) -> list[str]:
+    """Types of layers, of which every `interval`-th one sees all positions and the others have a window."""
+    return ["sliding_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
+
+
+def layer_windows(types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer, by the layers' types."""
+    if window is None and "sliding_attention" in types:
+        raise ConfigError(
+            "config.json: layer_types names 'sliding_attention', but sliding_window gives no window: set it, or make "
+            "every layer 'full_attention'"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`rope_parameters` where it has an object for each type of layer (transformers 5); empty for older configs."""
+    by_type = json_object(config, "rope_parameters")
+    if unknown := [name for name in by_type if name not in _LAYER_TYPES]:
+        raise ConfigError(
+            f"config.json: rope_parameters of this family has an object for {' and for '.join(map(repr, _LAYER_TYPES))}"
+            f"; got a field {unknown[0]!r}"
+        )
+    return {name: json_object(by_type, name) for name in by_type}
+
+
 def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer of a Qwen model; none without `use_sliding_window`. The layers that `layer_types` names
     have one, or else the layers from `max_window_layers` on."""
@@ -165,9 +200,7 @@ def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def check_layer_types(
-    types: Any, num_layers: int, known: Sequence[str] = ("full_attention", "sliding_attention")
-) -> None:
+def check_layer_types(types: Any, num_layers: int, known: Sequence[str] = _LAYER_TYPES) -> None:
     """Raise unless `layer_types` names a known type for each layer."""
     if not isinstance(types, list) or len(types) != num_layers or not all(kind in known for kind in types):
         got = f"{len(types)}: {sorted(set(map(str, types)))}" if isinstance(types, list) else repr(types)

@@ -1,6 +1,7 @@
 """Fields of a config.json by kind: a value of another kind raises an error that names the field."""
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,6 +53,13 @@ def json_object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(value or {})
 
 
+def softcap(fields: Mapping[str, Any], name: str, default: float | None = None) -> float | None:
+    """A positive number; null means none, and only an absent field means the default."""
+    if name in fields:
+        return None if fields[name] is None else positive_number(fields, name)
+    return default
+
+
 def _value_or_default(fields: Mapping[str, Any], name: str, default: Any, where: str) -> Any:
     value = fields.get(name)
     if value is not None:
@@ -69,6 +77,7 @@ _NO_SAY = {
     *("bos_token", "eos_token", "pad_token", "tokenizer_class", "language", "license", "tags"),
     *("initializer_range", "initializer_factor", "initializer_cutoff_factor", "attention_dropout", "hidden_dropout"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout", "use_cache", "cache_implementation"),
+    *("residual_dropout",),
     *("output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate"),
     *(
         "attn_implementation",
@@ -92,6 +101,25 @@ _NO_SAY = {
     *("max_window_layers", "layer_types", "use_mrope", "rope_theta", "rope_scaling", "rope_parameters"),
     *("partial_rotary_factor", "original_max_position_embeddings"),
 }
+
+
+class Overlaid(Mapping[str, Any]):
+    """Fields over others: each name has the value of the first mapping in which it is not null."""
+
+    def __init__(self, *layers: Mapping[str, Any]) -> None:
+        self._layers = layers
+
+    def __getitem__(self, name: str) -> Any:
+        values = [layer[name] for layer in self._layers if name in layer]
+        if not values:
+            raise KeyError(name)
+        return next((value for value in values if value is not None), None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(chain(*self._layers)))
+
+    def __len__(self) -> int:
+        return len(set(chain(*self._layers)))
 
 
 class ReadFields(Mapping[str, Any]):

@@ -11,26 +11,33 @@ from onward.ops.autocast import autocast_dtype, normed, off
 from onward.ops.operators import DTYPES, Operator, shapes
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0, after_cast: bool | None = None
+) -> Tensor:
     """x / sqrt(mean(x^2) + eps) in float32, times offset + weight.
 
-    With offset 0 the quotient is cast back to x's dtype first and THEN multiplied, as Llama and Qwen do. With another
-    offset (1 for families that learn 1 + w, such as Gemma) all of it is computed in float32 and cast back once.
+    Families differ in where they round. Llama and Qwen cast the quotient back to x's dtype first and THEN multiply.
+    Gemma, which learns 1 + w, and OLMo compute all of it in float32 and cast back once.
 
     Args:
         x: float [..., D].
         weight: float [D], of x's dtype.
         eps: added to the mean square.
         offset: added to the weight.
+        after_cast: multiply after the cast; by default where offset is 0. With an offset it cannot be.
 
     Returns:
         [..., D] in x's dtype.
     """
     if autocast_dtype(x) is not None:
         with off(x):
-            return normed(lambda *t: rms_norm(*t, eps=eps, offset=offset), x, weight)
+            return normed(lambda *t: rms_norm(*t, eps=eps, offset=offset, after_cast=after_cast), x, weight)
     _check("rms_norm", x, weight)
-    return _rms_norm(x, weight, float(eps), float(offset))
+    if after_cast and offset:
+        raise RequestError(
+            f"rms_norm: after_cast wants offset 0, since the weight is multiplied as it is; got {offset}"
+        )
+    return _rms_norm(x, weight, float(eps), float(offset), not offset if after_cast is None else bool(after_cast))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) -> Tensor:
@@ -51,13 +58,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) ->
     return _layer_norm(x, weight, bias, float(eps))
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float, after_cast: bool) -> Tensor:
     """The definition, written out."""
     x_float = x.to(torch.float32)
     normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
-    if offset:
-        return (normed * (offset + weight.to(torch.float32))).to(x.dtype)
-    return normed.to(x.dtype) * weight
+    if after_cast:
+        return normed.to(x.dtype) * weight
+    return (normed * (offset + weight.to(torch.float32))).to(x.dtype)
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -68,17 +75,21 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
     return (normed * weight.to(torch.float32) + bias.to(torch.float32)).to(x.dtype)
 
 
-def _rms_norm_definition(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def _rms_norm_definition(x: Tensor, weight: Tensor, eps: float, offset: float, after_cast: bool) -> Tensor:
     """`rms_norm_reference` in fewer calls: torch's norm without a weight computes in float32 and casts back once."""
-    return rms_norm_reference(x, weight, eps, offset) if offset else F.rms_norm(x, x.shape[-1:], None, eps) * weight
+    if after_cast:
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+    return rms_norm_reference(x, weight, eps, offset, after_cast)
 
 
-def _rms_norm_native(library: Library, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def _rms_norm_native(
+    library: Library, x: Tensor, weight: Tensor, eps: float, offset: float, after_cast: bool
+) -> Tensor:
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     status = library.onward_rms_norm(
         x.numel() // max(width, 1), width, DTYPES[x.dtype], x.data_ptr(), width, None, 0, None, 0,
-        weight.contiguous().data_ptr(), offset, not offset, eps, out.data_ptr(), width,
+        weight.contiguous().data_ptr(), offset, after_cast, eps, out.data_ptr(), width,
     )  # fmt: skip
     library.check(status, "onward_rms_norm")
     return out
@@ -104,10 +115,10 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 _rms_norm = Operator(
-    "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor",
+    "rms_norm(Tensor x, Tensor weight, float eps, float offset, bool after_cast) -> Tensor",
     _rms_norm_definition,
     _rms_norm_native,
-    lambda x, weight, eps, offset: torch.empty_like(x, memory_format=torch.contiguous_format),
+    lambda x, weight, eps, offset, after_cast: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 _layer_norm = Operator(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor",

@@ -198,7 +198,7 @@ def _rotated(nodes: list[Node], fields: dict[str, Any], rotate: Node, offsets: A
     fields |= {"x": x, "rotate": 2 if interleaved else 1}
     norm = uses.only_for(x, rotate)
     if norm is not None and norm.op is ops.rms_norm.default and _swapped(norm.outputs[0], x):
-        plain, weight, eps, offset = norm.args
+        plain, weight, eps, offset, after_cast = norm.args
         if weight.contiguous and uses.constant(plain):
             fields |= {
                 "x": replace(
@@ -207,7 +207,7 @@ def _rotated(nodes: list[Node], fields: dict[str, Any], rotate: Node, offsets: A
                 "norm_weight": address(weight),
                 "eps": eps,
                 "weight_offset": offset,
-                "after_cast": int(not offset),
+                "after_cast": int(after_cast),
             }
             nodes = [norm, *nodes]
     return _Part(nodes, fields, (cos, sin), offsets)

@@ -21,6 +21,39 @@ def _architecture(family: str) -> str:
     return names[family]
 
 
+# The families whose first layers are recurrent here, while the last one attends.
+_HYBRID = ("qwen3_5", "qwen3next")
+_RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+# What a family's tiny config has beside the common fields, or in their place.
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 12, "sliding_window": 24},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 24,
+        "sliding_window_pattern": 2,
+        "rope_theta": 1e6,
+    },
+    "olmo3": {"sliding_window": 24, "rope_theta": 500_000.0},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.125,
+        "residual_multiplier": 0.25,
+        "logits_scaling": 8.0,
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **_RECURRENT},
+    "qwen3next": {"model_type": "qwen3_next", "num_experts": 0, **_RECURRENT},
+    "seedoss": {"model_type": "seed_oss"},
+    "exaone4": {"sliding_window": 24, "sliding_window_pattern": 2},
+}
+
+
 def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny model, as a dict.
 
@@ -30,7 +63,8 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
     """
     config: dict[str, Any] = {
         "architectures": [_architecture(family)],
-        "model_type": _MODEL_TYPES.get(family, family),
+        "model_type": family,
+        "pad_token_id": 0,
         "vocab_size": 258,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -44,26 +78,12 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
         "rope_theta": 10000.0,
         "sliding_window": None,
         "tie_word_embeddings": False,
-    } | overrides
+    }
+    config |= _OF_FAMILY.get(family, {}) | overrides
     if family not in _HYBRID:
         return config
-    dense = {"num_experts": 0} if family == "qwen3next" else {}
-    return _RECURRENT | dense | _layer_types(config["num_hidden_layers"]) | config
-
-
-# The families whose first layers are recurrent here, and the last one attends.
-_HYBRID = ("qwen3_5", "qwen3next")
-_RECURRENT = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 20,
-}
-_MODEL_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3next": "qwen3_next"}
-
-
-def _layer_types(num_layers: int) -> dict[str, Any]:
-    return {"layer_types": ["linear_attention"] * (num_layers - 1) + ["full_attention"]}
+    types = ["linear_attention"] * (config["num_hidden_layers"] - 1) + ["full_attention"]
+    return {"layer_types": types} | config
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Model:

@@ -43,9 +43,10 @@ class Attention:
     """Attention of new tokens over a cache.
 
     rope: None in a layer that turns nothing (NoPE). window: how many positions a token sees; None: all. scale: of the
-    products; head_dim ** -0.5 by default. q_norm, k_norm: of each head if they are as wide as one, else of the whole
-    projection. query_growth: of queries. fused: whether the checkpoint has `qkv_proj`. output_gate: whether `q_proj` has
-    beside each head's queries as many features of a gate, whose sigmoid multiplies the head's output.
+    products; head_dim ** -0.5 by default. softcap: of the scores (`ops.cached_attention`). q_norm, k_norm: of each head
+    if they are as wide as one, else of the whole projection. query_growth: of queries. fused: whether the checkpoint
+    has `qkv_proj`. output_gate: whether `q_proj` has beside each head's queries as many features of a gate, whose
+    sigmoid multiplies the head's output.
     """
 
     hidden_size: int
@@ -55,6 +56,7 @@ class Attention:
     rope: RotarySchedule | None
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     q_norm: RMSNorm | None = None
@@ -115,7 +117,16 @@ class Attention:
             interleaved = self.rope.interleaved
             q_BHTE = ops.rotate(q_BHTE, cos, sin, interleaved=interleaved)
             k_BGTE = ops.rotate(k_BGTE, cos, sin, interleaved=interleaved)
-        mixed = cache.attend(index, q_BHTE, k_BGTE, v_BGTE, positions.offsets, window=self.window, scale=self.scale)
+        mixed = cache.attend(
+            index,
+            q_BHTE,
+            k_BGTE,
+            v_BGTE,
+            positions.offsets,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+        )
         out = mixed.transpose(1, 2).flatten(2)
         return params.o_proj(out if gate is None else ops.sigmoid_gate(gate, out))
 

@@ -3,6 +3,7 @@
 Shapes: B rows, T new tokens, D hidden_size, V vocabulary.
 """
 
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,9 +46,10 @@ class Decoder:
     """The numbers of a decoder, and its forward.
 
     max_position_embeddings: the context that it was trained for. max_seq_len: the most positions that it serves; by
-    default that context. embedding_multiplier, logits_multiplier: factors of
-    the embedded tokens and of the logits. logits_softcap: c in c * tanh(logits / c); None for none.
-    unread: what the names of tensors begin with that a checkpoint has beside the model, of a vision tower, say.
+    default that context. embedding_multiplier, logits_multiplier: factors of the embedded tokens and of the logits.
+    rounds_multiplier: whether that of the embedding is rounded to its dtype first. logits_softcap: c in
+    c * tanh(logits / c); None for none. unread: what the names of tensors begin with that a checkpoint has beside the
+    model, of a vision tower, say.
     """
 
     vocab_size: int
@@ -57,6 +59,7 @@ class Decoder:
     norm: RMSNorm
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False
     logits_multiplier: float = 1.0
     logits_softcap: float | None = None
     max_seq_len: int | None = None
@@ -120,7 +123,7 @@ class Decoder:
         positions = Positions(tokens, offsets, self.max_seq_len or self.max_position_embeddings)
         x_BTD = params.embed_tokens(tokens)
         if self.embedding_multiplier != 1.0:
-            x_BTD = x_BTD * self.embedding_multiplier
+            x_BTD = x_BTD * self._multiplier(x_BTD.dtype)
         for layer, layer_params, index in zip(self.layers, params.layers, self._places(), strict=True):
             x_BTD = layer(layer_params, x_BTD, positions, cache, index)
         if logits_at is not None:
@@ -132,6 +135,9 @@ class Decoder:
             logits = torch.tanh(logits / self.logits_softcap) * self.logits_softcap
         return logits, cache
 
+    def _multiplier(self, dtype: torch.dtype) -> float:
+        return rounded(self.embedding_multiplier, dtype) if self.rounds_multiplier else self.embedding_multiplier
+
     def _places(self) -> Iterator[int]:
         """The place of each layer in the cache, among those that keep keys and values or among the recurrent ones: a
         layer that keeps nothing reads that of the layer before it."""
@@ -141,3 +147,13 @@ class Decoder:
             state += is_recurrent
             place += not is_recurrent and layer.mixer.cached is not None
             yield state if is_recurrent else place
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """The value of `dtype` next to a positive number. No tensor is read for it, which a trace would not let pass."""
+    if dtype == torch.float16:
+        return float(struct.unpack("e", struct.pack("e", number))[0])
+    bits = int(struct.unpack("I", struct.pack("f", number))[0])
+    if dtype == torch.bfloat16:  # the upper half of a float32; ties go to even
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return float(struct.unpack("f", struct.pack("I", bits))[0])

@@ -5,18 +5,45 @@ from typing import Any
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.architecture import Architecture
-from onward.models.families import llama, ministral, mistral, phi3, qwen2, qwen3, qwen3_5, qwen3_next
-from onward.models.fields import ReadFields
-
-_FAMILIES = (
+from onward.models.families import (
+    exaone4,
+    gemma2,
+    gemma3,
+    glm,
+    granite,
     llama,
     ministral,
     mistral,
+    olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
     qwen3_5,
     qwen3_next,
+    seed_oss,
+    smollm3,
+)
+from onward.models.fields import ReadFields
+
+_FAMILIES = (
+    exaone4,
+    gemma2,
+    gemma3,
+    glm,
+    granite,
+    llama,
+    ministral,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+    seed_oss,
+    smollm3,
 )
 
 # An architecture's name in config.json -> the function that reads its config.

@@ -54,7 +54,7 @@ def _torch_rms_norm(node: Node) -> list[Node] | None:
     fits = is_float(x) and isinstance(weight, Array) and weight.dtype == x.dtype
     if not fits or len(arguments["normalized_shape"]) != 1:
         return None
-    args = (x, weight, torch.finfo(x.dtype).eps if eps is None else float(eps), 0.0)
+    args = (x, weight, torch.finfo(x.dtype).eps if eps is None else float(eps), 0.0, True)
     return [Node(ops.rms_norm.default, args, {}, node.outputs, (), node.where)]
 
 
@@ -158,4 +158,4 @@ def _norm_nodes(node: Node, out: Array, x: Array, weight: Array | None, eps: flo
         return None
     if weight is None:
         return [Node(aten.rms_norm.default, (x, [x.shape[-1]], None, eps), {}, (out,), (), node.where)]
-    return [Node(ops.rms_norm.default, (x, weight, eps, offset), {}, (out,), (), node.where)]
+    return [Node(ops.rms_norm.default, (x, weight, eps, offset, not offset), {}, (out,), (), node.where)]

@@ -19,8 +19,8 @@ ops = torch.ops.onward
 
 @lowers(ops.rms_norm.default)
 def rms_norm(b: Builder, node: Node) -> None:
-    x, weight, eps, offset = node.args
-    emit_rms_norm(b, x, weight, eps, node.outputs[0], offset)
+    x, weight, eps, offset, after_cast = node.args
+    emit_rms_norm(b, x, weight, eps, node.outputs[0], offset, after_cast)
 
 
 def emit_rms_norm(
@@ -30,12 +30,13 @@ def emit_rms_norm(
     eps: float,
     out: Array,
     offset: float = 0.0,
+    after_cast: bool = True,
     residual: Node | None = None,
 ) -> None:
     """Emit the norm of x. residual: the node that computes x as a sum; then the call computes the sum, too."""
     b.call(
         "onward_rms_norm", *_norm_input(b, x, residual),
-        None if weight is None else address(b.contiguous(weight)), offset, not offset, eps, address(out), out.shape[-1],
+        None if weight is None else address(b.contiguous(weight)), offset, after_cast, eps, address(out), out.shape[-1],
     )  # fmt: skip
 
 
@@ -48,8 +49,8 @@ def layer_norm(b: Builder, node: Node) -> None:
 def norm_of_sum(b: Builder, norm: Node, residual: Node) -> None:
     """The sum of node `residual` and the norm of it of node `norm`, in one call."""
     if norm.op is ops.rms_norm.default:
-        x, weight, eps, offset = norm.args
-        emit_rms_norm(b, x, weight, eps, norm.outputs[0], offset, residual)
+        x, weight, eps, offset, after_cast = norm.args
+        emit_rms_norm(b, x, weight, eps, norm.outputs[0], offset, after_cast, residual)
     else:
         x, weight, bias, eps = norm.args
         emit_layer_norm(b, x, weight, bias, eps, norm.outputs[0], residual)

@@ -1,0 +1,48 @@
+"""SmolLM3: Llama with layers that do not turn queries and keys (NoPE, arXiv 2305.19466), one in four."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from onward.errors import ConfigError
+from onward.models.blocks import Decoder
+from onward.models.config import common_fields, layer_types, layer_windows
+from onward.models.fields import Overlaid, flag, positive_int
+
+ARCHITECTURES = ("SmolLM3ForCausalLM",)
+
+_DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+
+
+def read_config(config: Mapping[str, Any]) -> Decoder:
+    fields = common_fields(Overlaid(config, _DEFAULTS), default_base=2e6)
+    bias = flag(config, "attention_bias")
+    attention = fields.attention(qkv_bias=bias, o_bias=bias)
+    feed_forward = fields.feed_forward(bias=flag(config, "mlp_bias"))
+    turns = _turning_layers(config, fields.num_layers)
+    return fields.decoder(
+        fields.layer(replace(attention, rope=fields.rope if turn else None, window=window), feed_forward)
+        for turn, window in zip(turns, _windows(config, turns), strict=True)
+    )
+
+
+def _turning_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Whether each layer turns: `no_rope_layers` says 1 of those that do."""
+    turns, interval = config.get("no_rope_layers"), positive_int(config, "no_rope_layer_interval", 4)
+    if turns is None:
+        return [(i + 1) % interval != 0 for i in range(num_layers)]
+    if not isinstance(turns, list) or len(turns) < num_layers or any(turn not in (0, 1) for turn in turns):
+        got = f"a list of {len(turns)}" if isinstance(turns, list) else repr(turns)
+        raise ConfigError(
+            f"config.json: no_rope_layers must have a 1 (RoPE) or 0 (none) for each of {num_layers} layers; got {got}"
+        )
+    return [bool(turn) for turn in turns[:num_layers]]
+
+
+def _windows(config: Mapping[str, Any], turns: list[bool]) -> tuple[int | None, ...]:
+    """The layers with a window are, unless `layer_types` names them, those that do not turn."""
+    window = None
+    if flag(config, "use_sliding_window") and config.get("sliding_window") is not None:
+        window = positive_int(config, "sliding_window")
+    default = ["full_attention" if turn or window is None else "sliding_attention" for turn in turns]
+    return layer_windows(layer_types(config, default), window)

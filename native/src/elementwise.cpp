@@ -14,12 +14,8 @@ struct Swish {
 struct Gelu {
   static f32x16 apply(f32x16 x) { return mul(x, normal_cdf(x)); }
 };
-// (1 + tanh(u)) / 2 = sigmoid(2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
 struct GeluTanh {
-  static f32x16 apply(f32x16 x) {
-    const f32x16 inner = fma(mul(x, x), splat(0.044715f), splat(1.0f));
-    return times_sigmoid(x, mul(mul(x, splat(1.5957691216f)), inner));
-  }
+  static f32x16 apply(f32x16 x) { return gelu_tanh(x); }
 };
 
 template <class Activation>

@@ -3,7 +3,7 @@
 //   less(a, b), is_nan(a) -> mask16      select(m, a, b): a where m, else b      any(m)
 //   round(a)                 to the nearest integer, ties to even; |a| < 2^22
 //   times_power_of_two(a, n) a * 2^n, n integers in -160 … 160; gradual underflow
-//   exp(a), tanh(a), times_sigmoid(a, x), normal_cdf(a)
+//   exp(a), tanh(a), times_sigmoid(a, x), gelu_tanh(a), normal_cdf(a)
 //   highest(a)               the largest of the 16 lanes
 #pragma once
 #include "simd.h"
@@ -132,6 +132,12 @@ inline f32x16 tanh(f32x16 x) {
 // a / (1 + e^-x), within 3 units in the last place.
 inline f32x16 times_sigmoid(f32x16 a, f32x16 x) {
   return div(a, add(splat(1.0f), exp(sub(zero_f32(), x))));
+}
+
+// gelu's tanh form: (1 + tanh(u)) / 2 = sigmoid(2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline f32x16 gelu_tanh(f32x16 x) {
+  const f32x16 inner = fma(mul(x, x), splat(0.044715f), splat(1.0f));
+  return times_sigmoid(x, mul(mul(x, splat(1.5957691216f)), inner));
 }
 
 // The standard normal distribution: erfc(-x / sqrt 2) / 2, with a relative error below 1e-6 in both

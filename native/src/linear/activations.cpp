@@ -173,7 +173,8 @@ void make_panel(Format format, const Rows& x, int64_t first, int64_t count, int6
   with_dtype(x.dtype, [&](auto* tag) {
     using From = std::remove_pointer_t<decltype(tag)>;
     for (int64_t row = 0; row < count; ++row) {
-      const From* from = static_cast<const From*>(x.data) + (first + row) * x.stride;
+      const int64_t at = x.at == nullptr ? first + row : x.at[first + row];
+      const From* from = static_cast<const From*>(x.data) + at * x.stride;
       switch (format) {
         case kPackedInt8: int8_row(from, inputs, row, count, panel); break;
         case kPackedBf16: float_row<Bf16>(from, inputs, row, count, panel); break;

@@ -23,7 +23,8 @@ constexpr int64_t kStretch = 64;  // bytes
 struct Rows {
   const void* data;
   int32_t dtype;
-  int64_t stride;  // elements
+  int64_t stride;               // elements
+  const int32_t* at = nullptr;  // where row i is not the i-th in memory: it is the at[i]-th
 };
 
 // Bytes of 32 inputs of a row: its starts, its scale, the integers.

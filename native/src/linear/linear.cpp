@@ -1,12 +1,9 @@
 // out = x @ weight^T + bias over packed weights: the walk over blocks of weight rows and tiles of
 // activation rows. The arithmetic is in kernels.h.
-#include <utility>
-
 #include "../program.h"
 #include "../scratch.h"
 #include "../simd.h"
 #include "../team.h"
-#include "kernels.h"
 #include "kernel_table.h"
 
 // One matrix of a call; Python's copy: LinearArguments in onward/native/interface.py.
@@ -21,12 +18,6 @@ struct OnwardLinear {
 namespace onward::linear {
 namespace {
 
-// Tile shapes (kernel_table.h). Up to kStreamRows rows go through the weights once, block after block, at the pace of
-// memory (through few weights some blocks at a time). More rows are cut into tiles of at most
-// kTileRows, for which the weights stay in the second level cache; such a tile of r rows takes
-// kBlocks[r] blocks at a time, so that the sums and the operands fit into the registers: 32 of 16
-// floats (AVX-512), 16 of 8 (AVX2), 16 of 4 at worst (portable). int4, with two sums for every
-// output, takes smaller ones.
 constexpr int64_t kRowsPerPart = 64;           // of a large T, so that there is enough to share out
 constexpr int64_t kStreamBytes = 128 << 10;    // weights per group of a stream
 constexpr int64_t kInlineBytes = 128 << 10;    // weights times rows not worth a second thread
@@ -34,30 +25,6 @@ constexpr int64_t kInlineBytes = 128 << 10;    // weights times rows not worth a
 // one block at a time waits for its own sum; int4 does not: it has two for every block.
 constexpr int64_t kCachedBytes = 768 << 10;
 constexpr int64_t kResidentBytes = 192 << 10;  // weights per group of large T, used part by part
-
-template <class F, int ROWS, int... B>
-constexpr void fill_rows(KernelTable& table, std::integer_sequence<int, B...>) {
-  ((table.run[ROWS][B + 1] = Kernel<F, ROWS, B + 1>::run), ...);
-}
-template <class F, int... R>
-constexpr KernelTable make_table(std::integer_sequence<int, R...>) {
-  KernelTable table;
-  (fill_rows<F, R + 1>(table, std::make_integer_sequence<int, kBlocks[R + 1]>{}), ...);
-  return table;
-}
-template <class F>
-constexpr KernelTable kKernels = make_table<F>(std::make_integer_sequence<int, kStreamRows>{});
-
-const KernelTable& kernels_of(Format format) {
-  switch (format) {
-    case kPackedF32: return kKernels<F32Format>;
-    case kPackedBf16: return kKernels<Bf16Format>;
-    case kPackedF16: return kKernels<F16Format>;
-    case kPackedInt8: return kKernels<Int8Format>;
-    case kPackedInt4: return kKernels<Int4Format>;
-    default: return grouped_kernels(format);
-  }
-}
 
 // One call, and how it is cut: T into `tiles` of nearly equal size (the first t % tiles of them have
 // one row more), the tiles into parts, the blocks of all products, one after the other, into groups. A
@@ -72,10 +39,10 @@ struct Problem {
   int64_t bytes = block_bytes(format, k);
   int64_t blocks = count_blocks();
   bool int4 = format >= kPackedInt4;  // or as large a kernel
-  bool streaming = t <= (is_grouped(format) ? kGroupedStreamRows : kStreamRows);
+  bool streaming = t <= stream_rows(format);
   bool cached = blocks * bytes <= kCachedBytes && !int4;
-  int64_t tile_rows = int4 ? kInt4TileRows : kTileRows;
-  int64_t tiles = streaming ? 1 : ceil_div(t, tile_rows);
+  int64_t tile_rows = rows_of_tile(format);
+  int64_t tiles = tiles_of(format, t);
   int64_t parts = ceil_div(t, kRowsPerPart);
   int64_t unit = blocks_at_once(streaming ? t : tile_rows);  // groups are whole numbers of it
   int64_t groups = count_groups();
@@ -86,13 +53,10 @@ struct Problem {
     for (int64_t i = 0; i < count; ++i) sum += blocks_of(products[i].n);
     return sum;
   }
-  int64_t first_row(int64_t tile) const {
-    const int64_t longer = t % tiles;
-    return t / tiles * tile + (tile < longer ? tile : longer);
-  }
+  int64_t first_row(int64_t tile) const { return linear::first_row(t, tiles, tile); }
   int64_t blocks_at_once(int64_t rows) const {
     if (streaming && !cached) return 1;
-    return int4 ? kInt4Blocks : kBlocks[rows];
+    return linear::blocks_at_once(format, rows);
   }
   // As many groups as their size asks for, and the same number for every thread.
   int64_t count_groups() const {

@@ -175,6 +175,22 @@ class LinearArguments(Structure):
     )
 
 
+class ExpertsArguments(Structure):
+    """OnwardExperts of native/src/experts/experts.h, where the fields are explained."""
+
+    _fields_ = (
+        *((name, Int) for name in ("tokens", "width", "inner", "experts", "chosen")),
+        ("x", Pointer),
+        ("x_stride", Int),
+        *((name, Pointer) for name in ("ids", "weights", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")),
+        ("out", Pointer),
+        ("out_stride", Int),
+        *((name, Code) for name in ("x_dtype", "bias_dtype", "out_dtype", "format", "activation")),
+        ("alpha", Float),
+        ("limit", Float),
+    )
+
+
 class HeadsArguments(Structure):
     """OnwardHeads of native/src/heads.cpp, where the fields are explained."""
 
@@ -293,6 +309,14 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_lora": (
         Code,
         [*[Int] * 6, Code, *[Pointer, Int] * 2, *[Pointer] * 5, Pointer, Int],
+    ),
+    # experts/experts.cpp
+    "onward_experts": (Code, [POINTER(ExpertsArguments)]),
+    # experts/router.cpp: rows, experts, logits, dtype, stride, count, score, bias (or None), groups, kept_groups,
+    # normalize, scale, ids (int32), weights (float)
+    "onward_top_experts": (
+        Code,
+        [Int, Int, Pointer, Code, Int, Int, Code, Pointer, Int, Int, Code, Float, Pointer, Pointer],
     ),
     # attention/attention.cpp
     "onward_attention": (Code, [POINTER(AttentionArguments)]),

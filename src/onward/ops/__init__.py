@@ -12,6 +12,8 @@ from onward.ops.attention import cached_attention, scaled_dot_product_attention
 from onward.ops.cache_write import write_cache
 from onward.ops.einsum import einsum
 from onward.ops.embedding import Table, embedding
+from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, pack_experts
+from onward.ops.experts import experts
 from onward.ops.gated import geglu, sigmoid_gate, swiglu
 from onward.ops.gated_delta import gated_delta
 from onward.ops.linear import PackedWeight, Weight, linear, pack
@@ -22,12 +24,16 @@ from onward.ops.packed import NativeWeight
 from onward.ops.quantized import QuantizedWeight
 from onward.ops.rope import angles as rotary_angles
 from onward.ops.rope import rope, rotate
+from onward.ops.router import top_experts
 from onward.ops.short_conv import short_conv
 
 __all__ = [
     "Choice",
+    "ExpertWeights",
+    "NativeExperts",
     "NativeWeight",
     "PackedWeight",
+    "QuantizedExperts",
     "QuantizedWeight",
     "Table",
     "Weight",
@@ -38,12 +44,14 @@ __all__ = [
     "choose",
     "einsum",
     "embedding",
+    "experts",
     "gated_delta",
     "geglu",
     "layer_norm",
     "linear",
     "lora",
     "pack",
+    "pack_experts",
     "rms_norm",
     "rope",
     "rotary_angles",
@@ -52,5 +60,6 @@ __all__ = [
     "short_conv",
     "sigmoid_gate",
     "swiglu",
+    "top_experts",
     "write_cache",
 ]

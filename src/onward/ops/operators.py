@@ -9,7 +9,7 @@ function `reference` in the op's file is the same written out.
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ DTYPES = {torch.float32: native.DType.F32, torch.bfloat16: native.DType.BF16, to
 _FORMS = ("native", "definition")
 _PLAIN = (Tensor, Parameter)
 
-Definition = Callable[..., Tensor]
-Kernel = Callable[..., Tensor]  # takes the library, then the arguments of the definition
+R = TypeVar("R")  # what an op returns: a tensor, in nearly all cases
 
 
 class Choice(NamedTuple):
@@ -70,22 +69,22 @@ def usable_library() -> native.Library | None:
     return None if _forced == "definition" else native.library()
 
 
-class Operator:
+class Operator(Generic[R]):
     """An op under `torch.ops.onward`; called with the arguments of its schema, all by position.
 
     definition: plain torch, which reads no tensor's value on the host: a GPU would wait for it, and a CUDA graph could
-    not be captured. kernel: the native form, which may assume plain tensors on the CPU. fake: gives the result's shape
-    and dtype. without_kernels: what runs on the CPU where there is no library, and no gradient is wanted; it may read
-    values, to do less than the definition.
+    not be captured. kernel: the native form, which takes the library, then the same arguments, and may assume plain
+    tensors on the CPU. fake: gives the result's shape and dtype. without_kernels: what runs on the CPU where there is
+    no library, and no gradient is wanted; it may read values, to do less than the definition.
     """
 
     def __init__(
         self,
         schema: str,
-        definition: Definition,
-        kernel: Kernel,
-        fake: Definition,
-        without_kernels: Definition | None = None,
+        definition: Callable[..., R],
+        kernel: Callable[..., R],
+        fake: Callable[..., R],
+        without_kernels: Callable[..., R] | None = None,
     ) -> None:
         self.definition = definition
         self._kernel = kernel
@@ -95,9 +94,9 @@ class Operator:
         _library.impl(name, definition, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         _library.impl(name, self._on_cpu, "CPU")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"onward::{name}", fake, lib=_library)
-        self._registered: Callable[..., Tensor] = getattr(torch.ops.onward, name).default
+        self._registered: Callable[..., R] = getattr(torch.ops.onward, name).default
 
-    def __call__(self, *arguments: Any) -> Tensor:
+    def __call__(self, *arguments: Any) -> R:
         plain = not torch.compiler.is_compiling()
         grad = torch.is_grad_enabled()
         for argument in arguments:
@@ -107,7 +106,7 @@ class Operator:
                 plain = plain and type(argument) in _PLAIN and argument.device.type == "cpu"
         return self._on_cpu(*arguments) if plain else self._registered(*arguments)
 
-    def _on_cpu(self, *arguments: Any) -> Tensor:
+    def _on_cpu(self, *arguments: Any) -> R:
         library = usable_library()
         return self._without_kernels(*arguments) if library is None else self._kernel(library, *arguments)
 

@@ -55,18 +55,29 @@ def pack_native(weight: Tensor) -> NativeWeight | None:
     if library is None or weight.device.type != "cpu" or weight.dtype not in FORMATS:
         return None
     rows, inputs = weight.shape
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
-    pair = 1 if weight.dtype == torch.float32 else 2  # half-width units fill a 64-byte line in pairs
-    neighbours = _NEIGHBOURS[weight.dtype]
-    units = -(-inputs // pair) * pair // neighbours
-    data = torch.empty((-(-rows // BLOCK), units, BLOCK, neighbours), dtype=weight.dtype)
+    data = empty_packed((), rows, inputs, weight.dtype)
     assert data.nbytes == library.onward_linear_packed_bytes(FORMATS[weight.dtype], rows, inputs)
+    pack_into(library, weight, data)
+    return NativeWeight(data, rows, inputs)
+
+
+def empty_packed(count: tuple[int, ...], rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Memory for packed weights [rows, inputs]: [*count, blocks, units, 16, neighbours]."""
+    pair = 1 if dtype == torch.float32 else 2  # half-width units fill a 64-byte line in pairs
+    neighbours = _NEIGHBOURS[dtype]
+    units = -(-inputs // pair) * pair // neighbours
+    data = torch.empty((*count, -(-rows // BLOCK), units, BLOCK, neighbours), dtype=dtype)
     advise_huge_pages(data.data_ptr(), data.nbytes)
+    return data
+
+
+def pack_into(library: Library, weight: Tensor, data: Tensor) -> None:
+    """Pack a float weight [N, K] into the memory of `empty_packed`."""
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     status = library.onward_linear_pack(
-        FORMATS[weight.dtype], rows, inputs, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
+        FORMATS[weight.dtype], *weight.shape, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
     )
     library.check(status, "onward_linear_pack")
-    return NativeWeight(data, rows, inputs)
 
 
 def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
@@ -141,13 +152,13 @@ def _rows_native(library: Library, data: Tensor, ids: Tensor, rows: int, inputs:
     return native_rows(library, FORMATS[data.dtype], data, ids, rows, inputs, data.dtype)
 
 
-_packed_linear = Operator(
+_packed_linear: Operator[Tensor] = Operator(
     "packed_linear(Tensor x, Tensor data, Tensor? bias, int rows, int inputs) -> Tensor",
     _linear_definition,
     _linear_native,
     lambda x, data, bias, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
 )
-_packed_rows = Operator(
+_packed_rows: Operator[Tensor] = Operator(
     "packed_rows(Tensor data, Tensor ids, int rows, int inputs) -> Tensor",
     _rows_definition,
     _rows_native,

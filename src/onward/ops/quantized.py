@@ -197,13 +197,13 @@ def _rows_native(
     return native_rows(library, FORMATS[format], data, ids, rows, inputs, dtype)
 
 
-_linear = Operator(
+_linear: Operator[Tensor] = Operator(
     "quantized_linear(Tensor x, Tensor data, Tensor? bias, str format, int rows) -> Tensor",
     _linear_definition,
     _linear_native,
     lambda x, data, bias, format, rows: x.new_empty((*x.shape[:-1], rows)),
 )
-_rows = Operator(
+_rows: Operator[Tensor] = Operator(
     "quantized_rows(Tensor data, Tensor ids, str format, int rows, int inputs, ScalarType dtype) -> Tensor",
     _rows_definition,
     _rows_native,

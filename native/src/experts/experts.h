@@ -1,0 +1,83 @@
+// A layer of experts: what one call computes, and the memory that it works in.
+#pragma once
+#include "../linear/kernel_table.h"
+
+// Python's copy: ExpertsArguments in onward/native/interface.py.
+struct OnwardExperts {
+  int64_t tokens, width, inner, experts, chosen;
+  const void* x;  // [tokens, width]
+  int64_t x_stride;
+  const int32_t* ids;    // [tokens, chosen], each in 0 … experts - 1
+  const float* weights;  // [tokens, chosen]
+  // Packed, expert after expert: gate and up [inner, width], down [width, inner]. Biases or null:
+  // [experts, inner] and [experts, width].
+  const void *gate, *up, *down;
+  const void *gate_bias, *up_bias, *down_bias;
+  void* out;  // [tokens, width]
+  int64_t out_stride;
+  int32_t x_dtype, bias_dtype, out_dtype, format, activation;
+  float alpha, limit;  // of kClampedSwiglu
+};
+
+namespace onward::experts {
+
+using linear::Format;
+
+enum Activation : int32_t { kSwiglu, kGeglu, kGegluTanh, kClampedSwiglu, kActivations };
+
+// Rows of one expert: entries first … first + rows - 1 of the list.
+struct Part {
+  int64_t expert, first, rows;
+};
+// Blocks of its weights with which a part is multiplied at once.
+struct Piece {
+  int64_t part, begin, end;
+};
+
+// Takes pieces of one allocation; without a base it counts what they need.
+class Arena {
+ public:
+  explicit Arena(uint8_t* base) : base_(base) {}
+  template <class T>
+  T* take(int64_t count) {
+    uint8_t* at = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += round_up(count * int64_t(sizeof(T)), 64);
+    return reinterpret_cast<T*>(at);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  uint8_t* base_;
+  int64_t used_ = 0;
+};
+
+// Some tokens of a call. A row is a token at one of its experts; the list has all rows, those of
+// expert 0 first, each expert's in the order of the tokens.
+struct Work {
+  const OnwardExperts& call;
+  Format format;
+  int64_t first_token, tokens;
+
+  int64_t rows = tokens * call.chosen;
+  int64_t inner_stride = round_up(call.inner, linear::kBlockRows);
+  int64_t sums_stride = round_up(call.width, linear::kBlockRows);
+  int64_t panel_bytes = linear::panel_row_bytes(format, call.width);
+  int64_t inner_panel_bytes = linear::panel_row_bytes(format, call.inner);
+  int64_t up_blocks = linear::blocks_of(call.inner), down_blocks = linear::blocks_of(call.width);
+  int64_t up_block_bytes = linear::block_bytes(format, call.width);
+  int64_t down_block_bytes = linear::block_bytes(format, call.inner);
+
+  int64_t num_parts = 0, num_pieces = 0;
+  int32_t *ends = nullptr, *token_of = nullptr;  // of each expert in the list; of each row
+  float* weight_of = nullptr;                    // of each row
+  Part* parts = nullptr;
+  uint8_t *panels = nullptr, *inner_panels = nullptr;
+  float *gate = nullptr, *up = nullptr;  // [rows, inner_stride]
+  float* sums = nullptr;                 // [tokens, sums_stride]
+
+  void lay_out(Arena& arena);
+  // False where a chosen expert is none.
+  bool make_lists();
+};
+
+}  // namespace onward::experts

@@ -1,0 +1,146 @@
+"""The weights of many experts under one name: stacked, packed or quantized, one expert after the other.
+
+Shapes: E experts, each of N rows (outputs) and K inputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.errors import RequestError
+from onward.ops import quantized_layout as layout
+from onward.ops.operators import shapes, usable_library
+from onward.ops.packed import FORMATS, NativeWeight, empty_packed, pack_into
+from onward.ops.quantized import QuantizedWeight
+
+
+class NativeExperts(NamedTuple):
+    """Float weights [E, N, K] in the layout that the native `experts` reads.
+
+    data: [E, blocks, units, 16, neighbours] in the weights' dtype: a `NativeWeight` for each expert. rows: N.
+    inputs: K.
+    """
+
+    data: Tensor
+    rows: int
+    inputs: int
+
+    def expert(self, index: int) -> NativeWeight:
+        """One expert's weight; it shares the memory."""
+        return NativeWeight(self.data[index], self.rows, self.inputs)
+
+    def unpack(self) -> Tensor:
+        """The stock weights [E, N, K]."""
+        return torch.stack([self.expert(index).unpack() for index in range(len(self.data))])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.data), self.rows, self.inputs
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedExperts:
+    """Weights [E, N, K] in int8 or int4, packed. A pytree whose one tensor is `data`.
+
+    data: uint8 [E, blocks, bytes]: that of a `QuantizedWeight` for each expert. format: "int8" or "int4".
+    shape: (E, N, K). dtype: the dtype of the weights that these stand for.
+    """
+
+    data: Tensor
+    format: str
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def stack(cls, weights: Sequence[QuantizedWeight]) -> "QuantizedExperts":
+        """The experts' weights, of one format, shape and dtype."""
+        first = weights[0]
+        kinds = {(weight.format, weight.shape, weight.dtype) for weight in weights}
+        if len(kinds) != 1:
+            raise RequestError(f"the weights of experts have one format, shape and dtype; got {kinds}")
+        data = torch.stack([weight.data for weight in weights])
+        return cls(data, first.format, (len(weights), *first.shape), first.dtype)
+
+    def expert(self, index: int) -> QuantizedWeight:
+        """One expert's weight; it shares the memory."""
+        return QuantizedWeight(self.data[index], self.format, self.shape[1:], self.dtype)
+
+    def dequantize(self) -> Tensor:
+        """[E, N, K] in `dtype`."""
+        return torch.stack([self.expert(index).dequantize() for index in range(self.shape[0])])
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "QuantizedExperts":
+        """The same numbers on another device, standing for weights of another dtype."""
+        data = self.data if device is None else self.data.to(device)
+        return replace(self, data=data, dtype=self.dtype if dtype is None else dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+ExpertWeights = Tensor | NativeExperts | QuantizedExperts
+
+
+def pack_experts(weights: ExpertWeights | Sequence[Tensor]) -> ExpertWeights:
+    """Float weights [E, N, K], or E of [N, K], in the layout that this machine's `experts` reads.
+
+    Each expert is read once, and then no more. Packed and quantized weights stay as they are; so do weights on another
+    device than the CPU, and all where there is no native library.
+    """
+    if isinstance(weights, NativeExperts | QuantizedExperts):
+        return weights
+    first = weights[0]
+    library = usable_library()
+    if library is None or first.device.type != "cpu" or first.dtype not in FORMATS:
+        return weights if isinstance(weights, Tensor) else torch.stack(list(weights))
+    rows, inputs = first.shape
+    data = empty_packed((len(weights),), rows, inputs, first.dtype)
+    for index, weight in enumerate(weights):
+        if weight.shape != first.shape or weight.dtype != first.dtype:
+            raise RequestError(f"experts have weights of one shape and dtype; got {shapes(first=first, other=weight)}")
+        pack_into(library, weight, data[index])
+    return NativeExperts(data, rows, inputs)
+
+
+def matrix(data: Tensor, index: int, format: str, rows: int, inputs: int) -> Tensor:
+    """The weight of one expert as float32 [N, K]. format: "stock", "packed", "int8" or "int4"."""
+    if format == "stock":
+        return data[index].to(torch.float32)
+    if format == "packed":
+        return NativeWeight(data[index], rows, inputs).unpack().to(torch.float32)
+    return layout.values(format, data[index], inputs)[:rows]
+
+
+# ── as a pytree ───────────────────────────────────────────────────────────────────────────────────────────────
+
+_Context = tuple[str, tuple[int, int, int], torch.dtype]
+
+
+def _flatten(weights: QuantizedExperts) -> tuple[list[Any], _Context]:
+    return [weights.data], (weights.format, weights.shape, weights.dtype)
+
+
+def _flatten_with_keys(weights: QuantizedExperts) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
+    leaves, context = _flatten(weights)
+    return [(pytree.GetAttrKey("data"), leaves[0])], context
+
+
+pytree.register_pytree_node(
+    QuantizedExperts,
+    _flatten,
+    lambda leaves, context: QuantizedExperts(*leaves, *context),
+    flatten_with_keys_fn=_flatten_with_keys,
+)

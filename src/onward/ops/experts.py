@@ -1,0 +1,253 @@
+"""Feed-forward blocks of which each token goes through a few: a mixture of experts (Shazeer et al., arXiv 1701.06538).
+
+Shapes: E experts, C chosen of them for each token, D width of x, I inner width of an expert.
+"""
+
+from ctypes import byref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from onward.errors import RequestError
+from onward.native import Library
+from onward.native.interface import ExpertsArguments, Format, Status
+from onward.ops import quantized
+from onward.ops.autocast import autocast_dtype, lowered, off
+from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, matrix
+from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.packed import FORMATS as PACKED_FORMATS
+
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu")
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate: ExpertWeights,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "swiglu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:
+    """The sum over a token's experts of `weight * down(activation(gate(x), up(x)))`.
+
+    Only the weights of experts that a token chose are read. A token's bits do not depend on its neighbours: its sum is
+    over its own experts, in the order of their numbers. Sums and the activation are float32; before each product its
+    input is rounded as `linear` does it.
+
+    Args:
+        x: float [..., D].
+        chosen: int32 [..., C], each in 0 … E - 1, and weights: float32 [..., C]; from `top_experts`.
+        gate, up: [E, I, D] and down: [E, D, I], all stacked, all from `pack_experts`, or all `QuantizedExperts` of one
+            format. Float weights have x's dtype.
+        gate_bias, up_bias: float [E, I], or None; down_bias: [E, D]. Of one dtype.
+        activation: "swiglu", "geglu" (with the exact gelu), "geglu_tanh", or "clamped_swiglu": g * sigmoid(alpha * g) *
+            (u + 1) of g = min(gate, limit) and u = up within ±limit (gpt-oss, arXiv 2508.10925).
+
+    Returns:
+        [..., D] in x's dtype.
+
+    Raises:
+        RequestError: shapes, dtypes or formats that do not fit.
+    """
+    layer = _Layer(gate, up, down, gate_bias, up_bias, down_bias)
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        with off(x):
+            x, layer = _lowered(dtype, x, layer)
+            out = experts(x, chosen, weights, **layer._asdict(), activation=activation, alpha=alpha, limit=limit)
+            return out.to(dtype)
+    _check_routes(x, chosen, weights)
+    format = _check_weights(x, layer)
+    if activation not in ACTIVATIONS:
+        raise RequestError(f"experts: activation is one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    data = [weight if isinstance(weight, Tensor) else weight.data for weight in layer[:3]]
+    inner = gate.shape[1]
+    return _experts(x, chosen, weights, *data, *layer[3:], format, inner, activation, float(alpha), float(limit))
+
+
+class _Layer(NamedTuple):
+    """What is learned: weights, or the tensors in which they lie, and biases."""
+
+    gate: Any
+    up: Any
+    down: Any
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def _lowered(dtype: torch.dtype, x: Tensor, layer: _Layer) -> tuple[Tensor, _Layer]:
+    """x and the layer as a product under autocast takes them; packed weights keep their dtype."""
+    if isinstance(layer.gate, NativeExperts):
+        dtype = layer.gate.dtype
+    cast = [lowered(dtype, each)[0] if isinstance(each, Tensor) else each for each in (x, *layer)]
+    return cast[0], _Layer(*cast[1:])
+
+
+def _check_routes(x: Tensor, chosen: Tensor, weights: Tensor) -> None:
+    fits = x.dim() > 0 and chosen.dim() == x.dim() and chosen.shape[:-1] == x.shape[:-1] and chosen.shape[-1] > 0
+    dtypes = x.dtype in DTYPES and chosen.dtype == torch.int32 and weights.dtype == torch.float32
+    if not fits or not dtypes or weights.shape != chosen.shape:
+        raise RequestError(
+            "experts wants float x [..., D], int32 chosen [..., C] and float32 weights [..., C]; got "
+            f"{shapes(x=x, chosen=chosen, weights=weights)}"
+        )
+
+
+def _check_weights(x: Tensor, layer: _Layer) -> str:
+    """The format of the weights."""
+    width, (gate, up, down) = x.shape[-1], layer[:3]
+    count, inner = tuple(gate.shape)[:2] if len(gate.shape) == 3 else (0, 0)
+    wanted = [(count, inner, width), (count, inner, width), (count, width, inner)]
+    formats = {_format(weight) for weight in (gate, up, down)}
+    dtypes = {weight.dtype for weight in (gate, up, down)}
+    dtype_fits = dtypes == {x.dtype} or isinstance(gate, QuantizedExperts)
+    got = [tuple(weight.shape) for weight in (gate, up, down)]
+    if got != wanted or count < 1 or inner < 1 or len(formats) != 1 or not dtype_fits:
+        raise RequestError(
+            f"experts: x {x.dtype} [..., {width}] wants gate and up [E, I, {width}] and down [E, {width}, I], all of "
+            f"one format, float ones of x's dtype; got {', '.join(map(str, got))}, {' and '.join(sorted(formats))} of "
+            f"{', '.join(map(str, dtypes))}"
+        )
+    biases = [(bias, shape[:2]) for bias, shape in zip(layer[3:], wanted, strict=True) if bias is not None]
+    dtypes = {bias.dtype for bias, _ in biases}
+    if any(bias.shape != shape for bias, shape in biases) or len(dtypes) > 1 or dtypes - set(DTYPES):
+        raise RequestError(
+            f"experts: biases are [{count}, {inner}] of gate and up and [{count}, {width}] of down, all of one float "
+            f"dtype; got {', '.join(f'{bias.dtype} {list(bias.shape)}' for bias, _ in biases)}"
+        )
+    return formats.pop()
+
+
+def _format(weights: ExpertWeights) -> str:
+    if isinstance(weights, QuantizedExperts):
+        return weights.format
+    return "packed" if isinstance(weights, NativeExperts) else "stock"
+
+
+def format_code(format: str, data: Tensor) -> Format:
+    """The kernels' code of a format that they read."""
+    return PACKED_FORMATS[data.dtype] if format == "packed" else quantized.FORMATS[format]
+
+
+# ── the operator ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Experts(NamedTuple):
+    """The arguments of the operator after x, chosen and weights."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    format: str
+    inner: int
+    activation: str
+    alpha: float
+    limit: float
+
+    def one(self, index: int, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tokens x, float32 [T, D], through one expert. dtype: that of the weights, where they are float."""
+        width, inner = x.shape[-1], self.inner
+        gate, up = (matrix(data, index, self.format, inner, width) for data in (self.gate, self.up))
+        down = matrix(self.down, index, self.format, width, inner)
+        gate_bias, up_bias, down_bias = (None if bias is None else bias[index].to(torch.float32) for bias in self[3:6])
+        x = self._as_read(x, dtype)
+        hidden = self._activate(F.linear(x, gate, gate_bias), F.linear(x, up, up_bias))
+        return F.linear(self._as_read(hidden, dtype), down, down_bias)
+
+    def _as_read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """float32 x, rounded as a product with these weights reads it."""
+        if self.format in quantized.FORMATS:
+            rounded = quantized.round_activations(x, self.format)
+            # Rounding has no gradient: that of the unrounded x passes through.
+            return x + (rounded - x).detach() if x.requires_grad else rounded
+        return x.to(dtype).to(torch.float32) if dtype == torch.bfloat16 else x
+
+    def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.activation == "swiglu":
+            return F.silu(gate) * up
+        if self.activation == "clamped_swiglu":
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        return F.gelu(gate, approximate="tanh" if self.activation == "geglu_tanh" else "none") * up
+
+
+def _definition(x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    """Every expert for every token, since which are needed is a value; then those that were chosen."""
+    tokens, ids, shares = _flat(x, chosen, weights)
+    layer = _Experts(*rest)
+    total = torch.zeros_like(tokens)
+    for index in range(len(layer.gate)):
+        mine = ids == index
+        share = torch.where(mine, shares, 0.0).sum(-1, keepdim=True)
+        total = torch.where(mine.any(-1, keepdim=True), total + share * layer.one(index, tokens, x.dtype), total)
+    return total.to(x.dtype).view(x.shape)
+
+
+def _without_kernels(x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    """The same sums, of the chosen experts alone: on the CPU values may be read."""
+    tokens, ids, shares = _flat(x, chosen, weights)
+    layer = _Experts(*rest)
+    total = torch.zeros_like(tokens)
+    for index in sorted(set(ids.flatten().tolist())):
+        if not 0 <= index < len(layer.gate):
+            raise _no_such_expert(chosen, len(layer.gate))
+        rows, places = (ids == index).nonzero(as_tuple=True)
+        total.index_add_(0, rows, shares[rows, places].unsqueeze(-1) * layer.one(index, tokens[rows], x.dtype))
+    return total.to(x.dtype).view(x.shape)
+
+
+def _flat(x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 x [T, D], chosen [T, C] and weights [T, C]."""
+    count = chosen.shape[-1]
+    return x.reshape(-1, x.shape[-1]).to(torch.float32), chosen.reshape(-1, count), weights.reshape(-1, count)
+
+
+def _native(library: Library, x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    layer = _Experts(*rest)
+    if layer.format == "stock":
+        return _without_kernels(x, chosen, weights, *rest)
+    x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
+    biases = [None if bias is None else bias.contiguous() for bias in layer[3:6]]
+    addresses = [None if bias is None else bias.data_ptr() for bias in biases]
+    width, out = x.shape[-1], torch.empty_like(x)
+    arguments = ExpertsArguments(
+        tokens=x.numel() // width, width=width, inner=layer.inner, experts=len(layer.gate), chosen=chosen.shape[-1],
+        x=x.data_ptr(), x_stride=width, ids=chosen.data_ptr(), weights=weights.data_ptr(),
+        gate=layer.gate.data_ptr(), up=layer.up.data_ptr(), down=layer.down.data_ptr(),
+        gate_bias=addresses[0], up_bias=addresses[1], down_bias=addresses[2], out=out.data_ptr(), out_stride=width,
+        x_dtype=DTYPES[x.dtype], bias_dtype=next((DTYPES[bias.dtype] for bias in biases if bias is not None), 0),
+        out_dtype=DTYPES[x.dtype], format=format_code(layer.format, layer.gate),
+        activation=ACTIVATIONS.index(layer.activation), alpha=layer.alpha, limit=layer.limit,
+    )  # fmt: skip
+    status = library.onward_experts(byref(arguments))
+    if status == Status.BAD_ARGUMENT:
+        raise _no_such_expert(chosen, len(layer.gate))
+    library.check(status, "onward_experts")
+    return out
+
+
+def _no_such_expert(chosen: Tensor, count: int) -> RequestError:
+    return RequestError(f"chosen experts lie in 0 … {count - 1}; got {int(chosen.min())} … {int(chosen.max())}")
+
+
+_experts = Operator(
+    "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, "
+    "Tensor? up_bias, Tensor? down_bias, str format, int inner, str activation, float alpha, float limit) -> Tensor",
+    _definition,
+    _native,
+    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    _without_kernels,
+)

@@ -1,0 +1,140 @@
+"""Which experts each token goes through, and how much of each: the router of a mixture of experts.
+
+Shapes: E experts, C chosen of them for each token.
+"""
+
+import torch
+from torch import Tensor
+
+from onward.errors import RequestError
+from onward.native import Library
+from onward.ops.operators import DTYPES, Operator, shapes
+
+SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
+MOST_EXPERTS = 4096
+
+
+def top_experts(
+    logits: Tensor,
+    count: int,
+    *,
+    score: str = "softmax",
+    choice_bias: Tensor | None = None,
+    groups: int = 1,
+    kept_groups: int = 1,
+    normalize: bool = False,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The `count` experts with the best scores of each token, the best first; of equals the lowest. All in float32.
+
+    A NaN counts as the best, and makes weights NaN.
+
+    Args:
+        logits: float [..., E].
+        score: "softmax" of all logits (Mixtral, Qwen), "softmax_of_chosen" (gpt-oss), or "sigmoid" (DeepSeek-V3, arXiv
+            2412.19437).
+        choice_bias: float32 [E], added to the scores that choose, not to the weights.
+        groups, kept_groups: the experts lie in `groups` of equal size, and only those of the `kept_groups` are chosen
+            whose two best have the largest sum.
+        normalize: divide the weights by their sum (plus 1e-20).
+        scale: the weights are multiplied by it.
+
+    Returns:
+        chosen int32 [..., C] and weights float32 [..., C], as `experts` takes them.
+
+    Raises:
+        RequestError: shapes, dtypes or numbers that do not fit.
+    """
+    experts = logits.shape[-1] if logits.dim() else 0
+    if logits.dtype not in DTYPES or not 1 <= experts <= MOST_EXPERTS:
+        raise RequestError(f"top_experts wants float logits [..., 1 … {MOST_EXPERTS}]; got {shapes(logits=logits)}")
+    if score not in SCORES:
+        raise RequestError(f"top_experts: score is one of {', '.join(SCORES)}; got {score!r}")
+    if choice_bias is not None and (choice_bias.shape != (experts,) or choice_bias.dtype != torch.float32):
+        raise RequestError(f"top_experts wants a float32 choice_bias [{experts}]; got {shapes(bias=choice_bias)}")
+    if score == "softmax_of_chosen" and (choice_bias is not None or groups != 1):
+        raise RequestError("top_experts: softmax_of_chosen chooses by logits, and takes no choice_bias and no groups")
+    if groups < 1 or experts % groups or not 1 <= kept_groups <= groups:
+        raise RequestError(
+            f"top_experts: {experts} experts do not lie in {groups} equal groups of which {kept_groups} are kept"
+        )
+    most = experts // groups * kept_groups
+    if not 1 <= count <= most:
+        raise RequestError(f"top_experts chooses 1 … {most} of {experts} experts; got {count}")
+    return _top_experts(logits, choice_bias, count, score, groups, kept_groups, bool(normalize), float(scale))
+
+
+def _definition(
+    logits: Tensor,
+    bias: Tensor | None,
+    count: int,
+    score: str,
+    groups: int,
+    kept_groups: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    logits = logits.to(torch.float32)
+    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+    # Without bias and groups logits have the order of the scores, and no roundings.
+    values = logits
+    if bias is not None or groups > 1:
+        values = scores if bias is None else scores + bias
+        values = values if groups == 1 else _of_kept_groups(values, groups, kept_groups)
+    chosen = _best(values, count)
+    weights = scores.gather(-1, chosen)
+    if score == "softmax_of_chosen":
+        weights = logits.gather(-1, chosen).softmax(-1)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return chosen.to(torch.int32), weights * scale
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """The indices of the `count` largest, in order; of equals the lowest first, which torch's topk does not promise."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _of_kept_groups(values: Tensor, groups: int, kept: int) -> Tensor:
+    """The values, -inf outside the groups whose two best have the largest sum."""
+    grouped = values.view(*values.shape[:-1], groups, -1)
+    sums = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+    best = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, _best(sums, kept), True)
+    return grouped.masked_fill(~best.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _native(
+    library: Library,
+    logits: Tensor,
+    bias: Tensor | None,
+    count: int,
+    score: str,
+    groups: int,
+    kept_groups: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
+    chosen, weights = _fake(logits, bias, count)
+    experts = logits.shape[-1]
+    status = library.onward_top_experts(
+        logits.numel() // experts, experts, logits.data_ptr(), DTYPES[logits.dtype], experts, count,
+        SCORES.index(score), None if bias is None else bias.data_ptr(), groups, kept_groups, normalize, scale,
+        chosen.data_ptr(), weights.data_ptr(),
+    )  # fmt: skip
+    library.check(status, "onward_top_experts")
+    return chosen, weights
+
+
+def _fake(logits: Tensor, bias: Tensor | None, count: int, *_: object) -> tuple[Tensor, Tensor]:
+    shape = (*logits.shape[:-1], count)
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+
+
+_top_experts = Operator(
+    "top_experts(Tensor logits, Tensor? bias, int count, str score, int groups, int kept_groups, bool normalize, "
+    "float scale) -> (Tensor, Tensor)",
+    _definition,
+    _native,
+    _fake,
+)

@@ -34,13 +34,13 @@ from onward.models import (
     Architecture,
     build_model,
     check_backend,
-    marked_parts,
     pack_layer,
     pack_params,
     read_config,
+    stack_params,
 )
 from onward.native import isa
-from onward.quantization import TensorReport, check_format, quantize_params
+from onward.quantization import TensorReport, check_format, count_matrices, quantize_params
 from onward.requests import LOOKUPS, Draft, generation_defaults
 
 # A bar is drawn for what takes longer.
@@ -167,7 +167,7 @@ def _read_params(
         params = read_quantized(folder.path, manifest, config, dtype=dtype, device=device)
         params = params if adapter is None else merged_params(config, params, adapter)
         # This packs the matrices that a converter left in floats; quantized ones stay the pages of the mapped file.
-        return pack_params(params, release=layers.advance) if device.type == "cpu" else params
+        return pack_params(params, release=layers.advance) if device.type == "cpu" else stack_params(params)
     # A distributed checkpoint is read, not mapped: each layer is packed at once, so that memory holds it once.
     lean = is_distributed(folder.path) and device.type == "cpu" and format is None
 
@@ -193,7 +193,7 @@ def _read_params(
 
     if format is not None:
         # The matrices of all layers come one after another, the embedding before them.
-        ends = set(itertools.accumulate((len(marked_parts(layer)) for layer in params.layers), initial=1))
+        ends = set(itertools.accumulate((count_matrices(layer) for layer in params.layers), initial=1))
         done = itertools.count(1)
 
         def after_matrix(report: TensorReport) -> None:
@@ -202,7 +202,7 @@ def _read_params(
 
         return quantize_params(params, format, progress=after_matrix, release=release)[0]
     if device.type != "cpu":
-        return params
+        return stack_params(params)
     return pack_params(params, release=release if lean else after_layer)
 
 

@@ -84,6 +84,9 @@ CONFIGS = [
             "original_max_position_embeddings": 8,
         },
     ),
+    ("mixtral", {"num_local_experts": 3}),
+    ("qwen3moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [1]}),
+    ("glm4moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_group": 2}),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 8}),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     (

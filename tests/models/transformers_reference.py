@@ -9,15 +9,18 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import (
+    Glm4MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -50,6 +53,9 @@ CONFIGS = {
     "glm4": transformers.Glm4Config,
     "seedoss": transformers.SeedOssConfig,
     "exaone4": transformers.Exaone4Config,
+    "mixtral": MixtralConfig,
+    "qwen3 experts": Qwen3MoeConfig,
+    "glm 4.5": Glm4MoeConfig,
 }
 MODELS = {
     "qwen3": transformers.Qwen3ForCausalLM,
@@ -71,6 +77,9 @@ MODELS = {
     "glm4": transformers.Glm4ForCausalLM,
     "seedoss": transformers.SeedOssForCausalLM,
     "exaone4": transformers.Exaone4ForCausalLM,
+    "mixtral": transformers.MixtralForCausalLM,
+    "qwen3 experts": transformers.Qwen3MoeForCausalLM,
+    "glm 4.5": transformers.Glm4MoeForCausalLM,
 }
 SMALL = {
     "vocab_size": 101,
@@ -316,6 +325,58 @@ CASES = {
     ),
 }
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 10}
+CASES |= {
+    "mixtral": Case("mixtral", {"num_local_experts": 5}),
+    "mixtral window, three of seven": Case(
+        "mixtral", {"num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 6, "head_dim": 10}
+    ),
+    "mixtral one expert, tied": Case(
+        "mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True}
+    ),
+    "qwen3 experts": Case("qwen3 experts", EXPERTS),
+    "qwen3 experts normalized, biases": Case(
+        "qwen3 experts", EXPERTS | {"norm_topk_prob": True, "attention_bias": True, "num_experts_per_tok": 6}
+    ),
+    "qwen3 experts in every second layer": Case("qwen3 experts", EXPERTS | {"decoder_sparse_step": 2}),
+    "qwen3 experts and dense layers, window": Case(
+        "qwen3 experts",
+        EXPERTS
+        | {
+            "mlp_only_layers": [0, 2],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+GLM = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+CASES |= {
+    "glm 4.5": Case("glm 4.5", GLM),
+    "glm 4.5 norms, biases, scaled": Case(
+        "glm 4.5",
+        GLM
+        | {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "head_dim": 12,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm 4.5 groups, two dense layers": Case(
+        "glm 4.5", GLM | {"n_group": 3, "topk_group": 2, "first_k_dense_replace": 2, "num_key_value_heads": 1}
+    ),
+}
+
 
 def build(case: Case) -> PreTrainedModel:
     """The model of a case with random weights, in float32 with the plain attention."""
@@ -328,6 +389,9 @@ def build(case: Case) -> PreTrainedModel:
         noise = torch.randn_like(weight)
         centre = 0 if case.family in ADDED_TO_ONE else 1
         weight.data = centre + 0.2 * noise if name.endswith("norm.weight") else noise * weight.shape[-1] ** -0.5
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn_like(buffer))
     return model
 
 

@@ -23,8 +23,14 @@ def packed(family: str, dtype: torch.dtype, **overrides: object) -> Model:
     return model
 
 
-def quantized(family: str, how: str) -> Model:
-    return onward.quantize(tiny_model(family, dtype=torch.bfloat16, hidden_size=64, intermediate_size=96), how)
+def quantized(family: str, how: str, **overrides: object) -> Model:
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    model = onward.quantize(tiny_model(family, dtype=torch.bfloat16, **sizes, **overrides), how)
+    object.__setattr__(model, "params", pack_params(model.params))  # routers stay floats
+    return model
+
+
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 
 MODELS = {
@@ -39,6 +45,10 @@ MODELS = {
     ),
     "qwen3 int8": lambda: quantized("qwen3", "int8"),
     "qwen3 int4": lambda: quantized("qwen3", "int4"),
+    "mixtral": lambda: packed("mixtral", torch.bfloat16, num_local_experts=3),
+    "qwen3 experts": lambda: packed("qwen3moe", torch.float32, **EXPERTS),
+    "qwen3 experts int8": lambda: quantized("qwen3moe", "int8", **EXPERTS),
+    "qwen3 experts int4": lambda: quantized("qwen3moe", "int4", **EXPERTS),
 }
 PREPARED: dict[str, tuple[Model, onward.program.Program]] = {}
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from onward.adapters.peft_folder import Adapter, Update, changed_modules
 from onward.adapters.places import part_names
 from onward.errors import CheckpointError, RequestError
-from onward.models import Architecture, Embedding, Linear, Model, architecture_of
+from onward.models import Architecture, Embedding, Linear, Model, Router, architecture_of
 from onward.models.linear import is_marked
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
 from onward.ops.linear import OneDnnWeight
@@ -47,7 +47,7 @@ def merged_params(architecture: Architecture, params: Any, adapter: Adapter) -> 
 
 
 def _merged(leaf: Any, name: str | None, adapter: Adapter) -> Any:
-    if isinstance(leaf, Linear):
+    if isinstance(leaf, Linear | Router):
         return _merged_linear(leaf, str(name), adapter)
     if isinstance(leaf, Embedding):
         return _merged_embedding(leaf, str(name), adapter)
@@ -55,7 +55,7 @@ def _merged(leaf: Any, name: str | None, adapter: Adapter) -> Any:
     return leaf if replaced is None else _like(leaf, _fitting(str(name), replaced, leaf))
 
 
-def _merged_linear(part: Linear, module: str, adapter: Adapter) -> Linear:
+def _merged_linear(part: Linear | Router, module: str, adapter: Adapter) -> Linear | Router:
     weight, bias = part.weight, part.bias
     if (replaced := adapter.replaced.get(f"{module}.weight")) is not None:
         weight = _like(weight, _fitting(f"{module}.weight", replaced, weight))
@@ -65,7 +65,7 @@ def _merged_linear(part: Linear, module: str, adapter: Adapter) -> Linear:
         if bias is None:
             raise CheckpointError(f"the adapter has a bias for {module}, and the model has none there")
         bias = _fitting(f"{module}.bias", new_bias, bias).to(bias.dtype)
-    return Linear(weight, bias)
+    return part._replace(weight=weight, bias=bias)
 
 
 def check_modules(adapter: Adapter, modules: Sequence[str]) -> None:

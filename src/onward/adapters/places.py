@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from onward.models import Architecture, Embedding, Linear, Scope
@@ -11,7 +12,7 @@ from onward.models.linear import is_marked
 class _Names:
     """Gives the name of each tensor instead of the tensor."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Any:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
         return name
 
 

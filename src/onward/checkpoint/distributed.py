@@ -87,8 +87,8 @@ class DistributedFolder:
         self._taken: set[str] = set()
         self._last: tuple[str, Tensor] | None = None  # the last one read: several weights in a row may be its rows
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, of `shape`, in the wanted dtype on the wanted device.
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, of `shape`, in `dtype`, or the model's, on the wanted device.
 
         Raises:
             CheckpointError: it is of another shape, or no float, or damaged, or too large for float16.
@@ -104,13 +104,14 @@ class DistributedFolder:
             )
         check_float(self._folder, place.stored, stored.dtype)
         tensor = self._read_tensor(place.stored)
-        self.dtype = self.dtype or tensor.dtype
+        if dtype is None:
+            dtype = self.dtype = self.dtype or tensor.dtype
         if place.rows is not None:
             tensor = tensor[place.start : place.start + place.rows]
         if place.interleaved and is_rotated(name):
             tensor = _as_halves(tensor, self._head_dim)
         self._taken.add(name)
-        return placed(self._folder, name, tensor, self.dtype, self._device)
+        return placed(self._folder, name, tensor, dtype, self._device)
 
     def left(self) -> list[str]:
         """Names that were not taken, without those of the training's own state."""

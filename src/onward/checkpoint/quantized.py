@@ -23,7 +23,7 @@ from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.shards import WEIGHTS, open_safetensors
 from onward.checkpoint.weights import SafetensorsFolder
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line
-from onward.models import Architecture, Scope
+from onward.models import Architecture, ExpertLinear, Scope, map_marked
 from onward.ops import PackedWeight, QuantizedWeight
 from onward.ops.quantized import ROUNDED_FORMATS
 from onward.ops.quantized_layout import GROUP, data_shape
@@ -134,10 +134,10 @@ class _QuantizedTensors:
         self._stored: set[str] = set(self._file.keys())
         self._taken: set[str] = set()
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Any:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
         if name not in self._manifest.shapes:
             self._check_stock(name)
-            return self._stock.take(name, shape)
+            return self._stock.take(name, shape, dtype)
         if self._manifest.shapes[name] != shape:
             raise CheckpointError(
                 f"{self._folder}: {MANIFEST} gives tensor {name!r} the shape {list(self._manifest.shapes[name])}, but "
@@ -252,7 +252,7 @@ def parameter_name(path: tuple[Any, ...]) -> str:
 class _Names:
     """Gives the name of each tensor instead of the tensor."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Any:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
         return name
 
 
@@ -262,6 +262,7 @@ _Named = dict[str, tuple[Tensor | QuantizedWeight, float | None]]
 def _by_stock_name(config: Architecture, params: Any, errors: Mapping[str, float]) -> _Named:
     """Stock name -> weight and error; a tied weight has one name and is there once."""
     names, _ = pytree.tree_flatten_with_path(config.read(Scope(_Names())))
+    params = map_marked(lambda path, part: _one_by_one(part), params)
     weights = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight | PackedWeight))
     named: _Named = {}
     for (path, name), weight in zip(names, weights, strict=True):
@@ -273,6 +274,11 @@ def _by_stock_name(config: Architecture, params: Any, errors: Mapping[str, float
             raise RequestError(f"{name} is tied to another weight by config.json, but not in the params")
         named.setdefault(name, (weight, errors.get(parameter_name(path))))
     return named
+
+
+def _one_by_one(part: Any) -> Any:
+    """A checkpoint names the weight of each expert."""
+    return part._replace(weight=part.matrices) if isinstance(part, ExpertLinear) else part
 
 
 def _copy_small_files(source: Path, destination: Path) -> None:

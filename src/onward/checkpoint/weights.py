@@ -47,8 +47,8 @@ class SafetensorsFolder:
         self._method = method_of(_config_of(folder))
         self._below = _by_module(self._where) if self._method is not None else {}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, of `shape`, in the wanted dtype on the wanted device.
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, of `shape`, in `dtype`, or the model's, on the wanted device.
 
         Raises:
             CheckpointError: it is absent, has another shape, is no float, or is too large for float16.
@@ -69,8 +69,9 @@ class SafetensorsFolder:
             )
         check_float(self._folder / file, name, tensor.dtype)
         self._taken.add(name)
-        self.dtype = self.dtype or tensor.dtype
-        return placed(self._folder, name, tensor, self.dtype, self._device)
+        if dtype is None:
+            dtype = self.dtype = self.dtype or tensor.dtype
+        return placed(self._folder, name, tensor, dtype, self._device)
 
     def left(self) -> list[str]:
         """Names that were not taken."""

@@ -2,9 +2,9 @@
 
 from onward.models.architecture import Architecture, architecture_of, build_model, num_parameters, parameter_shapes
 from onward.models.families import FAMILIES, read_config
-from onward.models.linear import Embedding, Linear, map_marked, marked_parts
+from onward.models.linear import Embedding, ExpertLinear, Linear, Router, map_marked, marked_parts
 from onward.models.model import Cache, Forward, Model, Params
-from onward.models.packing import pack_layer, pack_params
+from onward.models.packing import pack_layer, pack_params, stack_params
 from onward.models.run import ModelRun, check_backend, padded_length, reused_run
 from onward.models.scope import Scope, Tensors
 
@@ -13,11 +13,13 @@ __all__ = [
     "Architecture",
     "Cache",
     "Embedding",
+    "ExpertLinear",
     "Forward",
     "Linear",
     "Model",
     "ModelRun",
     "Params",
+    "Router",
     "Scope",
     "Tensors",
     "architecture_of",
@@ -32,4 +34,5 @@ __all__ = [
     "parameter_shapes",
     "read_config",
     "reused_run",
+    "stack_params",
 ]

@@ -151,6 +151,6 @@ class _Shapes:
     def __init__(self) -> None:
         self.by_name: dict[str, tuple[int, ...]] = {}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         self.by_name[name] = shape
         return torch.empty(shape, device="meta")

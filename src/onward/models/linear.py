@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward import ops
+from onward.ops.expert_weights import stack_experts
 
 
 class Linear(NamedTuple):
@@ -30,7 +31,42 @@ class Embedding(NamedTuple):
         return ops.embedding(ids, self.weight)
 
 
-Marked = Linear | Embedding
+class Router(NamedTuple):
+    """A linear layer whose outputs choose: weight [out, in], bias [out]. It is packed, and never quantized."""
+
+    weight: ops.Weight
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """float [..., in] -> [..., out]."""
+        return ops.linear(x, self.weight, self.bias)
+
+
+class ExpertLinear(NamedTuple):
+    """The linear layers of E experts: weight [E, out, in], in some families bias [E, out].
+
+    weight: stock a matrix for each expert, as the checkpoint has them; or all in one, stacked, packed or quantized.
+    """
+
+    weight: ops.ExpertWeights | tuple[ops.Weight, ...]
+    bias: Tensor | None = None
+
+    @property
+    def matrices(self) -> tuple[ops.Weight, ...]:
+        """The weight of each expert, in the layout that it has."""
+        if isinstance(self.weight, ops.NativeExperts | ops.QuantizedExperts):
+            return tuple(map(self.weight.expert, range(self.weight.shape[0])))
+        return tuple(self.weight)
+
+    @property
+    def together(self) -> ops.ExpertWeights:
+        """All of them as `ops.experts` takes them; stock matrices are stacked."""
+        if isinstance(self.weight, Tensor | ops.NativeExperts | ops.QuantizedExperts):
+            return self.weight
+        return stack_experts(self.weight)
+
+
+Marked = Linear | Embedding | Router | ExpertLinear
 
 
 def is_marked(part: Any) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onward import ops
-from onward.models.linear import Embedding, Linear, map_marked
+from onward.models.linear import Embedding, ExpertLinear, Linear, Router, map_marked
 
 
 def pack_params(params: Any, release: Callable[[], None] = lambda: None) -> Any:
@@ -40,6 +40,17 @@ def pack_params(params: Any, release: Callable[[], None] = lambda: None) -> Any:
 
 def pack_layer(layer: Any) -> Any:
     """The same layer with every matrix packed; packed ones stay as they are."""
+    return map_marked(lambda path, part: _packed(part), layer)
+
+
+def stack_params(params: Any) -> Any:
+    """The same weights with those of experts stacked, as the definitions take them where there are no kernels."""
     return map_marked(
-        lambda path, part: part._replace(weight=ops.pack(part.weight)) if isinstance(part, Linear) else part, layer
+        lambda path, part: part._replace(weight=part.together) if isinstance(part, ExpertLinear) else part, params
     )
+
+
+def _packed(part: Any) -> Any:
+    if isinstance(part, Linear | Router):
+        return part._replace(weight=ops.pack(part.weight))
+    return part._replace(weight=ops.pack_experts(part.weight)) if isinstance(part, ExpertLinear) else part

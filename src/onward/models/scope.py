@@ -2,15 +2,19 @@
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from onward.models.linear import Embedding, Linear
+from onward.models.linear import Embedding, ExpertLinear, Linear, Router
 
 
 class Tensors(Protocol):
-    """The weights of a checkpoint by their stock names; raises `CheckpointError` for one it cannot give."""
+    """The weights of a checkpoint by their stock names; raises `CheckpointError` for one it cannot give.
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Any: ...
+    dtype: for one that does not follow the dtype of the model.
+    """
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any: ...
 
 
 class Scope(NamedTuple):
@@ -28,10 +32,23 @@ class Scope(NamedTuple):
         tensor: Tensor = self.tensors.take(self.prefix + name, shape)
         return tensor
 
+    def take_float32(self, name: str, *shape: int) -> Tensor:
+        """The tensor of this name and shape in float32, whatever the dtype of the model."""
+        tensor: Tensor = self.tensors.take(self.prefix + name, shape, torch.float32)
+        return tensor
+
     def linear(self, name: str, out: int, into: int, bias: bool = False) -> Linear:
         """The linear layer `name`: weight [out, into], and bias [out] if it has one."""
         below = self.under(name)
         return Linear(below.take("weight", out, into), below.take("bias", out) if bias else None)
+
+    def router(self, name: str, out: int, into: int, bias: bool = False) -> Router:
+        """The router `name`: weight [out, into], and bias [out] if it has one."""
+        return Router(*self.linear(name, out, into, bias))
+
+    def experts(self, name: str, count: int, out: int, into: int) -> ExpertLinear:
+        """The linear layers `0.name` … of `count` experts: a weight [out, into] each."""
+        return ExpertLinear(tuple(self.under(i).under(name).take("weight", out, into) for i in range(count)))
 
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
         """The table `name`: weight [rows, width]."""

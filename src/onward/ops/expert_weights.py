@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from onward.errors import RequestError
 from onward.ops import quantized_layout as layout
+from onward.ops.linear import Weight
 from onward.ops.operators import shapes, usable_library
 from onward.ops.packed import FORMATS, NativeWeight, empty_packed, pack_into
 from onward.ops.quantized import QuantizedWeight
@@ -94,21 +95,31 @@ class QuantizedExperts:
 ExpertWeights = Tensor | NativeExperts | QuantizedExperts
 
 
-def pack_experts(weights: ExpertWeights | Sequence[Tensor]) -> ExpertWeights:
-    """Float weights [E, N, K], or E of [N, K], in the layout that this machine's `experts` reads.
+def stack_experts(weights: Sequence[Weight]) -> Tensor | QuantizedExperts:
+    """E stock or quantized weights [N, K] as one; a copy."""
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if quantized:
+        return QuantizedExperts.stack(quantized)
+    return torch.stack([weight for weight in weights if isinstance(weight, Tensor)])
 
-    Each expert is read once, and then no more. Packed and quantized weights stay as they are; so do weights on another
-    device than the CPU, and all where there is no native library.
+
+def pack_experts(weights: ExpertWeights | Sequence[Weight]) -> ExpertWeights:
+    """Weights [E, N, K], or E of [N, K], in the layout that this machine's `experts` reads.
+
+    Each expert is read once, and then no more. What is packed or quantized already stays as it is, in one piece; so do
+    weights on another device than the CPU, and all where there is no native library.
     """
     if isinstance(weights, NativeExperts | QuantizedExperts):
         return weights
-    first = weights[0]
-    library = usable_library()
-    if library is None or first.device.type != "cpu" or first.dtype not in FORMATS:
-        return weights if isinstance(weights, Tensor) else torch.stack(list(weights))
+    first, library = weights[0], usable_library()
+    fits = isinstance(first, Tensor) and first.device.type == "cpu" and first.dtype in FORMATS
+    if library is None or not fits:
+        return weights if isinstance(weights, Tensor) else stack_experts(weights)
+    assert isinstance(first, Tensor)
     rows, inputs = first.shape
     data = empty_packed((len(weights),), rows, inputs, first.dtype)
     for index, weight in enumerate(weights):
+        assert isinstance(weight, Tensor)
         if weight.shape != first.shape or weight.dtype != first.dtype:
             raise RequestError(f"experts have weights of one shape and dtype; got {shapes(first=first, other=weight)}")
         pack_into(library, weight, data[index])

@@ -89,8 +89,8 @@ def _lowered(dtype: torch.dtype, x: Tensor, layer: _Layer) -> tuple[Tensor, _Lay
     """x and the layer as a product under autocast takes them; packed weights keep their dtype."""
     if isinstance(layer.gate, NativeExperts):
         dtype = layer.gate.dtype
-    cast = [lowered(dtype, each)[0] if isinstance(each, Tensor) else each for each in (x, *layer)]
-    return cast[0], _Layer(*cast[1:])
+    cast = [lowered(dtype, each)[0] if isinstance(each, Tensor) else each for each in layer]
+    return x.to(dtype), _Layer(*cast)
 
 
 def _check_routes(x: Tensor, chosen: Tensor, weights: Tensor) -> None:

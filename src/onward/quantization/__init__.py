@@ -5,7 +5,7 @@ onward.quantization.quantize_folder("Qwen/Qwen3-0.6B", "qwen3-int4", "int4")    
 """
 
 from onward.quantization.folder import quantize_folder
-from onward.quantization.params import Progress, TensorReport, quantize, quantize_params
+from onward.quantization.params import Progress, TensorReport, count_matrices, quantize, quantize_params
 from onward.quantization.rounding import (
     check_format,
     quantize_int4,
@@ -18,6 +18,7 @@ __all__ = [
     "Progress",
     "TensorReport",
     "check_format",
+    "count_matrices",
     "quantize",
     "quantize_folder",
     "quantize_int4",

@@ -10,8 +10,8 @@ from torch import Tensor
 from onward.checkpoint.quantized import parameter_name
 from onward.errors import RequestError
 from onward.language_model import LanguageModel
-from onward.models import Embedding, Model, map_marked, marked_parts
-from onward.ops import QuantizedWeight, Weight
+from onward.models import Embedding, ExpertLinear, Model, Router, map_marked, marked_parts
+from onward.ops import QuantizedExperts, QuantizedWeight, Weight
 from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
 from onward.quantization.rounding import check_format, quantize_and_measure
@@ -46,7 +46,7 @@ def quantize(model: LanguageModel, format: str, *, progress: Progress | None = N
 def quantize(model: Model | LanguageModel, format: str, *, progress: Progress | None = None) -> Model | LanguageModel:
     """The same model with all its matrices in 8 or 4 bits, the embedding and the head among them.
 
-    Norms and biases stay. The original model is not changed; drop it to free its weights.
+    Norms, biases and the routers of experts stay. The original model is not changed; drop it to free its weights.
 
     Args:
         model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
@@ -76,7 +76,7 @@ def quantize_params(
     progress: Progress | None = None,
     release: Callable[[], None] = lambda: None,
 ) -> tuple[Any, list[TensorReport]]:
-    """The params with all matrices quantized, and a report of each. A tied pair stays one weight.
+    """The params with all matrices but routers quantized, and a report of each. A tied pair stays one weight.
 
     Args:
         params: stock or packed; `onward.models.Linear` and `Embedding` mark the matrices.
@@ -89,20 +89,35 @@ def quantize_params(
     quantized_by_id: dict[int, QuantizedWeight] = {}
     embeddings = [part.weight for part in marked_parts(params) if isinstance(part, Embedding)]
 
+    def quantized(name: str, weight: Weight) -> QuantizedWeight:
+        result, report = _quantize(name, _stock(weight), format)
+        reports.append(report)
+        if progress is not None:
+            progress(report)
+        release()
+        return result
+
     def convert(path: tuple[Any, ...], part: Any) -> Any:
         name = f"{parameter_name(path)}.weight"
-        if isinstance(part.weight, QuantizedWeight):
+        if isinstance(part.weight, QuantizedWeight | QuantizedExperts):
             raise RequestError(f"{name} is {part.weight.format} already: quantize the model in its stock weights")
+        if isinstance(part, Router):
+            return part
+        if isinstance(part, ExpertLinear):
+            experts = [quantized(f"{name}.{index}", weight) for index, weight in enumerate(part.matrices)]
+            return part._replace(weight=QuantizedExperts.stack(experts))
         source = _tied_to(part.weight, embeddings)
         if id(source) not in quantized_by_id:
-            quantized_by_id[id(source)], report = _quantize(name, _stock(source), format)
-            reports.append(report)
-            if progress is not None:
-                progress(report)
-            release()
+            quantized_by_id[id(source)] = quantized(name, source)
         return part._replace(weight=quantized_by_id[id(source)])
 
     return map_marked(convert, params), reports
+
+
+def count_matrices(params: Any) -> int:
+    """How many reports `quantize_params` gives of these params, where none are tied."""
+    parts = marked_parts(params)
+    return sum(len(part.matrices) if isinstance(part, ExpertLinear) else not isinstance(part, Router) for part in parts)
 
 
 def _quantize(name: str, weight: Tensor, format: str) -> tuple[QuantizedWeight, TensorReport]:

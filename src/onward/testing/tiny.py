@@ -132,11 +132,11 @@ class _RandomTensors:
         self._generator = torch.Generator().manual_seed(seed)
         self._dtype = dtype
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         noise = torch.randn(shape, generator=self._generator)
         # Activations and logits keep a size of about 1 through every layer.
         tensor = 1 + 0.1 * noise if name.endswith("norm.weight") else noise * shape[-1] ** -0.5
-        self.by_name[name] = tensor.to(self._dtype)
+        self.by_name[name] = tensor.to(dtype or self._dtype)
         return self.by_name[name]
 
 

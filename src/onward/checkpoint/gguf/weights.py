@@ -79,7 +79,7 @@ class _GgufTensors:
         self._dtype, self._device = dtype, device
         self._taken: set[str] = set(_NO_WEIGHTS)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Any:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
         stored = self._tensors.get(gguf_name(name))
         if stored is None:
             raise CheckpointError(
@@ -91,7 +91,7 @@ class _GgufTensors:
                 f"{list(shape)}"
             )
         self._taken.add(stored.name)
-        packed = self._packs(stored)
+        packed = dtype is None and self._packs(stored)
         if self._device.type == "meta":
             return self._shape_of(stored, packed)
         rows = self._stock_order(name, stored)
@@ -100,7 +100,7 @@ class _GgufTensors:
         values = float_rows(stored.type, rows)
         if values is None:
             values = self._values(stored, rows)
-        return placed(self._path, stored.name, values.reshape(shape), self._dtype, self._device)
+        return placed(self._path, stored.name, values.reshape(shape), dtype or self._dtype, self._device)
 
     def _packs(self, stored: GgufTensor) -> bool:
         """Whether a tensor stays in its blocks' bits. float32 asks for products that round nothing, and other devices

@@ -7,6 +7,7 @@ block with these params computes it.
 from onward.models.blocks.attention import Attention, AttentionParams
 from onward.models.blocks.decoder import Decoder, DecoderNames, DecoderParams
 from onward.models.blocks.delta import GatedDelta, GatedDeltaParams
+from onward.models.blocks.experts import ExpertNames, Experts, ExpertsParams
 from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams
 from onward.models.blocks.layer import DecoderLayer, LayerNames, LayerParams
 from onward.models.blocks.norm import RMSNorm
@@ -19,6 +20,9 @@ __all__ = [
     "DecoderLayer",
     "DecoderNames",
     "DecoderParams",
+    "ExpertNames",
+    "Experts",
+    "ExpertsParams",
     "FeedForward",
     "FeedForwardParams",
     "GatedDelta",

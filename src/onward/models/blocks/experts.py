@@ -1,0 +1,95 @@
+"""A mixture of experts: feed-forward blocks of which each token goes through a few (arXiv 1701.06538, 2101.03961).
+
+Shapes: E experts, D width of the stream, I inner width of an expert.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onward import ops
+from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams, FusedFeedForwardParams
+from onward.models.linear import ExpertLinear, Router
+from onward.models.scope import Scope
+
+
+class ExpertsParams(NamedTuple):
+    """The weights of one layer's experts, and of the router that chooses among them."""
+
+    router: Router
+    choice_bias: Tensor | None
+    gate_proj: ExpertLinear
+    up_proj: ExpertLinear
+    down_proj: ExpertLinear
+    shared: FeedForwardParams | FusedFeedForwardParams | None
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a checkpoint calls the parts. Expert e's matrices are below `experts`.e."""
+
+    router: str = "gate"
+    choice_bias: str = "gate.e_score_correction_bias"
+    experts: str = "experts"
+    gate_proj: str = "gate_proj"
+    up_proj: str = "up_proj"
+    down_proj: str = "down_proj"
+    shared: str = "shared_experts"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The weighted sum of `num_chosen` of `num_experts` gated feed-forward blocks, which a router chooses.
+
+    score, normalize, scale, groups, kept_groups: as `ops.top_experts` takes them. choice_bias: whether a learned bias
+    helps to choose. float32_router: whether the router computes in float32 in a model of another dtype.
+    intermediate_size: of one expert. shared: a block that all tokens go through, added to the sum.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_chosen: int
+    score: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    choice_bias: bool = False
+    float32_router: bool = False
+    shared: FeedForward | None = None
+    names: ExpertNames = ExpertNames()
+
+    def read(self, scope: Scope) -> ExpertsParams:
+        hidden, inner, count = self.hidden_size, self.intermediate_size, self.num_experts
+        below, names = scope.under(self.names.experts), self.names
+        if self.float32_router:
+            router = Router(scope.under(names.router).take_float32("weight", count, hidden))
+        else:
+            router = scope.router(names.router, count, hidden)
+        return ExpertsParams(
+            router=router,
+            choice_bias=scope.take_float32(names.choice_bias, count) if self.choice_bias else None,
+            gate_proj=below.experts(names.gate_proj, count, inner, hidden),
+            up_proj=below.experts(names.up_proj, count, inner, hidden),
+            down_proj=below.experts(names.down_proj, count, hidden, inner),
+            shared=None if self.shared is None else self.shared.read(scope.under(names.shared)),
+        )
+
+    def __call__(self, params: ExpertsParams, x: Tensor) -> Tensor:
+        """float [..., D] -> [..., D]."""
+        chosen, shares = ops.top_experts(
+            params.router(x.to(torch.float32) if self.float32_router else x), self.num_chosen,
+            score=self.score, choice_bias=params.choice_bias, groups=self.groups, kept_groups=self.kept_groups,
+            normalize=self.normalize, scale=self.scale,
+        )  # fmt: skip
+        gate, up, down = params.gate_proj, params.up_proj, params.down_proj
+        mixed = ops.experts(
+            x, chosen, shares, gate.together, up.together, down.together,
+            gate_bias=gate.bias, up_bias=up.bias, down_bias=down.bias,
+        )  # fmt: skip
+        if self.shared is None or params.shared is None:
+            return mixed
+        return ops.add(mixed, self.shared(params.shared, x))

@@ -1,0 +1,128 @@
+"""Models with experts: quantized all but their routers, written and read expert by expert; what is wrong is said."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import onward
+from onward import ops
+from onward.errors import CheckpointError, ConfigError
+from onward.models import ExpertLinear, Router, marked_parts, read_config
+from onward.quantization import quantize_folder
+from onward.testing import random_checkpoint, tiny_config
+
+SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+PROMPTS = [[5, 6, 7, 8, 9], [11], [3, 1]]
+
+
+def checkpoint(folder, **overrides):
+    return random_checkpoint(folder, "qwen3moe", **(SIZES | overrides))
+
+
+def texts(lm, **options):
+    return [one.token_ids for one in lm.generate(PROMPTS, max_new_tokens=12, temperature=0, **options)]
+
+
+@pytest.mark.parametrize("format", [None, "int8", "int4"])
+def test_a_row_is_what_it_is_alone(format, tmp_path):
+    lm = onward.load(checkpoint(tmp_path), quantize=format)
+    together = texts(lm)
+    assert together == [lm.generate(p, max_new_tokens=12, temperature=0).token_ids for p in PROMPTS]
+    assert texts(lm, draft="lookup") == together
+    whole = lm.logits(list(range(40)))
+    lm.prefill_chunk = 7
+    assert torch.equal(lm.logits(list(range(40))), whole)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_experts_are_quantized_and_routers_are_not(format, tmp_path):
+    lm = onward.load(checkpoint(tmp_path), quantize=format)
+    parts = marked_parts(lm.model.params)
+    experts = [part for part in parts if isinstance(part, ExpertLinear)]
+    routers = [part for part in parts if isinstance(part, Router)]
+    assert len(experts) == 6
+    assert len(routers) == 2
+    assert all(isinstance(part.weight, ops.QuantizedExperts) and part.weight.format == format for part in experts)
+    assert all(part.weight.dtype == torch.float32 for part in routers)
+    assert not any(isinstance(part.weight, ops.QuantizedWeight) for part in routers)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_quantized_folder_has_each_expert_and_is_the_same_model(format, tmp_path):
+    source = checkpoint(tmp_path / "source")
+    reports = quantize_folder(source, tmp_path / "small", format)
+    stored = load_file(tmp_path / "small" / "model.safetensors")
+    assert stored["model.layers.1.mlp.experts.3.up_proj.weight"].dtype == torch.uint8
+    assert stored["model.layers.1.mlp.gate.weight"].dtype == torch.float32
+    assert sum("experts" in name or "gate_proj" in name for name in (report.name for report in reports)) == 8
+    loaded = onward.load(tmp_path / "small")
+    assert torch.equal(loaded.logits([1, 2, 3]), onward.load(source, quantize=format).logits([1, 2, 3]))
+
+
+def test_a_session_goes_on_with_the_same_tokens(tmp_path):
+    lm = onward.load(checkpoint(tmp_path))
+    whole = lm.generate(PROMPTS[0], max_new_tokens=12, temperature=0).token_ids
+    session = onward.Session(lm)
+    first = session.generate(PROMPTS[0], max_new_tokens=5, temperature=0).token_ids
+    rest = session.generate(PROMPTS[0] + first, max_new_tokens=7, temperature=0).token_ids
+    assert first + rest == whole
+
+
+def damaged(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    folder = damaged(checkpoint(tmp_path), lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=f"'{name}' of shape .* is missing"):
+        onward.load(folder)
+
+
+def test_a_router_of_another_width_is_named(tmp_path):
+    name = "model.layers.0.mlp.gate.weight"
+    folder = damaged(checkpoint(tmp_path), lambda tensors: tensors.update({name: torch.zeros(5, 32)}))
+    with pytest.raises(CheckpointError, match=rf"'{name}' has shape \[5, 32\], but config.json makes it \[4, 32\]"):
+        onward.load(folder)
+
+
+def test_an_expert_too_many_is_named(tmp_path):
+    name = "model.layers.0.mlp.experts.4.gate_proj.weight"
+    folder = damaged(checkpoint(tmp_path), lambda tensors: tensors.update({name: torch.zeros(40, 32)}))
+    with pytest.raises(CheckpointError, match=r"experts\.4\.gate_proj"):
+        onward.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("n_group", 3), ("n_group", 4), ("topk_group", 3), ("num_experts_per_tok", 3)]
+)
+def test_groups_that_do_not_fit_are_named(field, value):
+    fields = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    read_config(tiny_config("glm4moe", **fields))
+    with pytest.raises(ConfigError, match=field):
+        read_config(tiny_config("glm4moe", **(fields | {field: value})))
+
+
+def test_what_a_router_of_glm_learns_stays_float32_in_a_bfloat16_model(tmp_path):
+    folder = random_checkpoint(
+        tmp_path, "glm4moe", dtype=torch.bfloat16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20
+    )
+    stored = load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert stored.dtype == torch.float32
+    lm = onward.load(folder)
+    params = lm.model.params.layers[1].feed_forward
+    assert torch.equal(params.choice_bias, stored)
+    assert params.router.weight.dtype == torch.float32
+    assert params.gate_proj.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_experts_per_tok", 5), ("num_experts", 0), ("decoder_sparse_step", -1), ("mlp_only_layers", "0")],
+)
+def test_a_field_that_does_not_fit_is_named(field, value):
+    with pytest.raises(ConfigError, match=field):
+        read_config(tiny_config("qwen3moe", **(SIZES | {field: value})))

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from huggingface_hub.utils.tqdm import tqdm
 from onward.adapters import Adapter, merged_params, read_adapter
 from onward.checkpoint import (
     Checkpoint,
+    CheckpointFolder,
     GgufCheckpoint,
     Tokenizer,
     find_adapter,
@@ -24,14 +26,16 @@ from onward.checkpoint import (
     read_weights,
 )
 from onward.checkpoint.distributed import NameMapSource, is_distributed
+from onward.checkpoint.module import is_known, read_module
 from onward.checkpoint.quantized import read_manifest, read_quantized
 from onward.checkpoint.quantizers import method_of
 from onward.checks import check_whole
-from onward.errors import CheckpointError, ConfigError, RequestError, warn
+from onward.errors import CheckpointError, ConfigError, RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import LanguageModel
 from onward.messages import MessageFormat, checked_format
 from onward.models import (
     Architecture,
+    Model,
     build_model,
     check_backend,
     pack_layer,
@@ -39,6 +43,7 @@ from onward.models import (
     read_config,
     stack_params,
 )
+from onward.models.hosted import host
 from onward.native import isa
 from onward.quantization import TensorReport, check_format, count_matrices, quantize_params
 from onward.requests import LOOKUPS, Draft, generation_defaults
@@ -48,6 +53,7 @@ _BAR_DELAY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
+_VIA = ("auto", "onward", "transformers")
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -71,6 +77,7 @@ def load(
     draft: Draft | os.PathLike[str] | None = None,
     message_format: str | MessageFormat | None = None,
     merge: str | os.PathLike[str] | None = None,
+    via: str = "auto",
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
 
@@ -98,6 +105,9 @@ def load(
             "hermes", "llama3", "mistral", "mistral-args", "plain" or a `MessageFormat` (docs/chat.md).
         merge: an adapter, a folder that peft wrote or a hub id of one, to merge into the weights before they are
             quantized (docs/adapters.md).
+        via: whose forward runs: "onward" (a family of ours), "transformers" (its own, over our weights, attention and
+            caches, docs/transformers.md), or "auto": the family, and where there is none, transformers if it is
+            installed.
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
@@ -110,6 +120,8 @@ def load(
     if quantize is not None:
         check_format(quantize)
     check_backend(compile)
+    if via not in _VIA:
+        raise RequestError(f"via is one of {', '.join(_VIA)}; got {via!r}")
     checked_format(message_format)
     torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -118,16 +130,22 @@ def load(
     path = find_folder(_as_source(source), progress=show)
     adapter = None if merge is None else read_adapter(find_adapter(_as_source(merge), progress=show))
     folder = open_checkpoint(path)
-    config = read_config(folder.config)
-    context = _context(config, max_seq_len)
     tokenizer, template = folder.tokenizer, folder.chat_template
     defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path)
-    _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
-    with _Layers(len(config.layers), show and show_fraction is None, show_fraction) as layers:
-        params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers)
+    config = _family(folder, via)
+    if config is None:
+        if name_map is not None or adapter is not None:
+            raise RequestError("name_map= and merge= are for the families of Onward, and transformers runs this model")
+        model = _read_hosted(folder, torch_dtype, torch_device, quantize, max_seq_len)
+        _check_vocabulary(path, model.vocab_size, tokenizer, folder.eos)
+    else:
+        context = _context(config, max_seq_len)
+        _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
+        with _Layers(len(config.layers), show and show_fraction is None, show_fraction) as layers:
+            params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers)
+        model = build_model(config, params, context)
     if torch_device.type == "cpu":
         _keep_freed_memory()
-    model = build_model(config, params, context)
     lm = LanguageModel(model, tokenizer, template, defaults, compile=compile, message_format=message_format)
     if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
         lm.draft = load(draft, dtype=dtype, device=device, quantize=quantize, compile=compile, progress=progress)
@@ -135,6 +153,47 @@ def load(
         lm.draft = draft
     _log.info("loaded %s in %.2f s: %s; kernels %s", path, time.perf_counter() - began, lm, isa())
     return lm
+
+
+def _family(folder: Checkpoint, via: str) -> Architecture | None:
+    """The family's architecture; None where transformers is to run the model."""
+    if via == "transformers":
+        return None
+    try:
+        return read_config(folder.config)
+    except UnsupportedArchitectureError as error:
+        if via == "onward" or not isinstance(folder, CheckpointFolder):
+            raise
+        if find_spec("transformers") is None:
+            advice = "with 'onward[transformers]' installed, transformers' own forward may run it"
+            raise UnsupportedArchitectureError(f"{error}; {advice}") from error
+        if not is_known(folder.config):
+            raise
+        return None
+
+
+def _read_hosted(
+    folder: Checkpoint,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    format: str | None,
+    max_seq_len: int | None,
+) -> Model:
+    """The folder's model by transformers' own forward (docs/transformers.md), quantized, or packed on a CPU."""
+    if not isinstance(folder, CheckpointFolder):
+        raise RequestError(f"via='transformers' reads folders in the Hugging Face layout, and {folder.path} is none")
+    module = read_module(folder, dtype, device)
+    release = page_releaser(folder.path)
+
+    def prepare(params: Any) -> Any:
+        if format is not None:
+            return quantize_params(params, format, release=release)[0]
+        return pack_params(params, release=release) if device.type == "cpu" else params
+
+    model = host(module, prepare, max_seq_len)
+    if not model.compiles:
+        warn(f"{type(module).__name__} runs eagerly: {model.why_eager}")
+    return model
 
 
 def _read_params(

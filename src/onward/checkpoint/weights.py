@@ -73,6 +73,15 @@ class SafetensorsFolder:
             dtype = self.dtype = self.dtype or tensor.dtype
         return placed(self._folder, name, tensor, dtype, self._device)
 
+    def all(self) -> dict[str, Tensor]:
+        """Every tensor by name, floats in the wanted dtype and all on the wanted device."""
+        found: dict[str, Tensor] = {}
+        for name, file in self._where.items():
+            tensor: Tensor = self._open(file).get_tensor(name)
+            dtype = self.dtype if tensor.is_floating_point() else None
+            found[name] = placed(self._folder, name, tensor, dtype, self._device)
+        return found
+
     def left(self) -> list[str]:
         """Names that were not taken."""
         return sorted(set(self._where) - self._taken)

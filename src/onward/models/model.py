@@ -55,6 +55,7 @@ class Model:
     num_parameters: the number of weights, a tied one counted once; None if unknown.
     compiles: whether its forward may become a program (`onward.compile`). A program reads params where they lay when it
         was traced: it sees changes in place, but not tensors that take their place.
+    why_eager: where it does not compile, why.
     new_blocks: makes memory for so many blocks of 64 positions, of which its forward takes views (`onward.KVBlocks`);
         None for a forward that serves only the caches of `new_cache`. Several rows of a view may be neighbouring
         positions of one text, unless there are recurrent layers: a layer stores the keys and values of all rows before
@@ -71,6 +72,7 @@ class Model:
     num_parameters: int | None = None
     compiles: bool = True
     new_blocks: Callable[[int], KVBlocks] | None = None
+    why_eager: str = "the model says that it is not to be compiled"
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None

@@ -29,7 +29,7 @@ class ModelRun:
         self.model = model
         self.compile = compile
         self._programs = Programs() if programs is None else programs
-        self.why_eager = self._programs.refused if model.compiles else "the model says that it is not to be compiled"
+        self.why_eager = self._programs.refused if model.compiles else model.why_eager
         self._eager = compile == "eager" or (compile == "auto" and bool(self.why_eager))
         self._program: Program | None = None
         if compile == "auto" and model.compiles and model.device.type == "cpu":

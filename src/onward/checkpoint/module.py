@@ -1,0 +1,81 @@
+"""Read a checkpoint into the module that transformers has for it. Its weights are the mapped pages of the files."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.weights import SafetensorsFolder
+from onward.errors import CheckpointError, ConfigError, UnsupportedArchitectureError, one_line
+from onward.models.hosted import library
+
+# What transformers reports of weights that do not fit, and how we say it.
+_REPORTS = (
+    ("missing_keys", "the weights lack {count} tensors of the model"),
+    ("unexpected_keys", "the weights hold {count} tensors that the model has no place for"),
+    ("mismatched_keys", "{count} tensors have other shapes than config.json makes them"),
+)
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether the installed transformers has the causal language model that a config.json names."""
+    names = library("models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    architectures = config.get("architectures") or []
+    return architectures == [names.get(config.get("model_type"))]
+
+
+def read_module(folder: CheckpointFolder, dtype: torch.dtype | None, device: torch.device) -> Any:
+    """The causal language model of transformers that config.json names, with the folder's weights.
+
+    It is made without memory and takes our tensors under transformers' own renames; what its own layout joins (experts)
+    is copied.
+
+    Args:
+        dtype: to convert to; None keeps the checkpoint's.
+
+    Raises:
+        RequestError: transformers is not installed. ConfigError: it cannot read config.json.
+        UnsupportedArchitectureError: it has no causal language model of this type. CheckpointError: a weight is
+        missing, has another shape, or is none of the model's.
+    """
+    transformers = library()
+    if not is_known(folder.config):
+        raise UnsupportedArchitectureError(
+            f"transformers {transformers.__version__} has no causal language model that config.json's architectures "
+            f"{folder.config.get('architectures')} and model_type {folder.config.get('model_type')!r} name"
+        )
+    if folder.config.get("quantization_config") is not None or folder.config.get("compression_config") is not None:
+        raise ConfigError(f"{folder.path}: quantized weights are read for the families of Onward, not for transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"{folder.path}: transformers cannot read config.json: {one_line(error)}") from error
+    classes = library("models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING
+    tensors = SafetensorsFolder(folder.path, dtype, device).all()
+    if dtype is None:
+        dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+    with _quiet():
+        module, report = classes[type(config)].from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        )
+    for kind, words in _REPORTS:
+        if names := sorted(map(str, report[kind])):
+            raise CheckpointError(f"{folder.path}: {words.format(count=len(names))}, {names[0]} for one")
+    return module.to(device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers draws bars and prints reports; errors say here what they say."""
+    logging = library("utils.logging")
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

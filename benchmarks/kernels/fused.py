@@ -195,7 +195,8 @@ class Token:
             "onward_heads", heads, 3, 1, tokens, dim, BF16, self.cos, self.sin, angle_strides, pairs, self.offsets
         )
         attention = AttentionArguments(
-            batch=1, heads=shape.heads, kv_heads=shape.kv_heads, queries=tokens, positions=self.capacity, dim=dim,
+            batch=1, heads=shape.heads, kv_heads=shape.kv_heads, queries=tokens, positions=self.capacity,
+            dim=dim, value_dim=dim,
             q=q.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), out=mixed.data_ptr(),
             q_strides=(0, dim, shape.heads * dim), keys_strides=cache_strides, values_strides=cache_strides,
             out_strides=(0, dim, shape.heads * dim), offsets=self.offsets.data_ptr(), scale=dim**-0.5, dtype=BF16,

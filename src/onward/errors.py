@@ -7,6 +7,7 @@ Any other exception is a defect in Onward and keeps its traceback. Built-in base
     ├── RequestError (ValueError)            an option, a prompt or an argument cannot be served
     │   ├── ContextOverflowError             a request needs more positions than the context or the cache holds
     │   ├── NothingToDrawError               bans or a constraint leave no id to choose
+    │   ├── NotHostedError                   a module of transformers runs over its own caches alone (onward.models)
     │   └── BodyError                        a body of OpenAI's format asks for what is not served (onward.openai)
     ├── ConfigError (ValueError)             config.json is missing, unreadable or contradicts itself
     │   └── UnsupportedArchitectureError     Onward does not have the checkpoint's family

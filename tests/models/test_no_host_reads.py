@@ -9,7 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward import native, ops
-from onward.models import FAMILIES
+from onward.models import FAMILIES, architecture_of
+from onward.models.architecture import states_of
 from onward.ops import cache_write, packed, quantized
 from onward.ops.operators import Operator
 from onward.quantization import quantize
@@ -119,13 +120,17 @@ def test_the_modes_see_what_they_are_for():
 def test_a_step_of_every_family_reads_nothing_on_the_host(as_on_a_gpu, family, overrides, weights, tokens, paged):
     model = tiny_model(family, seed=3, **overrides)
     model = model if weights == "float" else quantize(model, weights)
+    recurrent = bool(states_of(architecture_of(model)))
     cache = model.new_cache(2, 16)
     if paged:
-        cache = model.new_blocks(4).view(torch.tensor([[3, 0], [1, -1]], dtype=torch.int32))
+        rows = [torch.arange(2, dtype=torch.int32)] if recurrent else []
+        cache = model.new_blocks(4).view(torch.tensor([[3, 0], [1, -1]], dtype=torch.int32), *rows)
     ids, offsets = (
         torch.tensor([[5] * tokens, [6] * tokens], dtype=torch.int32),
         torch.tensor([0, 4], dtype=torch.int32),
     )
+    if recurrent:
+        offsets[1] = 0  # a recurrent layer would not find the state of what this cache does not hold
     at = torch.full((2, 1), tokens - 1)
     with torch.no_grad(), NoPythonReads(), NoDispatchedReads():
         logits, cache = model(ids, offsets, cache, at)

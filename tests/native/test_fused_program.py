@@ -63,7 +63,8 @@ def add_attention(program: Program, q: Tensor, keys: Tensor, values: Tensor, off
     out = poisoned(q.shape, q.dtype)
     batch, heads, queries, dim = q.shape
     arguments = AttentionArguments(
-        batch=batch, heads=heads, kv_heads=keys.shape[1], queries=queries, positions=keys.shape[2], dim=dim,
+        batch=batch, heads=heads, kv_heads=keys.shape[1], queries=queries, positions=keys.shape[2],
+        dim=dim, value_dim=dim,
         q=q.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), out=out.data_ptr(), q_strides=strides(q, 3),
         keys_strides=strides(keys, 3), values_strides=strides(values, 3), out_strides=strides(out, 3),
         offsets=offsets.data_ptr(), window=window, scale=dim**-0.5, dtype=F32,

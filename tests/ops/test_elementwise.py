@@ -5,9 +5,11 @@ import torch
 from rounding import DTYPES, ODD_SIZES, UNIT, assert_within, random
 
 from onward import ops
-from onward.models.rope import RotarySchedule
+from onward.models.rope import Linear, RotarySchedule, Unscaled
 
 U32 = UNIT[torch.float32]
+CONTEXT = 256
+PLAIN = RotarySchedule(16, 10000.0, Unscaled(CONTEXT))
 
 
 @pytest.mark.parametrize("size", ODD_SIZES)
@@ -102,14 +104,14 @@ def test_rotate_gives_each_row_its_own_angles():
 
 def test_position_zero_is_not_turned():
     x = random(1, 2, 1, 16)
-    assert torch.equal(ops.rotate(x, *RotarySchedule(16).angles(torch.zeros(1, 1, dtype=torch.int32))), x)
+    assert torch.equal(ops.rotate(x, *PLAIN.angles(torch.zeros(1, 1, dtype=torch.int32), CONTEXT)), x)
 
 
 def test_products_of_turned_vectors_depend_on_their_distance_alone():
-    schedule, q, k = RotarySchedule(16), random(1, 1, 1, 16), random(1, 1, 1, 16, seed=1)
+    q, k = random(1, 1, 1, 16), random(1, 1, 1, 16, seed=1)
 
     def product(query_at, key_at):
-        turned = [ops.rotate(x, *schedule.angles(torch.tensor([[at]]))) for x, at in ((q, query_at), (k, key_at))]
+        turned = [ops.rotate(x, *PLAIN.angles(torch.tensor([[at]]), CONTEXT)) for x, at in ((q, query_at), (k, key_at))]
         return float((turned[0] * turned[1]).sum())
 
     # An angle of up to 200 radians is known to 200 * 2^-24, and so is the product, for vectors of length 4.
@@ -118,8 +120,8 @@ def test_products_of_turned_vectors_depend_on_their_distance_alone():
 
 
 def test_linear_scaling_divides_the_whole_position_not_the_index_alone():
-    schedule = RotarySchedule(16, kind="linear", factor=4.0)
+    schedule = RotarySchedule(16, 10000.0, Linear(4.0, CONTEXT))
     offset, index = 40, torch.arange(8).unsqueeze(0)
-    quarter = RotarySchedule(16).angles((offset + 4 * index) // 4)
-    for got, want in zip(schedule.angles(offset + 4 * index), quarter, strict=True):
+    quarter = PLAIN.angles((offset + 4 * index) // 4, CONTEXT)
+    for got, want in zip(schedule.angles(offset + 4 * index, CONTEXT), quarter, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=20 * U32)

@@ -55,7 +55,10 @@ class CompiledGrammars:
         if needs_trial(source):
             self._trials.check(source, id(vocabulary.tokens), vocabulary.described, name)
         matcher = llguidance.LLMatcher(vocabulary.tokens, source, log_level=0, limits=_LIMITS)
-        _check_beginning(matcher, vocabulary.tokens.tokenize_str("{"), name)
+        brace = vocabulary.tokens.tokenize_str("{")
+        # A vocabulary that has no brace gets an id past its end.
+        known = all(token < vocabulary.tokens.vocab_size for token in brace)
+        _check_beginning(matcher, brace if known else [], name)
         with self._lock:
             if id(tokenizer) in self._vocabularies:
                 self._matchers[key] = matcher.deep_copy()

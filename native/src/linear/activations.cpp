@@ -119,7 +119,8 @@ struct GroupRow {
   }
 
   static void write_start(uint8_t* group, int64_t at, const Grouped& g, float scale, int32_t sum) {
-    const int32_t start = -g.offset * sum;
+    // Of a row that is not finite the sum may be anything, and the product may not fit.
+    const int32_t start = int32_t(0u - uint32_t(g.offset) * uint32_t(sum));
     const float minima = -scale * float(sum);  // exact: a sum has 12 bits, and scale is a power of two
     std::memcpy(group + at * 4, g.minimum ? static_cast<const void*>(&minima) : &start, 4);
   }

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -33,15 +40,33 @@ FORMS = {
     "head and embedding": {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "lm_head", "k_proj"]},
     "saved modules": {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "modules_to_save": ["lm_head", "norm"]},
     "biases": {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "bias": "lora_only"},
+    "recurrent layers": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"],
+        "modules_to_save": ["conv1d"],
+    },
+}
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, RECURRENT),
 }
 
 
 def base(family: str = "llama", seed: int = 0, **fields):
     """A model in float32 whose logits are of order 1."""
     torch.manual_seed(seed)
-    bias = {"attention_bias": True}
-    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[family]
-    made = model(config(**SMALL | bias | fields)).eval()
+    config, model, of_family = CLASSES[family]
+    bias = {"attention_bias": True} if family != "qwen3_5" else {}
+    made = model(config(**SMALL | bias | of_family | fields)).eval()
     for name, weight in made.named_parameters():
         noise = torch.randn_like(weight)
         weight.data = 1 + 0.2 * noise if name.endswith("norm.weight") else noise * weight.shape[-1] ** -0.5

@@ -88,6 +88,13 @@ def test_a_written_model_is_the_model(tmp_path, form, format, dtype, family, siz
     assert torch.equal(logits(build_model(config, params)), logits(in_memory))
 
 
+def test_a_folder_of_a_recurrent_model_is_the_model_quantized(tmp_path):
+    source = random_checkpoint(tmp_path / "source", "qwen3_5")
+    quantize_folder(source, tmp_path / "small", "int8")
+    want = quantize(onward.load(source).model, "int8")
+    assert torch.equal(onward.load(tmp_path / "small").logits(list(range(50))), logits(want))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_weights_are_the_files_own_pages_at_multiples_of_64(tmp_path, format):
     source = random_checkpoint(tmp_path / "source", dtype=torch.bfloat16, **ODD)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from onward.adapters.peft_folder import Adapter, Update, changed_modules
 from onward.adapters.places import part_names
 from onward.errors import CheckpointError, RequestError
-from onward.models import Architecture, Embedding, Linear, Model, Router, architecture_of
+from onward.models import Architecture, Embedding, Linear, Model, Router, ShortConv, architecture_of
 from onward.models.linear import is_marked
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
 from onward.ops.linear import OneDnnWeight
@@ -51,6 +51,10 @@ def _merged(leaf: Any, name: str | None, adapter: Adapter) -> Any:
         return _merged_linear(leaf, str(name), adapter)
     if isinstance(leaf, Embedding):
         return _merged_embedding(leaf, str(name), adapter)
+    if isinstance(leaf, ShortConv):
+        stock = leaf.by_tap.T.unsqueeze(1)
+        replaced = adapter.replaced.get(f"{name}.weight")
+        return leaf if replaced is None else leaf._replace(weight=_like(stock, _fitting(str(name), replaced, stock)))
     replaced = None if name is None else adapter.replaced.get(name)
     return leaf if replaced is None else _like(leaf, _fitting(str(name), replaced, leaf))
 

@@ -2,7 +2,7 @@
 
 from onward.models.architecture import Architecture, architecture_of, build_model, num_parameters, parameter_shapes
 from onward.models.families import FAMILIES, read_config
-from onward.models.linear import Embedding, ExpertLinear, Linear, Router, map_marked, marked_parts
+from onward.models.linear import Embedding, ExpertLinear, Linear, Router, ShortConv, map_marked, marked_parts
 from onward.models.model import Cache, Forward, Model, Params
 from onward.models.packing import pack_layer, pack_params, stack_params
 from onward.models.run import ModelRun, check_backend, padded_length, reused_run
@@ -21,6 +21,7 @@ __all__ = [
     "Params",
     "Router",
     "Scope",
+    "ShortConv",
     "Tensors",
     "architecture_of",
     "build_model",

@@ -66,11 +66,26 @@ class ExpertLinear(NamedTuple):
         return stack_experts(self.weight)
 
 
-Marked = Linear | Embedding | Router | ExpertLinear
+class ShortConv(NamedTuple):
+    """A causal convolution of each of C channels with K weights of its own, in some families with bias [C].
+
+    weight: [C, 1, K] as checkpoints have it, or packed, [K, C]. It is never quantized.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def by_tap(self) -> Tensor:
+        """[K, C], as `ops.short_conv` takes it."""
+        return self.weight.squeeze(1).T if self.weight.dim() == 3 else self.weight
+
+
+Marked = Linear | Embedding | Router | ExpertLinear | ShortConv
 
 
 def is_marked(part: Any) -> bool:
-    """Whether a part of some params holds a matrix."""
+    """Whether a part of some params is a mark with its weight."""
     return isinstance(part, Marked)
 
 

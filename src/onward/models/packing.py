@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onward import ops
-from onward.models.linear import Embedding, ExpertLinear, Linear, Router, map_marked
+from onward.models.linear import Embedding, ExpertLinear, Linear, Router, ShortConv, map_marked
 
 
 def pack_params(params: Any, release: Callable[[], None] = lambda: None) -> Any:
@@ -53,4 +53,6 @@ def stack_params(params: Any) -> Any:
 def _packed(part: Any) -> Any:
     if isinstance(part, Linear | Router):
         return part._replace(weight=ops.pack(part.weight))
+    if isinstance(part, ShortConv):
+        return part._replace(weight=part.by_tap.contiguous())
     return part._replace(weight=ops.pack_experts(part.weight)) if isinstance(part, ExpertLinear) else part

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from onward.models.linear import Embedding, ExpertLinear, Linear, Router
+from onward.models.linear import Embedding, ExpertLinear, Linear, Router, ShortConv
 
 
 class Tensors(Protocol):
@@ -45,6 +45,11 @@ class Scope(NamedTuple):
     def router(self, name: str, out: int, into: int, bias: bool = False) -> Router:
         """The router `name`: weight [out, into], and bias [out] if it has one."""
         return Router(*self.linear(name, out, into, bias))
+
+    def short_conv(self, name: str, channels: int, taps: int, bias: bool = False) -> ShortConv:
+        """The convolution `name`: weight [channels, 1, taps], and bias [channels] if it has one."""
+        below = self.under(name)
+        return ShortConv(below.take("weight", channels, 1, taps), below.take("bias", channels) if bias else None)
 
     def experts(self, name: str, count: int, out: int, into: int) -> ExpertLinear:
         """The linear layers `0.name` … of `count` experts: a weight [out, into] each."""

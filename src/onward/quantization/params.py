@@ -10,7 +10,7 @@ from torch import Tensor
 from onward.checkpoint.quantized import parameter_name
 from onward.errors import RequestError
 from onward.language_model import LanguageModel
-from onward.models import Embedding, ExpertLinear, Model, Router, map_marked, marked_parts
+from onward.models import Embedding, ExpertLinear, Model, Router, ShortConv, map_marked, marked_parts
 from onward.ops import QuantizedExperts, QuantizedWeight, Weight
 from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
@@ -32,6 +32,8 @@ class TensorReport:
     nbytes: int
 
 
+_KEPT = Router | ShortConv  # in floats: they decide much, and are small
+
 Progress = Callable[[TensorReport], None]
 
 
@@ -46,7 +48,8 @@ def quantize(model: LanguageModel, format: str, *, progress: Progress | None = N
 def quantize(model: Model | LanguageModel, format: str, *, progress: Progress | None = None) -> Model | LanguageModel:
     """The same model with all its matrices in 8 or 4 bits, the embedding and the head among them.
 
-    Norms, biases and the routers of experts stay. The original model is not changed; drop it to free its weights.
+    Norms, biases, short convolutions and the routers of experts stay. The original model is not changed; drop it to
+    free its weights.
 
     Args:
         model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
@@ -76,7 +79,7 @@ def quantize_params(
     progress: Progress | None = None,
     release: Callable[[], None] = lambda: None,
 ) -> tuple[Any, list[TensorReport]]:
-    """The params with all matrices but routers quantized, and a report of each. A tied pair stays one weight.
+    """The params with all matrices but `_KEPT` quantized, and a report of each. A tied pair stays one weight.
 
     Args:
         params: stock or packed; `onward.models.Linear` and `Embedding` mark the matrices.
@@ -101,7 +104,7 @@ def quantize_params(
         name = f"{parameter_name(path)}.weight"
         if isinstance(part.weight, QuantizedWeight | QuantizedExperts):
             raise RequestError(f"{name} is {part.weight.format} already: quantize the model in its stock weights")
-        if isinstance(part, Router):
+        if isinstance(part, _KEPT):
             return part
         if isinstance(part, ExpertLinear):
             experts = [quantized(f"{name}.{index}", weight) for index, weight in enumerate(part.matrices)]
@@ -117,7 +120,7 @@ def quantize_params(
 def count_matrices(params: Any) -> int:
     """How many reports `quantize_params` gives of these params, where none are tied."""
     parts = marked_parts(params)
-    return sum(len(part.matrices) if isinstance(part, ExpertLinear) else not isinstance(part, Router) for part in parts)
+    return sum(len(part.matrices) if isinstance(part, ExpertLinear) else not isinstance(part, _KEPT) for part in parts)
 
 
 def _quantize(name: str, weight: Tensor, format: str) -> tuple[QuantizedWeight, TensorReport]:

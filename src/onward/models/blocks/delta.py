@@ -13,19 +13,19 @@ from onward import ops
 from onward.cache import KVCache, PagedKVCache, StateShape
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions
-from onward.models.linear import Linear
+from onward.models.linear import Linear, ShortConv
 from onward.models.scope import Scope
 from onward.ops.gated_delta import state_width
 
 
 class GatedDeltaParams(NamedTuple):
-    """The weights of one layer. conv: [taps, 2 G K + H V]. log_rate, decay_bias: float32 [H]."""
+    """The weights of one layer. conv: of 2 G K + H V channels. log_rate, decay_bias: float32 [H]."""
 
     qkv_proj: Linear
     z_proj: Linear
     decay_proj: Linear
     beta_proj: Linear
-    conv: Tensor
+    conv: ShortConv
     log_rate: Tensor
     decay_bias: Tensor
     norm: Tensor
@@ -37,7 +37,7 @@ class FusedGatedDeltaParams(NamedTuple):
 
     qkvz_proj: Linear
     beta_decay_proj: Linear
-    conv: Tensor
+    conv: ShortConv
     log_rate: Tensor
     decay_bias: Tensor
     norm: Tensor
@@ -87,12 +87,15 @@ class GatedDelta:
             *self._read_rest(scope),
         )
 
-    def _read_rest(self, scope: Scope) -> tuple[Tensor, Tensor, Tensor, Tensor, Linear]:
+    def _read_rest(self, scope: Scope) -> tuple[ShortConv, Tensor, Tensor, Tensor, Linear]:
         keys, values = self.widths
-        conv = scope.take("conv1d.weight", 2 * keys + values, 1, self.taps)
-        log_rate, decay_bias = (scope.take(name, self.value_heads).to(torch.float32) for name in ("A_log", "dt_bias"))
-        norm, out_proj = self.norm.read(scope.under("norm")), scope.linear("out_proj", self.hidden_size, values)
-        return conv.squeeze(1).T.contiguous(), log_rate, decay_bias, norm, out_proj
+        return (
+            scope.short_conv("conv1d", 2 * keys + values, self.taps),
+            scope.take_float32("A_log", self.value_heads),
+            scope.take_float32("dt_bias", self.value_heads),
+            self.norm.read(scope.under("norm")),
+            scope.linear("out_proj", self.hidden_size, values),
+        )
 
     def __call__(
         self,
@@ -110,7 +113,7 @@ class GatedDelta:
             decay, beta = params.decay_proj(x_BTD), params.beta_proj(x_BTD)
         kept = cache.state(index)
         where = kept.held, positions.offsets, kept.rows
-        mixed = ops.short_conv(qkv, params.conv, kept.inputs, *where)
+        mixed = ops.short_conv(qkv, params.conv.by_tap, kept.inputs, *where)
         out_BTHV = ops.gated_delta(
             mixed, decay, beta, params.log_rate, params.decay_bias, kept.state, *where,
             key_heads=self.key_heads, key_dim=self.key_dim,

@@ -1,60 +1,41 @@
 """The table of families: one file a family, which names its architectures and reads their config.json."""
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.architecture import Architecture
-from onward.models.families import (
-    exaone4,
-    gemma2,
-    gemma3,
-    glm,
-    glm4_moe,
-    granite,
-    llama,
-    ministral,
-    mistral,
-    mixtral,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-    seed_oss,
-    smollm3,
-)
 from onward.models.fields import ReadFields
 
-_FAMILIES = (
-    exaone4,
-    gemma2,
-    gemma3,
-    glm,
-    glm4_moe,
-    granite,
-    llama,
-    ministral,
-    mistral,
-    mixtral,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-    seed_oss,
-    smollm3,
+_FAMILIES = (  # the names of their files
+    "exaone4",
+    "gemma2",
+    "gemma3",
+    "glm",
+    "glm4_moe",
+    "granite",
+    "llama",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_moe",
+    "qwen3_next",
+    "seed_oss",
+    "smollm3",
 )
 
 # An architecture's name in config.json -> the function that reads its config.
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
-    name: family.read_config for family in _FAMILIES for name in family.ARCHITECTURES
+    name: family.read_config
+    for family in (import_module(f"{__name__}.{file}") for file in _FAMILIES)
+    for name in family.ARCHITECTURES
 }
 
 

@@ -71,7 +71,9 @@ class Contender:
         module = f"benchmarks.compare.models.{_CONVERTERS[self.worker]}"
         log = path.with_name(f"{path.name}.log")
         with log.open("w") as output:
-            command = [str(self.python), "-m", module, str(source), str(unfinished), str(self.weights)]
+            # GGUF is written with the names that Onward reads it by, so by Onward's Python.
+            python = sys.executable if self.worker == "llama_cpp" else str(self.python)
+            command = [python, "-m", module, str(source), str(unfinished), str(self.weights)]
             status = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
         if status:
             raise NotAvailableError(f"the conversion failed: see {log}")

@@ -88,13 +88,9 @@ inline float highest(f32x16 a) { return max_lanes(a); }
 
 #endif
 
-// e^x with a relative error below 1.2 units in the last place of the result (2^-23) where that is a
-// normal float; exact at 0; NaN stays NaN, -inf becomes 0, +inf stays.
-// x = n ln 2 + f with |f| <= ln 2 / 2, e^f by a polynomial of degree 6 fitted to 3e-9.
-inline f32x16 exp(f32x16 x) {
-  // Beyond these limits the result is 0 and infinity: n stays small. The order of the operands lets
-  // NaN through.
-  x = max(splat(-110.0f), min(splat(100.0f), x));
+// x = n ln 2 + f with |f| <= ln 2 / 2, and e^f = 1 + f + f^2 sum; the polynomial is fitted to 3e-9.
+struct Reduced { f32x16 n, f, sum; };
+inline Reduced reduced(f32x16 x) {
   const f32x16 n = round(mul(x, splat(0x1.715476p+0f)));
   // ln 2 in two parts, the first short enough that n times it is exact.
   f32x16 f = fma(n, splat(-0x1.62e4p-1f), x);
@@ -103,27 +99,25 @@ inline f32x16 exp(f32x16 x) {
   sum = fma(sum, f, splat(0x1.1239d4p-7f));
   sum = fma(sum, f, splat(0x1.5558f2p-5f));
   sum = fma(sum, f, splat(0x1.555492p-3f));
-  sum = fma(sum, f, splat(0x1.fffffcp-2f));
-  sum = fma(sum, f, splat(1.0f));
-  sum = fma(sum, f, splat(1.0f));
-  return times_power_of_two(sum, n);
+  return {n, f, fma(sum, f, splat(0x1.fffffcp-2f))};
+}
+
+// e^x with a relative error below 1.2 units in the last place of the result (2^-23) where that is a
+// normal float; exact at 0; NaN stays NaN, -inf becomes 0, +inf stays.
+inline f32x16 exp(f32x16 x) {
+  // Beyond these limits the result is 0 and infinity: n stays small. The order of the operands lets
+  // NaN through.
+  const Reduced r = reduced(max(splat(-110.0f), min(splat(100.0f), x)));
+  const f32x16 sum = fma(r.sum, r.f, splat(1.0f));
+  return times_power_of_two(fma(sum, r.f, splat(1.0f)), r.n);
 }
 
 // tanh x within 3 units in the last place (2.61 over every third float); 1 from 9.02 on; NaN stays NaN.
-// With t = e^(2|x|) - 1 it is t / (t + 2), and t loses nothing near 0: 2|x| = n ln 2 + f as in exp, e^f - 1 is f times
-// a polynomial, and t = 2^n (e^f - 1) + (2^n - 1).
+// With t = e^(2|x|) - 1 it is t / (t + 2), and t = 2^n (e^f - 1) + (2^n - 1) loses nothing near 0.
 inline f32x16 tanh(f32x16 x) {
-  const f32x16 twice = min(splat(20.0f), mul(abs(x), splat(2.0f)));
-  const f32x16 n = round(mul(twice, splat(0x1.715476p+0f)));
-  f32x16 f = fma(n, splat(-0x1.62e4p-1f), twice);
-  f = fma(n, splat(-0x1.7f7d1cp-20f), f);
-  f32x16 sum = splat(0x1.6a244cp-10f);
-  sum = fma(sum, f, splat(0x1.1239d4p-7f));
-  sum = fma(sum, f, splat(0x1.5558f2p-5f));
-  sum = fma(sum, f, splat(0x1.555492p-3f));
-  sum = fma(sum, f, splat(0x1.fffffcp-2f));
-  const f32x16 minus_one = fma(mul(f, f), sum, f);
-  const f32x16 power = times_power_of_two(splat(1.0f), n);
+  const Reduced r = reduced(min(splat(20.0f), mul(abs(x), splat(2.0f))));
+  const f32x16 minus_one = fma(mul(r.f, r.f), r.sum, r.f);
+  const f32x16 power = times_power_of_two(splat(1.0f), r.n);
   const f32x16 t = fma(minus_one, power, sub(power, splat(1.0f)));
   const f32x16 size = div(t, add(t, splat(2.0f)));
   return select(less(x, zero_f32()), sub(zero_f32(), size), size);

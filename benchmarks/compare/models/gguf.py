@@ -15,30 +15,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.weight"
-    layer, part = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{NAMES[part]}.weight"
+from onward.checkpoint.gguf.families import gguf_name
 
 
 def write_header(writer: GGUFWriter, config: dict) -> None:

@@ -5,18 +5,17 @@ Shapes: E experts, each of N rows (outputs) and K inputs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from onward.errors import RequestError
 from onward.ops import quantized_layout as layout
 from onward.ops.linear import Weight
 from onward.ops.operators import shapes, usable_library
 from onward.ops.packed import FORMATS, NativeWeight, empty_packed, pack_into
-from onward.ops.quantized import QuantizedWeight
+from onward.ops.quantized import QuantizedWeight, register_packed
 
 
 class NativeExperts(NamedTuple):
@@ -135,23 +134,4 @@ def matrix(data: Tensor, index: int, format: str, rows: int, inputs: int) -> Ten
     return layout.values(format, data[index], inputs)[:rows]
 
 
-# ── as a pytree ───────────────────────────────────────────────────────────────────────────────────────────────
-
-_Context = tuple[str, tuple[int, int, int], torch.dtype]
-
-
-def _flatten(weights: QuantizedExperts) -> tuple[list[Any], _Context]:
-    return [weights.data], (weights.format, weights.shape, weights.dtype)
-
-
-def _flatten_with_keys(weights: QuantizedExperts) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
-    leaves, context = _flatten(weights)
-    return [(pytree.GetAttrKey("data"), leaves[0])], context
-
-
-pytree.register_pytree_node(
-    QuantizedExperts,
-    _flatten,
-    lambda leaves, context: QuantizedExperts(*leaves, *context),
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+register_packed(QuantizedExperts)

@@ -234,21 +234,19 @@ class _Differentiable(torch.autograd.Function):
 
 # ── as a pytree ───────────────────────────────────────────────────────────────────────────────────────────────
 
-_Context = tuple[str, tuple[int, int], torch.dtype]
+
+def register_packed(kind: type) -> None:
+    """Make a class of data, format, shape and dtype a pytree whose one tensor is `data`."""
+
+    def context(weight: Any) -> tuple[Any, ...]:
+        return weight.format, weight.shape, weight.dtype
+
+    pytree.register_pytree_node(
+        kind,
+        lambda weight: ([weight.data], context(weight)),
+        lambda leaves, context: kind(*leaves, *context),
+        flatten_with_keys_fn=lambda weight: ([(pytree.GetAttrKey("data"), weight.data)], context(weight)),
+    )
 
 
-def _flatten(weight: QuantizedWeight) -> tuple[list[Any], _Context]:
-    return [weight.data], (weight.format, weight.shape, weight.dtype)
-
-
-def _flatten_with_keys(weight: QuantizedWeight) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
-    leaves, context = _flatten(weight)
-    return [(pytree.GetAttrKey("data"), leaves[0])], context
-
-
-pytree.register_pytree_node(
-    QuantizedWeight,
-    _flatten,
-    lambda leaves, context: QuantizedWeight(*leaves, *context),
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+register_packed(QuantizedWeight)

@@ -7,11 +7,12 @@ CMAKE := $(or $(shell command -v cmake),$(BIN)/cmake)
 SCHEMA := $(BIN)/check-jsonschema --quiet --default-filetype yaml --builtin-schema
 INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cpp" -o -name "*.h" -o -name "CMakeLists.txt")
 
+BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 PEERS := llama.cpp transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test lint types contracts unit clients sanitize bench peers compare demo-model clean wheel wheel-test \
-	workflows
+.PHONY: help demo docs test lint types contracts unit clients page sanitize bench peers compare demo-model clean wheel \
+	wheel-test workflows
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -38,6 +39,13 @@ unit: $(VENV)/.installed-dev
 
 clients: $(VENV)/.installed-dev $(VENV)/.installed-clients ## clients that people use, against `onward serve demo`
 	@$(BIN)/pytest tests/server/test_clients.py
+
+# Debian's Chromium comes by apt-get where this is root; elsewhere it has to be there.
+page: $(VENV)/.installed-dev $(VENV)/.installed-browser ## the page of `onward serve` in a Chromium
+	@mkdir -p build; [ -n "$(BROWSER)" ] || { [ "$$(id -u)" = 0 ] && apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
+		apt-get -qq install -y --no-install-recommends chromium; } >build/chromium.log 2>&1 || true
+	@[ -n "$(BROWSER)" ] || { echo "make page wants chromium or google-chrome: see build/chromium.log"; exit 1; }
+	@$(BIN)/pytest tests/server/test_page.py
 
 # The sanitizers must be there before Python is, whose own leaks are not ours to look for. What they find they write
 # past sys.stderr: pytest may not capture that.

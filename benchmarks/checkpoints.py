@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from onward.models import Scope, num_parameters, parameter_shapes, read_config
 
@@ -61,9 +61,9 @@ class _RandomTensors:
         self.made: dict[str, torch.Tensor] = {}
         self._generator = torch.Generator().manual_seed(0)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         values = torch.randn(shape, generator=self._generator).mul_(0.02)
-        self.made[name] = (values + 1 if name.endswith("norm.weight") else values).to(torch.bfloat16)
+        self.made[name] = (values + 1 if name.endswith("norm.weight") else values).to(dtype or torch.bfloat16)
         return self.made[name]
 
 
@@ -103,6 +103,29 @@ def _byte_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     return tokenizer
+
+
+def trained_tokenizer(size: int = 151_643) -> Tokenizer:
+    """Byte-level BPE of the installed packages' sources, trained on first use. Masks of grammars cost what the
+    vocabulary is like, so a drawn one would not do."""
+    file = Path(".benchmarks") / f"vocabulary-{size}.json"
+    if not file.is_file():
+        sources = sorted(
+            str(path)
+            for path in Path(torch.__file__).parents[1].rglob("*")
+            if path.suffix in (".py", ".pyi", ".md", ".rst", ".txt", ".html") and path.stat().st_size < 300_000
+        )
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        special = ["<|endoftext|>"]
+        tokenizer.train(
+            sources, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=special)
+        )
+        file.parent.mkdir(exist_ok=True)
+        tokenizer.save(str(file))
+    return Tokenizer.from_file(str(file))
 
 
 def weight_bytes_per_token(config: dict = QWEN3_0_6B, precision: str = "bf16") -> int:

@@ -15,8 +15,9 @@ from onward.models.hosted.attention import _window
 from onward.models.hosted.library import NotHostedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs eagerly")
-# Experts, learned positions, windows in some layers and rotations of neighbouring pairs, and an attention of its own.
-FEW = ("afmoe", "biogpt", "cohere2", "bloom")
+# Experts, learned positions, windows in some layers and rotations of neighbouring pairs, an attention of its own, and
+# positions counted from behind padding.
+FEW = ("afmoe", "biogpt", "cohere2", "bloom", "roberta")
 
 
 @pytest.fixture(scope="module")

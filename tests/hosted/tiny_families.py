@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("n_group", "num_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
     "sliding_window": 6,
     "pad_token_id": 0,
     "bos_token_id": 0,
@@ -50,12 +50,10 @@ SIZES: dict[str, Any] = {
 FIELDS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
     "opt": {"word_embed_proj_dim": 32},
-    "biogpt": {},
     "gemma3_text": {"query_pre_attn_scalar": 8},
     "gemma2": {"query_pre_attn_scalar": 8},
     "vaultgemma": {"query_pre_attn_scalar": 8},
-    "bert": {"is_decoder": True},
-    "roberta": {"is_decoder": True, "type_vocab_size": 1},
+    "roberta": {"type_vocab_size": 1},
 }
 # No decoders of text alone: halves of encoder-decoders, and models of audio, bytes or permutations.
 OUTSIDE = {
@@ -82,10 +80,14 @@ def families() -> list[str]:
 def tiny_config(family: str) -> Any:
     """The family's config with tiny sizes, as far as it has such fields."""
     kind = transformers.CONFIG_MAPPING[family]
-    known = set(kind().to_dict())
+    known = kind().to_dict()
     sizes = {name: size for name, size in SIZES.items() if name in known}
-    if kind().to_dict().get("sliding_window") is None:
+    if known.get("sliding_window") is None:
         sizes.pop("sliding_window", None)
+    if known.get("kv_lora_rank"):  # multi-head latent attention has keys for each head
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    if hasattr(kind(), "is_decoder"):  # BERT and its kin
+        sizes["is_decoder"] = True
     return kind(**sizes | FIELDS.get(family, {}))
 
 

@@ -54,6 +54,10 @@ def build(name, attention="eager"):
             transformers.BloomForCausalLM,
             transformers.BloomConfig(vocab_size=101, hidden_size=32, n_layer=2, n_head=4),
         ),
+        "roberta, positions behind padding": (
+            transformers.RobertaForCausalLM,
+            transformers.RobertaConfig(**SMALL, is_decoder=True, pad_token_id=7),
+        ),
     }
     model_class, config = kinds[name]
     config._attn_implementation = attention
@@ -101,6 +105,19 @@ def test_ids_are_those_of_transformers_alone_batched_chunked_and_drafted(module)
     assert [lm.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids for prompt in PROMPTS] == expected
     assert ids_of(lm.generate(PROMPTS, max_new_tokens=NEW_TOKENS)) == expected
     assert ids_of(lm.generate(PROMPTS, max_new_tokens=NEW_TOKENS, draft="lookup")) == expected
+
+
+@torch.no_grad()
+def test_positions_count_from_where_the_module_counts_them():
+    """In transformers 5 `generate` gives RoBERTa other positions than its forward, so the forward is the judge."""
+    module = build("roberta, positions behind padding").eval()
+    ids = list(PROMPTS[0])
+    for _ in range(NEW_TOKENS):
+        ids.append(int(module(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    model = onward.Model.from_module(module)
+    assert model.max_seq_len == SMALL["max_position_embeddings"] - 8  # rows 0 … 7 are not used
+    lm = onward.LanguageModel(model, prefill_chunk=4)
+    assert lm.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS).token_ids == ids[len(PROMPTS[0]) :]
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ class CausalLM:
     """How Onward calls a model of transformers (a `ModuleCall`) and makes its cache.
 
     layers: what each layer caches, found by processing one token, in `dtype`. inputs: the names of its forward's
-    arguments.
+    arguments. first_position: what the module calls the position of a text's first token.
     max_seq_len: None where its config has none.
     """
 
@@ -42,6 +42,7 @@ class CausalLM:
     dtype: torch.dtype
     device: torch.device
     inputs: frozenset[str]
+    first_position: int
     vocab_size: int
     max_seq_len: int | None
 
@@ -85,8 +86,9 @@ class CausalLM:
             raise _not_served(name, f"{len(layers)} of {expected} layers cached keys and values")
         limit = getattr(config, "max_position_embeddings", None)
         shapes = [LayerShape(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in layers]
-        max_seq_len = limit if isinstance(limit, int) and limit > 0 else None
-        return cls(shapes, layers[0].keys.dtype, device, inputs, logits.shape[-1], max_seq_len)
+        first = _first_position(module, logits.shape[-1]) if "position_ids" in inputs else 0
+        max_seq_len = limit - first if isinstance(limit, int) and limit > 0 else None
+        return cls(shapes, layers[0].keys.dtype, device, inputs, first, logits.shape[-1], max_seq_len)
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache in the shapes and dtypes of the module's layers."""
@@ -104,7 +106,7 @@ class CausalLM:
         if self.max_seq_len is not None:
             # Padding behind a row's last token may reach past the context; nobody reads its logits.
             positions = positions.clamp(max=self.max_seq_len - 1)
-        optional: dict[str, Any] = {"attention_mask": rows.mask, "position_ids": positions}
+        optional: dict[str, Any] = {"attention_mask": rows.mask, "position_ids": positions + self.first_position}
         indices = logits_at
         if logits_at is not None and "logits_to_keep" in self.inputs:
             # The module takes the same positions for all rows: here all those that any row asks for.
@@ -172,6 +174,30 @@ class _Layer:
 
     def lazy_initialization(self, *_: Any) -> None:
         """Do nothing: the buffers are there already."""
+
+
+@torch.no_grad()
+def _first_position(module: Any, vocab_size: int) -> int:
+    """What the module calls the position of a text's first token, where it is left to number them: RoBERTa and its kin
+    count from behind the id of padding.
+
+    Raises:
+        RequestError: it numbers them in yet another way.
+    """
+    padding = getattr(module.config.get_text_config(), "pad_token_id", None)
+    padding = padding if isinstance(padding, int) else -1
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    tokens = torch.tensor([[token for token in range(min(vocab_size, 4)) if token != padding]], device=device)
+    with eval_mode(module):
+        expected = module(input_ids=tokens).logits
+        # Logits of wrong positions are off by much more than by half of a dtype's digits.
+        tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
+        for first in (0, padding + 1):
+            positions = first + torch.arange(tokens.shape[1], device=device).unsqueeze(0)
+            logits = module(input_ids=tokens, position_ids=positions).logits
+            if float((logits - expected).abs().max()) <= tolerance:
+                return first
+    raise _not_served(type(module).__name__, "it numbers positions neither from 0 nor from behind its padding")
 
 
 def _is_attention(layer_type: str) -> bool:

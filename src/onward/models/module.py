@@ -25,6 +25,7 @@ class ModuleForward:
 
     def __init__(self, module: nn.Module, call: ModuleCall | None, vocab_size: int) -> None:
         self.params = _tensors_of(module)
+        self.call = call
         self._module = module
         self._callee = _ModuleWithCall(module, call)
         self._vocab_size = vocab_size

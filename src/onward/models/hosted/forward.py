@@ -35,13 +35,16 @@ class HostedForward:
     The module holds no weights of its own: each call gives it those of `params`.
     """
 
-    def __init__(self, module: Any, parts: dict[str, Hosted], outer: set[str], max_seq_len: int | None) -> None:
+    def __init__(
+        self, module: Any, parts: dict[str, Hosted], outer: set[str], first_position: int, max_seq_len: int | None
+    ) -> None:
         """parts: the linear layers and tables that were replaced, by name. outer: the names of those in
-        `HostedParams.outer`."""
+        `HostedParams.outer`. first_position: as in `CausalLM`."""
         self._module = module
         self._inner = [name for name in parts if name not in outer]
         self._parts = parts
         self._tensors = _places_of_tensors(module)
+        self._first_position = first_position
         self._max_seq_len = max_seq_len
         self._num_layers: int = module.config.get_text_config().num_hidden_layers
         self._outer = outer
@@ -94,10 +97,12 @@ class HostedForward:
             return self._call(tokens, step), cache
 
     def _call(self, tokens: Tensor, step: Step) -> Tensor:
-        positions = step.offsets.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        first = self._first_position
+        columns = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        positions = step.offsets.long().unsqueeze(1) + columns
         if self._max_seq_len is not None:
             # Padding behind a row's last token may reach past the context; nobody reads its logits.
-            positions = positions.clamp(max=self._max_seq_len - 1)
+            positions = positions.clamp(max=first + self._max_seq_len - 1)
         with a_step(step):
             output = self._module(
                 input_ids=tokens.long(),

@@ -9,11 +9,13 @@ import torch
 
 from onward.cache import KVBlocks, KVCache, LayerShape
 from onward.errors import OnwardError, RequestError, one_line
+from onward.models.causal_lm import CausalLM
 from onward.models.hosted import attention, experts
 from onward.models.hosted.forward import HostedForward, HostedParams
 from onward.models.hosted.library import NAME, NotHostedError
 from onward.models.hosted.linears import HostedEmbedding, HostedHead, replace_linears
 from onward.models.model import Model
+from onward.models.module import ModuleForward
 
 Prepare = Callable[[HostedParams], HostedParams]
 
@@ -48,7 +50,9 @@ def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int
     own = [(config, config._attn_implementation, _experts_of(config)) for config in _configs(module)]
     parts = replace_linears(module)
     outer = {name for name, part in parts.items() if isinstance(part, HostedHead | HostedEmbedding)}
-    forward = HostedForward(module, parts, outer, plain.max_seq_len)
+    assert isinstance(plain.forward, ModuleForward)
+    assert isinstance(plain.forward.call, CausalLM)
+    forward = HostedForward(module, parts, outer, plain.forward.call.first_position, plain.max_seq_len)
     model, why = plain, ""
     try:
         shapes, dtype = _take_over(module, forward, plain.device)

@@ -28,7 +28,7 @@ from onward.checkpoint import (
 from onward.checkpoint.distributed import NameMapSource, is_distributed
 from onward.checkpoint.module import is_known, read_module
 from onward.checkpoint.quantized import read_manifest, read_quantized
-from onward.checkpoint.quantizers import method_of
+from onward.checkpoint.quantizers import Mxfp4, method_of
 from onward.checks import check_whole
 from onward.errors import CheckpointError, ConfigError, RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import LanguageModel
@@ -209,12 +209,6 @@ def _read_params(
     """The weights: quantized where the folder or the caller says so, else packed for the kernels on a CPU."""
     if isinstance(folder, GgufCheckpoint):
         return _read_gguf(folder, config, dtype, device, format, name_map, adapter, layers)
-    if method_of(folder.config) is not None and format is None:
-        settings = folder.config.get("quantization_config") or folder.config["compression_config"]
-        warn(
-            f"{folder.path}: weights quantized by {settings['quant_method']} become floats as they are read, and so do "
-            "activations: quantize='int8' or 'int4' holds them in fewer bits"
-        )
     manifest = read_manifest(folder.path, folder.config)
     if manifest is not None:
         if name_map is not None:
@@ -227,13 +221,22 @@ def _read_params(
         params = params if adapter is None else merged_params(config, params, adapter)
         # This packs the matrices that a converter left in floats; quantized ones stay the pages of the mapped file.
         return pack_params(params, release=layers.advance) if device.type == "cpu" else stack_params(params)
-    # A distributed checkpoint is read, not mapped: each layer is packed at once, so that memory holds it once.
-    lean = is_distributed(folder.path) and device.type == "cpu" and format is None
+    method = method_of(folder.config)
+    keeps_bits = isinstance(method, Mxfp4) and dtype != torch.float32 and device.type == "cpu"
+    if method is not None and format is None and not keeps_bits:
+        settings = folder.config.get("quantization_config") or folder.config["compression_config"]
+        warn(
+            f"{folder.path}: weights quantized by {settings['quant_method']} become floats as they are read, and so do "
+            "activations: quantize='int8' or 'int4' holds them in fewer bits"
+        )
+    # What is not mapped (a distributed checkpoint, repacked bits) is put together layer by layer: memory holds it once.
+    lean = device.type == "cpu" and (keeps_bits or (is_distributed(folder.path) and format is None))
 
     def each_layer(layer: Any) -> Any:
-        packed = pack_layer(layer)
+        whole = pack_layer(layer) if format is None else stack_params(layer)
+        page_releaser(folder.path)()
         layers.advance()
-        return packed
+        return whole
 
     params = read_weights(
         folder.path,
@@ -242,6 +245,7 @@ def _read_params(
         device=device,
         name_map=name_map,
         each_layer=each_layer if lean else lambda layer: layer,
+        keeps_bits=keeps_bits,
     )
     params = params if adapter is None else merged_params(config, params, adapter)
     release = page_releaser(folder.path)
@@ -259,7 +263,9 @@ def _read_params(
             if next(done) in ends:
                 layers.advance()
 
-        return quantize_params(params, format, progress=after_matrix, release=release)[0]
+        params = quantize_params(params, format, progress=after_matrix, release=release, keep=keeps_bits)[0]
+        # What stays in floats (routers, convolutions) is packed as in a folder of quantized weights.
+        return pack_params(params) if device.type == "cpu" else params
     if device.type != "cpu":
         return stack_params(params)
     return pack_params(params, release=release if lean else after_layer)

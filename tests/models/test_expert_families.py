@@ -59,6 +59,31 @@ def test_a_quantized_folder_has_each_expert_and_is_the_same_model(format, tmp_pa
     assert torch.equal(loaded.logits([1, 2, 3]), onward.load(source, quantize=format).logits([1, 2, 3]))
 
 
+@pytest.mark.parametrize("family", ["qwen3moe", "qwen3_5moe", "gptoss"])
+def test_programs_have_no_operators_of_torch(family, tmp_path):
+    lm = onward.load(random_checkpoint(tmp_path, family, **(SIZES if family == "qwen3moe" else {})))
+    assert lm.explain().backend == "native"
+    assert "(torch)" not in str(lm.explain())
+
+
+def test_two_names_of_one_number_must_agree():
+    with pytest.raises(ConfigError, match="experts_per_token is 3 and num_experts_per_tok 2: keep one"):
+        read_config(tiny_config("gptoss", experts_per_token=3))
+
+
+def test_a_config_of_gpt_oss_on_the_hub_is_read():
+    """OpenAI's own fields, and RoPE as files before transformers 5 have it."""
+    rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    config = tiny_config(
+        "gptoss", experts_per_token=2, initial_context_length=4096, attention_bias=True, swiglu_limit=7.0,
+        rope_parameters=None, rope_theta=150000, rope_scaling=rope | {"original_max_position_embeddings": 4096},
+    )  # fmt: skip
+    decoder = read_config(config)
+    assert [layer.mixer.window for layer in decoder.layers] == [24, None]
+    bare = {name: value for name, value in config.items() if name not in ("rope_scaling", "rope_theta")}
+    assert read_config(bare) == decoder
+
+
 def test_a_session_goes_on_with_the_same_tokens(tmp_path):
     lm = onward.load(checkpoint(tmp_path))
     whole = lm.generate(PROMPTS[0], max_new_tokens=12, temperature=0).token_ids

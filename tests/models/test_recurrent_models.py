@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import onward
 from onward import GenerateOptions, LanguageModel, Session, Speculator, native
 from onward.cache import PagedSlots
-from onward.errors import ConfigError
+from onward.errors import ConfigError, OnwardWarning
 from onward.models import pack_params
 from onward.speculation import ModelDrafter
 from onward.testing import ByteTokenizer, random_checkpoint, tiny_model
@@ -195,23 +195,28 @@ def test_states_come_and_go_with_texts(lm):
     assert not slots.holds(slot, 5)  # nothing was computed, so there are no states of 5 positions
 
 
-def test_the_text_part_of_a_checkpoint_with_vision(tmp_path):
-    text = random_checkpoint(tmp_path / "text", "qwen3_5", seed=3)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5moe"])
+def test_the_text_part_of_a_checkpoint_with_vision(family, tmp_path, monkeypatch):
+    text = random_checkpoint(tmp_path / "text", family, seed=3)
     whole = tmp_path / "whole"
     whole.mkdir()
     config = json.loads((text / "config.json").read_text())
+    name = config["architectures"][0].replace("CausalLM", "ConditionalGeneration")
     parts = {"text_config": config, "vision_config": {"depth": 2}, "image_token_id": 5}
-    (whole / "config.json").write_text(json.dumps(parts | {"architectures": ["Qwen3_5ForConditionalGeneration"]}))
+    (whole / "config.json").write_text(json.dumps(parts | {"architectures": [name]}))
     tensors = load_file(text / "model.safetensors")
     renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
     others = {"model.visual.patch_embed.weight": torch.ones(3), "mtp.fc.weight": torch.ones(3)}
     save_file(renamed | others, whole / "model.safetensors", metadata={"format": "pt"})
-    assert torch.equal(onward.load(whole).logits(PROMPTS[3]), onward.load(text).logits(PROMPTS[3]))
+    monkeypatch.setattr("onward.errors._warned", set())
+    with pytest.warns(OnwardWarning, match="the text part is loaded, and what reads images is left out"):
+        loaded = onward.load(whole)
+    assert torch.equal(loaded.logits(PROMPTS[3]), onward.load(text).logits(PROMPTS[3]))
 
 
 def test_configs_that_cannot_be_served_are_refused():
-    with pytest.raises(ConfigError, match="experts"):
-        tiny_model("qwen3next", num_experts=4)
+    with pytest.raises(ConfigError, match="num_experts_per_tok"):
+        tiny_model("qwen3next", num_experts=4, num_experts_per_tok=5)
     with pytest.raises(ConfigError, match="full_attention"):
         tiny_model("qwen3_5", layer_types=["linear_attention"] * 2)
     with pytest.raises(ConfigError, match="linear_num_value_heads"):

@@ -37,6 +37,7 @@ CONFIGS = {
     "qwen3": Qwen3Config,
     "qwen3_next": Qwen3NextConfig,
     "qwen3_5": Qwen3_5TextConfig,
+    "qwen3_5 experts": transformers.Qwen3_5MoeTextConfig,
     "qwen2": Qwen2Config,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
@@ -56,11 +57,13 @@ CONFIGS = {
     "mixtral": MixtralConfig,
     "qwen3 experts": Qwen3MoeConfig,
     "glm 4.5": Glm4MoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
 }
 MODELS = {
     "qwen3": transformers.Qwen3ForCausalLM,
     "qwen3_next": transformers.Qwen3NextForCausalLM,
     "qwen3_5": transformers.Qwen3_5ForCausalLM,
+    "qwen3_5 experts": transformers.Qwen3_5MoeForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
     "llama": transformers.LlamaForCausalLM,
     "mistral": transformers.MistralForCausalLM,
@@ -80,6 +83,7 @@ MODELS = {
     "mixtral": transformers.MixtralForCausalLM,
     "qwen3 experts": transformers.Qwen3MoeForCausalLM,
     "glm 4.5": transformers.Glm4MoeForCausalLM,
+    "gpt_oss": transformers.GptOssForCausalLM,
 }
 SMALL = {
     "vocab_size": 101,
@@ -352,6 +356,28 @@ CASES |= {
     ),
 }
 
+GATED = DELTA | EXPERTS | {"shared_expert_intermediate_size": 12, "full_attention_interval": 2}
+CASES |= {
+    "qwen3_next experts": Case("qwen3_next", GATED),
+    "qwen3_next experts and dense layers, weights as they are": Case(
+        "qwen3_next", GATED | {"mlp_only_layers": [1], "norm_topk_prob": False, "tie_word_embeddings": True}
+    ),
+    "qwen3_next experts in every second layer": Case(
+        "qwen3_next", GATED | {"decoder_sparse_step": 2, "num_experts_per_tok": 6, "attention_bias": True}
+    ),
+    "qwen3_5 experts": Case("qwen3_5 experts", GATED),
+    "qwen3_5 experts, one chosen, tied": Case(
+        "qwen3_5 experts",
+        GATED
+        | {
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.6},
+        },
+    ),
+}
+
 GLM = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
@@ -374,6 +400,33 @@ CASES |= {
     ),
     "glm 4.5 groups, two dense layers": Case(
         "glm 4.5", GLM | {"n_group": 3, "topk_group": 2, "first_k_dense_replace": 2, "num_key_value_heads": 1}
+    ),
+}
+
+
+OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 10, "sliding_window": 6}
+CASES |= {
+    "gpt_oss": Case("gpt_oss", OSS | {"rope_parameters": YARN | {"truncate": False}}),
+    "gpt_oss clamped, tied": Case(
+        "gpt_oss",
+        OSS
+        | {
+            "swiglu_limit": 0.7,
+            "swiglu_alpha": 1.2,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "gpt_oss no biases, other types, every expert": Case(
+        "gpt_oss",
+        OSS
+        | {
+            "attention_bias": False,
+            "num_experts_per_tok": 5,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": YARN | {"rope_theta": 150000.0},
+        },
     ),
 }
 

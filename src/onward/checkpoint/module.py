@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from onward.checkpoint.folder import CheckpointFolder
-from onward.checkpoint.weights import SafetensorsFolder
+from onward.checkpoint.safetensors_folder import SafetensorsFolder
 from onward.errors import CheckpointError, ConfigError, UnsupportedArchitectureError, one_line
 from onward.models.hosted import library
 

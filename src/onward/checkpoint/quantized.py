@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.safetensors_folder import SafetensorsFolder
 from onward.checkpoint.shards import WEIGHTS, open_safetensors
-from onward.checkpoint.weights import SafetensorsFolder
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line
 from onward.models import Architecture, ExpertLinear, Scope, map_marked
 from onward.ops import PackedWeight, QuantizedWeight

@@ -183,23 +183,6 @@ def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: json_object(by_type, name) for name in by_type}
 
 
-def experts_per_token(config: Mapping[str, Any], count: int, *, default: int) -> int:
-    """How many of `count` experts a token goes through."""
-    return positive_int(config, "num_experts_per_tok", min(default, count), most=count)
-
-
-def expert_groups(config: Mapping[str, Any], count: int, chosen: int) -> tuple[int, int]:
-    """DeepSeek's groups: in how many the experts lie, and of how many of them a token's experts may come."""
-    groups = positive_int(config, "n_group", 1, most=count)
-    kept = positive_int(config, "topk_group", 1, most=groups)
-    if count % groups or (groups > 1 and count == groups) or chosen > count // groups * kept:
-        raise ConfigError(
-            f"config.json: n_group ({groups}) must cut {count} experts into equal groups of two or more, of which "
-            f"topk_group ({kept}) hold the {chosen} that a token goes through (num_experts_per_tok)"
-        )
-    return groups, kept
-
-
 def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer of a Qwen model; none without `use_sliding_window`. The layers that `layer_types` names
     have one, or else the layers from `max_window_layers` on."""

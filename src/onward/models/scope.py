@@ -51,9 +51,10 @@ class Scope(NamedTuple):
         below = self.under(name)
         return ShortConv(below.take("weight", channels, 1, taps), below.take("bias", channels) if bias else None)
 
-    def experts(self, name: str, count: int, out: int, into: int) -> ExpertLinear:
-        """The linear layers `0.name` … of `count` experts: a weight [out, into] each."""
-        return ExpertLinear(tuple(self.under(i).under(name).take("weight", out, into) for i in range(count)))
+    def experts(self, name: str, count: int, out: int, into: int, bias: bool = False) -> ExpertLinear:
+        """The linear layers `0.name` … of `count` experts: a weight [out, into] each, and `name`.bias [count, out]."""
+        weights = tuple(self.under(i).under(name).take("weight", out, into) for i in range(count))
+        return ExpertLinear(weights, self.under(name).take("bias", count, out) if bias else None)
 
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
         """The table `name`: weight [rows, width]."""

@@ -78,6 +78,7 @@ def quantize_params(
     *,
     progress: Progress | None = None,
     release: Callable[[], None] = lambda: None,
+    keep: bool = False,
 ) -> tuple[Any, list[TensorReport]]:
     """The params with all matrices but `_KEPT` quantized, and a report of each. A tied pair stays one weight.
 
@@ -86,6 +87,7 @@ def quantize_params(
         format: "int8" or "int4".
         progress: called after each matrix with its report.
         release: called after each matrix, when its stock weight has been read for the last time.
+        keep: leave experts that are quantized already as they are; else they are an error.
     """
     check_format(format)
     reports: list[TensorReport] = []
@@ -102,6 +104,8 @@ def quantize_params(
 
     def convert(path: tuple[Any, ...], part: Any) -> Any:
         name = f"{parameter_name(path)}.weight"
+        if keep and isinstance(part, ExpertLinear) and _is_quantized(part):
+            return part._replace(weight=part.together)
         if isinstance(part.weight, QuantizedWeight | QuantizedExperts):
             raise RequestError(f"{name} is {part.weight.format} already: quantize the model in its stock weights")
         if isinstance(part, _KEPT):
@@ -119,8 +123,17 @@ def quantize_params(
 
 def count_matrices(params: Any) -> int:
     """How many reports `quantize_params` gives of these params, where none are tied."""
-    parts = marked_parts(params)
-    return sum(len(part.matrices) if isinstance(part, ExpertLinear) else not isinstance(part, _KEPT) for part in parts)
+    return sum(_count(part) for part in marked_parts(params))
+
+
+def _count(part: Any) -> int:
+    if isinstance(part, ExpertLinear):
+        return 0 if _is_quantized(part) else len(part.matrices)
+    return not isinstance(part, _KEPT)
+
+
+def _is_quantized(experts: ExpertLinear) -> bool:
+    return isinstance(experts.matrices[0], QuantizedWeight)
 
 
 def _quantize(name: str, weight: Tensor, format: str) -> tuple[QuantizedWeight, TensorReport]:

@@ -22,13 +22,14 @@ def _architecture(family: str) -> str:
 
 
 # The families whose first layers are recurrent here, while the last one attends.
-_HYBRID = ("qwen3_5", "qwen3next")
+_HYBRID = ("qwen3_5", "qwen3_5moe", "qwen3next")
 _RECURRENT = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # What a family's tiny config has beside the common fields, or in their place.
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 12, "sliding_window": 24},
@@ -48,6 +49,14 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "logits_scaling": 8.0,
     },
     "qwen3_5": {"model_type": "qwen3_5_text", **_RECURRENT},
+    "qwen3_5moe": {"model_type": "qwen3_5_moe_text", **_RECURRENT, **_EXPERTS, "shared_expert_intermediate_size": 24},
+    "gptoss": {
+        "model_type": "gpt_oss",
+        "sliding_window": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "qwen3next": {"model_type": "qwen3_next", "num_experts": 0, **_RECURRENT},
     "seedoss": {"model_type": "seed_oss"},
     "exaone4": {"sliding_window": 24, "sliding_window_pattern": 2},

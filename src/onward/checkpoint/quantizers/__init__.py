@@ -5,5 +5,6 @@ computes the weight [N, K] in float32 from them.
 """
 
 from onward.checkpoint.quantizers.method import Method, Read, method_of
+from onward.checkpoint.quantizers.mxfp4 import Mxfp4
 
-__all__ = ["Method", "Read", "method_of"]
+__all__ = ["Method", "Mxfp4", "Read", "method_of"]

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from onward.checkpoint.quantizers import awq, bitsandbytes, compressed_tensors, fp8, gptq
+from onward.checkpoint.quantizers import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
 from onward.errors import ConfigError
 
 # The name of a tensor below the module, such as "qweight" -> the tensor as it is stored.
@@ -30,6 +30,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "compressed-tensors": compressed_tensors.read_method,
     "fp8": fp8.read_method,
     "bitsandbytes": bitsandbytes.read_method,
+    "mxfp4": mxfp4.read_method,
 }
 
 

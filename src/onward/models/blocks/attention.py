@@ -19,7 +19,7 @@ from onward.models.scope import Scope
 
 
 class AttentionParams(NamedTuple):
-    """The weights of one layer's attention. q_norm and k_norm are None in families without them."""
+    """The weights of one layer's attention. None: norms and sinks in families without them."""
 
     q_proj: Linear
     k_proj: Linear
@@ -27,6 +27,7 @@ class AttentionParams(NamedTuple):
     o_proj: Linear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class FusedAttentionParams(NamedTuple):
@@ -36,6 +37,7 @@ class FusedAttentionParams(NamedTuple):
     o_proj: Linear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Attention:
     products; head_dim ** -0.5 by default. softcap: of the scores (`ops.cached_attention`). q_norm, k_norm: of each head
     if they are as wide as one, else of the whole projection. query_growth: of queries. fused: whether the checkpoint
     has `qkv_proj`. output_gate: whether `q_proj` has beside each head's queries as many features of a gate, whose
-    sigmoid multiplies the head's output.
+    sigmoid multiplies the head's output. sinks: whether each head has a score of nothing beside those of the keys
+    (`ops.cached_attention`).
     """
 
     hidden_size: int
@@ -64,6 +67,7 @@ class Attention:
     query_growth: QueryGrowth | None = None
     fused: bool = False
     output_gate: bool = False
+    sinks: bool = False
 
     @property
     def cached(self) -> LayerShape:
@@ -85,11 +89,11 @@ class Attention:
         v_proj = scope.linear("v_proj", values, hidden, self.qkv_bias)
         return AttentionParams(q_proj, k_proj, v_proj, *self._read_rest(scope))
 
-    def _read_rest(self, scope: Scope) -> tuple[Linear, Tensor | None, Tensor | None]:
+    def _read_rest(self, scope: Scope) -> tuple[Linear, Tensor | None, Tensor | None, Tensor | None]:
         o_proj = scope.linear("o_proj", self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
         q_norm = None if self.q_norm is None else self.q_norm.read(scope.under("q_norm"))
         k_norm = None if self.k_norm is None else self.k_norm.read(scope.under("k_norm"))
-        return o_proj, q_norm, k_norm
+        return o_proj, q_norm, k_norm, scope.take("sinks", self.num_heads) if self.sinks else None
 
     def __call__(
         self,
@@ -125,6 +129,7 @@ class Attention:
             positions.offsets,
             window=self.window,
             scale=self.scale,
+            sinks=params.sinks,
             softcap=self.softcap,
         )
         out = mixed.transpose(1, 2).flatten(2)

@@ -24,6 +24,7 @@ class ExpertsParams(NamedTuple):
     up_proj: ExpertLinear
     down_proj: ExpertLinear
     shared: FeedForwardParams | FusedFeedForwardParams | None
+    shared_gate: Router | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ExpertNames:
     up_proj: str = "up_proj"
     down_proj: str = "down_proj"
     shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class Experts:
 
     score, normalize, scale, groups, kept_groups: as `ops.top_experts` takes them. choice_bias: whether a learned bias
     helps to choose. float32_router: whether the router computes in float32 in a model of another dtype.
-    intermediate_size: of one expert. shared: a block that all tokens go through, added to the sum.
+    intermediate_size: of one expert. shared: a block that all tokens go through, added to the sum. shared_gate: whether
+    what it adds is multiplied by the sigmoid of one more feature. activation, alpha, limit: as `ops.experts` takes
+    them. router_bias, bias: whether the router and the matrices of experts have biases.
     """
 
     hidden_size: int
@@ -60,6 +64,12 @@ class Experts:
     choice_bias: bool = False
     float32_router: bool = False
     shared: FeedForward | None = None
+    shared_gate: bool = False
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    alpha: float = 1.702
+    limit: float = 7.0
+    router_bias: bool = False
+    bias: bool = False
     names: ExpertNames = ExpertNames()
 
     def read(self, scope: Scope) -> ExpertsParams:
@@ -68,14 +78,15 @@ class Experts:
         if self.float32_router:
             router = Router(scope.under(names.router).take_float32("weight", count, hidden))
         else:
-            router = scope.router(names.router, count, hidden)
+            router = scope.router(names.router, count, hidden, self.router_bias)
         return ExpertsParams(
             router=router,
             choice_bias=scope.take_float32(names.choice_bias, count) if self.choice_bias else None,
-            gate_proj=below.experts(names.gate_proj, count, inner, hidden),
-            up_proj=below.experts(names.up_proj, count, inner, hidden),
-            down_proj=below.experts(names.down_proj, count, hidden, inner),
+            gate_proj=below.experts(names.gate_proj, count, inner, hidden, self.bias),
+            up_proj=below.experts(names.up_proj, count, inner, hidden, self.bias),
+            down_proj=below.experts(names.down_proj, count, hidden, inner, self.bias),
             shared=None if self.shared is None else self.shared.read(scope.under(names.shared)),
+            shared_gate=scope.router(names.shared_gate, 1, hidden) if self.shared_gate else None,
         )
 
     def __call__(self, params: ExpertsParams, x: Tensor) -> Tensor:
@@ -89,7 +100,11 @@ class Experts:
         mixed = ops.experts(
             x, chosen, shares, gate.together, up.together, down.together,
             gate_bias=gate.bias, up_bias=up.bias, down_bias=down.bias,
+            activation=self.activation, alpha=self.alpha, limit=self.limit,
         )  # fmt: skip
         if self.shared is None or params.shared is None:
             return mixed
-        return ops.add(mixed, self.shared(params.shared, x))
+        shared = self.shared(params.shared, x)
+        if params.shared_gate is not None:
+            shared = ops.sigmoid_gate(params.shared_gate(x).expand_as(shared), shared)
+        return ops.add(mixed, shared)

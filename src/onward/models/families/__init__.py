@@ -14,6 +14,7 @@ _FAMILIES = (  # the names of their files
     "gemma3",
     "glm",
     "glm4_moe",
+    "gpt_oss",
     "granite",
     "llama",
     "ministral",

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from onward.models.blocks import Decoder, Experts
-from onward.models.config import common_fields, expert_groups, experts_per_token
+from onward.models.config import common_fields
+from onward.models.expert_fields import expert_groups, experts_per_token
 from onward.models.fields import flag, positive_int, positive_number
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from onward.models.blocks import Decoder, ExpertNames, Experts, LayerNames
-from onward.models.config import common_fields, experts_per_token
+from onward.models.config import common_fields
+from onward.models.expert_fields import experts_per_token
 from onward.models.fields import positive_int
 
 ARCHITECTURES = ("MixtralForCausalLM",)

@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6, the dense models: Qwen3-Next's layers with the projections of Gated DeltaNet apart.
+"""Qwen3.5 and 3.6: Qwen3-Next's layers with the projections of Gated DeltaNet apart; dense, or with experts.
 
 Checkpoints come with a vision tower and layers that predict several tokens. The text model is what is read; their
 tensors (`model.visual.*`, `mtp.*`) are not.
@@ -8,39 +8,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from onward.errors import ConfigError
-from onward.models.blocks import Decoder, DecoderNames
-from onward.models.families.qwen3_next import hybrid_decoder
-from onward.models.fields import ReadFields
+from onward.models.blocks import Decoder
+from onward.models.blocks.layer import TokenBlock
+from onward.models.families.qwen3_next import gated_experts, hybrid_decoder, hybrid_fields
+from onward.models.fields import Overlaid
+from onward.models.multimodal import read_text_part
 
-ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+_DENSE, _SPARSE = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+_WITH_VISION = {"Qwen3_5ForConditionalGeneration": _DENSE, "Qwen3_5MoeForConditionalGeneration": _SPARSE}
+ARCHITECTURES = (_DENSE, _SPARSE, *_WITH_VISION)
 
-_WITH_VISION = DecoderNames(
-    "model.language_model.embed_tokens", "model.language_model.layers", "model.language_model.norm"
-)
-# Of images and videos, of the tokens that stand for them, and of layers that predict several tokens.
-_NOT_TEXT = (
-    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate", "mamba_ssm_dtype"),
-)
+_OF_VISION = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# Of layers that predict several tokens, and of what is always so here.
+_NO_SAY = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
 
 
 def read_config(config: Mapping[str, Any]) -> Decoder:
-    for name in _NOT_TEXT:
-        config.get(name)
-    text = config.get("text_config")
-    if text is None:
-        return _text_decoder(config, unread=("mtp.",))
-    if not isinstance(text, Mapping):
-        raise ConfigError(f"config.json: text_config must be an object; got {text!r}")
-    fields = ReadFields({"tie_word_embeddings": config.get("tie_word_embeddings"), **text})
-    decoder = _text_decoder(fields, names=_WITH_VISION, unread=("model.visual.", "mtp."))
-    fields.check_unread(f"the text model of {ARCHITECTURES[1]}")
-    return decoder
+    (name,) = config["architectures"]
+    if name not in _WITH_VISION:
+        return _read_text(config, name)
+    for field in _NO_SAY:
+        config.get(field)
+    return read_text_part(
+        config, lambda text: _read_text(text, _WITH_VISION[name]), _OF_VISION, ("model.visual.", "mtp.")
+    )
 
 
-def _text_decoder(config: Mapping[str, Any], **changes: Any) -> Decoder:
+def _read_text(config: Mapping[str, Any], name: str) -> Decoder:
     if config.get("attn_output_gate") is False:
         raise ConfigError("config.json: attn_output_gate must be true in this family; got false")
-    for name in _NOT_TEXT:
-        config.get(name)
-    return hybrid_decoder(config, fused=False, **changes)
+    for field in (*_OF_VISION, *_NO_SAY):
+        config.get(field)
+    if name == _DENSE:
+        fields = hybrid_fields(config)
+        block: TokenBlock = fields.feed_forward()
+    else:
+        # No layer is dense, so files leave the size of a dense block out.
+        fields = hybrid_fields(Overlaid(config, {"intermediate_size": 1}))
+        block = gated_experts(config, fields, default_count=256, default_chosen=8, normalize=True)
+    return hybrid_decoder(config, fields, [block] * fields.num_layers, fused=False, unread=("mtp.",))

@@ -1,41 +1,89 @@
-"""Qwen3-Next: three layers of Gated DeltaNet (arXiv 2412.06464) to one of attention with an output gate."""
+"""Qwen3-Next: three layers of Gated DeltaNet (arXiv 2412.06464) to one of attention with an output gate; experts.
 
-from collections.abc import Mapping
+Layers that predict several tokens (`mtp.*`) are not part of this forward.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onward.errors import ConfigError
-from onward.models.blocks import Decoder, GatedDelta, LayerNames
+from onward.models.blocks import Decoder, ExpertNames, Experts, GatedDelta, LayerNames
+from onward.models.blocks.layer import TokenBlock
 from onward.models.config import CommonFields, check_layer_types, common_fields
+from onward.models.expert_fields import experts_per_token, layers_with_experts, qwen_expert_count
 from onward.models.fields import flag, positive_int
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 
+# Fields of experts and of the block beside them.
+_OF_EXPERTS = (
+    *("num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("num_experts", "num_local_experts"),
+)
 _FULL, _LINEAR = "full_attention", "linear_attention"
 
 
 def read_config(config: Mapping[str, Any]) -> Decoder:
-    _check_dense(config)
-    return hybrid_decoder(config, fused=True)
+    fields = hybrid_fields(config)
+    sparse = layers_with_experts(config, fields.num_layers)
+    if config.get("num_experts") == 0:
+        for name in _OF_EXPERTS:
+            config.get(name)  # of experts that no layer has
+        blocks: list[TokenBlock] = [fields.feed_forward()] * fields.num_layers
+    else:
+        normalize = config.get("norm_topk_prob") is None or flag(config, "norm_topk_prob")
+        experts = gated_experts(config, fields, default_count=512, default_chosen=10, normalize=normalize)
+        blocks = [experts if has_experts else fields.feed_forward() for has_experts in sparse]
+    return hybrid_decoder(config, fields, blocks, fused=True, unread=("mtp.",))
 
 
-def hybrid_decoder(config: Mapping[str, Any], *, fused: bool, **changes: Any) -> Decoder:
+def hybrid_fields(config: Mapping[str, Any]) -> CommonFields:
+    """The common fields of this family and its kin."""
+    return common_fields(config, default_head_dim=256, partial_rotary=0.25)
+
+
+def gated_experts(
+    config: Mapping[str, Any], fields: CommonFields, *, default_count: int, default_chosen: int, normalize: bool
+) -> Experts:
+    """Experts beside a block that all tokens go through, which has a gate."""
+    count = qwen_expert_count(config, default_count)
+    return Experts(
+        hidden_size=fields.hidden_size,
+        intermediate_size=positive_int(config, "moe_intermediate_size", 512),
+        num_experts=count,
+        num_chosen=experts_per_token(config, count, default=default_chosen),
+        normalize=normalize,
+        shared=fields.feed_forward(intermediate_size=positive_int(config, "shared_expert_intermediate_size", 512)),
+        shared_gate=True,
+        names=ExpertNames(shared="shared_expert"),
+    )
+
+
+def hybrid_decoder(
+    config: Mapping[str, Any], fields: CommonFields, blocks: Sequence[TokenBlock], *, fused: bool, **changes: Any
+) -> Decoder:
     """The decoder of a config of this family or its kin.
 
     Args:
+        blocks: the feed-forward block or experts of each layer.
         fused: as in `GatedDelta`.
         changes: fields of `Decoder` that differ.
     """
-    fields = common_fields(config, default_head_dim=256, partial_rotary=0.25)
     norm, bias = fields.norm(offset=1.0), flag(config, "attention_bias")
     head_norm = fields.norm(fields.head_dim, offset=1.0)
     attention = fields.attention(qkv_bias=bias, o_bias=bias, q_norm=head_norm, k_norm=head_norm, output_gate=True)
-    around = {"mixer_norm": norm, "feed_forward_norm": norm}
-    full = fields.layer(attention, fields.feed_forward(), **around)
-    linear = fields.layer(
-        _delta(config, fields, fused), fields.feed_forward(), **around, names=LayerNames(mixer="linear_attn")
-    )
-    types = _layer_types(config, fields.num_layers)
-    return fields.decoder([full if kind == _FULL else linear for kind in types], norm=norm, **changes)
+    delta, linear = _delta(config, fields, fused), LayerNames(mixer="linear_attn")
+    layers = [
+        fields.layer(
+            attention if kind == _FULL else delta,
+            block,
+            mixer_norm=norm,
+            feed_forward_norm=norm,
+            names=LayerNames() if kind == _FULL else linear,
+        )
+        for kind, block in zip(_layer_types(config, fields.num_layers), blocks, strict=True)
+    ]
+    return fields.decoder(layers, norm=norm, **changes)
 
 
 def _delta(config: Mapping[str, Any], fields: CommonFields, fused: bool) -> GatedDelta:
@@ -71,17 +119,3 @@ def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
             "config.json: at least one layer of this family must be 'full_attention'; layer_types has none"
         )
     return list(types)
-
-
-def _check_dense(config: Mapping[str, Any]) -> None:
-    """Raise where a layer has experts."""
-    num_layers, dense = positive_int(config, "num_hidden_layers"), config.get("mlp_only_layers") or []
-    experts, step = config.get("num_experts", 512), positive_int(config, "decoder_sparse_step", 1)
-    sparse = [index for index in range(num_layers) if index not in dense and (index + 1) % step == 0]
-    if experts and sparse:
-        raise ConfigError(
-            f"config.json: layers {sparse[:4]} of {num_layers} have experts, which are not supported in this family: "
-            "num_experts must be 0, or mlp_only_layers must name every layer"
-        )
-    for name in ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "norm_topk_prob"):
-        config.get(name)  # of experts that no layer has

@@ -1,0 +1,70 @@
+"""Checkpoints that hold the weights of a layer's experts in one tensor, found by the names that families give them.
+
+Families name each expert's matrix, `experts.3.gate_proj.weight` [I, D], `up_proj` and `down_proj` [D, I], and the
+biases of all experts, `experts.gate_proj.bias` [E, I]. Files may have instead, with gate and up in one tensor:
+
+    experts.gate_up_proj         [E, 2 I, D], gate above up; experts.down_proj [E, D, I] (Qwen3.5)
+    experts.gate_up_proj         [E, D, 2 I], gate and up in turns; experts.down_proj [E, I, D] (gpt-oss)
+    experts.gate_up_proj_bias    [E, 2 I], gate and up in turns; experts.down_proj_bias [E, D] (gpt-oss)
+    experts.gate_up_proj_blocks  uint8 [E, 2 I, D / 32, 16] with experts.gate_up_proj_scales uint8 [E, 2 I, D / 32]:
+                                 MXFP4, rows of gate and up in turns; experts.down_proj_blocks and _scales (gpt-oss)
+
+Shapes: E experts, D width of the stream, I inner width of an expert.
+"""
+
+import re
+from collections.abc import Container
+from typing import NamedTuple
+
+from torch import Tensor
+
+_NAME = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(gate_proj|up_proj|down_proj)\.(weight|bias)")
+
+
+class StackedPart(NamedTuple):
+    """Where a weight of one expert, or a bias of all, lies.
+
+    tensors: the names of what holds it: one float tensor, or blocks and scales. expert: None: all. part: "gate_proj",
+    "up_proj" or "down_proj". in_turns: whether gate and up alternate. transposed: whether inputs come before outputs.
+    """
+
+    tensors: tuple[str, ...]
+    expert: int | None
+    part: str
+    in_turns: bool
+    transposed: bool
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of one of its tensors, as a view; an IndexError if there is no such expert."""
+        outputs = 1 if self.expert is None else 0
+        own = tensor if self.expert is None else tensor[self.expert]
+        own = own.transpose(-1, -2) if self.transposed else own
+        if self.part == "down_proj":
+            return own
+        half = self.part == "up_proj"
+        if self.in_turns:
+            return own[:, half::2] if outputs else own[half::2]
+        return own.chunk(2, dim=outputs)[half]
+
+    def count(self, tensor: Tensor) -> int:
+        """How many parts one of its tensors has."""
+        return (1 if self.expert is None else len(tensor)) * (1 if self.part == "down_proj" else 2)
+
+
+def stacked_part(name: str, stored: Container[str]) -> StackedPart | None:
+    """Where the weight of this stock name lies among stored tensors; None where no tensor of all experts has it."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    stem, expert, part, kind = match.groups()
+    if (kind == "weight") != (expert is not None):
+        return None
+    whole = f"{stem}.down_proj" if part == "down_proj" else f"{stem}.gate_up_proj"
+    bias, packed = f"{whole}_bias", (f"{whole}_blocks", f"{whole}_scales")
+    if kind == "bias":
+        return StackedPart((bias,), None, part, True, False) if bias in stored else None
+    if packed[0] in stored:
+        return StackedPart(packed, int(expert), part, True, False)
+    # Only gpt-oss has biases, and its floats are transposed.
+    like_gpt_oss = bias in stored
+    return StackedPart((whole,), int(expert), part, like_gpt_oss, like_gpt_oss) if whole in stored else None

@@ -1,0 +1,56 @@
+"""gpt-oss (arXiv 2508.10925): attention with sinks, a window in every other layer, experts with a clamped SwiGLU.
+
+Checkpoints have their experts in MXFP4, all of a layer in one tensor (`onward.checkpoint.stacked_experts`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from onward.errors import ConfigError
+from onward.models.blocks import Decoder, ExpertNames, Experts
+from onward.models.config import common_fields, every_nth_full, layer_types, layer_windows, sliding_window
+from onward.models.expert_fields import experts_per_token
+from onward.models.fields import Overlaid, flag, positive_int, positive_number
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+
+_DEFAULTS = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5}
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+# What files of OpenAI say a second time, under a name of their own.
+_TWICE = {"experts_per_token": "num_experts_per_tok"}
+
+
+def read_config(config: Mapping[str, Any]) -> Decoder:
+    scaled = config.get("rope_parameters") is not None or config.get("rope_scaling") is not None
+    config = Overlaid(config, _DEFAULTS if scaled else _DEFAULTS | {"rope_scaling": _ROPE})
+    for name, other in _TWICE.items():
+        if config.get(name) not in (None, config.get(other)):
+            raise ConfigError(f"config.json: {name} is {config[name]!r} and {other} {config.get(other)!r}: keep one")
+    config.get("initial_context_length")  # the trained length, which the RoPE object has too
+    fields = common_fields(config, default_base=150_000.0)
+    norm = fields.norm(after_cast=False)
+    bias = flag(config, "attention_bias")
+    attention = fields.attention(qkv_bias=bias, o_bias=bias, sinks=True)
+    count = positive_int(config, "num_local_experts", 128)
+    experts = Experts(
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_experts=count,
+        num_chosen=experts_per_token(config, count, default=4),
+        score="softmax_of_chosen",
+        activation="clamped_swiglu",
+        alpha=positive_number(config, "swiglu_alpha", 1.702),
+        limit=positive_number(config, "swiglu_limit", 7.0),
+        router_bias=True,
+        bias=True,
+        names=ExpertNames(router="router"),
+    )
+    types = layer_types(config, every_nth_full(2, fields.num_layers))
+    return fields.decoder(
+        (
+            fields.layer(replace(attention, window=window), experts, mixer_norm=norm, feed_forward_norm=norm)
+            for window in layer_windows(types, sliding_window(config, default=128))
+        ),
+        norm=norm,
+    )

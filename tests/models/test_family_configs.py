@@ -16,10 +16,10 @@ import onward
 from onward.errors import ConfigError, OnwardWarning, UnsupportedArchitectureError
 from onward.models import num_parameters, read_config
 from onward.models.blocks import RMSNorm
-from onward.models.blocks.decoder import rounded
+from onward.models.blocks.rounding import rounded
 from onward.testing import tiny_config
 
-DENSE = ["gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "granite", "glm", "glm4", "seedoss", "exaone4"]
+DENSE = ["gemma2", "gemma3", "gemma4", "olmo2", "olmo3", "smollm3", "granite", "glm", "glm4", "seedoss", "exaone4"]
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 

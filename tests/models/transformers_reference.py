@@ -58,6 +58,7 @@ CONFIGS = {
     "qwen3 experts": Qwen3MoeConfig,
     "glm 4.5": Glm4MoeConfig,
     "gpt_oss": transformers.GptOssConfig,
+    "gemma4": transformers.Gemma4TextConfig,
 }
 MODELS = {
     "qwen3": transformers.Qwen3ForCausalLM,
@@ -84,6 +85,7 @@ MODELS = {
     "qwen3 experts": transformers.Qwen3MoeForCausalLM,
     "glm 4.5": transformers.Glm4MoeForCausalLM,
     "gpt_oss": transformers.GptOssForCausalLM,
+    "gemma4": transformers.Gemma4ForCausalLM,
 }
 SMALL = {
     "vocab_size": 101,
@@ -107,7 +109,19 @@ DELTA = {
 # Families whose configs have ids by default that lie past the small vocabulary.
 OTHER_IDS = {
     family: {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    for family in ("gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "granite", "glm", "glm4", "seedoss", "exaone4")
+    for family in (
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "olmo2",
+        "olmo3",
+        "smollm3",
+        "granite",
+        "glm",
+        "glm4",
+        "seedoss",
+        "exaone4",
+    )
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
@@ -431,6 +445,48 @@ CASES |= {
 }
 
 
+TWO_TYPES = {
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
+E_SIZE = TWO_TYPES | {
+    "num_hidden_layers": 5,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 101,
+    "num_kv_shared_layers": 2,
+}
+CASES |= {
+    "gemma4": Case("gemma4", TWO_TYPES | {"final_logit_softcapping": 2.0}),
+    "gemma4 values of keys, other heads": Case(
+        "gemma4",
+        TWO_TYPES
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu",
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+            },
+        },
+    ),
+    "gemma4 shared keys, embeddings for each layer": Case("gemma4", E_SIZE),
+    "gemma4 shared keys, double width": Case(
+        "gemma4", E_SIZE | {"use_double_wide_mlp": True, "num_kv_shared_layers": 3, "num_key_value_heads": 1}
+    ),
+    "gemma4 experts": Case(
+        "gemma4",
+        TWO_TYPES | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 20},
+    ),
+}
+
+
 def build(case: Case) -> PreTrainedModel:
     """The model of a case with random weights, in float32 with the plain attention."""
     fields = SMALL | OTHER_IDS.get(case.family, {}) | case.fields
@@ -441,10 +497,13 @@ def build(case: Case) -> PreTrainedModel:
     for name, weight in model.named_parameters():
         noise = torch.randn_like(weight)
         centre = 0 if case.family in ADDED_TO_ONE else 1
-        weight.data = centre + 0.2 * noise if name.endswith("norm.weight") else noise * weight.shape[-1] ** -0.5
+        is_factor = name.endswith(("norm.weight", "scale"))
+        weight.data = centre + 0.2 * noise if is_factor else noise * weight.shape[-1] ** -0.5
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.2 * torch.randn_like(buffer))
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
     return model
 
 

@@ -196,8 +196,8 @@ class PagedKVCache(NamedTuple):
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         offsets: Tensor,
         *,
         window: int | None = None,
@@ -205,10 +205,14 @@ class PagedKVCache(NamedTuple):
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`)."""
+        """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`).
+
+        k, v: None for q of another layer than the one whose keys and values these are, after that one has stored them.
+        """
         keys, values = self.keys[layer], self.values[layer]
-        ops.write_cache(keys, k, offsets, self.table)
-        ops.write_cache(values, v, offsets, self.table)
+        if k is not None and v is not None:
+            ops.write_cache(keys, k, offsets, self.table)
+            ops.write_cache(values, v, offsets, self.table)
         return ops.cached_attention(
             q, keys, values, offsets, table=self.table, window=window, scale=scale, sinks=sinks, softcap=softcap
         )

@@ -113,8 +113,8 @@ class KVCache(NamedTuple):
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         offsets: Tensor,
         *,
         window: int | None = None,
@@ -122,6 +122,11 @@ class KVCache(NamedTuple):
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`)."""
-        keys, values = self.write(layer, k, v, offsets)
+        """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`).
+
+        k, v: None for q of another layer than the one whose keys and values these are, after that one has stored them.
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        if k is not None and v is not None:
+            self.write(layer, k, v, offsets)
         return ops.cached_attention(q, keys, values, offsets, window=window, scale=scale, sinks=sinks, softcap=softcap)

@@ -48,6 +48,7 @@ def read_text_part(
             embed_tokens="model.language_model.embed_tokens",
             layers="model.language_model.layers",
             norm="model.language_model.norm",
+            layer_embeddings="model.language_model",
         ),
-        unread=tuple(unread),
+        unread=(*unread, *(name.replace("model.", "model.language_model.", 1) for name in decoder.unread)),
     )

@@ -40,6 +40,13 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "rope_theta": 1e6,
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "sliding_window": 24,
+        "global_head_dim": 24,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 258,
+    },
     "olmo3": {"sliding_window": 24, "rope_theta": 500_000.0},
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {

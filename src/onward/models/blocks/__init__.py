@@ -7,9 +7,11 @@ block with these params computes it.
 from onward.models.blocks.attention import Attention, AttentionParams
 from onward.models.blocks.decoder import Decoder, DecoderNames, DecoderParams
 from onward.models.blocks.delta import GatedDelta, GatedDeltaParams
+from onward.models.blocks.dense_and_experts import DenseAndExperts, DenseAndExpertsParams
 from onward.models.blocks.experts import ExpertNames, Experts, ExpertsParams
 from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams
 from onward.models.blocks.layer import DecoderLayer, LayerNames, LayerParams
+from onward.models.blocks.layer_embeddings import LayerEmbeddings, LayerEmbeddingsParams, LayerInput, LayerInputParams
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions, QueryGrowth
 
@@ -20,6 +22,8 @@ __all__ = [
     "DecoderLayer",
     "DecoderNames",
     "DecoderParams",
+    "DenseAndExperts",
+    "DenseAndExpertsParams",
     "ExpertNames",
     "Experts",
     "ExpertsParams",
@@ -27,6 +31,10 @@ __all__ = [
     "FeedForwardParams",
     "GatedDelta",
     "GatedDeltaParams",
+    "LayerEmbeddings",
+    "LayerEmbeddingsParams",
+    "LayerInput",
+    "LayerInputParams",
     "LayerNames",
     "LayerParams",
     "Positions",

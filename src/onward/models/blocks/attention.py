@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache import KVCache, LayerShape, PagedKVCache
-from onward.models.blocks.norm import RMSNorm
+from onward.models.blocks.norm import RMSNorm, over_rms
 from onward.models.blocks.positions import Positions, QueryGrowth
 from onward.models.linear import Linear
 from onward.models.rope import RotarySchedule
@@ -19,11 +19,12 @@ from onward.models.scope import Scope
 
 
 class AttentionParams(NamedTuple):
-    """The weights of one layer's attention. None: norms and sinks in families without them."""
+    """The weights of one layer's attention. None: norms and sinks in families without them; projections of keys and
+    values that come from elsewhere."""
 
     q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
+    k_proj: Linear | None
+    v_proj: Linear | None
     o_proj: Linear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -49,7 +50,9 @@ class Attention:
     if they are as wide as one, else of the whole projection. query_growth: of queries. fused: whether the checkpoint
     has `qkv_proj`. output_gate: whether `q_proj` has beside each head's queries as many features of a gate, whose
     sigmoid multiplies the head's output. sinks: whether each head has a score of nothing beside those of the keys
-    (`ops.cached_attention`).
+    (`ops.cached_attention`). v_norm: the eps of a norm of each head's values, which learns nothing. values_of_keys:
+    whether values are the projection of keys, before it is normalised and turned. reads: the place in the cache of the
+    layer whose keys and values it attends to; None: its own.
     """
 
     hidden_size: int
@@ -68,10 +71,15 @@ class Attention:
     fused: bool = False
     output_gate: bool = False
     sinks: bool = False
+    v_norm: float | None = None
+    values_of_keys: bool = False
+    reads: int | None = None
 
     @property
-    def cached(self) -> LayerShape:
+    def cached(self) -> LayerShape | None:
         """What it keeps of a token."""
+        if self.reads is not None:
+            return None
         return LayerShape(self.num_kv_heads, self.head_dim, self.head_dim)
 
     @property
@@ -85,14 +93,15 @@ class Attention:
             qkv_proj = scope.linear("qkv_proj", queries + keys + values, hidden, self.qkv_bias)
             return FusedAttentionParams(qkv_proj, *self._read_rest(scope))
         q_proj = scope.linear("q_proj", queries * (1 + self.output_gate), hidden, self.qkv_bias)
-        k_proj = scope.linear("k_proj", keys, hidden, self.qkv_bias)
-        v_proj = scope.linear("v_proj", values, hidden, self.qkv_bias)
+        k_proj = scope.linear("k_proj", keys, hidden, self.qkv_bias) if self.reads is None else None
+        own_values = self.reads is None and not self.values_of_keys
+        v_proj = scope.linear("v_proj", values, hidden, self.qkv_bias) if own_values else None
         return AttentionParams(q_proj, k_proj, v_proj, *self._read_rest(scope))
 
     def _read_rest(self, scope: Scope) -> tuple[Linear, Tensor | None, Tensor | None, Tensor | None]:
         o_proj = scope.linear("o_proj", self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
         q_norm = None if self.q_norm is None else self.q_norm.read(scope.under("q_norm"))
-        k_norm = None if self.k_norm is None else self.k_norm.read(scope.under("k_norm"))
+        k_norm = None if self.k_norm is None or self.reads is not None else self.k_norm.read(scope.under("k_norm"))
         return o_proj, q_norm, k_norm, scope.take("sinks", self.num_heads) if self.sinks else None
 
     def __call__(
@@ -104,25 +113,20 @@ class Attention:
         index: int,
     ) -> Tensor:
         """index: the layer's place in the cache."""
-        if isinstance(params, FusedAttentionParams):
-            q, k, v = torch.split(params.qkv_proj(x_BTD), list(self.widths), dim=-1)
-        else:
-            q, k, v = params.q_proj(x_BTD), params.k_proj(x_BTD), params.v_proj(x_BTD)
-        gate = None
-        if self.output_gate:
-            q = q.view(*q.shape[:2], self.num_heads, -1)
-            q, gate = (x.flatten(2) for x in torch.split(q, self.head_dim, -1))
-        q_BHTE, k_BGTE = self._heads(q, self.q_norm, params.q_norm), self._heads(k, self.k_norm, params.k_norm)
-        v_BGTE = self._heads(v, None, None)
+        q, k, v, gate = self._projected(params, x_BTD)
+        q_BHTE = self._heads(q, self.q_norm, params.q_norm)
+        k_BGTE = None if k is None else self._heads(k, self.k_norm, params.k_norm)
+        v_BGTE = None if v is None else self._heads(v, None, None)
+        if v_BGTE is not None and self.v_norm is not None:
+            v_BGTE = over_rms(v_BGTE, self.v_norm)
         if self.query_growth is not None:
             q_BHTE = positions.grown(q_BHTE, self.query_growth)
         if self.rope is not None:
-            cos, sin = positions.angles(self.rope)
-            interleaved = self.rope.interleaved
+            (cos, sin), interleaved = positions.angles(self.rope), self.rope.interleaved
             q_BHTE = ops.rotate(q_BHTE, cos, sin, interleaved=interleaved)
-            k_BGTE = ops.rotate(k_BGTE, cos, sin, interleaved=interleaved)
+            k_BGTE = None if k_BGTE is None else ops.rotate(k_BGTE, cos, sin, interleaved=interleaved)
         mixed = cache.attend(
-            index,
+            index if self.reads is None else self.reads,
             q_BHTE,
             k_BGTE,
             v_BGTE,
@@ -134,6 +138,21 @@ class Attention:
         )
         out = mixed.transpose(1, 2).flatten(2)
         return params.o_proj(out if gate is None else ops.sigmoid_gate(gate, out))
+
+    def _projected(
+        self, params: AttentionParams | FusedAttentionParams, x_BTD: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Queries, keys and values [B, T, heads * E], and the gate of the output. None: there are none."""
+        if isinstance(params, FusedAttentionParams):
+            q, k, v = torch.split(params.qkv_proj(x_BTD), list(self.widths), dim=-1)
+            return q, k, v, None
+        q, gate = params.q_proj(x_BTD), None
+        if self.output_gate:
+            q = q.view(*q.shape[:2], self.num_heads, -1)
+            q, gate = (x.flatten(2) for x in torch.split(q, self.head_dim, -1))
+        keys = None if params.k_proj is None else params.k_proj(x_BTD)
+        values = keys if params.v_proj is None else params.v_proj(x_BTD)
+        return q, keys, values, gate
 
     def _heads(self, x: Tensor, norm: RMSNorm | None, weight: Tensor | None) -> Tensor:
         """[B, T, heads * E] -> [B, heads, T, E], each head or all of them together normalised if there is a norm."""

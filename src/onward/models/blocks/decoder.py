@@ -3,7 +3,6 @@
 Shapes: B rows, T new tokens, D hidden_size, V vocabulary.
 """
 
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,8 +13,10 @@ from torch import Tensor
 
 from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
 from onward.models.blocks.layer import DecoderLayer, LayerParams
+from onward.models.blocks.layer_embeddings import LayerEmbeddings, LayerEmbeddingsParams
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions
+from onward.models.blocks.rounding import rounded
 from onward.models.contract import take_positions
 from onward.models.linear import Embedding, Linear
 from onward.models.rope import RotarySchedule
@@ -29,6 +30,7 @@ class DecoderParams(NamedTuple):
     layers: tuple[LayerParams, ...]
     norm: Tensor
     lm_head: Linear
+    layer_embeddings: LayerEmbeddingsParams | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class DecoderNames:
     layers: str = "model.layers"
     norm: str = "model.norm"
     lm_head: str = "lm_head"
+    layer_embeddings: str = "model"
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ class Decoder:
 
     max_position_embeddings: the context that it was trained for. max_seq_len: the most positions that it serves; by
     default that context. embedding_multiplier, logits_multiplier: factors of the embedded tokens and of the logits.
-    rounds_multiplier: whether that of the embedding is rounded to its dtype first. logits_softcap: c in
-    c * tanh(logits / c); None for none. unread: what the names of tensors begin with that a checkpoint has beside the
-    model, of a vision tower, say.
+    rounds_multiplier: whether that of the embedding is rounded to its dtype first. logits_softcap: c in c * tanh(logits
+    / c); None for none. layer_embeddings: what layers are given beside the stream. unread: what the names of tensors
+    begin with that a checkpoint has beside the model, of a vision tower, say.
     """
 
     vocab_size: int
@@ -65,6 +68,7 @@ class Decoder:
     max_seq_len: int | None = None
     names: DecoderNames = DecoderNames()
     unread: tuple[str, ...] = ()
+    layer_embeddings: LayerEmbeddings | None = None
 
     @cached_property
     def cached(self) -> tuple[LayerShape, ...]:
@@ -105,10 +109,12 @@ class Decoder:
         layers = tuple(each_layer(layer.read(below.under(index))) for index, layer in enumerate(self.layers))
         norm = self.norm.read(scope.under(self.names.norm))
         if self.tie_word_embeddings:
-            return DecoderParams(embed_tokens, layers, norm, Linear(embed_tokens.weight))
-        return DecoderParams(
-            embed_tokens, layers, norm, scope.linear(self.names.lm_head, self.vocab_size, self.hidden_size)
-        )
+            lm_head = Linear(embed_tokens.weight)
+        else:
+            lm_head = scope.linear(self.names.lm_head, self.vocab_size, self.hidden_size)
+        tables = self.layer_embeddings
+        given = None if tables is None else tables.read(scope.under(self.names.layer_embeddings))
+        return DecoderParams(embed_tokens, layers, norm, lm_head, given)
 
     def __call__(
         self,
@@ -124,8 +130,13 @@ class Decoder:
         x_BTD = params.embed_tokens(tokens)
         if self.embedding_multiplier != 1.0:
             x_BTD = x_BTD * self._multiplier(x_BTD.dtype)
-        for layer, layer_params, index in zip(self.layers, params.layers, self._places(), strict=True):
-            x_BTD = layer(layer_params, x_BTD, positions, cache, index)
+        given = None
+        if self.layer_embeddings is not None and params.layer_embeddings is not None:
+            given = self.layer_embeddings(params.layer_embeddings, tokens, x_BTD).unbind(2)
+        layers = enumerate(zip(self.layers, params.layers, self._places(), strict=True))
+        for number, (layer, layer_params, index) in layers:
+            own = None if given is None else given[number]
+            x_BTD = layer(layer_params, x_BTD, positions, cache, index, own)
         if logits_at is not None:
             x_BTD = take_positions(x_BTD, logits_at)
         logits = params.lm_head(self.norm(params.norm, x_BTD))
@@ -147,13 +158,3 @@ class Decoder:
             state += is_recurrent
             place += not is_recurrent and layer.mixer.cached is not None
             yield state if is_recurrent else place
-
-
-def rounded(number: float, dtype: torch.dtype) -> float:
-    """The value of `dtype` next to a positive number. No tensor is read for it, which a trace would not let pass."""
-    if dtype == torch.float16:
-        return float(struct.unpack("e", struct.pack("e", number))[0])
-    bits = int(struct.unpack("I", struct.pack("f", number))[0])
-    if dtype == torch.bfloat16:  # the upper half of a float32; ties go to even
-        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-    return float(struct.unpack("f", struct.pack("I", bits))[0])

@@ -14,6 +14,8 @@ from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams, Fu
 from onward.models.linear import ExpertLinear, Router
 from onward.models.scope import Scope
 
+ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu"]
+
 
 class ExpertsParams(NamedTuple):
     """The weights of one layer's experts, and of the router that chooses among them."""
@@ -65,7 +67,7 @@ class Experts:
     float32_router: bool = False
     shared: FeedForward | None = None
     shared_gate: bool = False
-    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    activation: ExpertActivation = "swiglu"
     alpha: float = 1.702
     limit: float = 7.0
     router_bias: bool = False
@@ -91,20 +93,27 @@ class Experts:
 
     def __call__(self, params: ExpertsParams, x: Tensor) -> Tensor:
         """float [..., D] -> [..., D]."""
-        chosen, shares = ops.top_experts(
-            params.router(x.to(torch.float32) if self.float32_router else x), self.num_chosen,
-            score=self.score, choice_bias=params.choice_bias, groups=self.groups, kept_groups=self.kept_groups,
-            normalize=self.normalize, scale=self.scale,
-        )  # fmt: skip
-        gate, up, down = params.gate_proj, params.up_proj, params.down_proj
-        mixed = ops.experts(
-            x, chosen, shares, gate.together, up.together, down.together,
-            gate_bias=gate.bias, up_bias=up.bias, down_bias=down.bias,
-            activation=self.activation, alpha=self.alpha, limit=self.limit,
-        )  # fmt: skip
+        mixed = self.mixed(params, x, *self.routed(params, x))
         if self.shared is None or params.shared is None:
             return mixed
         shared = self.shared(params.shared, x)
         if params.shared_gate is not None:
             shared = ops.sigmoid_gate(params.shared_gate(x).expand_as(shared), shared)
         return ops.add(mixed, shared)
+
+    def routed(self, params: ExpertsParams, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts that the router chooses for x [..., D], and their weights (`ops.top_experts`)."""
+        return ops.top_experts(
+            params.router(x.to(torch.float32) if self.float32_router else x), self.num_chosen,
+            score=self.score, choice_bias=params.choice_bias, groups=self.groups, kept_groups=self.kept_groups,
+            normalize=self.normalize, scale=self.scale,
+        )  # fmt: skip
+
+    def mixed(self, params: ExpertsParams, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """The sum of the chosen experts, [..., D]."""
+        gate, up, down = params.gate_proj, params.up_proj, params.down_proj
+        return ops.experts(
+            x, chosen, shares, gate.together, up.together, down.together,
+            gate_bias=gate.bias, up_bias=up.bias, down_bias=down.bias,
+            activation=self.activation, alpha=self.alpha, limit=self.limit,
+        )  # fmt: skip

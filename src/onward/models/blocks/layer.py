@@ -7,6 +7,7 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
+from onward.models.blocks.layer_embeddings import LayerInput, LayerInputParams
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions
 from onward.models.scope import Scope
@@ -61,11 +62,17 @@ class LayerParams(NamedTuple):
     feed_forward_norm: Tensor | None
     feed_forward: Any
     feed_forward_post_norm: Tensor | None
+    layer_input: LayerInputParams | None = None
+    scalar: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """x + m * post_norm(mixer(norm(x))), then the same with the feed-forward block; m is `residual_multiplier`."""
+    """x + m * post_norm(mixer(norm(x))), then the same with the feed-forward block; m is `residual_multiplier`.
+
+    layer_input: what the layer then does with its own embedding of the token. scaled: whether a learned number
+    multiplies the stream at the end.
+    """
 
     mixer: Mixer
     feed_forward: TokenBlock
@@ -75,6 +82,8 @@ class DecoderLayer:
     feed_forward_post_norm: RMSNorm | None = None
     residual_multiplier: float = 1.0
     names: LayerNames = LayerNames()
+    layer_input: LayerInput | None = None
+    scaled: bool = False
 
     def read(self, scope: Scope) -> LayerParams:
         return LayerParams(
@@ -86,17 +95,29 @@ class DecoderLayer:
             feed_forward_post_norm=_read_norm(
                 self.feed_forward_post_norm, scope.under(self.names.feed_forward_post_norm)
             ),
+            layer_input=None if self.layer_input is None else self.layer_input.read(scope),
+            scalar=scope.take("layer_scalar", 1) if self.scaled else None,
         )
 
     def __call__(
-        self, params: LayerParams, x_BTD: Tensor, positions: Positions, cache: KVCache | PagedKVCache, index: int
+        self,
+        params: LayerParams,
+        x_BTD: Tensor,
+        positions: Positions,
+        cache: KVCache | PagedKVCache,
+        index: int,
+        given_BTP: Tensor | None = None,
     ) -> Tensor:
+        """index: the layer's place in the cache. given_BTP: its own embedding of the tokens."""
         normed = _normed(self.mixer_norm, params.mixer_norm, x_BTD)
         mixed = self.mixer(params.mixer, normed, positions, cache, index)
         x_BTD = self._added(x_BTD, _normed(self.mixer_post_norm, params.mixer_post_norm, mixed))
         normed = _normed(self.feed_forward_norm, params.feed_forward_norm, x_BTD)
         fed = self.feed_forward(params.feed_forward, normed)
-        return self._added(x_BTD, _normed(self.feed_forward_post_norm, params.feed_forward_post_norm, fed))
+        x_BTD = self._added(x_BTD, _normed(self.feed_forward_post_norm, params.feed_forward_post_norm, fed))
+        if self.layer_input is not None and params.layer_input is not None and given_BTP is not None:
+            x_BTD = self.layer_input(params.layer_input, x_BTD, given_BTP)
+        return x_BTD if params.scalar is None else x_BTD * params.scalar
 
     def _added(self, x_BTD: Tensor, branch: Tensor) -> Tensor:
         return ops.add(x_BTD, branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier)

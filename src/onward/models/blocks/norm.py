@@ -25,3 +25,8 @@ class RMSNorm:
 
     def __call__(self, weight: Tensor, x: Tensor) -> Tensor:
         return ops.rms_norm(x, weight, eps=self.eps, offset=self.offset, after_cast=self.after_cast)
+
+
+def over_rms(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last axis: a norm that has learned nothing."""
+    return ops.rms_norm(x, x.new_ones(x.shape[-1]), eps=eps)

@@ -12,6 +12,7 @@ _FAMILIES = (  # the names of their files
     "exaone4",
     "gemma2",
     "gemma3",
+    "gemma4",
     "glm",
     "glm4_moe",
     "gpt_oss",

@@ -1,0 +1,236 @@
+"""Gemma 4: windows and full attention with heads of their own widths, and in some sizes layers that attend to the keys
+of others, embeddings for each layer, or experts beside the dense block.
+
+Of multimodal checkpoints the text part is loaded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from onward.errors import ConfigError
+from onward.models.blocks import (
+    Attention,
+    Decoder,
+    DecoderLayer,
+    DenseAndExperts,
+    ExpertNames,
+    Experts,
+    LayerEmbeddings,
+    LayerInput,
+    LayerNames,
+)
+from onward.models.blocks.experts import ExpertActivation
+from onward.models.blocks.feed_forward import Activation
+from onward.models.config import CommonFields, common_fields, every_nth_full, layer_types, ropes_by_type, sliding_window
+from onward.models.families.gemma2 import ACTIVATION, NAMES
+from onward.models.fields import Overlaid, flag, json_object, positive_int, softcap
+from onward.models.multimodal import read_text_part
+from onward.models.rope import RotarySchedule, rotary_schedule
+
+ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_DEFAULTS = {
+    "vocab_size": 262_144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+}
+_ROPES: dict[str, dict[str, Any]] = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+_OF_EXPERTS: dict[Activation, ExpertActivation] = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+_OF_OTHERS = (
+    *("vision_config", "audio_config", "image_token_id", "video_token_id", "audio_token_id", "boi_token_id"),
+    *("eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "vision_soft_tokens_per_image"),
+)
+_WEIGHTS_OF_OTHERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
+
+
+def read_config(config: Mapping[str, Any]) -> Decoder:
+    if config["architectures"] == ["Gemma4ForConditionalGeneration"]:
+        return read_text_part(config, _read_text, _OF_OTHERS, _WEIGHTS_OF_OTHERS)
+    return _read_text(config)
+
+
+def _read_text(config: Mapping[str, Any]) -> Decoder:
+    if (looks := config.get("use_bidirectional_attention")) not in (None, "vision"):
+        raise ConfigError(
+            f"config.json: 'use_bidirectional_attention' is {looks!r}, and texts are decoded from left to right: it "
+            "must be null, or 'vision'"
+        )
+    ropes = ropes_by_type(config) or _ROPES
+    sliding = {"rope_parameters": ropes.get(_SLIDING, {})}
+    config = Overlaid(sliding, config, _DEFAULTS)
+    fields = common_fields(config, **ACTIVATION)
+    types = _types(config, fields.num_layers)
+    sources = _sources(config, types)
+    attentions = _attentions(config, fields, types, ropes)
+    given = _given_width(config)
+    names = replace(NAMES, feed_forward="", feed_forward_norm="") if flag(config, "enable_moe_block") else NAMES
+    return fields.decoder(
+        (
+            _layer(config, fields, replace(attentions[kind], reads=source), given, names)
+            for kind, source in zip(types, sources, strict=True)
+        ),
+        norm=fields.norm(after_cast=False),
+        embedding_multiplier=fields.hidden_size**0.5,
+        rounds_multiplier=True,
+        logits_softcap=softcap(config, "final_logit_softcapping"),
+        layer_embeddings=_layer_embeddings(config, fields, given),
+        # Files have weights for the keys that these layers do not compute.
+        unread=tuple(
+            f"model.layers.{index}.self_attn.{part}."
+            for index, source in enumerate(sources)
+            if source is not None
+            for part in ("k_proj", "v_proj", "k_norm", "v_norm")
+        ),
+    )
+
+
+def _layer(
+    config: Mapping[str, Any], fields: CommonFields, attention: Attention, given: int, names: LayerNames
+) -> DecoderLayer:
+    norm = fields.norm(after_cast=False)
+    wide = flag(config, "use_double_wide_mlp") and attention.reads is not None
+    dense = fields.feed_forward(intermediate_size=fields.intermediate_size * (2 if wide else 1))
+    has_experts = flag(config, "enable_moe_block")
+    return DecoderLayer(
+        attention,
+        DenseAndExperts(dense, _experts(config, fields), norm) if has_experts else dense,
+        mixer_norm=norm,
+        mixer_post_norm=norm,
+        feed_forward_norm=None if has_experts else norm,
+        feed_forward_post_norm=norm,
+        names=names,
+        layer_input=LayerInput(fields.hidden_size, given, fields.activation, norm) if given else None,
+        scaled=True,
+    )
+
+
+def _experts(config: Mapping[str, Any], fields: CommonFields) -> Experts:
+    count = positive_int(config, "num_experts")
+    return Experts(
+        hidden_size=fields.hidden_size,
+        intermediate_size=positive_int(config, "moe_intermediate_size"),
+        num_experts=count,
+        num_chosen=positive_int(config, "top_k_experts", most=count),
+        normalize=True,
+        activation=_OF_EXPERTS[fields.activation],
+        names=ExpertNames(router="router.proj"),
+    )
+
+
+def _types(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    types = layer_types(config, [*every_nth_full(6, num_layers)[:-1], _FULL])
+    if types[-1] != _FULL:
+        raise ConfigError(
+            f"config.json: the last layer of this family is {_FULL!r}; layer_types makes it {types[-1]!r}"
+        )
+    return types
+
+
+def _attentions(
+    config: Mapping[str, Any], fields: CommonFields, types: Sequence[str], ropes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Attention]:
+    """The attention of each type of layer."""
+    bias, shared = flag(config, "attention_bias"), flag(config, "attention_k_eq_v")
+    full_dim, full_heads = _full_heads(config, fields, types, shared)
+    attentions = {}
+    for kind, head_dim, kv_heads in (
+        (_SLIDING, fields.head_dim, fields.num_kv_heads),
+        (_FULL, full_dim, full_heads),
+    ):
+        norm = fields.norm(head_dim, after_cast=False)
+        attentions[kind] = fields.attention(
+            head_dim=head_dim,
+            num_kv_heads=kv_heads,
+            rope=fields.rope if kind == _SLIDING else _full_rope(fields, head_dim, ropes.get(_FULL, {})),
+            window=sliding_window(config, default=512) if kind == _SLIDING else None,
+            scale=1.0,
+            qkv_bias=bias,
+            o_bias=bias,
+            q_norm=norm,
+            k_norm=norm,
+            v_norm=fields.rms_norm_eps,
+            values_of_keys=shared and kind == _FULL,
+        )
+    return attentions
+
+
+def _full_rope(fields: CommonFields, head_dim: int, rope: Mapping[str, Any]) -> RotarySchedule:
+    return rotary_schedule({"rope_parameters": rope}, head_dim, fields.max_position_embeddings, base=1e6, partial=1.0)
+
+
+def _full_heads(config: Mapping[str, Any], fields: CommonFields, types: Sequence[str], shared: bool) -> tuple[int, int]:
+    """head_dim and num_key_value_heads of the full layers: transformers 5 writes them layer by layer."""
+    where, own = "config.json", _of_full_layers(config, types)
+    head_dim = positive_int(config, "global_head_dim", 512)
+    heads = positive_int(config, "num_global_key_value_heads", fields.num_kv_heads)
+    if own is not None:
+        where = "config.json: per_layer_config"
+        head_dim = positive_int(own, "head_dim", fields.head_dim, where=where)
+        heads = positive_int(own, "num_key_value_heads", fields.num_kv_heads, where=where)
+    elif not shared:
+        heads = fields.num_kv_heads
+    if head_dim % 2 or fields.num_heads % heads:
+        raise ConfigError(
+            f"{where}: full layers have an even head_dim, and num_key_value_heads that num_attention_heads "
+            f"({fields.num_heads}) is a multiple of; got {head_dim} and {heads}"
+        )
+    return head_dim, heads
+
+
+def _of_full_layers(config: Mapping[str, Any], types: Sequence[str]) -> Mapping[str, Any] | None:
+    """What `per_layer_config` says of every full layer; None where there is none."""
+    by_layer = json_object(config, "per_layer_config")
+    if not by_layer:
+        return None
+    full = [index for index, kind in enumerate(types) if kind == _FULL]
+    given = {int(name): json_object(by_layer, name) for name in by_layer if name.isdecimal()}
+    own = given.get(full[0], {})
+    is_uniform = sorted(given) == full and all(layer == own for layer in given.values())
+    if not is_uniform or len(given) != len(by_layer) or not own.keys() <= {"head_dim", "num_key_value_heads"}:
+        raise ConfigError(
+            f"config.json: per_layer_config of this family gives the full layers {full} one head_dim and "
+            f"num_key_value_heads, and other layers nothing; got {by_layer!r}"
+        )
+    return own
+
+
+def _sources(config: Mapping[str, Any], types: Sequence[str]) -> list[int | None]:
+    """Whose keys the last layers attend to: those of the last layer of their type before them. None: their own."""
+    count = 0 if not config.get("num_kv_shared_layers") else positive_int(config, "num_kv_shared_layers")
+    first = len(types) - count
+    own = types[: max(0, first)]
+    if missing := [kind for kind in types if kind not in own]:
+        raise ConfigError(
+            f"config.json: num_kv_shared_layers is {count} of {len(types)} layers, and no layer before them is "
+            f"{missing[0]!r}, whose keys they could share"
+        )
+    last = {kind: index for index, kind in enumerate(own)}
+    return [None if index < first else last[kind] for index, kind in enumerate(types)]
+
+
+def _given_width(config: Mapping[str, Any]) -> int:
+    """How many features a layer is given of each token; 0: there are no embeddings for each layer."""
+    name = "hidden_size_per_layer_input"
+    if name in config and not config.get(name):
+        return 0
+    return positive_int(config, name, 256)
+
+
+def _layer_embeddings(config: Mapping[str, Any], fields: CommonFields, width: int) -> LayerEmbeddings | None:
+    vocab_size = positive_int(config, "vocab_size_per_layer_input", 262_144)
+    if not width:
+        return None
+    if vocab_size < fields.vocab_size:
+        raise ConfigError(
+            f"config.json: vocab_size_per_layer_input ({vocab_size}) must have all {fields.vocab_size} of vocab_size"
+        )
+    norm = fields.norm(width, after_cast=False)
+    return LayerEmbeddings(vocab_size, fields.hidden_size, fields.num_layers, width, norm)

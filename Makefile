@@ -8,7 +8,7 @@ SCHEMA := $(BIN)/check-jsonschema --quiet --default-filetype yaml --builtin-sche
 INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cpp" -o -name "*.h" -o -name "CMakeLists.txt")
 
 BROWSER = $$(which chromium chromium-browser google-chrome chrome)
-PEERS := llama.cpp transformers openvino onnxruntime
+PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
 .PHONY: help demo docs test lint types contracts unit clients page sanitize bench peers compare demo-model clean wheel \

@@ -1,6 +1,7 @@
 // Comparisons and elementary functions of 16 floats, over simd.h.
 //
 //   less(a, b), is_nan(a) -> mask16      select(m, a, b): a where m, else b      any(m)
+//   lanes_of(bits) -> mask16             the lanes whose bits, from the lowest on, are set
 //   round(a)                 to the nearest integer, ties to even; |a| < 2^22
 //   times_power_of_two(a, n) a * 2^n, n integers in -160 … 160; gradual underflow
 //   exp(a), tanh(a), times_sigmoid(a, x), gelu_tanh(a), normal_cdf(a)
@@ -17,6 +18,7 @@ inline mask16 less(f32x16 a, f32x16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _C
 inline mask16 is_nan(f32x16 a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q)}; }
 inline mask16 either(mask16 a, mask16 b) { return {__mmask16(a.v | b.v)}; }
 inline bool any(mask16 m) { return m.v != 0; }
+inline mask16 lanes_of(uint32_t bits) { return {__mmask16(bits)}; }
 inline f32x16 select(mask16 m, f32x16 a, f32x16 b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 inline f32x16 round(f32x16 a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
@@ -37,6 +39,14 @@ inline mask16 either(mask16 a, mask16 b) {
   return {_mm256_or_ps(a.lo, b.lo), _mm256_or_ps(a.hi, b.hi)};
 }
 inline bool any(mask16 m) { return _mm256_movemask_ps(_mm256_or_ps(m.lo, m.hi)) != 0; }
+inline mask16 lanes_of(uint32_t bits) {
+  const auto eight = [](uint32_t of) {
+    const __m256i powers = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i found = _mm256_and_si256(_mm256_set1_epi32(int32_t(of)), powers);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(found, powers));
+  };
+  return {eight(bits), eight(bits >> 8)};
+}
 inline f32x16 select(mask16 m, f32x16 a, f32x16 b) {
   return {_mm256_blendv_ps(b.lo, a.lo, m.lo), _mm256_blendv_ps(b.hi, a.hi, m.hi)};
 }
@@ -75,6 +85,11 @@ inline bool any(mask16 m) {
   int32_t all = 0;
   for (int i = 0; i < 16; ++i) all |= m.v[i];
   return all != 0;
+}
+inline mask16 lanes_of(uint32_t bits) {
+  i32x16 lanes;
+  for (int i = 0; i < 16; ++i) lanes[i] = bits >> i & 1 ? -1 : 0;
+  return {lanes};
 }
 inline f32x16 select(mask16 m, f32x16 a, f32x16 b) { return m.v ? a : b; }
 // Adding 1.5 * 2^23 leaves no bits for a fraction.

@@ -45,11 +45,12 @@ def test_a_mask_leaves_its_ids_as_they_are_and_no_others(ids, vocab):
             return mask_of(ids)
 
     logits = torch.randn(1, 1, vocab)
-    left = mask_logits(logits, [ConstrainedText(Just())])
+    kept, left = mask_logits(logits, [ConstrainedText(Just())])
     inside = [token for token in range(vocab) if token in ids]
     outside = [token for token in range(vocab) if token not in ids]
-    assert torch.equal(left[..., inside], logits[..., inside])
-    assert bool((left[..., outside] == float("-inf")).all())
+    assert torch.equal(kept[..., inside], logits[..., inside])
+    assert bool((kept[..., outside] == float("-inf")).all())
+    assert bool(left) == bool(inside)
     assert [admits(mask_of(ids), token) for token in range(vocab)] == [token in ids for token in range(vocab)]
 
 

@@ -23,7 +23,7 @@ from onward.decoding.step import Emitted, Step
 from onward.decoding.token import TokenLogprobs, not_finite, token_logprobs
 from onward.errors import RequestError
 from onward.sampling.adjustments import Adjustments
-from onward.sampling.constraint import check_some_left, mask_logits
+from onward.sampling.constraint import mask_logits, nothing_left
 
 # How many of the likeliest continuations of a text that has a constraint may all end it.
 _MOST_ENDED = 15
@@ -267,8 +267,10 @@ def _best_candidates(search: Search, logits: Tensor) -> list[Candidate]:
         histories = [beam.sequence.read_history() for beam in running] if adjust.needs_history else None
         logprobs = adjust(logprobs.unsqueeze(1), histories, None).squeeze(1)
     if search.constraint is not None:
-        logprobs = mask_logits(logprobs.unsqueeze(1), [beam.sequence.constraint for beam in running]).squeeze(1)
-        check_some_left(logprobs.view(-1))
+        masked, left = mask_logits(logprobs.unsqueeze(1), [beam.sequence.constraint for beam in running])
+        if not bool(left.any()):
+            raise nothing_left()
+        logprobs = masked.squeeze(1)
     totals = torch.tensor([beam.total for beam in running], device=logits.device)
     vocab = logits.shape[-1]
     flat = (logprobs + totals.unsqueeze(1)).flatten()

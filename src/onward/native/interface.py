@@ -425,6 +425,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_program_run": (Code, [Pointer, Int, Pointer, Pointer]),
     # argmax.cpp: rows, columns, x, dtype, stride, out (int64)
     "onward_argmax": (Code, [Int, Int, Pointer, Code, Int, Pointer]),
+    # admit.cpp: rows, columns, x, dtype, stride, words, count, out, left
+    "onward_admit": (Code, [Int, Int, Pointer, Code, Int, Pointer, Int, Pointer, Pointer]),
     # sampling/sample.cpp: rows, columns, x, dtype, stride; a value of each row: temperature, top_k (int64), top_p,
     # min_score, seeds (int64), positions (int64); out (int64)
     "onward_sample": (Code, [Int, Int, Pointer, Code, Int, *[Pointer] * 7]),

@@ -7,6 +7,7 @@ variables ONWARD_OPS and ONWARD_ISA decide it.
 """
 
 from onward.ops.add import add
+from onward.ops.admit import admit
 from onward.ops.argmax import argmax
 from onward.ops.attention import cached_attention, scaled_dot_product_attention
 from onward.ops.cache_write import write_cache
@@ -38,6 +39,7 @@ __all__ = [
     "Table",
     "Weight",
     "add",
+    "admit",
     "argmax",
     "cached_attention",
     "choice",

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onward import ops
 from onward.errors import NothingToDrawError, RequestError
 
 # Ids as bits: id i is among them where bit i % 32 of word i // 32 is set; int32 [N]. An id past the last word is not.
@@ -162,8 +163,9 @@ class ConstrainedText:
 
 def mask_logits(
     logits: Tensor, texts: Sequence[ConstrainedText | None], drafts: Sequence[Sequence[int]] | None = None
-) -> Tensor:
-    """-inf for what may not follow: float [B, K, V] -> the same; all other logits as they are, bit for bit.
+) -> tuple[Tensor, Tensor]:
+    """-inf for what may not follow: float [B, K, V] -> the same; all other logits as they are, bit for bit. And whether
+    a place has any id left that is not -inf: bool [B, K].
 
     texts: one for each of the B rows; None for a row without a constraint.
     drafts: as in `Sampler`: place k is as if the first k of the row's drafted ids had been chosen.
@@ -172,22 +174,16 @@ def mask_logits(
         raise RequestError(f"the sampler was called with {logits.shape[0]} rows and {len(texts)} constraints")
     each = [()] * len(texts) if drafts is None else drafts
     masks = [mask for text, draft in zip(texts, each, strict=True) for mask in _masks(text, draft, logits.shape[1])]
-    if all(mask is None for mask in masks):
-        return logits
     flat = logits.reshape(len(masks), -1)
-    refused = _refused(masks, flat.shape[1]).to(flat.device)
-    return torch.where(refused, torch.full((), float("-inf"), dtype=flat.dtype, device=flat.device), flat).view_as(
-        logits
+    kept, left = ops.admit(flat, _words(masks, flat.shape[1]).to(flat.device))
+    return kept.view_as(logits), left.view(logits.shape[:2])
+
+
+def nothing_left() -> NothingToDrawError:
+    return NothingToDrawError(
+        "nothing is left to draw: after this text the constraint admits no id, or none that other options "
+        "(logit_bias, bad_words, no_repeat_ngram_size, min_new_tokens) do not ban"
     )
-
-
-def check_some_left(logits: Tensor) -> None:
-    """Raise `NothingToDrawError` if masked logits [..., V] have no id left in some row."""
-    if bool((logits.amax(-1) == float("-inf")).any()):
-        raise NothingToDrawError(
-            "nothing is left to draw: after this text the constraint admits no id, or none that other options "
-            "(logit_bias, bad_words, no_repeat_ngram_size, min_new_tokens) do not ban"
-        )
 
 
 def _masks(text: ConstrainedText | None, draft: Sequence[int], places: int) -> list[Mask | None]:
@@ -203,14 +199,11 @@ def _masks(text: ConstrainedText | None, draft: Sequence[int], places: int) -> l
     return [*masks, *[None] * (places - len(masks))]
 
 
-def _refused(masks: Sequence[Mask | None], vocab: int) -> Tensor:
-    """Whether each id may not follow: bool [N, V]."""
-    words = np.zeros((len(masks), -(-vocab // 32)), dtype="<u4")
+def _words(masks: Sequence[Mask | None], vocab: int) -> Tensor:
+    """The masks as `ops.admit` takes them: int32 [N, W]."""
+    words = np.full((len(masks), -(-vocab // 32)), -1, dtype=np.int32)
     for row, mask in enumerate(masks):
-        if mask is None:
-            words[row] = 0xFFFFFFFF
-        else:
+        if mask is not None:
             count = min(len(mask), words.shape[1])
-            words[row, :count] = mask[:count].view(np.uint32)
-    bits = np.unpackbits(~words.view(np.uint8), axis=1, count=vocab, bitorder="little")
-    return torch.from_numpy(bits).view(torch.bool)
+            words[row, :count], words[row, count:] = mask[:count], 0
+    return torch.from_numpy(words)

@@ -14,7 +14,7 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.reprs import brief_list
 from onward.sampling.adjustments import Adjustments
-from onward.sampling.constraint import ConstrainedText, check_some_left, mask_logits
+from onward.sampling.constraint import ConstrainedText, mask_logits, nothing_left
 from onward.sampling.draw import GREEDY, Draw, Greedy, greedy
 from onward.sampling.history import History
 from onward.sampling.params import SamplingParams
@@ -171,8 +171,9 @@ class Sampler:
         if self._adjust.any:
             several = self._adjust(several.to(torch.float32), histories, drafts)
         if constraints is not None:
-            several = mask_logits(several, constraints, drafts)
-            check_some_left(several)
+            several, left = mask_logits(several, constraints, drafts)
+            if not bool(left.all()):
+                raise nothing_left()
         flat = several.reshape(-1, logits.shape[-1])
         if several.shape[1] == 1:
             return flat, self._draw, None

@@ -163,6 +163,19 @@ def test_a_row_in_four_bits_is_what_it_is_alone(oss):
     assert torch.equal(lm.logits(IDS), whole)
 
 
+def test_a_quantized_folder_of_a_gpt_oss_has_its_experts_and_their_biases(oss, tmp_path_factory):
+    folder, small = oss[0], tmp_path_factory.mktemp("small") / "int8"
+    quantize_folder(folder, small, "int8")
+    stored = load_file(small / "model.safetensors")
+    assert stored["model.layers.1.mlp.experts.3.up_proj.weight"].dtype == torch.uint8
+    assert stored["model.layers.1.mlp.experts.up_proj.bias"].shape == (4, 96)
+    loaded = onward.load(small)
+    assert {part.weight.format for part in experts_of(loaded)} == {"int8"}
+    # int8 is the coarser: a row has one scale, a block of MXFP4 one for 32 inputs.
+    want, got = onward.load(folder).logits(IDS), loaded.logits(IDS)
+    assert (got - want).pow(2).mean() < 0.05 * want.pow(2).mean()
+
+
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_quantize_leaves_experts_in_their_four_bits(format, oss):
     lm, kept = onward.load(oss[0], quantize=format), onward.load(oss[0])

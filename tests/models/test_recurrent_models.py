@@ -12,9 +12,9 @@ import onward
 from onward import GenerateOptions, LanguageModel, Session, Speculator, native
 from onward.cache import PagedSlots
 from onward.errors import ConfigError, OnwardWarning
-from onward.models import pack_params
+from onward.models import pack_params, read_config
 from onward.speculation import ModelDrafter
-from onward.testing import ByteTokenizer, random_checkpoint, tiny_model
+from onward.testing import ByteTokenizer, random_checkpoint, tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(not native.available_isas(), reason="torch's products have no one order")
 
@@ -212,6 +212,20 @@ def test_the_text_part_of_a_checkpoint_with_vision(family, tmp_path, monkeypatch
     with pytest.warns(OnwardWarning, match="the text part is loaded, and what reads images is left out"):
         loaded = onward.load(whole)
     assert torch.equal(loaded.logits(PROMPTS[3]), onward.load(text).logits(PROMPTS[3]))
+
+
+def test_a_config_of_qwen3_5_with_experts_on_the_hub_is_read():
+    """Fields that transformers' own class does not have, or has for other families."""
+    always = {"attn_output_gate": True, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    plain = tiny_config("qwen3_5moe")
+    assert "intermediate_size" in plain
+    of_hub = {name: value for name, value in plain.items() if name != "intermediate_size"}
+    assert read_config(of_hub | always | {"mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32"}) == read_config(
+        plain
+    )
+    for name in ("attn_output_gate", "norm_topk_prob"):
+        with pytest.raises(ConfigError, match=f"{name} must be True in this family; got False"):
+            read_config(plain | {name: False})
 
 
 def test_configs_that_cannot_be_served_are_refused():

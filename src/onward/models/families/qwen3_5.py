@@ -19,7 +19,9 @@ _WITH_VISION = {"Qwen3_5ForConditionalGeneration": _DENSE, "Qwen3_5MoeForConditi
 ARCHITECTURES = (_DENSE, _SPARSE, *_WITH_VISION)
 
 _OF_VISION = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-# Of layers that predict several tokens, and of what is always so here.
+# What some files say and no forward of this family asks, for it is always so.
+_ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True, "decoder_sparse_step": 1}
+# Of layers that predict several tokens, and of states, which are float32.
 _NO_SAY = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
 
 
@@ -35,8 +37,9 @@ def read_config(config: Mapping[str, Any]) -> Decoder:
 
 
 def _read_text(config: Mapping[str, Any], name: str) -> Decoder:
-    if config.get("attn_output_gate") is False:
-        raise ConfigError("config.json: attn_output_gate must be true in this family; got false")
+    for field, value in _ALWAYS.items():
+        if config.get(field) not in (None, value):
+            raise ConfigError(f"config.json: {field} must be {value!r} in this family; got {config[field]!r}")
     for field in (*_OF_VISION, *_NO_SAY):
         config.get(field)
     if name == _DENSE:

@@ -14,7 +14,7 @@ from onward.errors import CheckpointError, RequestError
 from onward.models import Architecture, Embedding, Linear, Model, Router, ShortConv, architecture_of
 from onward.models.linear import is_marked
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
-from onward.ops.linear import OneDnnWeight
+from onward.ops.linear import OneDnnWeight, stock_weight, weight_shape
 
 
 def merged_model(model: Model, adapter: Adapter) -> Model:
@@ -104,23 +104,24 @@ def _merged_embedding(part: Embedding, module: str, adapter: Adapter) -> Embeddi
 
 
 def _fitting(name: str, tensor: Tensor, weight: Weight) -> Tensor:
-    stock = weight.blocks if isinstance(weight, OneDnnWeight) else weight
-    shape = (stock.rows, stock.inputs) if isinstance(stock, NativeWeight) else tuple(stock.shape)
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else weight_shape(weight)
     if tuple(tensor.shape) != shape:
         raise CheckpointError(f"the adapter's {name} is {list(tensor.shape)}, and the model's {list(shape)}")
     return tensor
 
 
 def _stock(module: str, weight: Weight) -> Tensor:
-    """The float weight [N, K], packed or not."""
+    """The float weight [N, K], packed or not.
+
+    Raises:
+        RequestError: it is quantized.
+    """
     if isinstance(weight, QuantizedWeight):
         raise RequestError(
             f"{module} is {weight.format}, and an adapter is merged into float weights: merge it before quantizing "
-            "(onward.load(…, merge=adapter, quantize=…)), or use it beside the weights"
+            "(onward.load(…, merge=adapter, quantize=…))"
         )
-    if isinstance(weight, NativeWeight):
-        return weight.unpack()
-    return weight.blocks.to_dense() if isinstance(weight, OneDnnWeight) else weight
+    return stock_weight(weight)
 
 
 def _like(old: Weight, new: Tensor) -> Any:

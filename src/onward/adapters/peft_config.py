@@ -11,7 +11,7 @@ from onward.errors import CheckpointError, one_line
 
 CONFIG = "adapter_config.json"
 
-# Fields that change what an adapter computes in ways that Onward does not have, and what they are off as.
+# Fields that change what an adapter computes in ways that Onward does not have, unless they are empty.
 _REFUSED = ("layer_replication", "target_parameters", "megatron_config", "corda_config", "alora_invocation_tokens")
 
 

@@ -6,6 +6,7 @@ Shapes: R rank, K inputs, N outputs of a linear layer.
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -43,24 +44,35 @@ class Update:
     b: Tensor
     magnitude: Tensor | None = None
 
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Its tensors, each with its name here."""
+        yield from (("a", self.a), ("b", self.b))
+        if self.magnitude is not None:
+            yield "magnitude", self.magnitude
+
 
 @dataclass(frozen=True)
 class Adapter:
     """What an adapter changes, by the names of modules in the checkpoint, such as "model.layers.0.self_attn.q_proj".
 
     updates: of linear layers. embeddings: [V, D], what is added to a table. replaced: tensors by their whole names that
-    take the place of the model's own (modules_to_save, biases). digest: of all numbers: equal adapters have equal ones.
+    take the place of the model's own (modules_to_save, biases).
     """
 
     updates: Mapping[str, Update]
     embeddings: Mapping[str, Tensor] = field(default_factory=dict)
     replaced: Mapping[str, Tensor] = field(default_factory=dict)
-    digest: str = ""
 
-    @property
-    def rank(self) -> int:
-        """The highest rank of its updates."""
-        return max((update.a.shape[0] for update in self.updates.values()), default=0)
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that it changes: adapters of the same digest compute the same."""
+        digest = hashlib.blake2b(digest_size=16)
+        updates = {f"{name} {part}": tensor for name, update in self.updates.items() for part, tensor in update.parts()}
+        for kind, tensors in (("update", updates), ("table", self.embeddings), ("whole", self.replaced)):
+            for name, tensor in sorted(tensors.items()):
+                digest.update(f"{kind} {name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -78,17 +90,13 @@ def read_adapter(folder: Path) -> Adapter:
         raise CheckpointError(f"{folder} holds no {WEIGHTS}{hint}")
     file = open_safetensors(path)
     parts: dict[str, dict[str, Tensor]] = {}
-    digest = hashlib.blake2b(digest_size=16)
     for name in sorted(file.keys()):
         module, kind = _parsed(path, name)
         tensor = file.get_tensor(name)
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{path}: {name!r} must hold finite floats; it is {tensor.dtype}")
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         parts.setdefault(module, {})[kind] = tensor
-    digest.update(repr(config).encode())
-    return _assembled(path, config, parts, digest.hexdigest())
+    return _assembled(path, config, parts)
 
 
 def _parsed(path: Path, name: str) -> tuple[str, str]:
@@ -104,7 +112,7 @@ def _parsed(path: Path, name: str) -> tuple[str, str]:
     )
 
 
-def _assembled(path: Path, config: PeftConfig, parts: Mapping[str, dict[str, Tensor]], digest: str) -> Adapter:
+def _assembled(path: Path, config: PeftConfig, parts: Mapping[str, dict[str, Tensor]]) -> Adapter:
     updates: dict[str, Update] = {}
     embeddings: dict[str, Tensor] = {}
     replaced: dict[str, Tensor] = {}
@@ -114,7 +122,7 @@ def _assembled(path: Path, config: PeftConfig, parts: Mapping[str, dict[str, Ten
         if "embedding_a" in tensors or "embedding_b" in tensors:
             embeddings[module] = _embedding(path, config, module, tensors)
         replaced |= {f"{module}.{kind}": tensors[kind] for kind in ("weight", "bias") if kind in tensors}
-    return Adapter(updates, embeddings, replaced, digest)
+    return Adapter(updates, embeddings, replaced)
 
 
 def _update(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Update:

@@ -2,18 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
-from onward.models import Architecture, Embedding, Linear, Scope
+from onward.models import Architecture, Embedding, Linear, named_params
 from onward.models.linear import is_marked
-
-
-class _Names:
-    """Gives the name of each tensor instead of the tensor."""
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
-        return name
 
 
 def part_names(architecture: Architecture) -> list[str | None]:
@@ -21,7 +13,7 @@ def part_names(architecture: Architecture) -> list[str | None]:
 
     None for a leaf that is None. A tied head, whose weight has the embedding's name, is "lm_head".
     """
-    leaves = pytree.tree_leaves(architecture.read(Scope(_Names())), is_leaf=is_marked)
+    leaves = pytree.tree_leaves(named_params(architecture), is_leaf=is_marked)
     tables = {leaf.weight for leaf in leaves if isinstance(leaf, Embedding)}
 
     def name_of(leaf: Any) -> str | None:

@@ -23,7 +23,7 @@ from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.safetensors_folder import SafetensorsFolder
 from onward.checkpoint.shards import WEIGHTS, open_safetensors
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line
-from onward.models import Architecture, ExpertLinear, Scope, map_marked
+from onward.models import Architecture, ExpertLinear, Scope, map_marked, named_params
 from onward.ops import PackedWeight, QuantizedWeight
 from onward.ops.quantized import ROUNDED_FORMATS
 from onward.ops.quantized_layout import GROUP, data_shape
@@ -249,19 +249,12 @@ def parameter_name(path: tuple[Any, ...]) -> str:
     return pytree.keystr(path).replace("[", ".").replace("]", "").removeprefix(".")
 
 
-class _Names:
-    """Gives the name of each tensor instead of the tensor."""
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
-        return name
-
-
 _Named = dict[str, tuple[Tensor | QuantizedWeight, float | None]]
 
 
 def _by_stock_name(config: Architecture, params: Any, errors: Mapping[str, float]) -> _Named:
     """Stock name -> weight and error; a tied weight has one name and is there once."""
-    names, _ = pytree.tree_flatten_with_path(config.read(Scope(_Names())))
+    names, _ = pytree.tree_flatten_with_path(named_params(config))
     params = map_marked(lambda path, part: _one_by_one(part), params)
     weights = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight | PackedWeight))
     named: _Named = {}

@@ -1,6 +1,13 @@
 """Models: a forward function, its weights and its cache; and the families that Onward has."""
 
-from onward.models.architecture import Architecture, architecture_of, build_model, num_parameters, parameter_shapes
+from onward.models.architecture import (
+    Architecture,
+    architecture_of,
+    build_model,
+    named_params,
+    num_parameters,
+    parameter_shapes,
+)
 from onward.models.families import FAMILIES, read_config
 from onward.models.linear import Embedding, ExpertLinear, Linear, Router, ShortConv, map_marked, marked_parts
 from onward.models.model import Cache, Forward, Model, Params
@@ -28,6 +35,7 @@ __all__ = [
     "check_backend",
     "map_marked",
     "marked_parts",
+    "named_params",
     "num_parameters",
     "pack_layer",
     "pack_params",

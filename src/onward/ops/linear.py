@@ -101,6 +101,21 @@ def _onednn_supports(weight: Tensor) -> bool:
     return weight.dtype in supported and bool(supported[weight.dtype]())
 
 
+def stock_weight(weight: Weight) -> Tensor:
+    """A weight [N, K] that is not quantized, in rows, as a checkpoint has it: a copy of a packed one."""
+    assert not isinstance(weight, QuantizedWeight), "its floats are rounded already"
+    if isinstance(weight, NativeWeight):
+        return weight.unpack()
+    return weight.blocks.to_dense() if isinstance(weight, OneDnnWeight) else weight
+
+
+def weight_shape(weight: Weight) -> tuple[int, int]:
+    """(N, K) of a weight in any layout."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.shape
+    return _shape_and_dtype(weight)[:2]
+
+
 def _shape_and_dtype(weight: Tensor | NativeWeight | OneDnnWeight) -> tuple[int, int, torch.dtype]:
     """(N, K, dtype) of a float weight in any layout."""
     if isinstance(weight, NativeWeight):

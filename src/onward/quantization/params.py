@@ -12,7 +12,7 @@ from onward.errors import RequestError
 from onward.language_model import LanguageModel
 from onward.models import Embedding, ExpertLinear, Model, Router, ShortConv, map_marked, marked_parts
 from onward.ops import QuantizedExperts, QuantizedWeight, Weight
-from onward.ops.linear import OneDnnWeight
+from onward.ops.linear import OneDnnWeight, stock_weight, weight_shape
 from onward.ops.packed import NativeWeight
 from onward.quantization.rounding import check_format, quantize_and_measure
 
@@ -95,7 +95,7 @@ def quantize_params(
     embeddings = [part.weight for part in marked_parts(params) if isinstance(part, Embedding)]
 
     def quantized(name: str, weight: Weight) -> QuantizedWeight:
-        result, report = _quantize(name, _stock(weight), format)
+        result, report = _quantize(name, stock_weight(weight), format)
         reports.append(report)
         if progress is not None:
             progress(report)
@@ -150,22 +150,8 @@ def _tied_to(weight: Weight, embeddings: Sequence[Weight]) -> Weight:
         for embedding in embeddings:
             if (
                 isinstance(embedding, Tensor)
-                and _shape(weight) == embedding.shape
-                and torch.equal(_stock(weight), embedding)
+                and weight_shape(weight) == embedding.shape
+                and torch.equal(stock_weight(weight), embedding)
             ):
                 return embedding
-    return weight
-
-
-def _shape(weight: NativeWeight | OneDnnWeight) -> tuple[int, ...]:
-    return (weight.rows, weight.inputs) if isinstance(weight, NativeWeight) else tuple(weight.blocks.shape)
-
-
-def _stock(weight: Weight) -> Tensor:
-    """The float weight [N, K] of a weight, packed or not."""
-    if isinstance(weight, NativeWeight):
-        return weight.unpack()
-    if isinstance(weight, OneDnnWeight):
-        return weight.blocks.to_dense()
-    assert isinstance(weight, Tensor)
     return weight

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar, Unpack, overload
 import torch
 from torch import Tensor
 
-from onward.adapters import merged_model, read_adapter
+from onward.adapters import Adapters, LoadedAdapter, merged_model, read_adapter
 from onward.cache import length_of
 from onward.checkpoint import ChatTemplate, Message, Tokenizer, find_adapter
 from onward.checks import check_whole, plain, plain_items
@@ -17,7 +17,7 @@ from onward.completion import Completion, Piece
 from onward.decoding import KeptSlots, Slots
 from onward.decoding.held import HeldText
 from onward.decoding.room import check_room
-from onward.errors import RequestError
+from onward.errors import CheckpointError, RequestError
 from onward.messages import AssistantMessage, MessageFormat, checked_format, format_of
 from onward.models import Cache, Model, ModelRun
 from onward.program import Report
@@ -91,6 +91,7 @@ class LanguageModel:
         self._message_format = checked_format(message_format)
         self.prefill_chunk = prefill_chunk
         self._model_run = ModelRun(model, compile)
+        self._adapters = Adapters(self._model_run)
         self._speculators = Speculators()
         self.prefix_memory = prefix_memory
         self.draft = draft
@@ -101,8 +102,16 @@ class LanguageModel:
         return described(self, *self.model.facts(), text, chat)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the arguments, weights too. The copy makes its own programs and learns about drafts anew."""
-        return type(self), self._arguments(self.model)
+        """Copy and pickle the arguments, weights too. The copy makes its own programs and learns about drafts anew.
+
+        It reads the adapters anew from where they were loaded.
+        """
+        folders = {name: loaded.folder for name, loaded in self.adapters.items()}
+        return type(self), self._arguments(self.model), folders or None
+
+    def __setstate__(self, folders: Mapping[str, Path]) -> None:
+        for name, folder in folders.items():
+            self.load_adapter(name, folder)
 
     def _arguments(self, model: Model) -> tuple[Any, ...]:
         compile, draft = self._model_run.compile, self._draft_source
@@ -116,7 +125,39 @@ class LanguageModel:
 
     @model.setter
     def model(self, model: Model) -> None:
+        if self.adapters:
+            raise RequestError(f"adapters are loaded for the model of before: drop {', '.join(self.adapters)} first")
         self._model_run = ModelRun(model, self._model_run.compile)
+        self._adapters = Adapters(self._model_run)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The loaded adapters by name."""
+        return self._adapters
+
+    def load_adapter(self, name: str, source: str | os.PathLike[str]) -> LoadedAdapter:
+        """Let requests say `adapter=name`. Other requests, also those that run, are not disturbed.
+
+        Args:
+            name: what requests call it by.
+            source: a folder that peft wrote (LoRA, rsLoRA, DoRA; docs/adapters.md), or a hub id of one.
+
+        Raises:
+            SourceError: no such folder or repository. CheckpointError: it is damaged, or for another model.
+            RequestError: the name is taken; the adapter changes what rows of a batch share (norms, experts); the model
+                is of no built-in family.
+        """
+        folder = find_adapter(source if isinstance(source, str) else Path(source))
+        return self.adapters.load(name, read_adapter(folder), folder)
+
+    def drop_adapter(self, name: str) -> None:
+        """Refuse requests that name an adapter from now on. Those that run end as they would; then its memory is free
+        for another.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        self.adapters.drop(name)
 
     def _slots_for(self, model: Model, rows: int, length: int) -> Slots:
         """Slots for `rows` sequences of at most `length` positions."""
@@ -141,7 +182,7 @@ class LanguageModel:
     def with_model(self, model: Model) -> "LanguageModel":
         """A language model with the same tokenizer, chat template and options that decodes from `model`.
 
-        It makes its own programs and learns about drafts anew.
+        It makes its own programs and learns about drafts anew. It has no adapters.
         """
         return LanguageModel(*self._arguments(model))
 
@@ -149,14 +190,21 @@ class LanguageModel:
         """This model with an adapter merged into its weights, which are not changed: W becomes W + B A.
 
         Args:
-            adapter: a folder that peft wrote (LoRA, rsLoRA, DoRA; docs/adapters.md), or a hub id of one.
+            adapter: the name of a loaded one; or a folder that peft wrote (LoRA, rsLoRA, DoRA; docs/adapters.md), or
+                a hub id of one.
 
         Raises:
-            SourceError: no such folder or repository. CheckpointError: it is damaged, or for another model.
-            RequestError: the weights are quantized, or of no built-in family.
+            SourceError: no such folder or repository. CheckpointError: it is damaged, for another model, or its folder
+                has changed since it was loaded. RequestError: the weights are quantized, or of no built-in family.
         """
-        source = adapter if isinstance(adapter, str) else Path(adapter)
-        return self.with_model(merged_model(self.model, read_adapter(find_adapter(source))))
+        loaded = self.adapters.get(adapter) if isinstance(adapter, str) else None
+        if loaded is None:
+            source = adapter if isinstance(adapter, str) else Path(adapter)
+            return self.with_model(merged_model(self.model, read_adapter(find_adapter(source))))
+        read = read_adapter(loaded.folder)
+        if read.digest != loaded.digest:
+            raise CheckpointError(f"{loaded.folder} has changed since {loaded.name!r} was loaded: load it anew")
+        return self.with_model(merged_model(self.model, read))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Request:
         """A prompt and its options as one checked value, which `generate` and `stream` take in a prompt's place.
@@ -208,7 +256,7 @@ class LanguageModel:
 
         Raises:
             RequestError: an unknown option or a value outside its range, options that contradict each other, an empty
-                prompt, a cache of another size.
+                prompt, a cache of another size, an adapter that is not loaded.
             ContextOverflowError: prompt and new tokens do not fit the context or the cache.
             TokenizerError: a text prompt or a stop string without a tokenizer.
         """
@@ -272,15 +320,27 @@ class LanguageModel:
         return self._chat_reader.prompt(messages, template or {})
 
     @overload
-    def score(self, text: str | Ids, *, logprobs: int = 0, stride: int | None = None) -> Score: ...
+    def score(
+        self, text: str | Ids, *, logprobs: int = 0, stride: int | None = None, adapter: str | None = None
+    ) -> Score: ...
 
     @overload
     def score(
-        self, text: list[_Prompt] | tuple[_Prompt, ...], *, logprobs: int = 0, stride: int | None = None
+        self,
+        text: list[_Prompt] | tuple[_Prompt, ...],
+        *,
+        logprobs: int = 0,
+        stride: int | None = None,
+        adapter: str | None = None,
     ) -> list[Score]: ...
 
     def score(
-        self, text: Prompt | Sequence[Prompt], *, logprobs: int = 0, stride: int | None = None
+        self,
+        text: Prompt | Sequence[Prompt],
+        *,
+        logprobs: int = 0,
+        stride: int | None = None,
+        adapter: str | None = None,
     ) -> Score | list[Score]:
         """How likely the model finds a text, or several: log-likelihood, perplexity, the logprob of each token.
 
@@ -293,23 +353,26 @@ class LanguageModel:
                 ids after the one before and scores the ids that are new in it. So every id is scored once, given at
                 least context - stride ids before it (in the first window all of them). From 1 to context - 1; a smaller
                 stride costs more.
+            adapter: the name of a loaded adapter that the weights are changed by.
 
         Raises:
-            RequestError: a text of fewer ids, logprobs or a stride outside its range.
+            RequestError: a text of fewer ids, logprobs or a stride outside its range, an adapter that is not loaded.
             ContextOverflowError: a text longer than the context, and no stride.
         """
         texts, is_batch = as_list(text)
+        changed_by = self.adapters.find(adapter)
         check_top("logprobs", logprobs, self.model.vocab_size)
         all_ids = [self._reader.prompt_ids(item.prompt if isinstance(item, Request) else item) for item in texts]
         context = self.model.max_seq_len
         if stride is None:
             for ids in all_ids:
                 check_room(len(ids), 0, context)
-            scores = score_texts(self._model_run, all_ids, logprobs, self.prefill_chunk)
+            scores = score_texts(self._model_run, all_ids, logprobs, self.prefill_chunk, changed_by)
         else:
             stride = plain(stride)
             check_whole("stride", stride, low=1)
-            scores = score_in_windows(self._model_run, all_ids, logprobs, self.prefill_chunk, context, stride)
+            chunk = self.prefill_chunk
+            scores = score_in_windows(self._model_run, all_ids, logprobs, chunk, context, stride, changed_by)
         return scores if is_batch else scores[0]
 
     @torch.no_grad()
@@ -389,7 +452,7 @@ class LanguageModel:
 
     @property
     def _reader(self) -> RequestReader:
-        return RequestReader(self.model, self.tokenizer, self.defaults, self._draft, self._speculator)
+        return RequestReader(self.model, self.tokenizer, self.defaults, self._draft, self._speculator, self.adapters)
 
     @property
     def _chat_reader(self) -> ChatReader:
@@ -397,7 +460,7 @@ class LanguageModel:
 
     @property
     def _runner(self) -> Runner:
-        return Runner(self._model_run, self.tokenizer, self.prefill_chunk, self._kept)
+        return Runner(self._model_run, self.tokenizer, self.prefill_chunk, self._kept, self.adapters)
 
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """A report of what runs for `tokens` tokens of `batch` rows at position `offset`.

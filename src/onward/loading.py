@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ def load(
     draft: Draft | os.PathLike[str] | None = None,
     message_format: str | MessageFormat | None = None,
     merge: str | os.PathLike[str] | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     via: str = "auto",
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
@@ -105,6 +106,8 @@ def load(
             "hermes", "llama3", "mistral", "mistral-args", "plain" or a `MessageFormat` (docs/chat.md).
         merge: an adapter, a folder that peft wrote or a hub id of one, to merge into the weights before they are
             quantized (docs/adapters.md).
+        adapters: by name, those that requests may name (`LanguageModel.load_adapter`): folders that peft wrote, or hub
+            ids.
         via: whose forward runs: "onward" (a family of ours), "transformers" (its own, over our weights, attention and
             caches, docs/transformers.md), or "auto": the family, and where there is none, transformers if it is
             installed.
@@ -147,6 +150,8 @@ def load(
     if torch_device.type == "cpu":
         _keep_freed_memory()
     lm = LanguageModel(model, tokenizer, template, defaults, compile=compile, message_format=message_format)
+    for name, source_of_adapter in (adapters or {}).items():
+        lm.load_adapter(name, source_of_adapter)
     if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
         lm.draft = load(draft, dtype=dtype, device=device, quantize=quantize, compile=compile, progress=progress)
     else:

@@ -18,6 +18,8 @@ _ELSEWHERE = {
     "guided_grammar": "grammar",
     "guided_json": "json_schema",
     "guided_regex": "regex",
+    "lora": "adapter",
+    "lora_request": "adapter",
     "logits_processor": "constraint, logit_bias or bad_words",
     "max_completion_tokens": "max_new_tokens",
     "max_gen_len": "max_new_tokens",

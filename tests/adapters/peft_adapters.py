@@ -39,6 +39,8 @@ FORMS = {
     "one layer": {"r": 3, "lora_alpha": 3, "target_modules": ALL, "layers_to_transform": [1]},
     "head and embedding": {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "lm_head", "k_proj"]},
     "saved modules": {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "modules_to_save": ["lm_head", "norm"]},
+    "saved head": {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "modules_to_save": ["lm_head"]},
+    "saved table": {"r": 4, "lora_alpha": 8, "target_modules": ["k_proj"], "modules_to_save": ["embed_tokens"]},
     "biases": {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "bias": "lora_only"},
     "recurrent layers": {
         "r": 4,

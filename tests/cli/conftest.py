@@ -40,7 +40,7 @@ def lm() -> onward.LanguageModel:
 @pytest.fixture
 def loaded(lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> onward.LanguageModel:
     """The demo model, which the commands then find loaded."""
-    monkeypatch.setattr("onward.cli.batch.load_model", lambda flags, drafting: lm)
-    monkeypatch.setattr("onward.cli.chat.load_model", lambda flags, drafting: lm)
-    monkeypatch.setattr("onward.cli.generate.load_model", lambda flags, drafting: lm)
+    monkeypatch.setattr("onward.cli.batch.load_model", lambda flags, drafting, adapting: lm)
+    monkeypatch.setattr("onward.cli.chat.load_model", lambda flags, drafting, adapting: lm)
+    monkeypatch.setattr("onward.cli.generate.load_model", lambda flags, drafting, adapting: lm)
     return lm

@@ -36,8 +36,8 @@ def session(lm: onward.LanguageModel) -> ChatSession:
 def thinking(lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> onward.LanguageModel:
     """A model whose template has a switch for thinking, which the commands find loaded."""
     model = onward.LanguageModel(lm.model, lm.tokenizer, ChatTemplate(THINKING, {}), lm.defaults)
-    monkeypatch.setattr("onward.cli.chat.load_model", lambda flags, drafting: model)
-    monkeypatch.setattr("onward.cli.generate.load_model", lambda flags, drafting: model)
+    monkeypatch.setattr("onward.cli.chat.load_model", lambda flags, drafting, adapting: model)
+    monkeypatch.setattr("onward.cli.generate.load_model", lambda flags, drafting, adapting: model)
     return model
 
 

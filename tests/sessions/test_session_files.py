@@ -253,10 +253,10 @@ def rewritten(file: Path, **metadata: str) -> Path:
 
 
 def test_a_newer_format_is_named(file: Path) -> None:
-    with pytest.raises(SessionError, match="a session of format 2, and this Onward reads format 1: upgrade"):
-        Session.load(rewritten(file, onward_session="2"), tiny())
-    with pytest.raises(SessionError, match="of format 2"):
-        Session(tiny()).save(rewritten(file, onward_session="2"))
+    with pytest.raises(SessionError, match="a session of format 3, and this Onward reads formats 1 and 2: upgrade"):
+        Session.load(rewritten(file, onward_session="3"), tiny())
+    with pytest.raises(SessionError, match="of format 3"):
+        Session(tiny()).save(rewritten(file, onward_session="3"))
 
 
 @pytest.mark.parametrize(

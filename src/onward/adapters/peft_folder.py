@@ -44,6 +44,11 @@ class Update:
     b: Tensor
     magnitude: Tensor | None = None
 
+    @property
+    def product(self) -> Tensor:
+        """B A, [N, K]."""
+        return self.b @ self.a
+
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Its tensors, each with its name here."""
         yield from (("a", self.a), ("b", self.b))
@@ -55,23 +60,24 @@ class Update:
 class Adapter:
     """What an adapter changes, by the names of modules in the checkpoint, such as "model.layers.0.self_attn.q_proj".
 
-    updates: of linear layers. embeddings: [V, D], what is added to a table. replaced: tensors by their whole names that
-    take the place of the model's own (modules_to_save, biases).
+    updates: of linear layers. embeddings: of tables [V, D], each as that of the table's transpose [D, V]. replaced:
+    tensors by their whole names that take the place of the model's own (modules_to_save, biases).
     """
 
     updates: Mapping[str, Update]
-    embeddings: Mapping[str, Tensor] = field(default_factory=dict)
+    embeddings: Mapping[str, Update] = field(default_factory=dict)
     replaced: Mapping[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
         """A hash of all that it changes: adapters of the same digest compute the same."""
         digest = hashlib.blake2b(digest_size=16)
-        updates = {f"{name} {part}": tensor for name, update in self.updates.items() for part, tensor in update.parts()}
-        for kind, tensors in (("update", updates), ("table", self.embeddings), ("whole", self.replaced)):
-            for name, tensor in sorted(tensors.items()):
-                digest.update(f"{kind} {name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        parts = dict(self.replaced)
+        for name, update in [*self.updates.items(), *self.embeddings.items()]:
+            parts |= {f"{name}.{part}": tensor for part, tensor in update.parts()}
+        for name, tensor in sorted(parts.items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
@@ -114,7 +120,7 @@ def _parsed(path: Path, name: str) -> tuple[str, str]:
 
 def _assembled(path: Path, config: PeftConfig, parts: Mapping[str, dict[str, Tensor]]) -> Adapter:
     updates: dict[str, Update] = {}
-    embeddings: dict[str, Tensor] = {}
+    embeddings: dict[str, Update] = {}
     replaced: dict[str, Tensor] = {}
     for module, tensors in parts.items():
         if "a" in tensors or "b" in tensors:
@@ -146,15 +152,16 @@ def _update(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, T
     return Update(a.to(torch.float32), scaled, None if magnitude is None else magnitude.flatten().to(torch.float32))
 
 
-def _embedding(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """float32 [V, D]: what is added to the table."""
+def _embedding(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Update:
     a, b = _pair(path, module, tensors, "embedding_a", "embedding_b")
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
         raise CheckpointError(
             f"{path}: {module} has lora_embedding_A {list(a.shape)} and lora_embedding_B {list(b.shape)}: they must be "
             "[rank, vocabulary] and [width, rank]"
         )
-    return (b.to(torch.float32) @ a.to(torch.float32)).T * config.scale_of(module)
+    if config.dora or "magnitude" in tensors:
+        raise CheckpointError(f"{path}: {module} is an embedding with DoRA, which Onward does not have")
+    return Update(a.to(torch.float32), b.to(torch.float32) * config.scale_of(module))
 
 
 def _pair(path: Path, module: str, tensors: Mapping[str, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,29 @@
-"""What a checkpoint calls the parts of a model's params."""
+"""Where an adapter's changes go: what a checkpoint calls the parts of a model's params, and whether they fit."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.models import Architecture, Embedding, Linear, named_params
+from onward.adapters.peft_folder import Adapter, Update, changed_modules
+from onward.errors import CheckpointError, RequestError
+from onward.models import Architecture, Embedding, Linear, Model, architecture_of, named_params
 from onward.models.linear import is_marked
+from onward.ops import Weight
+from onward.ops.linear import weight_shape
+
+
+def adaptable(model: Model) -> Architecture:
+    """The architecture of a model, whose modules an adapter names.
+
+    Raises:
+        RequestError: the model's forward is of none.
+    """
+    architecture = architecture_of(model)
+    if architecture is None:
+        raise RequestError("an adapter names modules of a checkpoint, and this model's forward was made from none")
+    return architecture
 
 
 def part_names(architecture: Architecture) -> list[str | None]:
@@ -22,3 +40,51 @@ def part_names(architecture: Architecture) -> list[str | None]:
         return str(leaf.weight).removesuffix(".weight") if is_marked(leaf) else leaf
 
     return [name_of(leaf) for leaf in leaves]
+
+
+def check_modules(adapter: Adapter, names: Sequence[str | None]) -> None:
+    """Raise `CheckpointError` where an adapter changes a module that is none of the model's. names: of `part_names`."""
+    modules = [name for name in names if name is not None]
+    known = {*modules, *(name.rpartition(".")[0] for name in modules)}  # of a norm the tensor is known by its name
+    if unknown := sorted(set(changed_modules(adapter)) - known):
+        raise CheckpointError(
+            f"the adapter changes {len(unknown)} modules that the model does not have, {unknown[0]!r} for one: is it "
+            "for another model?"
+        )
+
+
+def fitting(name: str, tensor: Tensor, weight: Weight) -> Tensor:
+    """A tensor that is to take the place of a weight or a bias.
+
+    Raises:
+        CheckpointError: it has another shape.
+    """
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else weight_shape(weight)
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(f"the adapter's {name} is {list(tensor.shape)}, and the model's {list(shape)}")
+    return tensor
+
+
+def fitting_update(module: str, update: Update, shape: tuple[int, ...]) -> Update:
+    """An update of a weight of this shape.
+
+    Raises:
+        CheckpointError: it is of another shape.
+    """
+    if shape != (update.b.shape[0], update.a.shape[1]):
+        raise CheckpointError(
+            f"the adapter's update of {module} is {[update.b.shape[0], update.a.shape[1]]}, and the model's weight "
+            f"{list(shape)}: it is for another model"
+        )
+    return update
+
+
+def fitting_bias(module: str, new: Tensor, bias: Tensor | None) -> Tensor:
+    """A bias that is to take the place of a module's own.
+
+    Raises:
+        CheckpointError: the module has none, or one of another shape.
+    """
+    if bias is None:
+        raise CheckpointError(f"the adapter has a bias for {module}, and the model has none there")
+    return fitting(f"{module}.bias", new, bias)

@@ -5,7 +5,7 @@ from onward.cache.blocks import KVBlocks, PagedKVCache
 from onward.cache.kv import KVCache
 from onward.cache.shape import LayerShape
 from onward.cache.sized import NamedDims, SizedCache, length_of
-from onward.cache.slot import Slot
+from onward.cache.slot import RowAdapter, Slot
 from onward.cache.slots import PagedSlots
 from onward.cache.states import StateShape
 
@@ -17,6 +17,7 @@ __all__ = [
     "NamedDims",
     "PagedKVCache",
     "PagedSlots",
+    "RowAdapter",
     "SizedCache",
     "Slot",
     "StateShape",

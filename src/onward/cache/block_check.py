@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from onward.cache.block_pool import BlockPool
-from onward.cache.slot import Slot
+from onward.cache.slot import Slot, digest_of
 
 
 def check_pool(pool: BlockPool, held: Sequence[Sequence[int]]) -> None:
@@ -23,7 +23,7 @@ def check_pool(pool: BlockPool, held: Sequence[Sequence[int]]) -> None:
     assert sum(node is not None for node in pool.nodes) == len(nodes), "a block can be found that has no node"
     for node in nodes:
         parent = node.parent
-        assert parent is not None, "only the root has no parent"
+        assert parent is not None, "only a root has no parent"
         assert pool.nodes[node.block] is node, f"block {node.block} has two nodes"
         assert holders[node.block] or node in order, f"block {node.block} can be found, but is free"
         assert 0 < len(node.tokens) <= pool.trie.size, f"a block cannot hold {len(node.tokens)} positions"
@@ -33,7 +33,7 @@ def check_pool(pool: BlockPool, held: Sequence[Sequence[int]]) -> None:
         for tokens, following in pairwise(keys):
             assert tokens < following, "children are out of order"
             assert tokens != following[: len(tokens)], "a child holds no more than another"
-        if parent is not pool.trie.root:
+        if parent.parent is not None:
             assert holders[parent.block] >= holders[node.block], f"block {node.block} is held without its parent"
             assert node not in order or parent not in order or order[node] < order[parent], "a parent goes first"
 
@@ -48,7 +48,7 @@ def check_slots(pool: BlockPool, slots: Sequence[Slot], size: int) -> None:
         for block in slot.blocks[slot.sealed :]:
             assert pool.holders[block] == 1, f"{slot} may write block {block}, which others hold"
             assert pool.nodes[block] is None, f"{slot} may write block {block}, which can be found"
-        parent = pool.trie.root
+        parent = pool.trie.root(digest_of(slot.adapter))
         for block in slot.blocks[: slot.noted]:
             node = pool.nodes[block]
             assert node is not None, f"{slot} noted block {block}, which cannot be found"

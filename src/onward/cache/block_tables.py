@@ -15,13 +15,14 @@ from onward.cache.block_pool import BlockMemory
 class _Table(NamedTuple):
     """A table of some number of rows.
 
-    host: int32 [B, M]. device: the same on the memory's device. states: int32 [B] there, the slot of each row's states.
-    stamps: what each row was written for; -1: nothing.
+    host: int32 [B, M]. device: the same on the memory's device. states, adapters: int32 [B] there, the slot of each
+    row's states and the index of its adapter. stamps: what each row was written for; -1: nothing.
     """
 
     host: Tensor
     device: Tensor
     states: Tensor
+    adapters: Tensor
     stamps: list[int]
 
 
@@ -34,20 +35,30 @@ class BlockTables:
     def __init__(self, memory: BlockMemory, width: int) -> None:
         self._memory, self._width = memory, width
         self._tables: dict[int, _Table] = {}
-        self._caches: dict[int, Any] = {}
+        self._caches: dict[tuple[int, bool], Any] = {}
 
-    def current(self, stamps: list[int]) -> Any:
-        """The cache of the rows with these stamps; None unless its table is as it was written for them."""
+    def current(self, stamps: list[int], adapted: bool = False) -> Any:
+        """The cache of the rows with these stamps; None unless its table is as it was written for them.
+
+        adapted: whether it says which adapters the rows have.
+        """
         batch = len(stamps)
-        cache = self._caches.get(batch)
+        cache = self._caches.get((batch, adapted))
         return cache if cache is not None and self._table(batch).stamps[:batch] == stamps else None
 
-    def view(self, rows: Sequence[Sequence[int]], stamps: list[int], states: Sequence[int] = ()) -> Any:
+    def view(
+        self,
+        rows: Sequence[Sequence[int]],
+        stamps: list[int],
+        states: Sequence[int] = (),
+        adapters: Sequence[int] = (),
+    ) -> Any:
         """The cache of these rows, valid until the next call.
 
         Args:
             rows: the blocks of each row, in order of position. Entries past them name the memory's spare block.
             states: the slot of each row's states, where the memory has such.
+            adapters: the index of each row's adapter; the cache has them where one is not 0.
             stamps: of each row a number above 0 that changes with its blocks.
         """
         batch = len(rows)
@@ -62,11 +73,15 @@ class BlockTables:
                     table.device[row].copy_(table.host[row])
                 if states:
                     table.states[row] = states[row]
+                if adapters:
+                    table.adapters[row] = adapters[row]
                 table.stamps[row] = stamp
-        if batch not in self._caches:
+        key = batch, any(adapters)
+        if key not in self._caches:
             slots = () if self._memory.states is None else (table.states[:batch],)
-            self._caches[batch] = self._memory.view(table.device[:batch], *slots)
-        return self._caches[batch]
+            cache = self._memory.view(table.device[:batch], *slots)
+            self._caches[key] = cache._replace(adapters=(table.adapters[:batch],)) if key[1] else cache
+        return self._caches[key]
 
     def _table(self, batch: int) -> _Table:
         """The table for so many rows, which may have more."""
@@ -74,6 +89,6 @@ class BlockTables:
         if rows not in self._tables:
             host = torch.zeros(rows, self._width, dtype=torch.int32)
             device = host if self._memory.device.type == "cpu" else host.to(self._memory.device)
-            states = torch.zeros(rows, dtype=torch.int32, device=device.device)
-            self._tables[rows] = _Table(host, device, states, [-1] * rows)
+            states, adapters = torch.zeros(2, rows, dtype=torch.int32, device=device.device)
+            self._tables[rows] = _Table(host, device, states, adapters, [-1] * rows)
         return self._tables[rows]

@@ -2,6 +2,7 @@
 
 A node is a block and the tokens whose keys and values it holds. Its path from the root is the text before them, on
 which they depend. Tokens are compared, never a hash alone. A node is full, or it is a leaf that holds fewer tokens.
+Keys and values depend on the row's adapter too, so the texts of each have a root of their own.
 """
 
 from bisect import bisect_left, insort
@@ -52,19 +53,23 @@ class BlockTrie:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.root = BlockNode((), -1, None)
+        self._roots: dict[str, BlockNode] = {}
+
+    def root(self, adapter: str) -> BlockNode:
+        """Where the texts of an adapter begin, by its digest; "" for those without one."""
+        return self._roots.setdefault(adapter, BlockNode((), -1, None))
 
     def __iter__(self) -> Iterator[BlockNode]:
-        """All nodes, a parent before its children; the root is none of them."""
-        pending = list(self.root.children)
+        """All nodes, a parent before its children; roots are none of them."""
+        pending = [node for root in self._roots.values() for node in root.children]
         while pending:
             node = pending.pop()
             yield node
             pending.extend(node.children)
 
-    def match(self, ids: Sequence[int], limit: int) -> Match:
-        """The longest prefix of ids[:limit] that blocks hold."""
-        node = self.root
+    def match(self, ids: Sequence[int], limit: int, adapter: str) -> Match:
+        """The longest prefix of ids[:limit] that blocks hold for an adapter."""
+        node = self.root(adapter)
         path: list[BlockNode] = []
         while (end := (len(path) + 1) * self.size) <= limit:
             child = self.starting_with(node, tuple(ids[end - self.size : end]))
@@ -97,7 +102,7 @@ class BlockTrie:
         return node
 
     def remove(self, leaf: BlockNode) -> None:
-        assert leaf.parent is not None, "the root stays"
+        assert leaf.parent is not None, "a root stays"
         assert not leaf.children, "a leaf goes before its parent"
         del leaf.parent.children[bisect_left(leaf.parent.children, leaf.tokens, key=_tokens)]
 

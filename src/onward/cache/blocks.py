@@ -142,12 +142,14 @@ class PagedKVCache(NamedTuple):
     table: int32 [B, M], the block of each row's positions 64 m … 64 m + 63. Entries past the block of a row's last
         position are never read, and entries of a block at or past the row's offset neither.
     states: of the recurrent layers, if there are any (`onward.cache.states`), and int32 [B], the slot of each row.
+    adapters: int32 [B], the index of each row's adapter, where some row has one (docs/adapters.md).
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     table: Tensor
     states: tuple[Tensor, ...] = ()
+    adapters: tuple[Tensor, ...] = ()
 
     def __repr__(self) -> str:
         shape = list(self.keys[0].shape) if self.keys else []
@@ -168,10 +170,10 @@ class PagedKVCache(NamedTuple):
         """What the dimensions of each tensor count (`onward.cache.sized.NamedDims`)."""
         layer = ("blocks", "heads", "positions", "features")
         dims: list[tuple[str, ...]] = [layer] * (len(self.keys) + len(self.values)) + [("rows", "row's blocks")]
-        if not self.states:
-            return dims
-        state = ("blocks", "places", "positions or heads", "features")
-        return [*dims, *[state] * (len(self.states) - 2), ("blocks", "places"), ("rows",)]
+        if self.states:
+            state = ("blocks", "places", "positions or heads", "features")
+            dims += [*[state] * (len(self.states) - 2), ("blocks", "places"), ("rows",)]
+        return [*dims, *[("rows",)] * len(self.adapters)]
 
     def blank(self) -> "PagedKVCache":
         """An empty cache of as many rows and positions, over memory of its own."""

@@ -22,11 +22,13 @@ class KVCache(NamedTuple):
 
     keys, values: a tensor [B, G, S, D] a layer: B rows, G key/value heads, S = max_len positions, D features.
     states: of the recurrent layers, if there are any (`onward.cache.states`), of slot b for row b.
+    adapters: int32 [B], the index of each row's adapter, where some row has one (docs/adapters.md).
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     states: tuple[Tensor, ...] = ()
+    adapters: tuple[Tensor, ...] = ()
 
     @classmethod
     def new(

@@ -3,9 +3,34 @@
 import itertools
 import sys
 import threading
+from typing import Protocol
 
 NEVER = sys.maxsize
 _stamps = itertools.count(1)
+
+
+class RowAdapter(Protocol):
+    """What changes the weights for a row.
+
+    index: its number among those that a forward reads, from 1 on; 0 is that of rows without one. digest: of its
+    content: texts of other digests share no keys and values.
+    """
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+
+def index_of(adapter: RowAdapter | None) -> int:
+    """What a forward knows a row's adapter by."""
+    return 0 if adapter is None else adapter.index
+
+
+def digest_of(adapter: RowAdapter | None) -> str:
+    """What the texts of an adapter are told apart by; "" for those without one."""
+    return "" if adapter is None else adapter.digest
 
 
 class Slot:
@@ -14,12 +39,14 @@ class Slot:
     blocks: in order of position. length: positions reserved. sealed: how many of the first blocks are final: others may
     see them, and the slot does not write them. noted: how many of the first blocks can be found. note_at: the number of
     ids at which `note` has something to do. findable: whether its text may be found at all. stamp: changes with blocks.
-    state: the slot of its recurrent states; None without recurrent layers.
+    state: the slot of its recurrent states; None without recurrent layers. adapter: that its keys and values are
+    computed with.
     """
 
-    __slots__ = ("blocks", "findable", "length", "note_at", "noted", "sealed", "stamp", "state", "thread")
+    __slots__ = ("adapter", "blocks", "findable", "length", "note_at", "noted", "sealed", "stamp", "state", "thread")
 
-    def __init__(self, blocks: list[int], length: int, sealed: int) -> None:
+    def __init__(self, blocks: list[int], length: int, sealed: int, adapter: RowAdapter | None = None) -> None:
+        self.adapter = adapter
         self.blocks, self.length, self.sealed = blocks, length, sealed
         self.noted = 0
         self.note_at = 0

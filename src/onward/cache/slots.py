@@ -17,7 +17,7 @@ from onward.cache.block_check import check_slots
 from onward.cache.block_pool import BlockMemory, BlockPool
 from onward.cache.block_tables import BlockTables
 from onward.cache.block_trie import NO_MATCH, BlockNode
-from onward.cache.slot import NEVER, Slot
+from onward.cache.slot import NEVER, RowAdapter, Slot, digest_of, index_of
 from onward.cache.states import StatePool
 from onward.cache.view import View
 from onward.checks import check_whole
@@ -138,10 +138,13 @@ class PagedSlots:
 
     # Slots
 
-    def acquire(self, ids: Sequence[int], length: int, *, reuse: bool = True) -> tuple[Slot, int] | None:
+    def acquire(
+        self, ids: Sequence[int], length: int, *, reuse: bool = True, adapter: RowAdapter | None = None
+    ) -> tuple[Slot, int] | None:
         """A slot of `length` positions for a text that begins with `ids`.
 
         Args:
+            adapter: that its keys and values are computed with; only what was computed with an equal one is found.
             reuse: whether to look for blocks that hold a prefix of `ids`, with the states after it where there are
                 recurrent layers.
 
@@ -157,7 +160,7 @@ class PagedSlots:
             self._mend()
             pool = self._pool
             limit = min(len(ids) - 1, length)
-            match = pool.trie.match(ids, limit) if reuse and limit > 0 else NO_MATCH
+            match = pool.trie.match(ids, limit, digest_of(adapter)) if reuse and limit > 0 else NO_MATCH
             (path, partial, common), kept = self._states.reusable(match, self.block)
             shared = [node.block for node in path]
             count = self.blocks_for(length) - len(shared)
@@ -177,7 +180,7 @@ class PagedSlots:
                 blocks = [*shared, first, *(pool.take() for _ in range(count - 1))]
             else:
                 blocks = [*shared, *(pool.take() for _ in range(count))]
-            slot = Slot(blocks, length, sealed=len(path))
+            slot = Slot(blocks, length, sealed=len(path), adapter=adapter)
             slot.state = state
             self._add(slot, noted=len(path))
             reused = len(path) * self.block + common
@@ -212,7 +215,7 @@ class PagedSlots:
             if part:
                 self._memory.copy(slot.blocks[full], own[0], part)
             slot.sealed = max(slot.sealed, full)
-            fork = Slot([*shared, *own], length, sealed=full)
+            fork = Slot([*shared, *own], length, sealed=full, adapter=slot.adapter)
             fork.state = self._states.fork(slot.state)
             fork.findable = slot.findable
             self._add(fork, noted=min(slot.noted, full))
@@ -393,12 +396,13 @@ class PagedSlots:
         """The cache of these rows, in order, for a forward: valid until the next `view`."""
         with self.lock:
             stamps = [slot.stamp for slot in slots]
-            cache = self._tables.current(stamps)
+            adapters = [index_of(slot.adapter) for slot in slots]
+            cache = self._tables.current(stamps, any(adapters))
             if cache is None:
                 for slot in slots:
                     self._mend(slot)
                 states = [slot.state for slot in slots if slot.state is not None]
-                cache = self._tables.view([slot.blocks for slot in slots], stamps, states)
+                cache = self._tables.view([slot.blocks for slot in slots], stamps, states, adapters)
             return cache
 
     def view_of(self, slots: Sequence[Slot], tokens: int) -> View:
@@ -444,7 +448,7 @@ class PagedSlots:
             self._memory.write(slot.blocks, cache, positions, slot.state)
 
     def use(self, key: object) -> None:
-        """Say which weights (and adapter) fill the blocks from now on. Another key than before: nothing can be found.
+        """Say which weights fill the blocks from now on. Another key than before: nothing can be found.
 
         Slots of before keep their blocks, and what they hold will never be found.
         """
@@ -508,8 +512,9 @@ class PagedSlots:
         self._changing = False
 
     def _last_noted(self, slot: Slot) -> BlockNode:
-        """The node of the slot's last noted block; the root before there is one."""
-        node = self._pool.nodes[slot.blocks[slot.noted - 1]] if slot.noted else self._pool.trie.root
+        """The node of the slot's last noted block; the root of its adapter's texts before there is one."""
+        pool = self._pool
+        node = pool.nodes[slot.blocks[slot.noted - 1]] if slot.noted else pool.trie.root(digest_of(slot.adapter))
         assert node is not None, "what a slot holds and noted can be found"
         return node
 

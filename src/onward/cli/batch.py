@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import onward
-from onward.cli.flags import DraftFlags, EngineFlags, ModelFlags, TemplateFlags
+from onward.cli.flags import AdapterFlags, DraftFlags, EngineFlags, ModelFlags, TemplateFlags
 from onward.cli.help import LENGTH, MODEL
 from onward.cli.loading import load_model
 from onward.cli.prompt import expanded
@@ -42,6 +42,7 @@ def batch(
     template: TemplateFlags,
     model: ModelFlags,
     drafting: DraftFlags,
+    adapting: AdapterFlags,
 ) -> None:
     """Serve a batch of requests in OpenAI's format, many at once.
 
@@ -60,7 +61,7 @@ def batch(
         from onward.requests.request import needed_tokenizer
     requests = BatchInput(expanded(source))
     results = BatchOutput(expanded(destination), requests)
-    lm = load_model(model, drafting)
+    lm = load_model(model, drafting, adapting)
     needed_tokenizer(lm.tokenizer, "a batch")
     options = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     lm.defaults.replace(**options)  # which checks them

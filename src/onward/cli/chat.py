@@ -11,6 +11,7 @@ import typer
 from onward.cli.chat_input import ChatInput, PipedInput, TerminalInput
 from onward.cli.conversation import Conversation
 from onward.cli.flags import (
+    AdapterFlags,
     DraftFlags,
     ModelFlags,
     SamplingFlags,
@@ -49,6 +50,7 @@ def chat(
     sampling: SamplingFlags,
     model: ModelFlags,
     drafting: DraftFlags,
+    adapting: AdapterFlags,
 ) -> None:
     """Talk with a model.
 
@@ -57,9 +59,9 @@ def chat(
     pipe, every line is a message or a command. With --session FILE the chat
     and what the model has computed of it are there again next time.
     """
-    options = options_of(sampling)
+    options = options_of(sampling) | adapting.first()
     model = with_source(model, source)
-    lm = load_model(model, drafting)
+    lm = load_model(model, drafting, adapting)
     variables = template_variables(template, lm, model.model)
     session = ChatSession(lm, model.model, options, Conversation(), variables)
     if file is not None:

@@ -280,6 +280,36 @@ class TemplateFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterFlags:
+    """The adapters that requests may name."""
+
+    adapter: Annotated[
+        list[str] | None,
+        _model("--adapter", metavar="NAME=SOURCE", help="Load an adapter (a folder or hub id) by a name. Repeatable."),
+    ] = None
+
+    def sources(self) -> dict[str, str]:
+        """The source of each by its name.
+
+        Raises:
+            RequestError: what is no NAME=SOURCE, or a name that is given twice.
+        """
+        sources: dict[str, str] = {}
+        for text in self.adapter or ():
+            name, _, source = text.partition("=")
+            if not name or not source:
+                raise RequestError(f"--adapter wants NAME=SOURCE, such as poet=my-adapter; got {text!r}")
+            if name in sources:
+                raise RequestError(f"--adapter gives the name {name!r} twice")
+            sources[name] = source
+        return sources
+
+    def first(self) -> dict[str, str]:
+        """As an option of requests: the first one, where there is one."""
+        return {"adapter": next(iter(self.sources()))} if self.adapter else {}
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftFlags:
     """Who guesses tokens ahead."""
 

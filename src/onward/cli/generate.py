@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.cli.flags import DraftFlags, GenerateFlags, ModelFlags, SamplingFlags, TemplateFlags, options_of
+from onward.cli.flags import (
+    AdapterFlags,
+    DraftFlags,
+    GenerateFlags,
+    ModelFlags,
+    SamplingFlags,
+    TemplateFlags,
+    options_of,
+)
 from onward.cli.help import CHAT, OUTPUT, PROMPT
 from onward.cli.json_output import json_fields
 from onward.cli.jsonl import LinePrompts, generate_lines
@@ -46,6 +54,7 @@ def generate(
     texts: GenerateFlags,
     model: ModelFlags,
     drafting: DraftFlags,
+    adapting: AdapterFlags,
 ) -> None:
     """Continue a prompt, and print the text as it comes.
 
@@ -71,12 +80,12 @@ def generate(
         raise RequestError(f"--batch must be 1 or more; got {batch}")
     text = "" if jsonl is not None else read_prompt(prompt, file)
     continued = parse_ids(text) if ids else text
-    options = options_of(sampling, texts)
+    options = options_of(sampling, texts) | adapting.first()
     if not (as_json or jsonl is not None) and (texts.logprobs is not None or texts.prompt_logprobs is not None):
         raise RequestError("logprobs are part of what --json prints: add it")
     if drafting.draft is not None and (texts.beams or 1) > 1:
         raise RequestError("beams cannot use a draft: give --beams or --draft")
-    lm = load_model(model, drafting)
+    lm = load_model(model, drafting, adapting)
     variables = template_variables(template, lm, model.model) if chat or template.is_set else {}
     if jsonl is not None:
         if not generate_lines(jsonl, LinePrompts(lm, options, variables, chat, system), batch):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onward
-from onward.cli.flags import DraftFlags, ModelFlags
+from onward.cli.flags import AdapterFlags, DraftFlags, ModelFlags
 from onward.cli.prompt import expanded, expanded_source
 from onward.cli.terminal import is_terminal, waiting
 
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from onward import LanguageModel
 
 
-def load_model(flags: ModelFlags, drafting: DraftFlags | None = None) -> "LanguageModel":
+def load_model(
+    flags: ModelFlags, drafting: DraftFlags | None = None, adapting: AdapterFlags | None = None
+) -> "LanguageModel":
     """`onward.load` of what the flags say."""
+    adapters = {} if adapting is None else adapting.sources()
     draft = None if drafting is None or drafting.draft is None else expanded_source(drafting.draft)
     name_map = None if flags.name_map is None else expanded(flags.name_map)
     if flags.threads is not None:
@@ -32,6 +35,7 @@ def load_model(flags: ModelFlags, drafting: DraftFlags | None = None) -> "Langua
             draft=draft,
             compile=flags.compile,
             merge=None if flags.merge is None else expanded_source(flags.merge),
+            adapters={name: expanded_source(source) for name, source in adapters.items()},
         )
 
 

@@ -10,7 +10,15 @@ from typing import Annotated, Any
 import typer
 
 import onward
-from onward.cli.flags import DraftFlags, LoadFlags, ModelFlags, ServerEngineFlags, SourceArgument, TemplateFlags
+from onward.cli.flags import (
+    AdapterFlags,
+    DraftFlags,
+    LoadFlags,
+    ModelFlags,
+    ServerEngineFlags,
+    SourceArgument,
+    TemplateFlags,
+)
 from onward.cli.help import LENGTH, MODEL
 from onward.cli.loading import load_model
 from onward.cli.prompt import expanded
@@ -127,16 +135,18 @@ def serve(
     template: TemplateFlags,
     loading: LoadFlags,
     drafting: DraftFlags,
+    adapting: AdapterFlags,
 ) -> None:
     """Serve models over HTTP as OpenAI's API does.
 
     Chats, completions and responses, whole or as streams, for any number of
-    clients at once: each gets the text that it would get alone. What is not
-    served is refused by its name. SIGTERM ends it when running requests
-    have ended; a second one at once.
+    clients at once: each gets the text that it would get alone. The name of
+    an adapter calls the model with it. What is not served is refused by its
+    name. SIGTERM ends it when running requests have ended; a second one at
+    once.
     """
-    specs = [_Spec.parse(text, loading, drafting) for text in ([source] if source else []) + (model or [])]
-    specs = specs or [_Spec.parse("demo", loading, drafting)]
+    specs = [_Spec.parse(text, loading, drafting, adapting) for text in ([source] if source else []) + (model or [])]
+    specs = specs or [_Spec.parse("demo", loading, drafting, adapting)]
     if len({spec.name for spec in specs}) < len(specs):
         raise RequestError(f"models need names of their own; got {', '.join(spec.name for spec in specs)}")
     limits = engine.limits()
@@ -150,7 +160,7 @@ def serve(
         engines: dict[str, Any] = {}
         variables: dict[str, Any] = {}
         for spec in specs:
-            lm = load_model(spec.model, spec.draft)
+            lm = load_model(spec.model, spec.draft, spec.adapters)
             if template.is_set:
                 variables[spec.name] = template_variables(template, lm, spec.name)
             engines[spec.name] = onward.Engine(lm, **limits)
@@ -168,9 +178,10 @@ class _Spec:
     name: str
     model: ModelFlags
     draft: DraftFlags
+    adapters: AdapterFlags
 
     @classmethod
-    def parse(cls, text: str, loading: LoadFlags, drafting: DraftFlags) -> "_Spec":
+    def parse(cls, text: str, loading: LoadFlags, drafting: DraftFlags, adapting: AdapterFlags) -> "_Spec":
         """[NAME=]SOURCE[,OPTION=VALUE…]; what it leaves open is as the flags have it.
 
         Raises:
@@ -183,22 +194,24 @@ class _Spec:
         if not name or not source:
             raise RequestError(f"--model wants [NAME=]SOURCE, such as small=Qwen/Qwen3-0.6B; got {text!r}")
         options: dict[str, Any] = dataclasses.asdict(loading)
-        draft = drafting.draft
+        draft, adapters = drafting.draft, list(adapting.adapter or ())
         for other in others:
             option, equals, value = other.partition("=")
             option = option.strip().replace("-", "_")
-            if not equals or option not in {*options, "draft"} - {"threads"}:
-                known = ", ".join(sorted({*options, "draft"} - {"threads"}))
+            if not equals or option not in {*options, "draft", "adapter"} - {"threads"}:
+                known = ", ".join(sorted({*options, "draft", "adapter"} - {"threads"}))
                 raise RequestError(f"--model {text}: after a comma comes OPTION=VALUE, of {known}; got {other!r}")
             if option == "draft":
                 draft = value
+            elif option == "adapter":
+                adapters.append(value)
             elif option == "max_seq_len":
                 if not value.isascii() or not value.isdigit():
                     raise RequestError(f"--model {text}: max_seq_len must be a whole number; got {value!r}")
                 options[option] = int(value)
             else:
                 options[option] = Path(value) if option == "name_map" else value
-        return cls(name, ModelFlags(model=source, **options), DraftFlags(draft=draft))
+        return cls(name, ModelFlags(model=source, **options), DraftFlags(draft=draft), AdapterFlags(adapter=adapters))
 
 
 def _share(count: int) -> int:

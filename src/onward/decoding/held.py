@@ -7,7 +7,9 @@ the ids after it are processed again. Nothing is cleared: fewer ids take the oth
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from onward.cache import RowAdapter
 from onward.cache.slot import Slot as PagedSlot
+from onward.cache.slot import digest_of
 from onward.cache.slots import PagedSlots
 from onward.checks import check_whole
 from onward.decoding.slots import DenseSlots, Slot, Slots, slots_for
@@ -27,9 +29,9 @@ class HeldText:
     """The slot of one text, from request to request.
 
     A prompt is compared with the ids that the slot holds, and their common prefix is not processed again. Another
-    model or changed weights make it forget all ids.
+    model, changed weights or another adapter make it forget all ids.
 
-    slots_for: (model, rows, length) -> the slots to hold it in.
+    slots_for: (model, rows, length) -> the slots to hold it in. adapter: that what is held was computed with.
     """
 
     def __init__(self, slots_for: Callable[[Model, int, int], Slots] = slots_for) -> None:
@@ -38,6 +40,7 @@ class HeldText:
         self._slot: Slot = None
         self._tokens: list[int] = []
         self._weights: WeightsVersion | None = None
+        self.adapter: RowAdapter | None = None
         self._turns = 0
 
     @property
@@ -61,20 +64,20 @@ class HeldText:
         """Whether this model computed what is held, with the weights that it has now."""
         return self._weights is not None and self._weights == WeightsVersion(model)
 
-    def adopt(self, model: Model, held: HeldCache, tokens: Sequence[int]) -> None:
-        """Go on with a cache of `model` that holds `tokens`."""
+    def adopt(self, model: Model, held: HeldCache, tokens: Sequence[int], adapter: RowAdapter | None = None) -> None:
+        """Go on with a cache of `model`, and of an adapter, that holds `tokens`."""
         self._let_go()
         count = len(tokens)
         slots = self._slots_for(model, 1, max(count, 1))
         if not isinstance(slots, PagedSlots):
             slots = DenseSlots(held.cache, 1, held.capacity, None, model, [count])
-        acquired = slots.acquire(tokens, count, reuse=False)
+        acquired = slots.acquire(tokens, count, reuse=False, adapter=adapter)
         assert acquired is not None, "new slots have room for one text"
         slot, _ = acquired
         if isinstance(slots, PagedSlots):
             assert isinstance(slot, PagedSlot)
             slots.write(slot, held.cache, count)
-        self._slots, self._slot, self._weights = slots, slot, WeightsVersion(model)
+        self._slots, self._slot, self._weights, self.adapter = slots, slot, WeightsVersion(model), adapter
         self._tokens = list(tokens)
 
     def __del__(self) -> None:
@@ -93,14 +96,15 @@ class HeldText:
         self._turns += 1
         del self._tokens[length:]
 
-    def begin(self, model: Model, prompt: Sequence[int], length: int) -> "Turn":
-        """Prepare for a prompt (of one id at least) in a text of at most `length` positions.
+    def begin(self, model: Model, prompt: Sequence[int], length: int, adapter: RowAdapter | None = None) -> "Turn":
+        """Prepare for a prompt (of one id at least) in a text of at most `length` positions, with an adapter or none.
 
         The ids past the common prefix are forgotten: the request's own keys and values will take their place.
         """
         weights = WeightsVersion(model)
         # The last id is always processed, for the model predicts the next one from it.
-        kept = min(common_prefix(self._tokens, prompt), len(prompt) - 1) if weights == self._weights else 0
+        is_same = weights == self._weights and digest_of(adapter) == digest_of(self.adapter)
+        kept = min(common_prefix(self._tokens, prompt), len(prompt) - 1) if is_same else 0
         if self._weights is None or not self._weights.is_of(model):
             self._let_go()
         elif weights != self._weights and isinstance(self._slots, PagedSlots):
@@ -111,8 +115,8 @@ class HeldText:
         if self._slots is not None and not self._slots.holds(self._slot, kept):
             kept = 0
             self._tokens.clear()
-        if not self._make_room(kept, length):
-            kept = self._move(model, kept, length)
+        if adapter is not self.adapter or not self._make_room(kept, length):  # a slot has one adapter for its life
+            kept = self._move(model, kept, length, adapter)
         self._weights = weights
         assert self._slots is not None
         return Turn(self, kept, self._turns)
@@ -127,14 +131,14 @@ class HeldText:
         except ContextOverflowError:  # others share the block that is cut; or there never is room for so many
             return False
 
-    def _move(self, model: Model, kept: int, length: int) -> int:
+    def _move(self, model: Model, kept: int, length: int, adapter: RowAdapter | None) -> int:
         """Take a new slot of `length` positions. Returns how many of the `kept` ones it holds: all or none."""
         old, old_slot, tokens = self._slots, self._slot, self._tokens[:kept]
         asked = length
         if isinstance(old, PagedSlots):  # room for twice as many, so that a text that grows is copied twice at most
             asked = max(length, min(2 * kept, length if model.max_seq_len is None else model.max_seq_len))
         slots = self._slots_for(model, 1, asked)
-        acquired = slots.acquire((), length, reuse=False)
+        acquired = slots.acquire((), length, reuse=False, adapter=adapter)
         assert acquired is not None, "new slots have room"
         slot, _ = acquired
         if isinstance(old, PagedSlots) and isinstance(slots, PagedSlots) and kept:
@@ -142,7 +146,7 @@ class HeldText:
         else:
             tokens = []
         self._let_go()
-        self._slots, self._slot, self._tokens = slots, slot, tokens
+        self._slots, self._slot, self._tokens, self.adapter = slots, slot, tokens, adapter
         return len(tokens)
 
     def _let_go(self) -> None:
@@ -150,7 +154,7 @@ class HeldText:
         tokens, self._tokens = self._tokens, []
         if self._slots is not None:
             self._slots.release(self._slot, tokens)
-        self._slots = self._slot = None
+        self._slots = self._slot = self.adapter = None
 
 
 class Turn:

@@ -110,7 +110,10 @@ class AllTogether:
 
     def _acquires(self, sequence: Sequence) -> bool:
         acquired = self._slots.acquire(
-            sequence.prompt, sequence.longest, reuse=sequence.prompt_top is None and not sequence.start
+            sequence.prompt,
+            sequence.longest,
+            reuse=sequence.prompt_top is None and not sequence.start,
+            adapter=sequence.adapter,
         )
         if acquired is None:
             return False

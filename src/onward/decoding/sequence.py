@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal, Self
 
+from onward.cache import RowAdapter
 from onward.decoding.text import Mark, NoText, TextStream
 from onward.decoding.token import TokenLogprobs
 from onward.sampling import ConstrainedText, History, SamplingParams
@@ -39,6 +40,7 @@ class Sequence:
     prompt: ids, one at least. start: the position of the first; the cache holds the positions before it.
     output_at: the position of the first new id.
     sampling: how a token is chosen, with its seed; None where the step's chooser knows.
+    adapter: that the model's weights are changed by; None for none.
     constraint: what may follow; None for everything.
     top_logprobs: how many of the likeliest ids to report with each token; None reports no logprobs at all.
     prompt_top: the same for the prompt's ids. `prompt_logprobs` collects them: None for the first id.
@@ -57,6 +59,7 @@ class Sequence:
         *,
         start: int = 0,
         sampling: SamplingParams | None = None,
+        adapter: RowAdapter | None = None,
         constraint: ConstrainedText | None = None,
         top_logprobs: int | None = None,
         prompt_top: int | None = None,
@@ -70,6 +73,7 @@ class Sequence:
         self.output_at = start + len(prompt)
         self.cached = 0
         self.sampling = sampling
+        self.adapter = adapter
         self.constraint = constraint
         self.top_logprobs = top_logprobs
         self.prompt_top = prompt_top

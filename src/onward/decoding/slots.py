@@ -8,12 +8,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.cache import KVBlocks, KVCache, length_of
+from onward.cache import KVBlocks, KVCache, RowAdapter, length_of
 from onward.cache.buffers import is_lazy
 from onward.cache.positions import copy_positions, position_dims
 from onward.cache.rows import copy_row, have_rows, row_dims
+from onward.cache.slot import index_of
 from onward.cache.slots import PagedSlots
 from onward.cache.view import View
 from onward.errors import RequestError
@@ -66,9 +69,12 @@ class Slots(Protocol):
         """How many blocks these slots hold together."""
         ...
 
-    def acquire(self, ids: Sequence[int], length: int, *, reuse: bool = True) -> tuple[Slot, int] | None:
+    def acquire(
+        self, ids: Sequence[int], length: int, *, reuse: bool = True, adapter: RowAdapter | None = None
+    ) -> tuple[Slot, int] | None:
         """A slot for `length` positions, and how many of these ids it holds already, at most all but the last.
 
+        adapter: that the slot's keys and values are computed with, for as long as it lives; forks have it too.
         None: there is no room now; nothing has changed.
         """
         ...
@@ -132,10 +138,11 @@ class Slots(Protocol):
 class DenseSlot:
     """row: of the cache. filled: how many positions it holds. used: whether a sequence has it.
     written: the position after those that a forward has written, before `advance` says how many of them hold.
+    adapter: that the row is computed with.
     """
 
-    def __init__(self, row: int, filled: int = 0) -> None:
-        self.row, self.filled, self.written, self.used = row, filled, filled, True
+    def __init__(self, row: int, filled: int = 0, adapter: RowAdapter | None = None) -> None:
+        self.row, self.filled, self.written, self.used, self.adapter = row, filled, filled, True, adapter
 
 
 class DenseSlots:
@@ -171,6 +178,7 @@ class DenseSlots:
         self._filled = [0] * rows if filled is None else filled
         self._slots: list[DenseSlot | None] = [None] * rows
         self._views: dict[tuple[int, int], Cache] = {}
+        self._adapters: dict[tuple[int, int], Tensor] = {}
         self._viewed: list[tuple[DenseSlot, int]] = []  # by the last view, each with the position after its tokens
 
     @classmethod
@@ -207,15 +215,19 @@ class DenseSlots:
     def blocks_of(self, slots: Sequence[DenseSlot]) -> int:
         return len(slots)
 
-    def acquire(self, ids: Sequence[int], length: int, *, reuse: bool = True) -> tuple[DenseSlot, int] | None:
+    def acquire(
+        self, ids: Sequence[int], length: int, *, reuse: bool = True, adapter: RowAdapter | None = None
+    ) -> tuple[DenseSlot, int] | None:
         row = next((row for row, slot in enumerate(self._slots) if slot is None or not slot.used), None)
         if row is None or (self._model is not None and not self._make_room(length)):
             return None
-        slot = self._slots[row] = DenseSlot(row, self._filled[row])
+        slot = self._slots[row] = DenseSlot(row, self._filled[row], adapter)
         return slot, 0
 
     def fork(self, slot: DenseSlot, positions: int, length: int) -> DenseSlot | None:
-        if self._dims is None or not self.holds(slot, positions) or (acquired := self.acquire((), length)) is None:
+        if self._dims is None or not self.holds(slot, positions):
+            return None
+        if (acquired := self.acquire((), length, adapter=slot.adapter)) is None:
             return None
         fork, _ = acquired
         self._copy(slot.row, fork.row, positions)
@@ -274,10 +286,10 @@ class DenseSlots:
     def view_of(self, slots: Sequence[DenseSlot], tokens: int) -> View:
         self._viewed = [(slot, slot.filled + tokens) for slot in slots]
         if self.rows == 1:
-            return View(self.cache, (0,))
+            return View(self._adapted(self.cache, 0, 1), (0,))
         rows = [slot.row for slot in slots]
         first, last = (0, self.rows) if self.whole else (min(rows), max(rows) + 1)
-        cache = self._narrowed(first, last - first)
+        cache = self._adapted(self._narrowed(first, last - first), first, last - first)
         places = [row - first for row in rows]
         if places == list(range(last - first)):
             return View(cache, places)
@@ -296,6 +308,19 @@ class DenseSlots:
         for leaf, new in zip(pytree.tree_leaves(view.cache), pytree.tree_leaves(cache), strict=True):
             if new is not leaf:
                 leaf.copy_(new)
+
+    def _adapted(self, cache: Cache, first: int, count: int) -> Cache:
+        """The cache of some rows with the index of the adapter of each, where one has one."""
+        indices = [0 if slot is None else index_of(slot.adapter) for slot in self._slots[first : first + count]]
+        if not any(indices):
+            return cache
+        if not isinstance(cache, KVCache):
+            raise RequestError(f"an adapter needs a cache that new_cache made; got {type(cache).__name__}")
+        key, device = (first, count), pytree.tree_leaves(cache)[0].device
+        if key not in self._adapters:  # it is kept, as a view is
+            self._adapters[key] = torch.zeros(count, dtype=torch.int32, device=device)
+        self._adapters[key].copy_(torch.tensor(indices, dtype=torch.int32))
+        return cache._replace(adapters=(self._adapters[key],))
 
     def _narrowed(self, first: int, count: int) -> Cache:
         """The cache of some rows, over the same memory. It is kept, for a program knows a cache by its tensors."""

@@ -142,7 +142,7 @@ class Engine:
         check_whole("priority", priority, low=-_MOST_PRIORITY)
         if priority > _MOST_PRIORITY:
             raise RequestError(f"priority must be {_MOST_PRIORITY} or less; got {priority}")
-        job = Job(request, self.lm.tokenizer)
+        job = Job(request, self.lm.tokenizer, self.lm.adapters)
         vocab_size = self.lm.model.vocab_size
         ticket = Ticket(job, priority, serving.slots, vocab_size, serving.cancel, serving.watches)
         self._check_fits(ticket)

@@ -81,7 +81,12 @@ class Ticket:
             length = sequence.longest if several else min(sequence.length + new_tokens, sequence.longest)
             if not several and self._slots.blocks_for(length) > available:
                 return False
-            acquired = self._slots.acquire(sequence.ids(0, sequence.length), length, reuse=sequence.prompt_top is None)
+            acquired = self._slots.acquire(
+                sequence.ids(0, sequence.length),
+                length,
+                reuse=sequence.prompt_top is None,
+                adapter=sequence.adapter,
+            )
             if acquired is None:
                 for other in taken:
                     self._leave(other)
@@ -108,7 +113,9 @@ class Ticket:
                 self._shared,
             )
             if sequence.slot is None:  # rows that cannot be copied
-                acquired = self._slots.acquire(sequence.ids(0, sequence.length), sequence.longest)
+                acquired = self._slots.acquire(
+                    sequence.ids(0, sequence.length), sequence.longest, adapter=sequence.adapter
+                )
                 assert acquired is not None, "the blocks of all texts were promised"
                 sequence.slot, sequence.computed = acquired
         self._leader, self._promised = None, 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onward import native
+from onward.cache import KVCache, PagedKVCache
 from onward.errors import ProgramError, RequestError, warn_once
 from onward.forks import call_in_forks
 from onward.models.model import Cache, Model, run_plain
@@ -21,6 +22,8 @@ class ModelRun:
     compile: "auto" takes the best backend of `onward.compile`, and runs a forward that cannot be traced eagerly
         (`why_eager` says why). The name of a backend insists on it. "eager" traces nothing.
     programs: those of an earlier `ModelRun` of the same forward and params.
+
+    adapted: runs rows with adapters, the same model with updates beside its weights; None where it has none.
     """
 
     def __init__(self, model: Model, compile: str = "auto", programs: Programs | None = None) -> None:
@@ -28,6 +31,7 @@ class ModelRun:
         _limit_threads_in_forks()
         self.model = model
         self.compile = compile
+        self.adapted: ModelRun | None = None
         self._programs = Programs() if programs is None else programs
         self.why_eager = self._programs.refused if model.compiles else model.why_eager
         self._eager = compile == "eager" or (compile == "auto" and bool(self.why_eager))
@@ -38,6 +42,8 @@ class ModelRun:
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Cache]:
+        if self.adapted is not None and _has_adapters(cache):
+            return self.adapted(tokens, offsets, cache, logits_at)
         if not self._eager:
             return self._run(self._compiled(cache), tokens, offsets, cache, logits_at)
         return self.model(tokens, offsets, cache, logits_at)
@@ -50,6 +56,8 @@ class ModelRun:
         Returns:
             logits [B, 1, V]; the ids int64 [B], None where the caller has to choose; the cache.
         """
+        if self.adapted is not None and _has_adapters(cache):
+            return self.adapted.picked(tokens, offsets, cache, pick, positions)
         if not self._eager:
             try:
                 return self._compiled(cache).picked(tokens, offsets, cache, pick, positions)
@@ -112,6 +120,11 @@ class ModelRun:
             f"a forward runs op by op, slower than as a program, since it cannot be traced: {error} "
             '(compile="eager" silences this)'
         )
+
+
+def _has_adapters(cache: Cache) -> bool:
+    """Whether some row of a cache has an adapter."""
+    return isinstance(cache, KVCache | PagedKVCache) and bool(cache.adapters)
 
 
 @cache

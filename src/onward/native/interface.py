@@ -175,6 +175,15 @@ class LinearArguments(Structure):
     )
 
 
+class LoraArguments(Structure):
+    """OnwardLora of native/src/linear/lora.cpp: the updates of one matrix."""
+
+    _fields_ = (
+        *((name, Int) for name in ("outputs", "rank", "y_stride", "a_stride", "b_stride", "out_stride")),
+        *((name, Pointer) for name in ("y", "a", "b", "factors", "scale", "shift", "ranks", "out")),
+    )
+
+
 class ExpertsArguments(Structure):
     """OnwardExperts of native/src/experts/experts.h, where the fields are explained."""
 
@@ -304,12 +313,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_linear_pack_blocks": (Code, [Code, Int, Int, Pointer, Int, Pointer]),
     # linear/pack.cpp: format, rows, inputs, packed, ids (int64, or None), count, out, out_dtype, out_stride
     "onward_linear_rows": (Code, [Code, Int, Int, Pointer, Pointer, Int, Pointer, Code, Int]),
-    # linear/lora.cpp: rows, tokens, inputs, outputs, rank, count, dtype, x, x_stride, y, y_stride, a, b, scale (or
-    # None), bias (or None), slots (int32), out, out_stride
-    "onward_lora": (
-        Code,
-        [*[Int] * 6, Code, *[Pointer, Int] * 2, *[Pointer] * 5, Pointer, Int],
-    ),
+    # linear/lora.cpp: parts, count, rows, tokens, inputs, slots there, dtype, x, x_stride, slots (int32)
+    "onward_lora": (Code, [POINTER(LoraArguments), *[Int] * 5, Code, Pointer, Int, Pointer]),
     # experts/experts.cpp
     "onward_experts": (Code, [POINTER(ExpertsArguments)]),
     # experts/router.cpp: rows, experts, logits, dtype, stride, count, score, bias (or None), groups, kept_groups,

@@ -35,7 +35,17 @@ _OWN = {
     *("prediction", "response_format", "stream", "stream_options", "return_token_ids"),
 }
 # Options that JSON cannot say, or that mean something else in OpenAI's format.
-_NO_FIELDS = {*LENGTHS, "logprobs", "prompt_logprobs", "draft", "stop_when", "cancel", "time_limit", "constraint"}
+_NO_FIELDS = {
+    *LENGTHS,
+    "logprobs",
+    "prompt_logprobs",
+    "draft",
+    "stop_when",
+    "cancel",
+    "time_limit",
+    "constraint",
+    "adapter",
+}
 # Fields that change no answer.
 LABELS = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
 # Fields of which only these values are served: those that ask for nothing.
@@ -102,8 +112,9 @@ class Body:
 class BodyReader:
     """Reads bodies for one model.
 
-    model: the name that bodies call it by. options: those that a body does not give; what they leave open are the
-    model's own defaults. variables: of the chat template, likewise. streams: whether answers may be streams.
+    model: the name that bodies call it by; the name of a loaded adapter calls the model with it. options: those that a
+    body does not give; what they leave open are the model's own defaults. variables: of the chat template, likewise.
+    streams: whether answers may be streams.
     """
 
     lm: LanguageModel
@@ -124,15 +135,15 @@ class BodyReader:
             raise BodyError(f"a body must be a JSON object; got {type(body).__name__}", code="invalid_type")
         fields = {name: value for name, value in body.items() if value is not None}
         self._check_names(fields, kind)
-        self._check_model(fields.get("model"))
+        model, adapter = self._called(fields.get("model"))
         for name, served in NEUTRAL.items():
             if name in fields and fields[name] not in served:
                 raise BodyError(_not_served(name, served), name, "unsupported_value")
-        options = {**self.options, **_options_of(fields), **_logprobs_of(fields, kind)}
-        answer = self._answer_fields(fields)
+        options = {**self.options, **_options_of(fields), **_logprobs_of(fields, kind), "adapter": adapter}
+        answer = {"model": model, **self._answer_fields(fields)}
         try:
             if kind == "chat.completion":
-                return Body(kind, self.model, (self._chat(fields, options),), **answer)
+                return Body(kind, requests=(self._chat(fields, options),), **answer)
             return replace(self._completion(fields, options), **answer)
         except BodyError:
             raise
@@ -152,9 +163,14 @@ class BodyReader:
             except RequestError as error:
                 raise BodyError(str(error), name, "unknown_parameter") from error
 
-    def _check_model(self, model: object) -> None:
-        if model is not None and model != self.model:
-            raise BodyError(f"the model here is {self.model!r}; got {model!r}", "model", "model_not_found", 404)
+    def _called(self, model: object) -> tuple[str, str | None]:
+        """The name that the answer gives, and the adapter that was called by it."""
+        if model is None or model == self.model:
+            return self.model, None
+        if isinstance(model, str) and model in self.lm.adapters:
+            return model, model
+        adapters = "".join(f", with the adapter {name!r}" for name in self.lm.adapters)
+        raise BodyError(f"the model here is {self.model!r}{adapters}; got {model!r}", "model", "model_not_found", 404)
 
     def _answer_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """How the answer is to come: fields of `Body`."""

@@ -1,14 +1,17 @@
 """Low-rank updates of a product, another for each row: LoRA (Hu et al., arXiv 2106.09685), with the scales of DoRA
 (Liu et al., arXiv 2402.09353).
 
-Shapes: B rows, K inputs, N outputs, S adapters in slots, R rank.
+Shapes: B rows, K inputs, N outputs, S adapters in slots, R the highest rank.
 """
+
+from ctypes import byref
 
 import torch
 from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native import Library
+from onward.native.interface import LoraArguments
 from onward.ops.operators import DTYPES, Operator, shapes
 
 
@@ -18,27 +21,32 @@ def lora(
     a: Tensor,
     b: Tensor,
     slots: Tensor,
+    ranks: Tensor,
     *,
+    factors: Tensor | None = None,
     scale: Tensor | None = None,
-    bias: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> Tensor:
-    """`y * scale[s] + (x @ a[s].T) @ b[s] + bias`, with s the row's slot; `y + bias` for rows of slot 0.
+    """`y * scale[s] + shift[s] + (x @ a[s, :r].T * factors[s, :r]) @ b[s, :r]`, with s the row's slot and r = ranks[s];
+    y where r is 0.
 
-    The product with `a` stays in float32; the result is rounded once. Rows of slot 0 without a bias are y's own bits.
+    The product with `a` stays in float32; the result is rounded once. Rows of a slot of rank 0 are y's own bits.
 
     Args:
         x: float [B, …, K].
-        y: float [B, …, N], of x's dtype: the product of x with the weight, without a bias where `bias` is given.
-        a: float [S, R, K], b: float [S, R, N], of x's dtype. What slot 0 holds is not read.
+        y: float [B, …, N], of x's dtype: the product of x with the weight, and its bias.
+        a: float [S, R, K], b: float [S, R, N], of x's dtype; slots may lie apart. What is past a slot's rank is not
+            used.
         slots: int32 [B], in 0 … S - 1.
-        scale: float32 [S, N] or None.
-        bias: float [N] of x's dtype, or None.
+        ranks: int32 [S], in 0 … R.
+        factors: float32 [S, R], where a and b are int8: the scale of each row of a times that of b's.
+        scale, shift: float32 [S, N], or both None. A shift of -0.0 changes no bit.
 
     Returns:
         [B, …, N] in x's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit; on the CPU a slot that is not there.
+        RequestError: shapes or dtypes that do not fit; on the CPU a slot or a rank that is not there.
     """
     fits = (
         x.dim() >= 2
@@ -48,28 +56,46 @@ def lora(
         and b.shape[2] == y.shape[-1]
         and a.shape[1] > 0
         and slots.shape == x.shape[:1]
-        and (scale is None or scale.shape == (a.shape[0], y.shape[-1]))
-        and (bias is None or bias.shape == y.shape[-1:])
+        and ranks.shape == a.shape[:1]
+        and (scale is None) == (shift is None)
+        and (factors is None or factors.shape == a.shape[:2])
+        and all(t is None or t.shape == (a.shape[0], y.shape[-1]) for t in (scale, shift))
     )
-    same = {t.dtype for t in (x, y, a, b, bias) if t is not None}
-    if not fits or len(same) > 1 or x.dtype not in DTYPES or slots.dtype != torch.int32:
+    held = x.dtype if factors is None else torch.int8
+    of_dtypes = y.dtype == x.dtype and a.dtype == b.dtype == held and slots.dtype == ranks.dtype == torch.int32
+    if not fits or not of_dtypes or x.dtype not in DTYPES:
+        given = {"x": x, "y": y, "a": a, "b": b, "slots": slots, "ranks": ranks}
         raise RequestError(
-            "lora wants float x [B, …, K], y [B, …, N], a [S, R, K], b [S, R, N] of one dtype and int32 slots [B]; got "
-            f"{shapes(x=x, y=y, a=a, b=b, slots=slots, scale=scale, bias=bias)}"
+            "lora wants float x [B, …, K], y [B, …, N], a [S, R, K], b [S, R, N] of one dtype (a and b int8 with "
+            "factors [S, R]) and int32 slots [B] and ranks [S]; got "
+            f"{shapes(**given, factors=factors, scale=scale, shift=shift)}"
         )
-    return _lora(x, y, a, b, slots, scale, bias)
+    return _lora(x, y, a, b, slots, ranks, factors, scale, shift)
 
 
 def _definition(
-    x: Tensor, y: Tensor, a: Tensor, b: Tensor, slots: Tensor, scale: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    slots: Tensor,
+    ranks: Tensor,
+    factors: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
 ) -> Tensor:
     at = slots.long()
+    used = torch.arange(a.shape[1], dtype=torch.int32, device=a.device) < ranks[at].unsqueeze(1)  # [B, R]
     rows_x = x.reshape(len(x), -1, x.shape[-1]).float()  # [B, T, K]
     base = y.reshape(len(y), -1, y.shape[-1]).float()  # [B, T, N]
-    update = (rows_x @ a[at].float().transpose(1, 2)) @ b[at].float()
-    scaled = base if scale is None else base * scale[at].unsqueeze(1)
-    total = torch.where((slots == 0).view(-1, 1, 1), base, scaled + update)
-    total = total if bias is None else total + bias.float()
+    of_a, of_b = (torch.where(used.unsqueeze(2), t[at].float(), 0.0) for t in (a, b))
+    inner = rows_x @ of_a.transpose(1, 2)
+    update = (inner if factors is None else inner * factors[at].unsqueeze(1)) @ of_b
+    if scale is not None and shift is not None:
+        total = base * scale[at].unsqueeze(1) + shift[at].unsqueeze(1) + update
+    else:
+        total = base + update
+    total = torch.where((ranks[at] == 0).view(-1, 1, 1), base, total)
     return total.to(x.dtype).view(y.shape)
 
 
@@ -80,26 +106,35 @@ def _native(
     a: Tensor,
     b: Tensor,
     slots: Tensor,
+    ranks: Tensor,
+    factors: Tensor | None,
     scale: Tensor | None,
-    bias: Tensor | None,
+    shift: Tensor | None,
 ) -> Tensor:
-    x, y, a, b, slots = (t.contiguous() for t in (x, y, a, b, slots))
-    scale, bias = (None if t is None else t.contiguous() for t in (scale, bias))
+    x, y, slots, ranks = (t.contiguous() for t in (x, y, slots, ranks))
+    a, b = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (a, b))
+    factors, scale, shift = (None if t is None else t.contiguous() for t in (factors, scale, shift))
     inputs, outputs = x.shape[-1], y.shape[-1]
     rows = y.numel() // max(outputs, 1)
     out = torch.empty_like(y)
+    part = LoraArguments(
+        outputs=outputs, rank=a.shape[1], y_stride=outputs, a_stride=a.stride(0), b_stride=b.stride(0),
+        out_stride=outputs, y=y.data_ptr(), a=a.data_ptr(), b=b.data_ptr(),
+        factors=None if factors is None else factors.data_ptr(),
+        scale=None if scale is None else scale.data_ptr(), shift=None if shift is None else shift.data_ptr(),
+        ranks=ranks.data_ptr(), out=out.data_ptr(),
+    )  # fmt: skip
     status = library.onward_lora(
-        rows, max(rows // max(len(slots), 1), 1), inputs, outputs, a.shape[1], a.shape[0], DTYPES[x.dtype],
-        x.data_ptr(), inputs, y.data_ptr(), outputs, a.data_ptr(), b.data_ptr(),
-        None if scale is None else scale.data_ptr(), None if bias is None else bias.data_ptr(), slots.data_ptr(),
-        out.data_ptr(), outputs,
+        byref(part), 1, rows, max(rows // max(len(slots), 1), 1), inputs, a.shape[0], DTYPES[x.dtype], x.data_ptr(),
+        inputs, slots.data_ptr(),
     )  # fmt: skip
     library.check(status, "onward_lora")
     return out
 
 
 _lora = Operator(
-    "lora(Tensor x, Tensor y, Tensor a, Tensor b, Tensor slots, Tensor? scale, Tensor? bias) -> Tensor",
+    "lora(Tensor x, Tensor y, Tensor a, Tensor b, Tensor slots, Tensor ranks, Tensor? factors, Tensor? scale, "
+    "Tensor? shift) -> Tensor",
     _definition,
     _native,
     lambda x, y, *_: torch.empty_like(y, memory_format=torch.contiguous_format),

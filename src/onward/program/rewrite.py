@@ -13,7 +13,7 @@ import torch
 from onward.program.arrays import Array, Kind, Storage
 from onward.program.calls import address
 from onward.program.canonical import canonicalise
-from onward.program.lowering import fused
+from onward.program.lowering import adapters, fused
 from onward.program.lowering.builder import Builder
 from onward.program.nodes import Node, Trace
 from onward.program.packed_params import PackedParams
@@ -43,7 +43,7 @@ def rewrite(trace: Trace, packed: PackedParams | None = None) -> list[Item]:
     """The nodes of a trace as ops, without those that nobody needs, joined where one kernel serves several."""
     nodes = needed(trace, canonicalise(trace, packed))
     uses = Uses(nodes)
-    return join_heads(join_residuals(join_linears(nodes, uses), uses), uses)
+    return join_heads(join_residuals(join_updates(join_linears(nodes, uses)), uses), uses)
 
 
 def touched(node: Node) -> Iterator[Storage]:
@@ -89,6 +89,43 @@ def join_linears(nodes: list[Node], uses: Uses) -> list[Item]:
 
 def _joined_linears(group: list[Node]) -> Joined:
     return Joined(group, lambda b: fused.linears(b, group))
+
+
+def join_updates(items: list[Item]) -> list[Item]:
+    """Join neighbouring updates by adapters of products of one x: the threads start once."""
+    joined: list[Item] = []
+    group: list[Node] = []
+
+    def flush() -> None:
+        if group:
+            joined.append(group[0] if len(group) == 1 else _joined_updates(list(group)))
+            group.clear()
+
+    for item in items:
+        if not isinstance(item, Node) or item.op is not ops.lora.default:
+            flush()
+            joined.append(item)
+            continue
+        made = {node.outputs[0].storage for node in group}
+        if group and (not _of_same_rows(group[0], item) or made & {array.storage for array in item.reads()}):
+            flush()
+        group.append(item)
+    flush()
+    return joined
+
+
+def _of_same_rows(node: Node, other: Node) -> bool:
+    """Whether two updates are of one x and of stacks of one kind, and of the same slot for each row."""
+    (x, _, a, _, slots, *_), (other_x, _, other_a, _, other_slots, *_) = node.args, other.args
+    return bool(x == other_x and slots == other_slots and _kind(a) == _kind(other_a))
+
+
+def _kind(stack: Array) -> tuple[Any, ...]:
+    return stack.shape[0], stack.dtype
+
+
+def _joined_updates(group: list[Node]) -> Joined:
+    return Joined(group, lambda b: adapters.updates(b, group))
 
 
 def join_residuals(items: list[Item], uses: Uses) -> list[Item]:

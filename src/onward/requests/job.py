@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from onward.adapters import Adapters
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece, Stopwatch
 from onward.constraints import After, JsonSchema
@@ -32,9 +33,14 @@ class Job:
     `time.monotonic`; None for none.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
-        """Make the sequences. The time limit counts from here."""
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, adapters: Adapters) -> None:
+        """Make the sequences. The time limit counts from here.
+
+        Raises:
+            RequestError: the request's adapter has been dropped.
+        """
         self.request = request
+        self._adapter = adapters.find(request.options.adapter)
         options = request.options
         limit = options.time_limit
         self.deadline = None if limit is None else time.monotonic() + limit
@@ -144,6 +150,7 @@ class Job:
             text = StopStrings(detokenizer, options.stop, marks)
         kinds: dict[str, Any] = {
             "sampling": sampling,
+            "adapter": self._adapter,
             "top_logprobs": options.logprobs,
             "prompt_top": options.prompt_logprobs,
             "stop_when": options.stop_when,

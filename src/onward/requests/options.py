@@ -52,6 +52,7 @@ class GenerateOptionsDict(SamplingOptionsDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     draft: Draft | None
+    adapter: str | None
     json_schema: Mapping[str, Any] | bool | type | JsonSchema | None
     regex: str | None
     grammar: str | None
@@ -123,6 +124,7 @@ class GenerateOptions(SamplingParams):
         running beam can become better, by a bound that allows for every length up to max_new_tokens.
     draft: guesses the next tokens, so that several are processed at once (docs/speculation.md). The tokens are the
         same without it.
+    adapter: the name of a loaded adapter that the weights are changed by (docs/adapters.md).
     json_schema: the text is JSON that this schema (a dict, or a pydantic class) validates; `Completion.parsed` is what
         it stands for.
     regex: the whole text matches this regular expression, in Rust's syntax.
@@ -147,6 +149,7 @@ class GenerateOptions(SamplingParams):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     draft: Speculator | None = None
+    adapter: str | None = None
     json_schema: JsonSchema | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -168,6 +171,8 @@ class GenerateOptions(SamplingParams):
             raise RequestError(f'early_stopping must be True, False or "never"; got {self.early_stopping!r}')
         if self.draft is not None and not isinstance(self.draft, Speculator):
             raise RequestError(f"draft must be an onward.Speculator; got {self.draft!r}")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise RequestError(f"adapter must be the name of a loaded adapter; got {self.adapter!r}")
         self._check_search()
         self._check_constraint()
 

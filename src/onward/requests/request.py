@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onward.adapters import Adapters
 from onward.checkpoint import Tokenizer
 from onward.checks import check_whole, plain, plain_items
 from onward.constraints import Grammar
@@ -64,7 +65,7 @@ class RequestReader:
     """Makes requests for one model of what users give, and checks them.
 
     defaults: the options that a request does not give. draft: likewise; None for none.
-    speculator: makes a speculator of what users give as `draft`.
+    speculator: makes a speculator of what users give as `draft`. adapters: those that requests may name.
     """
 
     model: Model
@@ -72,6 +73,7 @@ class RequestReader:
     defaults: GenerateOptions
     draft: Speculator | None
     speculator: Callable[[Any], Speculator | None]
+    adapters: Adapters
 
     def read(
         self,
@@ -88,7 +90,7 @@ class RequestReader:
 
         Raises:
             RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
-                prompt.
+                prompt, an adapter that is not loaded.
             ContextOverflowError: a prompt and its new tokens do not fit the context or the cache.
             TokenizerError: a text prompt, a stop string, a bad word or a grammar, and no tokenizer.
         """
@@ -123,6 +125,7 @@ class RequestReader:
 
         Raises unless the model and its tokenizer can serve them.
         """
+        self.adapters.find(options.adapter)
         context, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if options.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, and this model has none: use eos with ids")

@@ -4,6 +4,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
+from onward.adapters import Adapters
 from onward.cache import KVCache
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece
@@ -23,13 +24,14 @@ class Runner:
     """Runs requests together.
 
     run: the model. tokenizer: None where texts are to stay empty. chunk: the most prompt tokens processed at once.
-    kept: the slots that calls share.
+    kept: the slots that calls share. adapters: those that requests may name.
     """
 
     run: ModelRun
     tokenizer: Tokenizer | None
     chunk: int
     kept: KeptSlots
+    adapters: Adapters
 
     def pieces(self, requests: Sequence[Request], cache: Cache | HeldText | None = None) -> Pieces:
         """Check that the requests can be served, and return a generator over the one loop.
@@ -37,7 +39,7 @@ class Runner:
         cache: a cache of `options.rows` rows for each request, which is overwritten; or a `HeldText`, from which one
             request goes on. None takes slots of one's own.
         """
-        jobs = [Job(request, self.tokenizer) for request in requests]
+        jobs = [Job(request, self.tokenizer, self.adapters) for request in requests]
         rows = sum(request.options.rows for request in requests)
         if isinstance(cache, HeldText) and rows != 1:
             raise RequestError(f"a session goes on with one text at a time; got {rows}")
@@ -86,7 +88,7 @@ class Runner:
         (sequence,) = job.sequences
         if sequence.prompt_top is not None:  # the whole prompt has to be processed for them
             text.truncate(0)
-        turn = text.begin(self.run.model, sequence.prompt, sequence.longest)
+        turn = text.begin(self.run.model, sequence.prompt, sequence.longest, sequence.adapter)
         sequence.slot, sequence.computed, sequence.cached = turn.slot, turn.kept, turn.kept
         return turn
 

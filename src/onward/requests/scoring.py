@@ -4,6 +4,7 @@ import math
 from collections import abc
 from dataclasses import dataclass
 
+from onward.cache import RowAdapter
 from onward.decoding import (
     AllTogether,
     DecodeStep,
@@ -50,7 +51,9 @@ class Score:
         return math.exp(mean) if mean < 700 else math.inf
 
 
-def score_texts(run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int) -> list[Score]:
+def score_texts(
+    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: RowAdapter | None = None
+) -> list[Score]:
     """The score of each text, in order. A text has the same score, bit for bit, alone or among others."""
     for ids in texts:
         if len(ids) < 2:
@@ -60,7 +63,7 @@ def score_texts(run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: 
     while by_length:
         rows = max(1, min(_MOST_ROWS, _MOST_TOKENS // len(texts[by_length[0]])))
         batch, by_length = by_length[:rows], by_length[rows:]
-        batch_logprobs = _logprobs(run, [texts[index] for index in batch], top, chunk)
+        batch_logprobs = _logprobs(run, [texts[index] for index in batch], top, chunk, adapter)
         scores.update(
             (index, Score(texts[index], logprobs)) for index, logprobs in zip(batch, batch_logprobs, strict=True)
         )
@@ -68,7 +71,13 @@ def score_texts(run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: 
 
 
 def score_in_windows(
-    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, context: int | None, stride: int
+    run: ModelRun,
+    texts: abc.Sequence[list[int]],
+    top: int,
+    chunk: int,
+    context: int | None,
+    stride: int,
+    adapter: RowAdapter | None = None,
 ) -> list[Score]:
     """`score_texts`, with sliding windows over texts that are longer than the context.
 
@@ -83,7 +92,7 @@ def score_in_windows(
         raise RequestError(f"stride must be less than the context, {context} ids; got {stride}")
     places = [_windows(len(ids), context, stride) for ids in texts]
     windows = [ids[begin:end] for ids, of_text in zip(texts, places, strict=True) for begin, end in of_text]
-    scores = iter(score_texts(run, windows, top, chunk))
+    scores = iter(score_texts(run, windows, top, chunk, adapter))
     return [_joined(ids, of_text, [next(scores) for _ in of_text]) for ids, of_text in zip(texts, places, strict=True)]
 
 
@@ -103,10 +112,12 @@ def _joined(ids: list[int], places: abc.Sequence[tuple[int, int]], windows: abc.
     return Score(ids, logprobs)
 
 
-def _logprobs(run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int) -> list[list[TokenLogprobs | None]]:
+def _logprobs(
+    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: RowAdapter | None
+) -> list[list[TokenLogprobs | None]]:
     """Process the texts as prompts that nothing follows, and collect the logprobs of their ids."""
     model = run.model
-    sequences = [Sequence(ids, 0, prompt_top=top) for ids in texts]
+    sequences = [Sequence(ids, 0, prompt_top=top, adapter=adapter) for ids in texts]
     slots = slots_for(model, len(texts), max(map(len, texts)))
     step = DecodeStep(run, slots, SamplingChooser(model.device), model.device)
     for _ in decode_loop(step, AllTogether(slots, sequences, chunk, vocab_size=model.vocab_size), slots):

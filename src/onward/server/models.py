@@ -1,7 +1,7 @@
 """The models that a server has."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,15 +26,16 @@ class ServedModel:
         """How many tokens a prompt and its answer may have together."""
         return self.engine.lm.model.max_seq_len
 
-    def listed(self) -> dict[str, Any]:
-        """As /v1/models has it."""
-        return {
+    def listed(self) -> list[dict[str, Any]]:
+        """As /v1/models has it: the model, and each of its adapters, whose `parent` it is."""
+        fields = {
             "id": self.name,
             "object": "model",
             "created": self.created,
             "owned_by": "onward",
             "max_model_len": self.max_model_len,
         }
+        return [fields, *({**fields, "id": name, "parent": self.name} for name in self.engine.lm.adapters)]
 
 
 class ServedModels:
@@ -45,26 +46,38 @@ class ServedModels:
             raise RequestError("a server needs a model, at least one")
         self._models = {name: _served(name, engine, settings) for name, engine in engines.items()}
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
 
+    def listed(self) -> list[dict[str, Any]]:
+        """All names that requests may call, as /v1/models has them."""
+        return [fields for model in self for fields in model.listed()]
+
     def find(self, name: object) -> ServedModel:
-        """The model of that name; where there is one alone, a request may leave the name out.
+        """The model of that name, or with an adapter of that name; where there is one model alone, a request may leave
+        the name out.
 
         Raises:
-            BodyError: no name, or an unknown one.
+            BodyError: no name, an unknown one, or the name of adapters of several models.
         """
         if name is None and len(self._models) == 1:
             return next(iter(self._models.values()))
-        known = " and ".join(map(repr, self._models)) if len(self._models) < 3 else ", ".join(map(repr, self._models))
+        names = list(dict.fromkeys(fields["id"] for fields in self.listed()))
+        known = " and ".join(map(repr, names)) if len(names) < 3 else ", ".join(map(repr, names))
         if name is None:
             message = f"this server has several models, {known}: say which"
             raise BodyError(message, "model", "missing_required_parameter")
         if not isinstance(name, str):
             raise BodyError(f"model must be a text; got {name!r}", "model", "invalid_type")
-        if name not in self._models:
+        if name in self._models:
+            return self._models[name]
+        adapted = [model for model in self if name in model.engine.lm.adapters]
+        if not adapted:
             raise BodyError(f"there is no model {name!r} here; there is {known}", "model", "model_not_found", 404)
-        return self._models[name]
+        if len(adapted) > 1:
+            of = " and ".join(repr(model.name) for model in adapted)
+            raise BodyError(f"{of} each have an adapter {name!r}: give them names of their own", "model")
+        return adapted[0]
 
 
 def _served(name: str, engine: Engine, settings: Settings) -> ServedModel:

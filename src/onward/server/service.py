@@ -53,7 +53,7 @@ class Submission:
         """For the log."""
         completions = [completion for completion in self.ended() if completion is not None]
         texts = [text for completion in completions for text in completion.choices]
-        facts: dict[str, Any] = {"model": self.served.name, "stream": self.body.stream}
+        facts: dict[str, Any] = {"model": self.body.model, "stream": self.body.stream}
         facts["prompt_tokens"] = sum(completion.prompt_tokens for completion in completions)
         facts["completion_tokens"] = sum(len(text.token_ids) for text in texts)
         ends = {str(text.finish_reason) for text in texts}

@@ -3,7 +3,8 @@
 tokens               int32 [N]
 cache.<leaf>         a tensor of the cache, its first N positions: [1, G, N, D] of a `KVCache`
 __metadata__         onward_session (the format's version), model (a fingerprint), computed_by, capacity, notes,
-                     and sha256 (of everything else)
+                     adapter (the digest of the one that the cache was computed with, where it had one), and sha256 (of
+                     everything else)
 """
 
 import hashlib
@@ -29,6 +30,8 @@ from onward.sessions.fingerprint import as_bytes, computed_by, difference, finge
 
 MARK = "onward_session"
 VERSION = 1
+# An Onward that knows no adapters must not go on with what one computed.
+VERSION_WITH_ADAPTER = 2
 # A whole number as `str` writes it; `int` would accept other spellings too.
 _WHOLE = re.compile("0|[1-9][0-9]{0,9}")
 # An empty cache is compared with the held one to find the dimension of positions. Its length is the first of these that
@@ -38,11 +41,13 @@ _PROBE_LENGTHS = (16, 32)
 
 @dataclass(frozen=True)
 class SavedSession:
-    """tokens: the ids held. held: the cache of their positions; None if there are none. notes: the user's strings."""
+    """tokens: the ids held. held: the cache of their positions; None if there are none. notes: the user's strings.
+    adapter: the digest of the one that the cache was computed with; "" for none."""
 
     tokens: list[int]
     held: HeldCache | None
     notes: dict[str, str]
+    adapter: str = ""
 
 
 def save(file: Path, model: Model, session: SavedSession) -> None:
@@ -58,12 +63,14 @@ def save(file: Path, model: Model, session: SavedSession) -> None:
         _read_header(file, f"{str(file)!r} exists and is no saved session, choose another name")
     tensors, capacity = _tensors(model, session)
     metadata = {
-        MARK: str(VERSION),
+        MARK: str(VERSION_WITH_ADAPTER if session.adapter else VERSION),
         "model": json.dumps(fingerprint(model)),
         "computed_by": computed_by(model),
         "capacity": str(capacity),
         "notes": json.dumps(session.notes),
     }
+    if session.adapter:
+        metadata["adapter"] = session.adapter
     metadata["sha256"] = _digest(metadata, tensors)
     try:
         write_whole(file, lambda temporary: save_file(tensors, temporary, metadata))
@@ -100,7 +107,8 @@ def load(file: Path, model: Model) -> SavedSession:
             f"{str(file)!r} was computed by {saved_by!r} and goes on by {loaded_by!r}, which may round "
             "otherwise: its tokens can differ from those of a fresh call"
         )
-    return SavedSession(tokens, _restored(file, model, tensors, len(tokens), capacity), notes)
+    held = _restored(file, model, tensors, len(tokens), capacity)
+    return SavedSession(tokens, held, notes, metadata.get("adapter", ""))
 
 
 def _checked_tokens(tokens: Tensor, vocab_size: int | None) -> list[int]:
@@ -205,9 +213,10 @@ def _read_header(file: Path, refusal: str) -> dict[str, str]:
     version = metadata.get(MARK)
     if version is None:
         raise SessionError(f"{refusal}: it is a safetensors file of something else")
-    if version != str(VERSION):
+    if version not in (str(VERSION), str(VERSION_WITH_ADAPTER)):
         raise SessionError(
-            f"{str(file)!r} is a session of format {version}, and this Onward reads format {VERSION}: upgrade it"
+            f"{str(file)!r} is a session of format {version}, and this Onward reads formats {VERSION} and "
+            f"{VERSION_WITH_ADAPTER}: upgrade it"
         )
     return metadata
 

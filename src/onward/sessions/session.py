@@ -5,6 +5,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import NoReturn, Self, Unpack
 
+from onward.cache.slot import digest_of
 from onward.completion import Completion, Piece
 from onward.decoding.held import HeldText
 from onward.errors import RequestError, SessionError
@@ -84,21 +85,31 @@ class Session:
         """
         if not self._text.is_of(self.lm.model):  # the cache was filled with other weights
             self.truncate(0)
-        saved = SavedSession(self._text.tokens, self._text.held, self.notes)
+        digest = digest_of(self._text.adapter) if self._text.tokens else ""
+        saved = SavedSession(self._text.tokens, self._text.held, self.notes, digest)
         session_file.save(Path(file), self.lm.model, saved)
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], lm: LanguageModel) -> Self:
         """A saved session, for the same model: the same weights in the same dtype or quantization.
 
+        Where an adapter had a part in it, one of the same content has to be loaded, under any name.
+
         Raises:
-            SessionError: the file cannot be read, is damaged, is no session, or is of a newer Onward or another model.
+            SessionError: the file cannot be read, is damaged, is no session, or is of a newer Onward, another model or
+                an adapter that is not loaded.
         """
         saved = session_file.load(Path(file), lm.model)
+        adapter = lm.adapters.by_digest(saved.adapter)
+        if saved.adapter and adapter is None:
+            raise SessionError(
+                f"{str(file)!r} was computed with an adapter of digest {saved.adapter}, which this model does not have "
+                "loaded: load_adapter does so"
+            )
         session = cls(lm)
         session.notes = saved.notes
         if saved.held is not None:
-            session._text.adopt(lm.model, saved.held, saved.tokens)
+            session._text.adopt(lm.model, saved.held, saved.tokens, adapter)
         return session
 
 

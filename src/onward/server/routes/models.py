@@ -12,10 +12,11 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model.listed() for model in service.models]}
+        return {"object": "list", "data": service.models.listed()}
 
     @routes.get("/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return service.models.find(name).listed()
+        listed = service.models.find(name).listed()
+        return next(fields for fields in listed if fields["id"] == name)
 
     return routes

@@ -1,0 +1,73 @@
+"""--adapter: loaded by a name, and used as the command says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+
+import onward
+from demo_adapters import demo_adapter
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("adapters")
+    return {name: demo_adapter(place / name, at) for at, name in enumerate(("poet", "clerk"))}
+
+
+def text_of(folder: Path | None, prompt: str) -> str:
+    lm = onward.load("demo") if folder is None else onward.load("demo", merge=folder)
+    return lm.generate(prompt, max_new_tokens=12, temperature=0).text
+
+
+def given(folders: dict[str, Path]) -> list[str]:
+    return [word for name, folder in folders.items() for word in ("--adapter", f"{name}={folder}")]
+
+
+SHORT = ("-n", "12", "-t", "0")
+
+
+def test_generate_uses_the_first_and_lines_may_name_others(cli: Cli, folders: dict[str, Path], tmp_path: Path) -> None:
+    first = cli("generate", "The fox", *SHORT, *given(folders))
+    assert first.out.rstrip("\n") == text_of(folders["poet"], "The fox").rstrip("\n")
+    lines = tmp_path / "lines.jsonl"
+    names = ("poet", "clerk", None)
+    lines.write_text("".join(json.dumps({"prompt": "The fox", "adapter": name}) + "\n" for name in names))
+    printed = cli("generate", "--jsonl", str(lines), *SHORT, *given(folders)).out.splitlines()
+    for line, name in zip(printed, names, strict=True):
+        assert json.loads(line)["text"] == text_of(None if name is None else folders[name], "The fox")
+
+
+def test_chat_answers_with_the_first(cli: Cli, folders: dict[str, Path]) -> None:
+    said = cli("chat", "demo", *SHORT, *given(folders), input="Hi\n").out
+    assert said != cli("chat", "demo", *SHORT, input="Hi\n").out
+
+
+def test_lines_of_a_batch_call_adapters_as_models(cli: Cli, folders: dict[str, Path], tmp_path: Path) -> None:
+    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bodies = {
+        name: {"model": name, "prompt": "The fox", "max_tokens": 12, "temperature": 0} for name in ("demo", *folders)
+    }
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body} for name, body in bodies.items()
+    ]
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert cli("batch", str(source), str(results), *given(folders)).code == 0
+    for line in map(json.loads, results.read_text().splitlines()):
+        answer = line["response"]["body"]
+        assert answer["model"] == line["custom_id"]
+        assert answer["choices"][0]["text"] == text_of(folders.get(line["custom_id"]), "The fox")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--adapter", "poet"], "--adapter wants NAME=SOURCE, such as poet=my-adapter; got 'poet'"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter gives the name 'a' twice"),
+    ],
+)
+def test_what_is_no_name_and_source_is_told(cli: Cli, flags: list[str], message: str) -> None:
+    told = cli("generate", "The fox", *flags)
+    assert told.code == 2
+    assert message in told.err

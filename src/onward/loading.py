@@ -1,6 +1,5 @@
 """Load a language model, ready to decode, from a folder, a hub id or a name."""
 
-import itertools
 import logging
 import os
 import sys
@@ -11,45 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils.tqdm import tqdm
 
-from onward.adapters import Adapter, merged_params, read_adapter
+from onward.adapters import read_adapter
 from onward.checkpoint import (
     Checkpoint,
     CheckpointFolder,
-    GgufCheckpoint,
     Tokenizer,
     find_adapter,
     find_folder,
     open_checkpoint,
     page_releaser,
-    read_weights,
 )
-from onward.checkpoint.distributed import NameMapSource, is_distributed
+from onward.checkpoint.distributed import NameMapSource
 from onward.checkpoint.module import is_known, read_module
-from onward.checkpoint.quantized import read_manifest, read_quantized
-from onward.checkpoint.quantizers import Mxfp4, method_of
 from onward.checks import check_whole
 from onward.errors import CheckpointError, ConfigError, RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import LanguageModel
+from onward.loading_weights import LayersInPlace, WeightsReader
 from onward.messages import MessageFormat, checked_format
-from onward.models import (
-    Architecture,
-    Model,
-    build_model,
-    check_backend,
-    pack_layer,
-    pack_params,
-    read_config,
-    stack_params,
-)
+from onward.models import Architecture, Model, build_model, check_backend, pack_params, read_config
 from onward.models.hosted import host
 from onward.native import isa
-from onward.quantization import TensorReport, check_format, count_matrices, quantize_params
+from onward.quantization import check_format, quantize_params
 from onward.requests import LOOKUPS, Draft, generation_defaults
-
-# A bar is drawn for what takes longer.
-_BAR_DELAY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -144,9 +127,18 @@ def load(
     else:
         context = _context(config, max_seq_len)
         _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
-        with _Layers(len(config.layers), show and show_fraction is None, show_fraction) as layers:
-            params = _read_params(folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers)
-        model = build_model(config, params, context)
+        with LayersInPlace(len(config.layers), show and show_fraction is None, show_fraction) as layers:
+            reader = WeightsReader(
+                folder,
+                config,
+                torch_dtype,
+                torch_device,
+                format=quantize,
+                name_map=name_map,
+                adapter=adapter,
+                layers=layers,
+            )
+            model = build_model(config, reader.read(), context)
     if torch_device.type == "cpu":
         _keep_freed_memory()
     lm = LanguageModel(model, tokenizer, template, defaults, compile=compile, message_format=message_format)
@@ -199,140 +191,6 @@ def _read_hosted(
     if not model.compiles:
         warn(f"{type(module).__name__} runs eagerly: {model.why_eager}")
     return model
-
-
-def _read_params(
-    folder: Checkpoint,
-    config: Architecture,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    format: str | None,
-    name_map: NameMapSource,
-    adapter: Adapter | None,
-    layers: "_Layers",
-) -> Any:
-    """The weights: quantized where the folder or the caller says so, else packed for the kernels on a CPU."""
-    if isinstance(folder, GgufCheckpoint):
-        return _read_gguf(folder, config, dtype, device, format, name_map, adapter, layers)
-    manifest = read_manifest(folder.path, folder.config)
-    if manifest is not None:
-        if name_map is not None:
-            raise RequestError(
-                f"a name map is for a torch.distributed.checkpoint folder, and {folder.path} is quantized"
-            )
-        if format not in (None, manifest.format):
-            raise RequestError(f"{folder.path} is {manifest.format} already: load it without quantize={format!r}")
-        params = read_quantized(folder.path, manifest, config, dtype=dtype, device=device)
-        params = params if adapter is None else merged_params(config, params, adapter)
-        # This packs the matrices that a converter left in floats; quantized ones stay the pages of the mapped file.
-        return pack_params(params, release=layers.advance) if device.type == "cpu" else stack_params(params)
-    method = method_of(folder.config)
-    keeps_bits = isinstance(method, Mxfp4) and dtype != torch.float32 and device.type == "cpu"
-    if method is not None and format is None and not keeps_bits:
-        settings = folder.config.get("quantization_config") or folder.config["compression_config"]
-        warn(
-            f"{folder.path}: weights quantized by {settings['quant_method']} become floats as they are read, and so do "
-            "activations: quantize='int8' or 'int4' holds them in fewer bits"
-        )
-    # What is not mapped (a distributed checkpoint, repacked bits) is put together layer by layer: memory holds it once.
-    lean = device.type == "cpu" and (keeps_bits or (is_distributed(folder.path) and format is None))
-
-    def each_layer(layer: Any) -> Any:
-        whole = pack_layer(layer) if format is None else stack_params(layer)
-        page_releaser(folder.path)()
-        layers.advance()
-        return whole
-
-    params = read_weights(
-        folder.path,
-        config,
-        dtype=dtype,
-        device=device,
-        name_map=name_map,
-        each_layer=each_layer if lean else lambda layer: layer,
-        keeps_bits=keeps_bits,
-    )
-    params = params if adapter is None else merged_params(config, params, adapter)
-    release = page_releaser(folder.path)
-
-    def after_layer() -> None:
-        release()
-        layers.advance()
-
-    if format is not None:
-        # The matrices of all layers come one after another, the embedding before them.
-        ends = set(itertools.accumulate((count_matrices(layer) for layer in params.layers), initial=1))
-        done = itertools.count(1)
-
-        def after_matrix(report: TensorReport) -> None:
-            if next(done) in ends:
-                layers.advance()
-
-        params = quantize_params(params, format, progress=after_matrix, release=release, keep=keeps_bits)[0]
-        # What stays in floats (routers, convolutions) is packed as in a folder of quantized weights.
-        return pack_params(params) if device.type == "cpu" else params
-    if device.type != "cpu":
-        return stack_params(params)
-    return pack_params(params, release=release if lean else after_layer)
-
-
-def _read_gguf(
-    checkpoint: GgufCheckpoint,
-    config: Architecture,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    format: str | None,
-    name_map: NameMapSource,
-    adapter: Adapter | None,
-    layers: "_Layers",
-) -> Any:
-    """The weights of a GGUF file. Each layer is packed, and its pages are released, before the next is read."""
-    if name_map is not None:
-        raise RequestError(f"a name map is for a torch.distributed.checkpoint folder, and {checkpoint.path} is GGUF")
-    blocks = [name for name in checkpoint.types if name not in ("F32", "F16", "BF16")]
-    if format is not None and blocks:
-        raise RequestError(f"{checkpoint.path} is quantized already ({blocks[0]}): load it without quantize={format!r}")
-    release = checkpoint.page_releaser()
-
-    def each_layer(layer: Any) -> Any:
-        placed = pack_layer(layer) if device.type == "cpu" and format is None else layer
-        release()
-        layers.advance()
-        return placed
-
-    params = checkpoint.read_weights(config, dtype=dtype, device=device, each_layer=each_layer)
-    params = params if adapter is None else merged_params(config, params, adapter)
-    if format is not None:
-        return quantize_params(params, format, release=release)[0]
-    return pack_params(params, release=release) if device.type == "cpu" else params
-
-
-class _Layers:
-    """How many layers are in place: a bar on stderr once a second has passed, or a function's fraction.
-
-    show: draw the bar. tell: is called with the fraction.
-    """
-
-    def __init__(self, count: int, show: bool, tell: Callable[[float], None] | None) -> None:
-        self._count, self._done, self._tell = count, 0, tell
-        self._bar: Any = tqdm(  # type: ignore[no-untyped-call]
-            total=count, desc="Loading weights", unit="layer", disable=not show, delay=_BAR_DELAY_S, leave=False
-        )
-
-    def __enter__(self) -> "_Layers":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-
-    def advance(self) -> None:
-        """One more; what follows the last layer (a head, say) counts for none."""
-        if self._done == self._count:
-            return
-        self._done += 1
-        self._bar.update()
-        if self._tell is not None:
-            self._tell(self._done / self._count)
 
 
 def _as_source(source: str | os.PathLike[str]) -> str | Path:

@@ -1,0 +1,172 @@
+"""The weights of a checkpoint as they decode: read, merged with an adapter, quantized, packed for the kernels."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.utils.tqdm import tqdm
+
+from onward.adapters import Adapter, merged_params
+from onward.checkpoint import Checkpoint, GgufCheckpoint, page_releaser, read_weights
+from onward.checkpoint.distributed import NameMapSource, is_distributed
+from onward.checkpoint.quantized import Manifest, read_manifest, read_quantized
+from onward.checkpoint.quantizers import Mxfp4, method_of
+from onward.errors import RequestError, warn
+from onward.models import Architecture, pack_layer, pack_params, stack_params
+from onward.quantization import TensorReport, count_matrices, quantize_params
+
+# A bar is drawn for what takes longer.
+_BAR_DELAY_S = 1.0
+
+
+class LayersInPlace:
+    """How many layers are in place: a bar on stderr once a second has passed, or a function's fraction.
+
+    show: draw the bar. tell: is called with the fraction.
+    """
+
+    def __init__(self, count: int, show: bool, tell: Callable[[float], None] | None) -> None:
+        self._count, self._done, self._tell = count, 0, tell
+        self._bar: Any = tqdm(  # type: ignore[no-untyped-call]
+            total=count, desc="Loading weights", unit="layer", disable=not show, delay=_BAR_DELAY_S, leave=False
+        )
+
+    def __enter__(self) -> "LayersInPlace":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def advance(self) -> None:
+        """One more; what follows the last layer (a head, say) counts for none."""
+        if self._done == self._count:
+            return
+        self._done += 1
+        self._bar.update()
+        if self._tell is not None:
+            self._tell(self._done / self._count)
+
+
+@dataclass(frozen=True)
+class WeightsReader:
+    """Reads the params of a family's model.
+
+    dtype: of floats; None: that of the checkpoint. device: where they go. format: "int8" or "int4" to quantize to;
+    None: as they are. name_map: of a distributed checkpoint. adapter: merged before they are quantized.
+    """
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    dtype: torch.dtype | None
+    device: torch.device
+    format: str | None
+    name_map: NameMapSource
+    adapter: Adapter | None
+    layers: LayersInPlace
+
+    def read(self) -> Any:
+        """The params: quantized where the checkpoint or the caller says so, else packed for the kernels on a CPU.
+
+        Raises:
+            CheckpointError: weights are missing, damaged or of other shapes. RequestError: the options do not fit the
+            checkpoint.
+        """
+        if isinstance(self.checkpoint, GgufCheckpoint):
+            return self._read_gguf(self.checkpoint)
+        manifest = read_manifest(self.checkpoint.path, self.checkpoint.config)
+        return self._read_stock() if manifest is None else self._read_quantized(manifest)
+
+    def _read_gguf(self, checkpoint: GgufCheckpoint) -> Any:
+        """Each layer is packed, and its pages are released, before the next is read."""
+        self._refuse_name_map("GGUF")
+        blocks = [name for name in checkpoint.types if name not in ("F32", "F16", "BF16")]
+        if blocks:
+            self._refuse_format(blocks[0])
+        release = checkpoint.page_releaser()
+        params = checkpoint.read_weights(
+            self.architecture, dtype=self.dtype, device=self.device, each_layer=self._layer_by_layer(release)
+        )
+        return self._finished(params, self.format, release)
+
+    def _read_quantized(self, manifest: Manifest) -> Any:
+        """Quantized matrices stay the pages of the mapped file; what a converter left in floats is packed."""
+        self._refuse_name_map("quantized")
+        if self.format != manifest.format:
+            self._refuse_format(manifest.format)
+        params = read_quantized(self.checkpoint.path, manifest, self.architecture, dtype=self.dtype, device=self.device)
+        return self._finished(params, None, lambda: None)
+
+    def _read_stock(self) -> Any:
+        path, config = self.checkpoint.path, self.checkpoint.config
+        method = method_of(config)
+        keeps_bits = isinstance(method, Mxfp4) and self.dtype != torch.float32 and self.device.type == "cpu"
+        if method is not None and self.format is None and not keeps_bits:
+            settings = config.get("quantization_config") or config["compression_config"]
+            warn(
+                f"{path}: weights quantized by {settings['quant_method']} become floats as they are read, and so do "
+                "activations: quantize='int8' or 'int4' holds them in fewer bits"
+            )
+        # What is not mapped (a distributed checkpoint, repacked bits) is put together layer by layer: memory holds it
+        # once.
+        lean = self.device.type == "cpu" and (keeps_bits or (is_distributed(path) and self.format is None))
+        release = page_releaser(path)
+        params = read_weights(
+            path,
+            self.architecture,
+            dtype=self.dtype,
+            device=self.device,
+            name_map=self.name_map,
+            each_layer=self._layer_by_layer(release) if lean else lambda layer: layer,
+            keeps_bits=keeps_bits,
+        )
+        return self._finished(params, self.format, release, keep=keeps_bits)
+
+    def _layer_by_layer(self, release: Callable[[], None]) -> Callable[[Any], Any]:
+        """What is done to a layer before the next is read. release: lets go of the file's pages."""
+
+        def place(layer: Any) -> Any:
+            placed = pack_layer(layer) if self.format is None and self.device.type == "cpu" else stack_params(layer)
+            release()
+            self.layers.advance()
+            return placed
+
+        return place
+
+    def _finished(self, params: Any, format: str | None, release: Callable[[], None], *, keep: bool = False) -> Any:
+        """Merged, then quantized, then packed. keep: leave matrices that are in few bits already."""
+        if self.adapter is not None:
+            params = merged_params(self.architecture, params, self.adapter)
+
+        def after_layer() -> None:
+            release()
+            self.layers.advance()
+
+        if format is not None:
+            progress = self._after_matrix(params)
+            params = quantize_params(params, format, progress=progress, release=release, keep=keep)[0]
+        return pack_params(params, release=after_layer) if self.device.type == "cpu" else stack_params(params)
+
+    def _after_matrix(self, params: Any) -> Callable[[TensorReport], None]:
+        """Counts the layers whose matrices have all been quantized; they come in order, the embedding before them."""
+        ends = set(itertools.accumulate((count_matrices(layer) for layer in params.layers), initial=1))
+        done = itertools.count(1)
+
+        def after_matrix(report: TensorReport) -> None:
+            if next(done) in ends:
+                self.layers.advance()
+
+        return after_matrix
+
+    def _refuse_name_map(self, kind: str) -> None:
+        if self.name_map is not None:
+            raise RequestError(
+                f"a name map is for a torch.distributed.checkpoint folder, and {self.checkpoint.path} is {kind}"
+            )
+
+    def _refuse_format(self, own: str) -> None:
+        if self.format is not None:
+            raise RequestError(
+                f"{self.checkpoint.path} is quantized already ({own}): load it without quantize={self.format!r}"
+            )

@@ -22,7 +22,7 @@ from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
 from onward.adapters import Adapter, Update
 from onward.adapters.places import adaptable, part_names
-from onward.models import Linear, marked_parts
+from onward.models import Linear
 from onward.models.linear import is_marked
 from onward.ops.linear import weight_shape
 
@@ -97,8 +97,7 @@ def main() -> None:
         lm = onward.load(folder, quantize=None if precision == "bf16" else precision)
         for index in range(ROWS):
             lm.adapters.load(f"of row {index}", random_adapter(lm, arguments.rank, index), Path())
-        weights = sum(part.weight.nbytes for part in marked_parts(lm.model.params) if isinstance(part, Linear))
-        row = {"weight_bytes": weights, **measure(lm, arguments.rounds)}
+        row = measure(lm, arguments.rounds)
         result[precision] = row
         print(precision, row, flush=True)
         del lm

@@ -26,6 +26,9 @@ constexpr int64_t kRowsTogether = 4;   // neighbouring rows of one slot that sha
 constexpr int64_t kFewRows = 32;       // so few are cut singly, for the threads to share
 constexpr int64_t kBlocks = 8;         // runs of 16 outputs of a row that are summed together
 constexpr int64_t kAhead = 1 << 10;    // bytes
+// Runs of 16 numbers in a cache line: to ask for a line with each run of it would cost as much as its sum.
+template <class W>
+constexpr int64_t kRunsOfLine = 64 / (16 * int64_t(sizeof(W)));
 
 struct Call {
   const OnwardLora* parts;
@@ -73,7 +76,7 @@ void dots(const T* x, int64_t x_stride, const W* a, const float* factors, int64_
     f32x16 v[rows];
     for (int64_t r = 0; r < rows; ++r) v[r] = load_first(x + r * x_stride + k, n);
     for (int64_t j = 0; j < ranks; ++j) {
-      prefetch(reinterpret_cast<const char*>(a + j * inputs + k) + kAhead);
+      if (k / 16 % kRunsOfLine<W> == 0) prefetch(reinterpret_cast<const char*>(a + j * inputs + k) + kAhead);
       const f32x16 w = weights(a + j * inputs + k, n);
       for (int64_t r = 0; r < rows; ++r) sums[r][j] = fma(w, v[r], sums[r][j]);
     }
@@ -129,7 +132,8 @@ void add_products(const OnwardLora& o, const float* t, int64_t row, int64_t s, i
   }
   for (int64_t j = 0; j < o.ranks[s]; ++j) {
     for (int64_t c = 0; c < blocks; ++c) {
-      prefetch(b + j * o.outputs + 16 * (blocks + c));  // what the next outputs will read
+      // What the next outputs will read.
+      if (c % kRunsOfLine<W> == 0) prefetch(b + j * o.outputs + 16 * (blocks + c));
       const f32x16 w = weights(b + j * o.outputs + 16 * c, n - 16 * c);
       for (int64_t r = 0; r < rows; ++r) sums[r][c] = fma(splat(t[(row + r) * o.rank + j]), w, sums[r][c]);
     }

@@ -25,6 +25,37 @@ def test_a_written_folder_is_the_model_quantized_while_loading(cli: Cli, tmp_pat
     assert len(texts) == 1
 
 
+def test_calibrated_weights_come_with_the_errors_of_their_outputs(cli: Cli, tmp_path: Path) -> None:
+    written = cli("quantize", "demo", str(tmp_path / "fed"), "--format", "int4", "--calibrate", "--seed", "3")
+    assert (written.code, written.err) == (0, "")
+    lines = [line.split() for line in written.out.splitlines()[:-1]]
+    assert [line[1] for line in lines] == ["bits"] * 43  # 7 matrices in each of 6 layers, and the tied head
+    rms, of_outputs = (sum(float(line[column].rstrip("%")) for line in lines) for column in (2, 3))
+    assert of_outputs < rms
+    cli("quantize", "demo", str(tmp_path / "nearest"), "--format", "int4")
+    fed, nearest = (onward.load(tmp_path / name).model.params for name in ("fed", "nearest"))
+    assert fed.lm_head.weight.nbytes == nearest.lm_head.weight.nbytes
+    assert not fed.lm_head.weight.data.equal(nearest.lm_head.weight.data)
+
+
+def test_a_budget_of_bits_is_kept_and_what_each_matrix_costs_is_told(cli: Cli, tmp_path: Path) -> None:
+    written = cli("quantize", "demo", str(tmp_path / "mixed"), "--bits", "5.5")
+    assert (written.code, written.err) == (0, "")
+    *matrices, last = written.out.splitlines()
+    assert all("nats" in line for line in matrices)
+    assert {line.split()[0].partition(".")[0] for line in matrices} == {"4", "8"}
+    bits = float(last.split(" bits a weight")[0].rpartition(" ")[2])
+    assert 5.3 < bits <= 5.5
+    assert "int4 and int8" in last
+    assert "int4 and int8" in cli("info", str(tmp_path / "mixed")).out
+    assert cli("generate", "Once", "-m", str(tmp_path / "mixed"), "-n", "5", "-t", "0").code == 0
+    assert "leave out --format" in cli("quantize", "demo", "x", "--bits", "5", "--format", "int4").err
+    assert (
+        "int4 takes 4.5 bits a weight of this model; got a budget of 4"
+        in cli("quantize", "demo", str(tmp_path / "x"), "--bits", "4").err
+    )
+
+
 def test_a_full_folder_is_not_overwritten(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     result = cli("quantize", "demo", str(tmp_path))

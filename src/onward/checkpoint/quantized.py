@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from onward.ops.quantized import ROUNDED_FORMATS
 from onward.ops.quantized_layout import GROUP, data_shape
 
 MANIFEST = "onward_quantization"
-VERSION = 1
+# Of one format for all matrices, and of one for each.
+VERSION, MIXED_VERSION = 1, 2
 ALIGNMENT = 64
 
 _COPIED = (
@@ -48,11 +49,16 @@ _DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torc
 class Manifest:
     """What config.json says of the quantized matrices.
 
-    format: "int8" or "int4". shapes: stock name -> (N, K) of the weight that the bytes stand for.
+    shapes: stock name -> (N, K) of the weight that the bytes stand for. formats: stock name -> "int8" or "int4".
     """
 
-    format: str
     shapes: Mapping[str, tuple[int, int]]
+    formats: Mapping[str, str]
+
+    @property
+    def format(self) -> str:
+        """The format of all, or those that there are: "int4 and int8"."""
+        return " and ".join(sorted(set(self.formats.values())))
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -70,20 +76,31 @@ def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
     where = f"{folder}: config.json: {MANIFEST}"
     if not isinstance(manifest, dict):
         raise ConfigError(f"{where} must be an object; got {manifest!r}: quantize the checkpoint again")
-    if not _is_whole(manifest.get("version"), VERSION):
+    version = manifest.get("version")
+    if not (_is_whole(version, VERSION) or _is_whole(version, MIXED_VERSION)):
         raise ConfigError(
-            f"{where} is of version {manifest.get('version')!r}, and this Onward reads version {VERSION}: quantize the "
-            "checkpoint again with this one, or use the Onward that wrote it"
+            f"{where} is of version {version!r}, and this Onward reads versions {VERSION} and {MIXED_VERSION}: "
+            "quantize the checkpoint again with this one, or use the Onward that wrote it"
         )
-    format = manifest.get("format")
+    if version == VERSION:
+        _check_format(where, manifest.get("format"), manifest)
+    tensors = manifest.get("tensors")
+    if not isinstance(tensors, dict) or not tensors:
+        raise ConfigError(f"{where}: 'tensors' must map names to {{'shape': [N, K]}}; got {tensors!r}")
+    shapes = {name: _shape(f"{where}: {name}", entry) for name, entry in tensors.items()}
+    if version == VERSION:
+        of_all: str = manifest["format"]
+        return Manifest(shapes, dict.fromkeys(shapes, of_all))
+    for name, entry in tensors.items():
+        _check_format(f"{where}: {name}", entry.get("format"), manifest)
+    return Manifest(shapes, {name: entry["format"] for name, entry in tensors.items()})
+
+
+def _check_format(where: str, format: Any, manifest: Mapping[str, Any]) -> None:
     if not isinstance(format, str) or format not in ROUNDED_FORMATS:
         raise ConfigError(f"{where}: format must be {' or '.join(map(repr, ROUNDED_FORMATS))}; got {format!r}")
     if format == "int4" and not _is_whole(manifest.get("group"), GROUP):
         raise ConfigError(f"{where}: int4 has groups of {GROUP}; got group {manifest.get('group')!r}")
-    tensors = manifest.get("tensors")
-    if not isinstance(tensors, dict) or not tensors:
-        raise ConfigError(f"{where}: 'tensors' must map names to {{'shape': [N, K]}}; got {tensors!r}")
-    return Manifest(format, {name: _shape(f"{where}: {name}", entry) for name, entry in tensors.items()})
 
 
 def _is_whole(value: Any, number: int) -> bool:
@@ -148,7 +165,8 @@ class _QuantizedTensors:
         assert self._stock.dtype is not None
         self._taken.add(name)
         data = self._read_data(name, (shape[0], shape[1]))
-        return QuantizedWeight(data.to(self._device), self._manifest.format, (shape[0], shape[1]), self._stock.dtype)
+        format = self._manifest.formats[name]
+        return QuantizedWeight(data.to(self._device), format, (shape[0], shape[1]), self._stock.dtype)
 
     def check_left(self) -> None:
         """Raise if a tensor was not taken: config.json, manifest and weights are then of different models."""
@@ -166,11 +184,12 @@ class _QuantizedTensors:
             raise CheckpointError(
                 f"{self._folder / WEIGHTS}: tensor {name!r} cannot be read: {one_line(error)}"
             ) from error
-        expected_shape = data_shape(self._manifest.format, shape)
+        format = self._manifest.formats[name]
+        expected_shape = data_shape(format, shape)
         if data.dtype != torch.uint8 or tuple(data.shape) != expected_shape:
             raise CheckpointError(
                 f"{self._folder / WEIGHTS}: tensor {name!r} is {data.dtype} {list(data.shape)}, but "
-                f"{self._manifest.format} packs {list(shape)} into uint8 {list(expected_shape)}: quantize the "
+                f"{format} packs {list(shape)} into uint8 {list(expected_shape)}: quantize the "
                 "checkpoint again"
             )
         # The kernels read whole cache lines, so data that another writer did not align are copied.
@@ -226,15 +245,17 @@ def write_quantized(
     check_destination(destination)
     weights = _by_stock_name(config, params, errors or {})
     formats = {weight.format for weight, _ in weights.values() if isinstance(weight, QuantizedWeight)}
-    if len(formats) != 1:
-        raise RequestError(f"a quantized folder holds weights of one format; got {sorted(formats) or 'none'}")
+    if others := formats - set(ROUNDED_FORMATS):
+        raise RequestError(f"a quantized folder holds weights in {' and '.join(ROUNDED_FORMATS)}; got {sorted(others)}")
+    if not formats:
+        raise RequestError("a quantized folder holds quantized weights; got none")
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
     try:
-        _copy_small_files(source.path, partial)
-        _write_config(source, weights, formats.pop(), partial)
-        _write_safetensors(
+        copy_small_files(source.path, partial)
+        _write_config(source, weights, formats, partial)
+        write_safetensors(
             {name: w.data if isinstance(w, QuantizedWeight) else w for name, (w, _) in weights.items()},
             partial / WEIGHTS,
         )
@@ -269,31 +290,38 @@ def _by_stock_name(config: Architecture, params: Any, errors: Mapping[str, float
     return named
 
 
+def weights_by_stock_name(config: Architecture, params: Any) -> dict[str, Tensor | QuantizedWeight]:
+    """Stock name -> weight, of params that are stock or quantized; a tied weight is there once."""
+    return {name: weight for name, (weight, _) in _by_stock_name(config, params, {}).items()}
+
+
 def _one_by_one(part: Any) -> Any:
     """A checkpoint names the weight of each expert."""
     return part._replace(weight=part.matrices) if isinstance(part, ExpertLinear) else part
 
 
-def _copy_small_files(source: Path, destination: Path) -> None:
+def copy_small_files(source: Path, destination: Path) -> None:
     for name in _COPIED:
         if (source / name).is_file():
             (destination / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, destination / name)
 
 
-def _write_config(source: CheckpointFolder, weights: _Named, format: str, destination: Path) -> None:
+def _write_config(source: CheckpointFolder, weights: _Named, formats: Set[str], destination: Path) -> None:
     tensors: dict[str, Any] = {}
+    is_mixed = len(formats) > 1
     for name, (weight, error) in weights.items():
         if isinstance(weight, QuantizedWeight):
             tensors[name] = {"shape": list(weight.shape)}
+            tensors[name] |= {"format": weight.format} if is_mixed else {}
             tensors[name] |= {} if error is None else {"relative_rms_error": float(f"{error:.4g}")}
-    group = {"group": GROUP} if format == "int4" else {}
-    manifest = {"version": VERSION, "format": format, **group, "tensors": tensors}
-    text = json.dumps(source.config | {MANIFEST: manifest}, indent=2)
+    version = {"version": MIXED_VERSION} if is_mixed else {"version": VERSION, "format": next(iter(formats))}
+    group = {"group": GROUP} if "int4" in formats else {}
+    text = json.dumps(source.config | {MANIFEST: version | group | {"tensors": tensors}}, indent=2)
     (destination / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Write the safetensors format, with each tensor of a multiple of 64 bytes at a multiple of 64 bytes.
 
     `safetensors.torch.save_file` does not align so: it puts floats before bytes and does not pad its header.

@@ -8,6 +8,7 @@ import typer
 
 from onward.cli.prompt import expanded, expanded_source
 from onward.cli.terminal import is_terminal, waiting
+from onward.errors import RequestError
 
 if TYPE_CHECKING:
     from onward.quantization import TensorReport
@@ -17,27 +18,55 @@ def quantize(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder, a hub id, or the bundled 'demo'.")],
     destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="A folder that is absent or empty.")],
     *,
-    format: Annotated[str, typer.Option("--format", metavar="NAME", help="int8 or int4.")] = "int8",
+    format: Annotated[
+        str | None, typer.Option("--format", metavar="NAME", help="int8 (the default) or int4.", show_default=False)
+    ] = None,
+    bits: Annotated[
+        float | None, typer.Option("--bits", metavar="B", help="At most B bits a weight: int8 where it gains most.")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fewer errors in as many bytes, in minutes: see above.")
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, metavar="S", help="Of the texts of --calibrate.")] = 0,
 ) -> None:
     """Write a checkpoint's weights in 8 or 4 bits.
 
-    Every command takes the folder as --model. Printed is each matrix with
-    its error: the root mean square of the change, relative to the weights'.
-    """
-    with waiting("starting …"):
-        from onward.quantization import quantize_folder
+    Every command takes the folder as --model. Printed is each matrix with its
+    bits and its error: the root mean square of the change, relative to the
+    weights'.
 
-    with waiting(f"quantizing {source} …"):
+    With --calibrate the model first writes texts, and the weights are rounded
+    for small errors on these (GPTQ). There is then the error of each matrix's
+    outputs on them, too, and that of the weights becomes larger.
+
+    With --bits, what each matrix costs in int4 is measured: the divergence of
+    the model from what it was, in nats a token. Those that cost most for
+    their size get int8, as far as the bits go.
+    """
+    if format is not None and bits is not None:
+        raise RequestError("--bits chooses among the formats itself: leave out --format")
+    with waiting("starting …"):
+        from onward.quantization import Calibration, quantize_folder
+
+    with waiting(f"quantizing {source} …") as show:
         reports = quantize_folder(
             expanded_source(source),
             expanded(destination),
-            format,
+            bits or format or "int8",
             progress=_show,
             show_downloads=is_terminal(sys.stderr),
+            show_fraction=show,
+            calibrate=Calibration(seed=seed) if calibrate else None,
         )
     size = sum(report.nbytes for report in reports)
-    typer.echo(f"{len(reports)} matrices, {size / 1e6:,.1f} MB in {format}: {destination}")
+    bits = 8 * size / sum(rows * inputs for rows, inputs in (report.shape for report in reports))
+    formats = " and ".join(sorted({report.format for report in reports}))
+    sizes = f"{len(reports)} matrices, {size / 1e6:,.1f} MB in {formats}, {bits:.2f} bits a weight"
+    typer.echo(f"{sizes}: {destination}")
 
 
 def _show(report: "TensorReport") -> None:
-    typer.echo(f"{report.relative_rms_error:8.4%}  {report.name}")
+    of_outputs = "" if report.relative_output_error is None else f"{report.relative_output_error:.4%} of outputs"
+    cost = "" if report.divergence is None else f"{report.divergence:.2e} nats"
+    columns = f"{report.bits:5.2f} bits", f"{report.relative_rms_error:8.4%}", of_outputs, cost, report.name
+    typer.echo("  ".join(column for column in columns if column))

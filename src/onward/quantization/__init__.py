@@ -4,8 +4,11 @@ small = onward.quantize(lm, "int4")
 onward.quantization.quantize_folder("Qwen/Qwen3-0.6B", "qwen3-int4", "int4")    # then onward.load("qwen3-int4")
 """
 
+from onward.quantization.calibration import Calibration, calibration_ids
+from onward.quantization.feedback import quantize_with_feedback, relative_output_error
 from onward.quantization.folder import quantize_folder
-from onward.quantization.params import Progress, TensorReport, count_matrices, quantize, quantize_params
+from onward.quantization.model import quantize
+from onward.quantization.params import Progress, TensorReport, count_matrices, quantize_params
 from onward.quantization.rounding import (
     check_format,
     quantize_int4,
@@ -15,8 +18,10 @@ from onward.quantization.rounding import (
 )
 
 __all__ = [
+    "Calibration",
     "Progress",
     "TensorReport",
+    "calibration_ids",
     "check_format",
     "count_matrices",
     "quantize",
@@ -25,5 +30,7 @@ __all__ = [
     "quantize_int8",
     "quantize_params",
     "quantize_weight",
+    "quantize_with_feedback",
+    "relative_output_error",
     "relative_rms_error",
 ]

@@ -1,6 +1,7 @@
 """Quantize a checkpoint folder into another folder."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,32 +9,42 @@ import torch
 from onward.checkpoint import CheckpointFolder, find_folder, page_releaser, read_weights
 from onward.checkpoint.quantized import check_destination, read_manifest, write_quantized
 from onward.errors import RequestError
-from onward.models import read_config
-from onward.quantization.params import Progress, TensorReport, quantize_params
+from onward.language_model import LanguageModel
+from onward.models import Model, build_model, pack_params, read_config
+from onward.quantization.calibration import Calibration
+from onward.quantization.model import quantized_params
+from onward.quantization.params import Progress, TensorReport
 from onward.quantization.rounding import check_format
+from onward.requests import generation_defaults
 
 
 def quantize_folder(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    format: str,
+    format: str | float,
     *,
     progress: Progress | None = None,
     show_downloads: bool = False,
+    show_fraction: Callable[[float], None] = lambda fraction: None,
+    calibrate: Calibration | None = None,
 ) -> list[TensorReport]:
     """Quantize a checkpoint into a folder that `onward.load` maps into memory.
 
     Args:
         source: a folder, a hub id or "demo", as for `onward.load`.
         destination: a folder that is absent or empty. It appears when all is written, or not at all.
-        format: "int8" or "int4".
+        format: "int8" or "int4", or a number, the most bits a weight on average (`onward.quantize`).
         progress: called after each matrix with its report.
         show_downloads: show bars while a hub id is fetched.
+        show_fraction: called after each matrix with the fraction that is done, from 0 to 1; where a budget of bits is
+            spent, first with that of the matrices that are measured.
+        calibrate: as for `onward.quantize`.
 
     Returns:
         The report of each matrix.
     """
-    check_format(format)
+    if isinstance(format, str):
+        check_format(format)
     target = Path(destination).expanduser()
     check_destination(target)
     path = find_folder(source if isinstance(source, str) else Path(source), progress=show_downloads)
@@ -41,8 +52,20 @@ def quantize_folder(
     if (manifest := read_manifest(path, folder.config)) is not None:
         raise RequestError(f"{path} is {manifest.format} already: quantize the checkpoint that it was made from")
     config = read_config(folder.config)
-    stock = read_weights(path, config, dtype=None, device=torch.device("cpu"))
-    params, reports = quantize_params(stock, format, progress=progress, release=page_releaser(path))
+    params = read_weights(path, config, dtype=None, device=torch.device("cpu"))
+    release = page_releaser(path)
+    if calibrate is None and isinstance(format, str):
+        lm = LanguageModel(build_model(config, params))
+    else:
+        lm = _writer(folder, build_model(config, pack_params(params, release=release)))
+    params, reports = quantized_params(lm, format, calibrate, progress, show_fraction, release)
     errors = {report.name: report.relative_rms_error for report in reports}
     write_quantized(folder, config, params, target, errors)
     return reports
+
+
+def _writer(folder: CheckpointFolder, model: Model) -> LanguageModel:
+    """The model of a folder, as far as it takes to write texts."""
+    eos, tokenizer = folder.eos, folder.tokenizer
+    defaults = generation_defaults(folder.generation_config, eos, has_text=tokenizer is not None, folder=folder.path)
+    return LanguageModel(model, tokenizer, defaults=defaults)

@@ -1,19 +1,19 @@
-"""Quantize every matrix of a model."""
+"""Quantize every matrix of some params."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, overload
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onward.checkpoint.quantized import parameter_name
 from onward.errors import RequestError
-from onward.language_model import LanguageModel
-from onward.models import Embedding, ExpertLinear, Model, Router, ShortConv, map_marked, marked_parts
+from onward.models import Embedding, ExpertLinear, Router, ShortConv, map_marked, marked_parts
 from onward.ops import QuantizedExperts, QuantizedWeight, Weight
 from onward.ops.linear import OneDnnWeight, stock_weight, weight_shape
 from onward.ops.packed import NativeWeight
+from onward.quantization.feedback import quantize_with_feedback
 from onward.quantization.rounding import check_format, quantize_and_measure
 
 
@@ -24,52 +24,30 @@ class TensorReport:
     name: its place in the params, such as "layers.3.mixer.q_proj.weight".
     relative_rms_error: sqrt(sum (w - w')² / sum w²).
     nbytes: of the quantized weight.
+    format: "int8" or "int4".
+    relative_output_error: the same of the outputs, on the text of a calibration; None where the matrix was rounded
+        to nearest.
+    divergence: what it costs to have this matrix in int4, rounded to nearest, and no other: the KL divergence from the
+        model as it was, in nats a token. It is what a budget of bits is spent by; None where there is none.
     """
 
     name: str
     shape: tuple[int, int]
     relative_rms_error: float
     nbytes: int
+    format: str
+    relative_output_error: float | None = None
+    divergence: float | None = None
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight, scales and all."""
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
 
 _KEPT = Router | ShortConv  # in floats: they decide much, and are small
 
 Progress = Callable[[TensorReport], None]
-
-
-@overload
-def quantize(model: Model, format: str, *, progress: Progress | None = None) -> Model: ...
-
-
-@overload
-def quantize(model: LanguageModel, format: str, *, progress: Progress | None = None) -> LanguageModel: ...
-
-
-def quantize(model: Model | LanguageModel, format: str, *, progress: Progress | None = None) -> Model | LanguageModel:
-    """The same model with all its matrices in 8 or 4 bits, the embedding and the head among them.
-
-    Norms, biases, short convolutions and the routers of experts stay. The original model is not changed; drop it to
-    free its weights.
-
-    Args:
-        model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
-        format: "int8" (a scale for each row) or "int4" (a scale for each 32 inputs of a row).
-        progress: called with each matrix's report, in order. A tied pair has one report.
-
-    Raises:
-        RequestError: another format, a model of no built-in family, a model that is quantized already, or weights that
-            are not finite. A forward of your own can call `ops.linear` with weights from `quantize_int8` and
-            `quantize_int4`.
-    """
-    if isinstance(model, LanguageModel):
-        return model.with_model(quantize(model.model, format, progress=progress))
-    if not marked_parts(model.params):
-        raise RequestError(
-            f"quantize finds matrices by their types, Linear and Embedding; got a model whose params are "
-            f"{type(model.params).__name__}, without any: make its weights with quantize_int8 or quantize_int4"
-        )
-    params, _ = quantize_params(model.params, format, progress=progress)
-    return replace(model, params=params)
 
 
 def quantize_params(
@@ -89,36 +67,99 @@ def quantize_params(
         release: called after each matrix, when its stock weight has been read for the last time.
         keep: leave experts that are quantized already as they are; else they are an error.
     """
-    check_format(format)
-    reports: list[TensorReport] = []
-    quantized_by_id: dict[int, QuantizedWeight] = {}
-    embeddings = [part.weight for part in marked_parts(params) if isinstance(part, Embedding)]
+    quantizer = ParamsQuantizer(params, format, progress, release, keep)
+    return quantizer.quantized(params), quantizer.reports
 
-    def quantized(name: str, weight: Weight) -> QuantizedWeight:
-        result, report = _quantize(name, stock_weight(weight), format)
-        reports.append(report)
-        if progress is not None:
-            progress(report)
-        release()
-        return result
 
-    def convert(path: tuple[Any, ...], part: Any) -> Any:
-        name = f"{parameter_name(path)}.weight"
-        if keep and isinstance(part, ExpertLinear) and _is_quantized(part):
-            return part._replace(weight=part.together)
-        if isinstance(part.weight, QuantizedWeight | QuantizedExperts):
-            raise RequestError(f"{name} is {part.weight.format} already: quantize the model in its stock weights")
-        if isinstance(part, _KEPT):
-            return part
-        if isinstance(part, ExpertLinear):
-            experts = [quantized(f"{name}.{index}", weight) for index, weight in enumerate(part.matrices)]
-            return part._replace(weight=QuantizedExperts.stack(experts))
-        source = _tied_to(part.weight, embeddings)
-        if id(source) not in quantized_by_id:
-            quantized_by_id[id(source)] = quantized(name, source)
-        return part._replace(weight=quantized_by_id[id(source)])
+class Choice(NamedTuple):
+    """The format of a matrix. divergence: what int4 alone costs there, where that was measured (`TensorReport`)."""
 
-    return map_marked(convert, params), reports
+    format: str
+    divergence: float | None = None
+
+
+class ParamsQuantizer:
+    """Quantizes the matrices of params, all at once or one part after another.
+
+    reports: of the matrices so far. The arguments are those of `quantize_params`; format may be a choice for each
+    matrix, by the name of its part, such as "layers.3.mixer.q_proj.weight".
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        format: str | Mapping[str, Choice],
+        progress: Progress | None = None,
+        release: Callable[[], None] = lambda: None,
+        keep: bool = False,
+    ) -> None:
+        if isinstance(format, str):
+            check_format(format)
+        self.reports: list[TensorReport] = []
+        self._count = count_matrices(params)
+        self._format = format
+        self._progress, self._release, self._keep = progress, release, keep
+        self._by_id: dict[int, QuantizedWeight] = {}
+        self._embeddings = [part.weight for part in marked_parts(params) if isinstance(part, Embedding)]
+
+    @property
+    def fraction(self) -> float:
+        """How much is done, from 0 to 1, by the number of matrices; a head that is tied counts for one."""
+        return min(1.0, len(self.reports) / self._count)
+
+    def quantized(
+        self, params: Any, under: tuple[Any, ...] = (), hessians: Mapping[tuple[Any, ...], Tensor] | None = None
+    ) -> Any:
+        """The params with their matrices quantized.
+
+        Args:
+            under: the path of these params in those of the model.
+            hessians: for paths of `Linear` in these params the Hessian of the inputs, for error feedback
+                (`onward.quantization.feedback`). All other matrices are rounded to nearest.
+        """
+        known = {} if hessians is None else hessians
+
+        def convert(path: tuple[Any, ...], part: Any) -> Any:
+            name = f"{parameter_name((*under, *path))}.weight"
+            if self._keep and isinstance(part, ExpertLinear) and _is_quantized(part):
+                return part._replace(weight=part.together)
+            if isinstance(part.weight, QuantizedWeight | QuantizedExperts):
+                raise RequestError(f"{name} is {part.weight.format} already: quantize the model in its stock weights")
+            if isinstance(part, _KEPT):
+                return part
+            if isinstance(part, ExpertLinear):
+                choice = self._choice(name)
+                experts = [
+                    self._quantize(f"{name}.{index}", weight, choice) for index, weight in enumerate(part.matrices)
+                ]
+                return part._replace(weight=QuantizedExperts.stack(experts))
+            source = _tied_to(part.weight, self._embeddings)
+            if id(source) not in self._by_id:
+                self._by_id[id(source)] = self._quantize(name, source, self._choice(name), known.get(path))
+            return part._replace(weight=self._by_id[id(source)])
+
+        return map_marked(convert, params)
+
+    def _choice(self, name: str) -> Choice:
+        return Choice(self._format) if isinstance(self._format, str) else self._format[name]
+
+    def _quantize(self, name: str, weight: Weight, choice: Choice, hessian: Tensor | None = None) -> QuantizedWeight:
+        of_outputs = None
+        try:
+            if hessian is None:
+                quantized, error = quantize_and_measure(stock_weight(weight), choice.format)
+            else:
+                quantized, error, of_outputs = quantize_with_feedback(stock_weight(weight), hessian, choice.format)
+        except RequestError as refused:
+            raise RequestError(f"{name}: {refused}") from refused
+        report = TensorReport(
+            name, quantized.shape, error, quantized.nbytes, quantized.format, of_outputs, choice.divergence
+        )
+        self.reports.append(report)
+        if self._progress is not None:
+            self._progress(report)
+        self._release()
+        return quantized
 
 
 def count_matrices(params: Any) -> int:
@@ -134,14 +175,6 @@ def _count(part: Any) -> int:
 
 def _is_quantized(experts: ExpertLinear) -> bool:
     return isinstance(experts.matrices[0], QuantizedWeight)
-
-
-def _quantize(name: str, weight: Tensor, format: str) -> tuple[QuantizedWeight, TensorReport]:
-    try:
-        quantized, error = quantize_and_measure(weight, format)
-    except RequestError as refused:
-        raise RequestError(f"{name}: {refused}") from refused
-    return quantized, TensorReport(name, quantized.shape, error, quantized.nbytes)
 
 
 def _tied_to(weight: Weight, embeddings: Sequence[Weight]) -> Weight:

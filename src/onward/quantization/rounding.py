@@ -15,7 +15,7 @@ from onward.ops.quantized import ROUNDED_FORMATS, QuantizedWeight
 
 # Scales that `quantize_int4` tries for a group: where the element of largest magnitude comes to lie. Beyond the ends
 # -8 and 7 it is clipped. A grid forty times as fine errs 0.05 to 0.4 % less (docs/quantization.md).
-_EXTREME_AT = (-9.5, -9.0, -8.5, -8.0, -7.5, -7.0, 6.0, 6.67, 7.33, 8.0)
+INT4_PLACES = (-9.5, -9.0, -8.5, -8.0, -7.5, -7.0, 6.0, 6.67, 7.33, 8.0)
 _REFINEMENTS = 2
 # The places of rules that do not search: absmax and llama.cpp's Q4_0. They are kept where the search is not better.
 _PLAIN = (7.0, -8.0)
@@ -157,14 +157,14 @@ def _best_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _search(groups: Tensor, extreme: Tensor) -> Tensor:
-    """The best least-squares scale [G] over the places in `_EXTREME_AT`.
+    """The best least-squares scale [G] over the places in `INT4_PLACES`.
 
     The scale sum(q x) / sum(q²) leaves the error sum(x²) - sum(q x)² / sum(q²): the second term is what to maximise.
     """
     reciprocal = torch.where(extreme.abs() < _SMALLEST_INT4, 0.0, 1 / extreme)
     best_gain, best_scale = torch.zeros_like(extreme), extreme / 7
     q = torch.empty_like(groups)
-    for place in _EXTREME_AT:
+    for place in INT4_PLACES:
         torch.mul(groups, reciprocal * place, out=q).round_().clamp_(-8, 7)
         product, size = _moments(q, groups)
         scale = product / size

@@ -3,7 +3,7 @@
 Shapes: B rows, T new tokens, D hidden_size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -126,30 +126,38 @@ class Decoder:
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, KVCache | PagedKVCache]:
         """The forward of `onward.models.model`."""
+        x_BTD, positions, given = self.embedded(tokens, offsets, params)
+        for layer, layer_params, index, own in zip(self.layers, params.layers, self.places(), given, strict=True):
+            x_BTD = layer(layer_params, x_BTD, positions, cache, index, own)
+        if logits_at is not None:
+            x_BTD = take_positions(x_BTD, logits_at)
+        return self.logits(params, self.norm(params.norm, x_BTD)), cache
+
+    def embedded(
+        self, tokens: Tensor, offsets: Tensor, params: DecoderParams
+    ) -> tuple[Tensor, Positions, Sequence[Tensor | None]]:
+        """What the first layer gets, float [B, T, D]; where the tokens stand; and what each layer is given beside."""
         positions = Positions(tokens, offsets, self.max_seq_len or self.max_position_embeddings)
         x_BTD = params.embed_tokens(tokens)
         if self.embedding_multiplier != 1.0:
             x_BTD = x_BTD * self._multiplier(x_BTD.dtype)
-        given = None
-        if self.layer_embeddings is not None and params.layer_embeddings is not None:
-            given = self.layer_embeddings(params.layer_embeddings, tokens, x_BTD).unbind(2)
-        layers = enumerate(zip(self.layers, params.layers, self._places(), strict=True))
-        for number, (layer, layer_params, index) in layers:
-            own = None if given is None else given[number]
-            x_BTD = layer(layer_params, x_BTD, positions, cache, index, own)
-        if logits_at is not None:
-            x_BTD = take_positions(x_BTD, logits_at)
-        logits = params.lm_head(self.norm(params.norm, x_BTD))
+        if self.layer_embeddings is None or params.layer_embeddings is None:
+            return x_BTD, positions, [None] * len(self.layers)
+        return x_BTD, positions, self.layer_embeddings(params.layer_embeddings, tokens, x_BTD).unbind(2)
+
+    def logits(self, params: DecoderParams, normed: Tensor) -> Tensor:
+        """The head: float [..., D] after the last norm -> [..., V]."""
+        logits = params.lm_head(normed)
         if self.logits_multiplier != 1.0:
             logits = logits * self.logits_multiplier
         if self.logits_softcap is not None:
             logits = torch.tanh(logits / self.logits_softcap) * self.logits_softcap
-        return logits, cache
+        return logits
 
     def _multiplier(self, dtype: torch.dtype) -> float:
         return rounded(self.embedding_multiplier, dtype) if self.rounds_multiplier else self.embedding_multiplier
 
-    def _places(self) -> Iterator[int]:
+    def places(self) -> Iterator[int]:
         """The place of each layer in the cache, among those that keep keys and values or among the recurrent ones: a
         layer that keeps nothing reads that of the layer before it."""
         place = state = -1

@@ -1,0 +1,180 @@
+"""Round a matrix column by column, each column's error made up for by those that follow (GPTQ, arXiv 2210.17323).
+
+The error that counts is that of the outputs on known inputs: tr(E H E^T), with E = W - W' and the Hessian H = X^T X of
+the inputs X [T, K]. Scales stay those of the format, in the same bytes.
+
+Shapes: N rows (outputs), K inputs, T tokens.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onward.errors import RequestError
+from onward.ops import quantized_layout as layout
+from onward.ops.quantized import QuantizedWeight
+from onward.quantization.rounding import INT4_PLACES, quantize_and_measure, relative_rms_error
+
+# Added to the diagonal of H, relative to its mean, as in the paper; ten times as much wherever H is not yet definite.
+_DAMPING = 0.01
+_REFINEMENTS = 2
+# Rows that are rounded together. A row knows nothing of another, so this bounds memory and changes nothing.
+_ROWS = 8192
+_LARGEST_SCALE = torch.finfo(torch.float16).max
+
+
+class Rounded(NamedTuple):
+    """A quantized weight, its relative RMS error, and `relative_output_error` on the inputs of the Hessian."""
+
+    weight: QuantizedWeight
+    relative_rms_error: float
+    relative_output_error: float
+
+
+def quantize_with_feedback(weight: Tensor, hessian: Tensor, format: str) -> Rounded:
+    """Quantize for small errors of the outputs on the inputs that `hessian` is of.
+
+    Groups of int4 are taken by their inputs' energy, greatest first, and so are the inputs in a group. A group's scale
+    is chosen when its turn has come, for the weights as the errors before have changed them. Where rounding to nearest
+    errs less, it is kept.
+
+    Args:
+        weight: float [N, K], finite.
+        hessian: float32 [K, K], X^T X of inputs X, up to a factor.
+        format: "int8" or "int4".
+
+    Raises:
+        RequestError: as `quantize_weight`, or a Hessian of another size or that is not finite.
+    """
+    nearest, error = quantize_and_measure(weight, format)
+    rows, inputs = nearest.shape
+    if hessian.shape != (inputs, inputs) or not bool(hessian.isfinite().all()):
+        raise RequestError(
+            f"a weight {[rows, inputs]} wants a finite Hessian {[inputs, inputs]} of its inputs; "
+            f"got {list(hessian.shape)}{'' if hessian.isfinite().all() else ' with infinities or NaNs'}"
+        )
+    result = Rounded(nearest, error, relative_output_error(weight, nearest, hessian))
+    order = _order(hessian.diagonal(), layout.GROUP if format == "int4" else inputs)
+    factor = _inverse_factor(hessian[order][:, order])
+    if factor is None:
+        return result
+    parts = [_rounded(part, factor, order, format) for part in torch.split(weight, _ROWS)]
+    q, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    fed = QuantizedWeight.pack(format, q, scales, weight.dtype)
+    output_error = relative_output_error(weight, fed, hessian)
+    if not output_error < result.relative_output_error:
+        return result
+    return Rounded(fed, relative_rms_error(weight, fed), output_error)
+
+
+def relative_output_error(weight: Tensor, quantized: QuantizedWeight, hessian: Tensor) -> float:
+    """sqrt(tr(E H E^T) / tr(W H W^T)): the relative RMS error of the outputs; 0 where they are all zeros."""
+    error = size = 0.0
+    values = quantized.dequantize()
+    for stock, rounded in zip(torch.split(weight, _ROWS), torch.split(values, _ROWS), strict=True):
+        exact = stock.to(torch.float32)
+        change = exact - rounded.to(torch.float32)
+        error += float(((change @ hessian) * change).sum(dtype=torch.float64))
+        size += float(((exact @ hessian) * exact).sum(dtype=torch.float64))
+    return math.sqrt(max(error, 0.0) / size) if size > 0 else 0.0
+
+
+def _order(energy: Tensor, group: int) -> Tensor:
+    """int64 [K]: the inputs in the order in which they are rounded; those of a group stay together."""
+    groups = torch.split(energy, group)
+    first = torch.stack([part.mean() for part in groups]).argsort(descending=True, stable=True)
+    within = [part.argsort(descending=True, stable=True) + index * group for index, part in enumerate(groups)]
+    return torch.cat([within[index] for index in first.tolist()])
+
+
+def _inverse_factor(hessian: Tensor) -> Tensor | None:
+    """The upper triangular U with U^T U = H^-1, of the damped H; None where the inputs were all zeros."""
+    mean = float(hessian.diagonal().mean())
+    damping = _DAMPING * mean
+    while mean > 0 and damping < 1e4 * mean:
+        damped = hessian.clone()
+        damped.diagonal().add_(damping)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper: Tensor
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed:
+                return upper
+        damping *= 10
+    return None
+
+
+def _rounded(weight: Tensor, factor: Tensor, order: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """int8 q [N, K] and the scales of some rows. factor: of the inputs in `order`."""
+    left = weight.to(torch.float32).T[order]  # [K, N]: an input's weights lie side by side
+    q = torch.empty_like(left, dtype=torch.int8)
+    inputs, rows = left.shape
+    lowest, highest = (-8, 7) if format == "int4" else (-127, 127)
+    scales = left.new_zeros(layout.num_groups(format, inputs), rows)
+    if format == "int8":
+        scales[0] = left.abs().amax(0) / 127
+    for begin, end, group in _runs(order, format):
+        block = left[begin:end]
+        if format == "int4":
+            scales[group] = _scales(block, factor.diagonal()[begin:end])
+        scale = scales[group]
+        reciprocal = torch.where(scale == 0, 0.0, 1 / scale)
+        errors = torch.empty_like(block)
+        for index in range(end - begin):
+            row = factor[begin + index, begin + index : end]
+            rounded = (block[index] * reciprocal).round_().clamp_(lowest, highest)
+            q[begin + index] = rounded.to(torch.int8)
+            errors[index] = (block[index] - rounded * scale) / row[0]
+            block[index + 1 :] -= row[1:, None] * errors[index]
+        left[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1)
+    stored = scales.T.contiguous().to(torch.float16 if format == "int4" else torch.float32)
+    return q[order.argsort()].T.contiguous(), stored
+
+
+def _runs(order: Tensor, format: str) -> list[tuple[int, int, int]]:
+    """(first, one past the last, group of the scales) of each run of inputs that is rounded at once."""
+    runs, begin, inputs = [], 0, len(order)
+    while begin < inputs:
+        group = int(order[begin]) // layout.GROUP
+        width = layout.GROUP if format == "int8" else min(layout.GROUP, inputs - group * layout.GROUP)
+        end = min(begin + width, inputs)
+        runs.append((begin, end, group if format == "int4" else 0))
+        begin = end
+    return runs
+
+
+def _scales(block: Tensor, factor: Tensor) -> Tensor:
+    """The scale [N], as float16 stores it, with the least sum of (w - s q)² / u² over a group float32 [inputs, N].
+
+    (w - s q) / u is what GPTQ counts of an input: its error as far as later inputs cannot make up for it.
+    """
+    weights = factor.square().reciprocal_().unsqueeze(1)
+    weights = weights / weights.amax()
+    highest, lowest = block.amax(0), block.amin(0)
+    extreme = torch.where(highest >= -lowest, highest, lowest)
+    best = torch.zeros_like(extreme)
+    best_error = torch.full_like(extreme, torch.inf)
+
+    def keep_if_better(scale: Tensor) -> Tensor:
+        nonlocal best, best_error
+        stored = scale.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(torch.float16).to(torch.float32)
+        q = _integers(block, stored)
+        error = ((block - q * stored).square_() * weights).sum(0)
+        better = error < best_error
+        best, best_error = torch.where(better, stored, best), torch.where(better, error, best_error)
+        weighted = q * weights
+        size = (weighted * q).sum(0)
+        return torch.where(size == 0, 0.0, (weighted * block).sum(0) / size.clamp_min(1e-30))
+
+    for place in INT4_PLACES:
+        scale = extreme / place
+        for _ in range(_REFINEMENTS):
+            scale = keep_if_better(scale)
+    keep_if_better(scale)
+    return best
+
+
+def _integers(block: Tensor, scale: Tensor) -> Tensor:
+    return (block * torch.where(scale == 0, 0.0, 1 / scale)).round_().clamp_(-8, 7)

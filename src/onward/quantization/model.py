@@ -1,0 +1,93 @@
+"""Quantize a model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, overload
+
+from onward.errors import RequestError
+from onward.language_model import LanguageModel
+from onward.models import Model, marked_parts
+from onward.quantization.budget import MEASURED, choose_formats
+from onward.quantization.calibration import Calibration, calibrated_params, calibration_ids
+from onward.quantization.params import ParamsQuantizer, Progress, TensorReport
+from onward.quantization.rounding import check_format
+
+
+@overload
+def quantize(
+    model: Model, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
+) -> Model: ...
+
+
+@overload
+def quantize(
+    model: LanguageModel, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
+) -> LanguageModel: ...
+
+
+def quantize(
+    model: Model | LanguageModel,
+    format: str | float,
+    *,
+    progress: Progress | None = None,
+    calibrate: Calibration | None = None,
+) -> Model | LanguageModel:
+    """The same model with all its matrices in 8 or 4 bits, the embedding and the head among them.
+
+    Norms, biases, short convolutions and the routers of experts stay. The original model is not changed; drop it to
+    free its weights.
+
+    Args:
+        model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
+        format: "int8" (a scale for each row) or "int4" (a scale for each 32 inputs of a row); or a number, the most
+            bits a weight on average: matrices that cost most in int4 then get int8 (`onward.quantization.budget`).
+        progress: called with each matrix's report, in order. A tied pair has one report.
+        calibrate: round with error feedback on text, such as `onward.quantization.Calibration()`: the same bytes with
+            less error, for minutes of work (docs/quantization.md). By default each matrix is rounded to nearest.
+
+    Raises:
+        RequestError: another format, a model of no built-in family, a model that is quantized already, or weights that
+            are not finite. A forward of your own can call `ops.linear` with weights from `quantize_int8` and
+            `quantize_int4`.
+    """
+    lm = model if isinstance(model, LanguageModel) else LanguageModel(model)
+    small = replace(lm.model, params=quantized_params(lm, format, calibrate, progress)[0])
+    return lm.with_model(small) if isinstance(model, LanguageModel) else small
+
+
+def quantized_params(
+    lm: LanguageModel,
+    format: str | float,
+    calibrate: Calibration | None,
+    progress: Progress | None = None,
+    show_fraction: Callable[[float], None] = lambda fraction: None,
+    release: Callable[[], None] = lambda: None,
+) -> tuple[Any, list[TensorReport]]:
+    """The params of a model, quantized, and a report of each matrix. Arguments are those of `quantize`.
+
+    show_fraction: is called with the fraction of the matrices that is measured, and then again of those that are done.
+    release: as for `quantize_params`.
+    """
+    params = lm.model.params
+    if not marked_parts(params):
+        raise RequestError(
+            f"quantize finds matrices by their types, Linear and Embedding; got a model whose params are "
+            f"{type(params).__name__}, without any: make its weights with quantize_int8 or quantize_int4"
+        )
+
+    def report(done: TensorReport) -> None:
+        if progress is not None:
+            progress(done)
+        show_fraction(quantizer.fraction)
+
+    if isinstance(format, str):
+        check_format(format)
+    if calibrate is None and isinstance(format, str):
+        quantizer = ParamsQuantizer(params, format, report, release)
+        return quantizer.quantized(params), quantizer.reports
+    ids = calibration_ids(lm, MEASURED if calibrate is None else calibrate)
+    formats = format if isinstance(format, str) else choose_formats(lm.model, ids, format, show_fraction)
+    quantizer = ParamsQuantizer(params, formats, report)
+    if calibrate is None:
+        return quantizer.quantized(params), quantizer.reports
+    return calibrated_params(lm.model, ids, quantizer), quantizer.reports

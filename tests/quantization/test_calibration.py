@@ -1,0 +1,109 @@
+"""Quantized for the model's own texts: every family, the same bytes, the same bits for a seed, and less lost."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import onward
+from onward.errors import RequestError
+from onward.models import FAMILIES as ARCHITECTURES
+from onward.quantization import Calibration, calibration_ids, quantize, stream
+from onward.quantization.stream import Stream
+from onward.requests import GenerateOptions
+from onward.testing import scripted_model, tiny_model
+
+HELDOUT = Path(__file__).parents[2] / "training" / "heldout.txt"
+FAMILIES = [name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES if name.endswith("ForCausalLM")]
+IDS = torch.randint(0, 60, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs_layer_by_layer_as_its_forward_runs_it(family, monkeypatch):
+    """Three texts, two at a time: a layer's state is another batch's before it is its own."""
+    monkeypatch.setattr(stream, "MOST_TOKENS", 40)
+    model = tiny_model(family)
+    params, ids = model.params, IDS.to(torch.int32)
+    with torch.no_grad():
+        texts = Stream(model, ids, params)
+        texts.advance_from(0, params.layers)
+        logprobs = torch.stack(list(texts.logprobs(params)))
+        expected = [onward.LanguageModel(model).logits(row) for row in IDS.tolist()]
+    # The order of torch's sums depends on the number of rows.
+    torch.testing.assert_close(logprobs, F.log_softmax(torch.stack(expected), -1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_matrices_in_the_same_bytes(family):
+    model, nearest, fed = tiny_model(family), [], []
+    before = quantize(model, "int4", progress=nearest.append)
+    after = quantize(model, "int4", progress=fed.append, calibrate=Calibration(ids=IDS))
+    assert sorted((r.name, r.nbytes) for r in fed) == sorted((r.name, r.nbytes) for r in nearest)
+    assert after.nbytes == before.nbytes
+    rounded = {report.name for report in fed if report.relative_output_error is None}
+    # An expert's matrices have its number behind their name.
+    of_tables = {
+        name for name in rounded if name.removeprefix("layer_embeddings.").startswith(("embed_tokens", "projection"))
+    }
+    assert all(name.rpartition(".")[2].isdecimal() for name in rounded - of_tables)
+
+
+def test_a_seed_gives_the_same_bits_and_another_seed_others():
+    lm = onward.LanguageModel(tiny_model(), defaults=GenerateOptions(eos=2, temperature=0.3, repetition_penalty=2.0))
+    calibration = Calibration(texts=4, length=30, seed=1)
+    first, second = (quantize(lm, "int4", calibrate=calibration) for _ in range(2))
+    other = quantize(lm, "int4", calibrate=replace(calibration, seed=7))
+    data = [small.model.params.layers[1].feed_forward.down_proj.weight.data for small in (first, second, other)]
+    assert torch.equal(data[0], data[1])
+    assert not torch.equal(data[0], data[2])
+
+
+def test_texts_begin_where_texts_begin_and_are_drawn_whatever_the_defaults_are():
+    model, calibration = tiny_model(), Calibration(texts=3, length=20)
+    plain = onward.LanguageModel(model, defaults=GenerateOptions(eos=2))
+    odd = onward.LanguageModel(model, defaults=GenerateOptions(eos=2, temperature=0.1, top_k=1, n=3))
+    ids = calibration_ids(plain, calibration)
+    assert (ids.shape, ids.dtype) == ((3, 20), torch.int32)
+    assert ids[:, 0].tolist() == [2, 2, 2]
+    assert len({tuple(row) for row in ids.tolist()}) == 3
+    assert torch.equal(calibration_ids(odd, calibration), ids)
+    assert calibration_ids(plain, Calibration(texts=1, length=10**6)).shape[1] == model.max_seq_len
+
+
+def test_heads_are_rounded_with_feedback_and_tables_of_their_own_to_nearest():
+    for tied in (True, False):
+        reports = []
+        model = tiny_model(tie_word_embeddings=tied)
+        quantize(model, "int4", progress=reports.append, calibrate=Calibration(ids=IDS))
+        fed = {report.name: report.relative_output_error is not None for report in reports}
+        assert fed.get("embed_tokens.weight") == tied
+        assert fed.get("lm_head.weight") == (None if tied else True)
+
+
+def test_what_cannot_be_calibrated_says_why():
+    with pytest.raises(RequestError, match="neither a BOS nor an EOS id"):
+        quantize(tiny_model(), "int4", calibrate=Calibration())
+    with pytest.raises(RequestError, match=r"int32 or int64 \[count, length\]; got torch.float32 \[4\]"):
+        Calibration(ids=torch.ones(4))
+    with pytest.raises(RequestError, match="texts"):
+        Calibration(texts=0)
+    with pytest.raises(RequestError, match="Linear and Embedding"):
+        quantize(scripted_model([1, 2]), "int4", calibrate=Calibration(ids=IDS))
+
+
+def test_the_demo_model_loses_less_than_rounded_to_nearest():
+    """KL divergence on four held-out documents; benchmarks/quantization.py takes all of them."""
+    lm = onward.load("demo")
+    documents = [lm.encode(text) for text in HELDOUT.read_text(encoding="utf-8").split("<|endoftext|>\n")[:4]]
+    exact = [F.log_softmax(lm.logits(ids), -1) for ids in documents]
+
+    def divergence(small):
+        return sum(
+            float(F.kl_div(F.log_softmax(small.logits(ids), -1), before, reduction="sum", log_target=True))
+            for ids, before in zip(documents, exact, strict=True)
+        )
+
+    fed = quantize(lm, "int4", calibrate=Calibration(texts=24))
+    assert divergence(fed) < 0.8 * divergence(quantize(lm, "int4"))

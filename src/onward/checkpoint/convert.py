@@ -1,0 +1,191 @@
+"""Convert a checkpoint: into a folder of safetensors in the Hugging Face layout, or into a GGUF file.
+
+What is written stands for the same numbers, or the conversion is refused.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.gguf import GgufCheckpoint
+from onward.checkpoint.gguf.exporting import model_metadata, model_tensors, tokenizer_metadata
+from onward.checkpoint.gguf.writer import write_gguf
+from onward.checkpoint.opening import Checkpoint, open_checkpoint
+from onward.checkpoint.quantized import (
+    MANIFEST,
+    check_destination,
+    copy_small_files,
+    read_manifest,
+    read_quantized,
+    weights_by_stock_name,
+    write_safetensors,
+)
+from onward.checkpoint.quantizers import method_of
+from onward.checkpoint.shards import WEIGHTS
+from onward.checkpoint.source import find_folder
+from onward.checkpoint.weights import read_weights
+from onward.errors import RequestError
+from onward.models import Architecture, read_config
+from onward.ops import QuantizedWeight
+
+FORMATS = ("safetensors", "gguf")
+_CPU = torch.device("cpu")
+_Weights = dict[str, Tensor | QuantizedWeight]
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    to: str,
+    *,
+    dtype: torch.dtype | None = None,
+    show_downloads: bool = False,
+) -> Path:
+    """Convert a checkpoint.
+
+    Args:
+        source: a folder, a GGUF file, a hub id or "demo", as for `onward.load`.
+        destination: absent. For "safetensors" a folder, which may be empty; for "gguf" a file. It appears when all is
+            written, or not at all.
+        to: "safetensors", floats in the Hugging Face layout; or "gguf", for the families that Onward reads from GGUF:
+            floats as they are, int4 as Q4_0.
+        dtype: of the weights; by default the checkpoint's own. Where they are quantized and are to be floats, that is
+            float32, which alone holds every scale times every integer.
+        show_downloads: show bars while a hub id is fetched.
+
+    Returns:
+        The destination.
+
+    Raises:
+        RequestError: another format, a destination that is taken, or a model that the format does not hold.
+    """
+    if to not in FORMATS:
+        raise RequestError(f"a checkpoint is converted to {' or '.join(FORMATS)}; got {to!r}")
+    target = Path(destination).expanduser().absolute()
+    if to == "safetensors":
+        check_destination(target)
+    elif target.exists() or target.is_symlink():
+        raise RequestError(f"{target} is there already: give a file that is absent")
+    path = find_folder(source if isinstance(source, str) else Path(source), progress=show_downloads)
+    checkpoint = open_checkpoint(path)
+    if to == "gguf" and isinstance(checkpoint, GgufCheckpoint):
+        raise RequestError(f"{path} is GGUF already")
+    config = read_config(checkpoint.config)
+    weights = _weights(checkpoint, config, dtype, packed=to == "gguf")
+    with _appears(target) as partial:
+        if to == "safetensors":
+            _write_folder(checkpoint, weights, partial)
+        else:
+            assert isinstance(checkpoint, CheckpointFolder)
+            _write_gguf(checkpoint, config, weights, partial)
+    return target
+
+
+def _weights(checkpoint: Checkpoint, config: Architecture, dtype: torch.dtype | None, packed: bool) -> _Weights:
+    """The weights by stock name, as floats; where `packed` and no dtype is given, quantized ones as they are."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        blocks = set(checkpoint.types) - {"F32", "F16", "BF16"}
+        # float32 is the dtype in which a GGUF's blocks are not kept in their own bits; other floats are cut from it.
+        params = checkpoint.read_weights(config, dtype=torch.float32 if blocks else dtype, device=_CPU)
+        named = weights_by_stock_name(config, params)
+        return {name: _as_float(weight, dtype) for name, weight in named.items()}
+    manifest = read_manifest(checkpoint.path, checkpoint.config)
+    if manifest is not None:
+        params = read_quantized(checkpoint.path, manifest, config, dtype=None, device=_CPU)
+        named = weights_by_stock_name(config, params)
+        if packed and dtype is None:
+            return named
+        return {name: _as_float(weight, dtype or torch.float32) for name, weight in named.items()}
+    if dtype is None and method_of(checkpoint.config) is not None:
+        dtype = torch.float32
+    return weights_by_stock_name(config, read_weights(checkpoint.path, config, dtype=dtype, device=_CPU))
+
+
+def _as_float(weight: Tensor | QuantizedWeight, dtype: torch.dtype | None) -> Tensor:
+    if isinstance(weight, QuantizedWeight):
+        assert dtype is not None
+        return weight.to(dtype=dtype).dequantize()
+    return weight if dtype is None else weight.to(dtype)
+
+
+@contextmanager
+def _appears(target: Path) -> Iterator[Path]:
+    """A path beside the target, which takes its place when the block has ended well."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        yield partial
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)
+        raise
+
+
+def _write_folder(checkpoint: Checkpoint, weights: Mapping[str, Any], folder: Path) -> None:
+    folder.mkdir()
+    matrix = next(weight for weight in weights.values() if weight.dim() > 1)
+    left_out = (MANIFEST, "quantization_config", "compression_config", "torch_dtype")
+    config = {name: value for name, value in checkpoint.config.items() if name not in left_out}
+    config["dtype"] = str(matrix.dtype).removeprefix("torch.")
+    if isinstance(checkpoint, GgufCheckpoint):
+        config["model_type"] = checkpoint.files[0].metadata["general.architecture"]
+        _write_gguf_texts(checkpoint, folder)
+    else:
+        copy_small_files(checkpoint.path, folder)
+    _write_json(folder / "config.json", config)
+    write_safetensors(weights, folder / WEIGHTS)
+
+
+def _write_gguf_texts(checkpoint: GgufCheckpoint, folder: Path) -> None:
+    """The tokenizer, its template and the ids that end texts, as the Hugging Face layout has them."""
+    eos = {"eos_token_id": list(checkpoint.eos)} if checkpoint.eos else {}
+    if generation := checkpoint.generation_config | eos:
+        _write_json(folder / "generation_config.json", generation)
+    if checkpoint.tokenizer is None:
+        return
+    (folder / "tokenizer.json").write_text(checkpoint.tokenizer.to_json(), encoding="utf-8")
+    _write_json(folder / "tokenizer_config.json", checkpoint.tokenizer_config)
+    if checkpoint.chat_template is not None:
+        source, *tools = checkpoint.chat_template.sources
+        (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+        if tools:
+            (folder / "additional_chat_templates").mkdir()
+            (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tools[0], encoding="utf-8")
+
+
+def _write_gguf(checkpoint: CheckpointFolder, config: Architecture, weights: _Weights, file: Path) -> None:
+    fields = dict(checkpoint.config)
+    metadata = model_metadata(fields, checkpoint.path.name)
+    if checkpoint.tokenizer is not None:
+        template = None if checkpoint.chat_template is None else checkpoint.chat_template.sources[0]
+        metadata |= tokenizer_metadata(checkpoint.tokenizer, config.vocab_size, template)
+    write_gguf(file, metadata, model_tensors(fields, weights))
+    written = read_config(GgufCheckpoint(file).config)
+    if written != read_config(_as_float32(fields)):
+        raise RequestError(
+            f"{checkpoint.path}: its config.json says what GGUF's metadata do not, such as a sliding window or another "
+            "RoPE schedule"
+        )
+
+
+def _as_float32(value: Any) -> Any:
+    """A JSON value with its floats as GGUF's metadata store them."""
+    if isinstance(value, dict):
+        return {name: _as_float32(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_as_float32(item) for item in value]
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,184 @@
+"""A model in the Hugging Face layout -> the metadata and tensors of a GGUF file, as llama.cpp's converter makes them.
+
+What `onward.checkpoint.gguf` reads from the file is what was written: the caller holds the architectures against each
+other (`onward.checkpoint.convert`).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.checkpoint.gguf.config import head_dim_of
+from onward.checkpoint.gguf.families import FAMILIES, NUMBERS, gguf_name
+from onward.checkpoint.gguf.split_texts import SPLITTINGS
+from onward.checkpoint.gguf.vocabulary import _CONTROL, _NORMAL, _UNUSED, _USER
+from onward.checkpoint.gguf.writer import Stored
+from onward.checkpoint.tokenizer import JsonTokenizer
+from onward.errors import RequestError
+from onward.models.fields import positive_number
+from onward.models.rope import Llama3, Unscaled
+from onward.ops import QuantizedWeight
+from onward.ops.quantized_layout import GROUP
+
+# What a model of the Hugging Face layout is in GGUF, beside the families' own lines.
+_SAME = {"MistralForCausalLM": "llama"}
+_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+# GPT-2's expression, which `ByteLevel` applies by itself.
+_BYTE_LEVEL = SPLITTINGS["gpt-2"].expressions
+
+
+def gguf_architecture(config: Mapping[str, Any]) -> str:
+    """GGUF's name of a config.json's architecture.
+
+    Raises:
+        RequestError: it has none that Onward reads.
+    """
+    names = {family.architecture: name for name, family in FAMILIES.items()} | _SAME
+    (architecture,) = config.get("architectures") or [None]
+    if architecture not in names:
+        raise RequestError(f"{architecture} cannot be written as GGUF; these can: {', '.join(names)}")
+    return names[architecture]
+
+
+def model_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The numbers of a model. config: of config.json. name: for people."""
+    architecture = gguf_architecture(config)
+    prefix, head_dim = f"{architecture}.", head_dim_of(config)
+    metadata: dict[str, Any] = {"general.architecture": architecture, "general.name": name}
+    values = dict(config) | {"head_dim": head_dim}
+    values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
+    for field, key in NUMBERS.items():
+        if values.get(field) is not None:
+            metadata[prefix + key] = values[field]
+    metadata |= {f"{prefix}attention.value_length": head_dim, f"{prefix}vocab_size": config["vocab_size"]}
+    rope = _rope(config)
+    metadata[f"{prefix}rope.freq_base"] = float(positive_number(rope, "rope_theta", 10000.0))
+    metadata[f"{prefix}rope.dimension_count"] = round((head_dim or 0) * rope.get("partial_rotary_factor", 1.0))
+    if rope.get("rope_type") in ("linear", "yarn"):
+        metadata |= {f"{prefix}rope.scaling.type": rope["rope_type"], f"{prefix}rope.scaling.factor": rope["factor"]}
+        if (original := rope.get("original_max_position_embeddings")) is not None:
+            metadata[f"{prefix}rope.scaling.original_context_length"] = original
+    return metadata
+
+
+def model_tensors(config: Mapping[str, Any], weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, Stored]:
+    """The weights by GGUF's names. int4 becomes Q4_0, which holds the same numbers.
+
+    Raises:
+        RequestError: int8, or int4 whose rows are no whole groups: no type of GGUF holds these.
+    """
+    permuted, head_dim = FAMILIES[gguf_architecture(config)].permuted, head_dim_of(config)
+    assert head_dim is not None, "an architecture was made of the config"
+    tensors = {}
+    for name, weight in weights.items():
+        turned = permuted and name.split(".")[-2] in ("q_proj", "k_proj")
+        tensors[gguf_name(name)] = _stored(name, weight, head_dim if turned else None)
+    rope = _rope(config)
+    if rope.get("rope_type") == "llama3":
+        tensors["rope_freqs.weight"] = _llama3_divisors(rope, head_dim)
+    return tensors
+
+
+def tokenizer_metadata(tokenizer: JsonTokenizer, vocab_size: int, template: str | None) -> dict[str, Any]:
+    """The keys "tokenizer.…". vocab_size: of the model, which may have more ids than the tokenizer.
+
+    Raises:
+        RequestError: the tokenizer is no byte-level BPE, or cuts texts as none that GGUF names.
+    """
+    parts = json.loads(tokenizer.to_json())
+    model = parts["model"]
+    if model.get("type") != "BPE" or "ByteLevel" not in json.dumps(parts.get("decoder")):
+        raise RequestError("the tokenizer is no byte-level BPE, and others cannot be written as GGUF")
+    added = {token["id"]: _CONTROL if token["special"] else _USER for token in parts["added_tokens"]}
+    tokens, types = [], []
+    for id, text in enumerate([*tokenizer.tokens(), *([None] * (vocab_size - tokenizer.vocab_size))]):
+        tokens.append(f"[PAD{id}]" if text is None else text)
+        types.append(_UNUSED if text is None else added.get(id, _NORMAL))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    begins = tokenizer.encode("")[:1] == [tokenizer.bos_id]
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": _splitting(parts),
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_bos_token": begins,
+    }
+    for name, token in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id)):
+        metadata |= {} if token is None else {f"tokenizer.ggml.{name}_token_id": token}
+    return metadata | ({} if template is None else {"tokenizer.chat_template": template})
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope_parameters of a config.json, of either spelling."""
+    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def _stored(name: str, weight: Tensor | QuantizedWeight, head_dim: int | None) -> Stored:
+    """head_dim: of a weight whose rows RoPE turns: neighbours in GGUF, halves of a head in the stock layout."""
+    if isinstance(weight, QuantizedWeight):
+        rows, inputs = weight.shape
+        if weight.format != "int4" or inputs % GROUP:
+            raise RequestError(
+                f"{name} is {weight.format} {[rows, inputs]}, which no type of GGUF holds: give a dtype, for floats"
+            )
+        return Stored("Q4_0", (rows, inputs), _pairs(_q4_0(weight), head_dim))
+    if weight.dim() == 1:
+        weight = weight.to(torch.float32)
+    return Stored(_FLOATS[weight.dtype], tuple(weight.shape), _pairs(weight, head_dim))
+
+
+def _pairs(rows: Tensor, head_dim: int | None) -> Tensor:
+    if head_dim is None:
+        return rows
+    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def _q4_0(weight: QuantizedWeight) -> Tensor:
+    """uint8 [N, K / 32 * 18]: of each group a float16 scale, and bytes of inputs j (low half) and 16 + j, each + 8."""
+    q, scales = weight.unpack()
+    groups = (q.view(len(q), -1, GROUP) + 8).view(torch.uint8)
+    halves = groups[..., : GROUP // 2] | groups[..., GROUP // 2 :] << 4
+    return torch.cat((scales.unsqueeze(-1).contiguous().view(torch.uint8), halves), -1).flatten(1)
+
+
+def _llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> Stored:
+    at, base = torch.zeros(1, 1, 1), float(rope["rope_theta"])  # any position
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    scaled = Llama3(float(rope["factor"]), low, high, int(rope["original_max_position_embeddings"]))
+    plain = Unscaled().inverse_frequencies(head_dim, base, at, context=0)
+    divisors = (plain / scaled.inverse_frequencies(head_dim, base, at, context=0)).flatten().to(torch.float32)
+    return Stored("F32", tuple(divisors.shape), divisors)
+
+
+def _splitting(parts: Mapping[str, Any]) -> str:
+    """GGUF's name of how the tokenizer cuts texts."""
+    cutter = parts.get("pre_tokenizer") or {}
+    expressions: tuple[str, ...] = ()
+    for step in cutter.get("pretokenizers", [cutter]):
+        if step.get("type") == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+            expressions += (step["pattern"].get("Regex", ""),)
+        elif step.get("type") == "Digits" and step.get("individual_digits"):
+            expressions += (r"\p{N}",)
+        elif step.get("type") == "ByteLevel" and not step.get("add_prefix_space"):
+            expressions += _BYTE_LEVEL if step.get("use_regex", True) else ()
+        else:
+            expressions += (repr(step),)
+    whole_words = bool(parts["model"].get("ignore_merges"))
+    normalizer = (parts.get("normalizer") or {}).get("type")
+    # A name says nothing of NFC: llama.cpp never normalizes, and readers of the Hugging Face layout do as the model's
+    # makers did.
+    for name, splitting in SPLITTINGS.items():
+        if (splitting.expressions, splitting.whole_words) == (expressions, whole_words) and normalizer in (None, "NFC"):
+            return name
+    raise RequestError(
+        f"the tokenizer cuts texts by {' and '.join(expressions) or 'nothing'}, for which GGUF has no name that Onward "
+        f"knows; it knows {', '.join(SPLITTINGS)}"
+    )

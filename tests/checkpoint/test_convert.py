@@ -1,0 +1,132 @@
+"""What is converted stands for the same numbers: here, in transformers, and in llama.cpp's own reader."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import write_model
+from transformers import AutoModelForCausalLM
+
+import onward
+from onward.checkpoint.convert import convert
+from onward.checkpoint.gguf.families import gguf_name
+from onward.errors import RequestError
+from onward.models import FAMILIES as ARCHITECTURES
+from onward.quantization import quantize_folder
+from onward.testing import random_checkpoint
+
+FAMILIES = [name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES if name.endswith("ForCausalLM")]
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+# Whole groups of 32 inputs.
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def logits(source):
+    return onward.load(source, compile="eager").logits(IDS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
+def test_a_folder_goes_to_gguf_and_back_with_the_same_bits(family, dtype, tmp_path):
+    options = {"rope_parameters": LLAMA3, "rope_theta": 500000.0} if family == "llama" else {}
+    options |= {"sliding_window": None} if family == "mistral" else {}
+    source = random_checkpoint(tmp_path / "source", family, dtype=dtype, **SIZES, **options)
+    convert(source, tmp_path / "model.gguf", "gguf")
+    assert torch.equal(logits(tmp_path / "model.gguf"), logits(source))
+    convert(tmp_path / "model.gguf", tmp_path / "back", "safetensors")
+    assert torch.equal(logits(tmp_path / "back"), logits(source))
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    assert reader.fields["general.architecture"].contents() == {"mistral": "llama"}.get(family, family)
+
+
+def test_int4_is_q4_0_with_the_same_numbers(tmp_path):
+    source = random_checkpoint(tmp_path / "source", "llama", dtype=torch.bfloat16, **SIZES)
+    quantize_folder(source, tmp_path / "int4", "int4")
+    convert(tmp_path / "int4", tmp_path / "model.gguf", "gguf")
+    assert torch.equal(logits(tmp_path / "model.gguf"), logits(tmp_path / "int4"))
+    (stored,) = (
+        tensor
+        for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+        if tensor.name == gguf_name("model.layers.0.mlp.up_proj.weight")
+    )
+    assert stored.tensor_type.name == "Q4_0"
+    up = onward.load(tmp_path / "int4").model.params.layers[0].feed_forward.up_proj.weight
+    assert np.array_equal(gguf.dequantize(stored.data, stored.tensor_type), up.to(dtype=torch.float32).dequantize())
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "Q8_0", "Q6_K", "BF16"])
+def test_what_a_gguf_file_holds_becomes_floats_that_transformers_reads(type, tmp_path):
+    _, twin = write_model(tmp_path / "model.gguf", "llama", type)
+    convert(tmp_path / "model.gguf", tmp_path / "folder", "safetensors")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32)
+    for name, tensor in theirs.state_dict().items():
+        want = twin[name].to(torch.bfloat16).float() if type == "BF16" else twin[name]  # norms are F32 in the file
+        assert torch.equal(tensor, want), name
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("llama", "bfloat16" if type == "BF16" else "float32")
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_quantized_folders_become_floats_of_the_same_numbers(format, tmp_path):
+    source = random_checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    quantize_folder(source, tmp_path / "small", format)
+    convert(tmp_path / "small", tmp_path / "floats", "safetensors")
+    small, floats = (onward.load(tmp_path / name).model.params for name in ("small", "floats"))
+    up = floats.layers[1].feed_forward.up_proj.weight
+    assert torch.equal(
+        up if isinstance(up, torch.Tensor) else up.unpack(), small.layers[1].feed_forward.up_proj.weight.dequantize()
+    )
+    convert(tmp_path / "small", tmp_path / "half", "safetensors", dtype=torch.bfloat16)
+    assert onward.load(tmp_path / "half").model.params.norm.dtype == torch.bfloat16
+
+
+def test_the_demo_model_speaks_the_same_from_gguf_and_back(tmp_path):
+    convert("demo", tmp_path / "demo.gguf", "gguf")
+    convert(tmp_path / "demo.gguf", tmp_path / "back", "safetensors")
+    demo, file, back = (onward.load(source) for source in ("demo", tmp_path / "demo.gguf", tmp_path / "back"))
+    text = "Once upon a time, there were 12 naïve robots.\n  They said: 'Hi!' 猫 <|endoftext|>"
+    assert demo.encode(text) == file.encode(text) == back.encode(text)
+    answers = [
+        lm.chat([{"role": "user", "content": "Hi"}], temperature=0, max_new_tokens=20) for lm in (demo, file, back)
+    ]
+    assert len({answer.text for answer in answers}) == 1
+    assert demo.defaults.eos == file.defaults.eos == back.defaults.eos
+
+
+def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
+    source = random_checkpoint(tmp_path / "source", **SIZES)
+    quantize_folder(source, tmp_path / "int8", "int8")
+    window = random_checkpoint(tmp_path / "window", "mistral", sliding_window=7, **SIZES)
+    gemma = random_checkpoint(tmp_path / "gemma", "gemma3")
+    for path, complaint in [
+        (tmp_path / "int8", "is int8 .*, which no type of GGUF holds: give a dtype"),
+        (window, "says what GGUF's metadata do not"),
+        (gemma, "Gemma3ForCausalLM cannot be written as GGUF; these can: LlamaForCausalLM"),
+    ]:
+        with pytest.raises(RequestError, match=complaint):
+            convert(path, tmp_path / "x.gguf", "gguf")
+    convert(tmp_path / "int8", tmp_path / "floats.gguf", "gguf", dtype=torch.bfloat16)
+    with pytest.raises(RequestError, match="is there already"):
+        convert(source, tmp_path / "floats.gguf", "gguf")
+    with pytest.raises(RequestError, match="is GGUF already"):
+        convert(tmp_path / "floats.gguf", tmp_path / "x.gguf", "gguf")
+    with pytest.raises(RequestError, match="safetensors or gguf; got 'onnx'"):
+        convert(source, tmp_path / "x", "onnx")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "x"))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_any_family_is_read_as_before(family, tmp_path):
+    source = random_checkpoint(tmp_path / "source", family)
+    convert(source, tmp_path / "again", "safetensors")
+    assert torch.equal(logits(tmp_path / "again"), logits(source))

@@ -11,8 +11,8 @@ BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test lint types contracts unit clients page sanitize bench peers compare demo-model clean wheel \
-	wheel-test workflows
+.PHONY: help demo docs test lint types contracts unit clients eval-test page sanitize bench peers compare demo-model clean \
+	wheel wheel-test workflows
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -39,6 +39,9 @@ unit: $(VENV)/.installed-dev
 
 clients: $(VENV)/.installed-dev $(VENV)/.installed-clients ## clients that people use, against `onward serve demo`
 	@$(BIN)/pytest tests/server/test_clients.py
+
+eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval ## the numbers of lm-evaluation-harness, beside its own class
+	@$(BIN)/pytest tests/integrations
 
 # Debian's Chromium comes by apt-get where this is root; elsewhere it has to be there.
 page: $(VENV)/.installed-dev $(VENV)/.installed-browser ## the page of `onward serve` in a Chromium

@@ -37,6 +37,7 @@ from onward.requests import (
     Speculators,
     drained,
     only,
+    score_continuations,
     score_in_windows,
     score_texts,
 )
@@ -374,6 +375,35 @@ class LanguageModel:
             chunk = self.prefill_chunk
             scores = score_in_windows(self._model_run, all_ids, logprobs, chunk, context, stride, changed_by)
         return scores if is_batch else scores[0]
+
+    def score_continuations(
+        self, context: str | Ids, continuations: Sequence[str | Ids], *, logprobs: int = 0
+    ) -> list[Score]:
+        """How likely the model finds each of several continuations of one context, which is processed once.
+
+        Args:
+            context: a text, encoded with the tokenizer's own special tokens, or ids; one id at least.
+            continuations: texts, encoded without special tokens, or ids; of one id at least each. The ids of a text
+                are not always those that it has behind the context: give ids where that matters.
+            logprobs: how many of the likeliest ids to report at each place of a continuation.
+
+        Returns:
+            A `Score` of each: bit for bit the logprobs that `score` gives the whole text's last ids.
+
+        Raises:
+            RequestError: an empty context or continuation. ContextOverflowError: together they are too long.
+        """
+        check_top("logprobs", logprobs, self.model.vocab_size)
+        given = self._reader.prompt_ids(context)
+        after = [
+            self.encode(each, add_special_tokens=False) if isinstance(each, str) else self._reader.prompt_ids(each)
+            for each in continuations
+        ]
+        if not all(after):
+            raise RequestError("a continuation to score must have an id at least; got an empty one")
+        for ids in after:
+            check_room(len(given) + len(ids), 0, self.model.max_seq_len)
+        return score_continuations(self._model_run, self._kept, given, after, logprobs, self.prefill_chunk)
 
     @torch.no_grad()
     def logits(self, ids: Ids) -> Tensor:

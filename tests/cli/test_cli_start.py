@@ -11,7 +11,8 @@ from command_line import ENVIRONMENT, PROGRAM, Cli
 import onward
 from onward.cli.help import GROUPS
 
-HELP = [(), ("generate",), ("chat",), ("serve",), ("batch",), ("score",), ("quantize",), ("bench",), ("info",)]
+COMMANDS = ("generate", "chat", "serve", "batch", "score", "eval", "quantize", "convert", "bench", "info")
+HELP = [(), *((command,) for command in COMMANDS)]
 
 
 @pytest.mark.parametrize("command", HELP)

@@ -16,6 +16,8 @@ from onward import __version__
 from onward.cli.batch import batch
 from onward.cli.bench import bench
 from onward.cli.chat import chat
+from onward.cli.convert import convert
+from onward.cli.evaluate import evaluate
 from onward.cli.flags import with_flags
 from onward.cli.generate import generate
 from onward.cli.help import GroupedCommand
@@ -69,7 +71,9 @@ _command(epilog='Example: onward chat demo --system "You answer in one sentence.
 _command(epilog="Example: onward serve Qwen/Qwen3-0.6B --quantize int8 --port 8000")(with_flags(serve))
 _command(epilog="Example: onward batch requests.jsonl results.jsonl -m Qwen/Qwen3-0.6B")(with_flags(batch))
 _command(epilog="Example: onward score --file story.txt")(with_flags(score))
+_command("eval", epilog="Example: onward eval arc_easy hellaswag --limit 100 -m Qwen/Qwen3-0.6B")(with_flags(evaluate))
 _command(epilog="Example: onward quantize Qwen/Qwen3-0.6B qwen3-int4 --format int4")(quantize)
+_command(epilog="Example: onward convert qwen3-int4 qwen3.gguf --to gguf")(convert)
 _command(epilog="Example: onward bench Qwen/Qwen3-0.6B --quantize int8 --profile")(with_flags(bench))
 _command(epilog="Example: onward info demo --context 1024 --batch 8")(with_flags(info))
 

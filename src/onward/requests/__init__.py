@@ -12,7 +12,7 @@ from onward.requests.options import (
 )
 from onward.requests.request import Ids, Prompt, Request, RequestReader
 from onward.requests.runner import Runner, drained, only
-from onward.requests.scoring import Score, score_in_windows, score_texts
+from onward.requests.scoring import Score, score_continuations, score_in_windows, score_texts
 
 __all__ = [
     "LOOKUPS",
@@ -31,6 +31,7 @@ __all__ = [
     "drained",
     "generation_defaults",
     "only",
+    "score_continuations",
     "score_in_windows",
     "score_texts",
     "split_chat_options",

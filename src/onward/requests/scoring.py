@@ -8,6 +8,7 @@ from onward.cache import RowAdapter
 from onward.decoding import (
     AllTogether,
     DecodeStep,
+    KeptSlots,
     SamplingChooser,
     Sequence,
     TokenLogprobs,
@@ -16,7 +17,10 @@ from onward.decoding import (
 )
 from onward.errors import RequestError
 from onward.models import ModelRun
+from onward.sampling import SamplingParams
 
+# The most continuations of a context that run together.
+_MOST_CONTINUATIONS = 32
 # The most texts that run together, and the most tokens that their cache holds. They are of about one length.
 _MOST_ROWS = 8
 _MOST_TOKENS = 2**14
@@ -28,7 +32,7 @@ class Score:
 
     token_ids: T ids, T of 2 or more.
     logprobs: the logprob of each id given the ids before it, and of the likeliest ids at its place where they were
-        asked for; None for the first id.
+        asked for; None for ids that do not count: the first, and those of a context.
     """
 
     token_ids: list[int]
@@ -41,13 +45,13 @@ class Score:
 
     @property
     def log_likelihood(self) -> float:
-        """The sum of the T - 1 logprobs, in nats."""
+        """The sum of the logprobs, in nats."""
         return math.fsum(token.chosen for token in self.logprobs if token is not None)
 
     @property
     def perplexity(self) -> float:
-        """exp(-log_likelihood / (T - 1)); infinite where an id had no probability."""
-        mean = -self.log_likelihood / (len(self.token_ids) - 1)
+        """exp(-log_likelihood / the number of ids that count); infinite where an id had no probability."""
+        mean = -self.log_likelihood / sum(token is not None for token in self.logprobs)
         return math.exp(mean) if mean < 700 else math.inf
 
 
@@ -68,6 +72,43 @@ def score_texts(
             (index, Score(texts[index], logprobs)) for index, logprobs in zip(batch, batch_logprobs, strict=True)
         )
     return [scores[index] for index in range(len(texts))]
+
+
+def score_continuations(
+    run: ModelRun,
+    kept: KeptSlots,
+    context: list[int],
+    continuations: abc.Sequence[list[int]],
+    top: int,
+    chunk: int,
+) -> list[Score]:
+    """The score of each continuation after the context, which is processed once, as far as `kept` has not got it."""
+    scores: list[Score] = []
+    for begin in range(0, len(continuations), _MOST_CONTINUATIONS):
+        some = continuations[begin : begin + _MOST_CONTINUATIONS]
+        # The context is a text that draws a token which nobody reads. The others begin with what it has computed.
+        first = Sequence(context, 1, sampling=SamplingParams(temperature=0.0))
+        texts = [Sequence([*context, *ids], 0, prompt_top=top) for ids in some]
+        slots = kept.of(run.model, 1 + len(texts), max(text.longest for text in (first, *texts)))
+        schedule = AllTogether(
+            slots,
+            [first, *texts],
+            chunk,
+            vocab_size=run.model.vocab_size,
+            siblings=dict.fromkeys(texts, first),
+        )
+        step = DecodeStep(run, slots, SamplingChooser(run.model.device), run.model.device)
+        try:
+            for _ in decode_loop(step, schedule, slots):
+                pass  # the sequences collect their logprobs
+        finally:
+            schedule.close()
+        nothing: list[TokenLogprobs | None] = [None] * len(context)
+        scores += [
+            Score([*context, *ids], nothing + text.prompt_logprobs[-len(ids) :])
+            for ids, text in zip(some, texts, strict=True)
+        ]
+    return scores
 
 
 def score_in_windows(

@@ -1,0 +1,209 @@
+"""Onward as a model of lm-evaluation-harness, behind that library's own interface (`onward[eval]`).
+
+from onward.integrations.lm_eval import OnwardLM
+
+lm_eval.simple_evaluate(OnwardLM("Qwen/Qwen3-0.6B", quantize="int4"), tasks=["arc_easy"])
+
+Prompts, ids and what counts as a number are those of the harness's class for transformers (`--model hf`), so the
+results are the same up to the rounding of logits.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+import onward
+from onward.checkpoint import JsonTokenizer
+from onward.checks import check_whole
+from onward.completion import Completion
+from onward.errors import RequestError
+from onward.language_model import LanguageModel
+
+_MAX_NEW_TOKENS = 256  # where a task does not say; of the harness's class for transformers
+
+# ((context, continuation), the ids of the context, those of the continuation)
+_Request = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+@register_model("onward")
+class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
+    """A language model as the harness calls it.
+
+    Continuations of one context are scored together: the context is processed once. Contexts that begin alike, as
+    those with the same examples do, are taken one after another, so that the prefix memory of the model holds what they
+    have in common (`LanguageModel.prefix_memory`).
+
+    Args:
+        pretrained: a loaded model, or a source as for `onward.load`.
+        max_length: the most ids of a context and its continuation; longer contexts lose their first ids. By default
+            the model's own context.
+        batch_size: how many prompts are completed together.
+        max_batch_size, device: what the harness gives every model; device as for `onward.load`.
+        load: other arguments of `onward.load`, such as quantize="int4".
+
+    Raises:
+        RequestError: a model without a tokenizer, or options out of range.
+    """
+
+    def __init__(
+        self,
+        pretrained: LanguageModel | str,
+        *,
+        max_length: int | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **load: Any,
+    ) -> None:
+        super().__init__()
+        if not isinstance(pretrained, LanguageModel):
+            pretrained = onward.load(pretrained, device=device or "auto", **load)
+        if pretrained.tokenizer is None:
+            raise RequestError("tasks are texts, and this model has no tokenizer")
+        limit = pretrained.model.max_seq_len
+        self.lm = pretrained
+        self.max_length = min(max_length or 2**30, limit or 2**30)
+        self.batch_size = 8 if batch_size in (None, "auto") else int(batch_size or 8)
+        check_whole("max_length", self.max_length, low=2)
+        check_whole("batch_size", self.batch_size, low=1)
+        self._prefix_text = self._tokens[self.prefix_token_id] if self._tokens else None
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = None if self.lm.tokenizer is None else self.lm.tokenizer.bos_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def eot_token_id(self) -> int:
+        tokenizer = self.lm.tokenizer
+        assert tokenizer is not None, "asked for before"
+        ends = [tokenizer.eos_id, *sorted(self.lm.defaults.eos or ())]
+        found = next((token for token in ends if token is not None), None)
+        if found is None:
+            raise RequestError("tasks need an id that ends texts, and neither tokenizer nor checkpoint names one")
+        return found
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
+        if add_special_tokens is None:  # a chat template writes the BOS itself
+            add_special_tokens = not (self._prefix_text and string.startswith(self._prefix_text))
+        return self.lm.encode(string, add_special_tokens=add_special_tokens)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[_Request], disable_tqdm: bool = False, **others: Any
+    ) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether each of its ids is the likeliest."""
+        places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        cut = [self._cut(context, continuation) for _, context, continuation in requests]
+        for index, (context, _) in enumerate(cut):
+            places[tuple(context)].append(index)
+        results: dict[int, tuple[float, bool]] = {}
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Scoring continuations")
+        for given in sorted(places):
+            indices = places[given]
+            scores = self.lm.score_continuations(list(given), [cut[index][1] for index in indices], logprobs=1)
+            for index, score in zip(indices, scores, strict=True):
+                pairs = zip(score.token_ids, score.logprobs, strict=True)
+                greedy = all(token is None or token.top[0][0] == id for id, token in pairs)
+                results[index] = score.log_likelihood, greedy
+                self._remember("loglikelihood", requests[index][0], results[index])
+            bar.update(len(indices))
+        bar.close()
+        return [results[index] for index in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text, long ones in windows that score every id once."""
+        windows: list[_Request] = []
+        counts = []
+        for (text,) in (request.args for request in requests):
+            # An id fewer than the context: the harness puts one before each window.
+            parts = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
+            before = len(windows)
+            windows += [(None, *make_disjoint_window(part)) for part in parts]
+            counts.append(len(windows) - before)
+        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm))
+        results = []
+        for request, count in zip(requests, counts, strict=True):
+            results.append(sum(next(scores)[0] for _ in range(count)))
+            self._remember("loglikelihood_rolling", request.args, results[-1])
+        return results
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The completion of each prompt, up to the first of its stop strings."""
+        results: dict[int, str] = {}
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Completing prompts")
+        for indices in self._batches(requests):
+            options = self._options(requests[indices[0]].args[1])
+            longest = self.max_length - options["max_new_tokens"]
+            if longest < 1:
+                raise RequestError(
+                    f"a task asks for {options['max_new_tokens']} tokens, and the context is {self.max_length}: "
+                    "give it a smaller max_gen_toks"
+                )
+            prompts = [self.tok_encode(requests[index].args[0])[-longest:] for index in indices]
+            completions: list[Completion] = self.lm.generate(prompts, **options)
+            for index, completion in zip(indices, completions, strict=True):
+                results[index] = postprocess_generated_text(completion.text, list(options["stop"]), None)
+                self._remember("generate_until", requests[index].args, results[index])
+            bar.update(len(indices))
+        bar.close()
+        return [results[index] for index in range(len(requests))]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if self.lm.chat_template is None:
+            raise RequestError("this model has no chat template: evaluate it without --apply-chat-template")
+        return self.lm.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the template, by which the harness names its results."""
+        if not chat_template or self.lm.chat_template is None:
+            return None
+        return self.lm.chat_template.sources[0]
+
+    @property
+    def tokenizer_name(self) -> str:
+        tokens = "\n".join(map(str, self._tokens))
+        return f"onward-{hashlib.sha256(tokens.encode()).hexdigest()[:16]}"
+
+    @property
+    def _tokens(self) -> list[str | None]:
+        """The token of every id; empty where the tokenizer does not say."""
+        return self.lm.tokenizer.tokens() if isinstance(self.lm.tokenizer, JsonTokenizer) else []
+
+    def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """Both, with the first ids left out where they are too many together."""
+        if len(continuation) >= self.max_length:
+            raise RequestError(
+                f"a continuation of {len(continuation)} ids leaves no room for a context: the most are "
+                f"{self.max_length} together"
+            )
+        return context[max(0, len(context) + len(continuation) - self.max_length) :], continuation
+
+    def _batches(self, requests: Sequence[Instance]) -> Iterator[list[int]]:
+        """Requests of the same options, by index, longest prompts first."""
+        alike: dict[str, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            alike[repr(sorted(request.args[1].items()))].append(index)
+        for indices in alike.values():
+            indices.sort(key=lambda index: -len(requests[index].args[0]))
+            for begin in range(0, len(indices), self.batch_size):
+                yield indices[begin : begin + self.batch_size]
+
+    def _options(self, of_task: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of `generate` for those of a task."""
+        options = dict(normalize_gen_kwargs(dict(of_task), _MAX_NEW_TOKENS))
+        temperature = options.pop("temperature", 1.0) if options.pop("do_sample") else 0.0
+        stop = [text for text in options.pop("until") if text]
+        length = options.pop("max_gen_toks")
+        return {"n": 1, "beams": 1, "temperature": temperature, "max_new_tokens": length, "stop": stop} | options
+
+    def _remember(self, kind: str, arguments: Any, result: Any) -> None:
+        if arguments is not None:
+            self.cache_hook.add_partial(kind, arguments, result)

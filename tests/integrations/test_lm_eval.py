@@ -1,0 +1,158 @@
+"""`onward.integrations.lm_eval` gives the harness the numbers of its own class for transformers, with fewer prefills.
+
+Tasks are local: two stories with choices, texts to predict and prompts to complete.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm_eval is not installed: make eval-test")
+
+import onward
+from onward.checkpoint import find_folder
+from onward.errors import RequestError
+from onward.integrations.lm_eval import OnwardLM
+from onward.testing import tiny_model
+
+# Log-likelihoods of right float32 forwards differ by 2e-4 a token at most (tests/test_language_model_score.py).
+APART = 2e-4
+STORIES = [
+    "Once upon a time, there was a little robot named Zip. Zip was very",
+    "Once upon a time, there was a little robot named Ada. Ada lived in a",
+    "The next morning, her grandfather opened the gift. They all",
+]
+ENDINGS = [
+    [" happy.", " happy and proud.", " quantum."],
+    [" small house.", " valley", " xyz"],
+    [" danced.", " 7", " ran"],
+]
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{story}}",
+        "doc_to_choice": "{{endings}}",
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{long}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "completions": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{story}}",
+        "doc_to_target": "{{endings[0]}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 20},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    """A folder of tasks over a file of three documents."""
+    folder = tmp_path_factory.mktemp("tasks")
+    heldout = (Path(__file__).parents[2] / "training" / "heldout.txt").read_text(encoding="utf-8")
+    documents = [
+        {"story": story, "endings": endings, "answer": 0, "long": heldout[2000 * index : 2000 * index + 700]}
+        for index, (story, endings) in enumerate(zip(STORIES, ENDINGS, strict=True))
+    ]
+    (folder / "documents.json").write_text("\n".join(map(json.dumps, documents)))
+    for name, task in TASKS.items():
+        of_file = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(folder / "documents.json")}},
+            "test_split": "test",
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(of_file | task))  # JSON is YAML
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _offline(tmp_path_factory):
+    """The harness's data sets are files here; what they become is kept in a folder of the test."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    yield
+    patch.undo()
+
+
+def results(lm, tasks, **options):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    return lm_eval.simple_evaluate(lm, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_numbers_are_those_of_the_class_for_transformers(tasks):
+    from lm_eval.models.huggingface import HFLM
+
+    ours = results(OnwardLM("demo", dtype="float32"), tasks)
+    theirs = results(HFLM(str(find_folder("demo")), dtype="float32", device="cpu", batch_size=2), tasks)
+    for name in TASKS:
+        for one, other in zip(ours["samples"][name], theirs["samples"][name], strict=True):
+            assert one["arguments"] == other["arguments"]
+            if name == "completions":
+                assert one["resps"] == other["resps"]
+                continue
+            for [got], [want] in zip(one["resps"], other["resps"], strict=True):
+                tokens = 300  # of the longest text
+                if name == "choices":
+                    assert got[1] == want[1]
+                    got, want, tokens = got[0], want[0], 10
+                assert got == pytest.approx(want, abs=APART * tokens)
+        kept = {key: value for key, value in ours["results"][name].items() if isinstance(value, float)}
+        assert kept == {key: pytest.approx(theirs["results"][name][key], rel=1e-3) for key in kept}
+
+
+def test_a_context_is_processed_once_for_all_its_continuations(monkeypatch):
+    lm = onward.load("demo")
+    evaluated = OnwardLM(lm)
+    processed = []
+    forward = lm._model_run.__class__.__call__
+
+    def counted(run, tokens, *others):
+        processed.append(tokens.numel())
+        return forward(run, tokens, *others)
+
+    monkeypatch.setattr(lm._model_run.__class__, "__call__", counted)
+    context = lm.encode(" ".join(STORIES))
+    endings = [lm.encode(text, add_special_tokens=False) for text in ENDINGS[0] + ENDINGS[1]]
+    evaluated._loglikelihood_tokens([(None, context, ids) for ids in endings], disable_tqdm=True)
+    # One id of the context for each, since it predicts the first of the continuation; rows are filled up to one length.
+    assert sum(processed) <= len(context) + len(endings) * max(map(len, endings))
+
+
+def test_a_text_beyond_the_context_is_scored_in_windows_and_a_long_context_cut():
+    lm = onward.load("demo")
+    short = OnwardLM(lm, max_length=16)
+    ids = lm.encode(STORIES[0] + STORIES[1])
+    ((cut, _),) = short._loglikelihood_tokens([(None, ids, ids[:3])], disable_tqdm=True)
+    assert cut == lm.score_continuations(ids[-13:], [ids[:3]])[0].log_likelihood
+
+    class Text:
+        args = (STORIES[0] + STORIES[1],)
+
+    (rolled,) = short.loglikelihood_rolling([Text], disable_tqdm=True)
+    assert len(ids) == 35
+    begin, middle = lm.score([short.prefix_token_id, *ids[:15]]), lm.score(ids[14:30])
+    (end,) = lm.score_continuations(ids[19:30], [ids[30:]])  # as much before them as there is room for
+    assert rolled == begin.log_likelihood + middle.log_likelihood + end.log_likelihood
+
+
+def test_what_cannot_be_evaluated_says_why():
+    with pytest.raises(RequestError, match="no tokenizer"):
+        OnwardLM(onward.LanguageModel(tiny_model()))
+    with pytest.raises(RequestError, match="max_length"):
+        OnwardLM("demo", max_length=1)
+    with pytest.raises(RequestError, match="leaves no room for a context"):
+        OnwardLM("demo", max_length=4)._loglikelihood_tokens([(None, [1], [2] * 4)])

@@ -59,6 +59,12 @@ CONFIGS = {
     "glm 4.5": Glm4MoeConfig,
     "gpt_oss": transformers.GptOssConfig,
     "gemma4": transformers.Gemma4TextConfig,
+    "deepseek v3": transformers.DeepseekV3Config,
+    "lfm2 experts": transformers.Lfm2MoeConfig,
+    "lfm2": transformers.Lfm2Config,
+    "mistral4": transformers.Mistral4Config,
+    "glm 4.7 flash": transformers.Glm4MoeLiteConfig,
+    "deepseek v2": transformers.DeepseekV2Config,
 }
 MODELS = {
     "qwen3": transformers.Qwen3ForCausalLM,
@@ -86,6 +92,12 @@ MODELS = {
     "glm 4.5": transformers.Glm4MoeForCausalLM,
     "gpt_oss": transformers.GptOssForCausalLM,
     "gemma4": transformers.Gemma4ForCausalLM,
+    "deepseek v3": transformers.DeepseekV3ForCausalLM,
+    "lfm2 experts": transformers.Lfm2MoeForCausalLM,
+    "lfm2": transformers.Lfm2ForCausalLM,
+    "mistral4": transformers.Mistral4ForCausalLM,
+    "glm 4.7 flash": transformers.Glm4MoeLiteForCausalLM,
+    "deepseek v2": transformers.DeepseekV2ForCausalLM,
 }
 SMALL = {
     "vocab_size": 101,
@@ -417,6 +429,131 @@ CASES |= {
     ),
 }
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+}
+DEEPSEEK = LATENT | {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+CASES |= {
+    "deepseek v3": Case("deepseek v3", DEEPSEEK),
+    "deepseek v3 groups, biases, two shared": Case(
+        "deepseek v3",
+        DEEPSEEK
+        | {
+            "n_group": 3,
+            "topk_group": 2,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.3,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek v3 without bottleneck, pairs apart, odd sizes": Case(
+        "deepseek v3",
+        DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "qk_nope_head_dim": 7,
+            "v_head_dim": 5,
+            "kv_lora_rank": 17,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek v3 yarn, all dense": Case(
+        "deepseek v3",
+        DEEPSEEK | {"first_k_dense_replace": 3, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.5}},
+    ),
+}
+FLASH = {name: value for name, value in DEEPSEEK.items() if name not in ("first_k_dense_replace", "num_mtp_layers")}
+MISTRAL4 = FLASH | NO_SPECIAL_IDS
+CASES |= {
+    "deepseek v2": Case("deepseek v2", FLASH | {"first_k_dense_replace": 1}),
+    "deepseek v2 without bottleneck, yarn, biases": Case(
+        "deepseek v2",
+        FLASH
+        | {
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "routed_scaling_factor": 3.0,
+            "n_shared_experts": 1,
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "glm 4.7 flash": Case("glm 4.7 flash", FLASH),
+    "glm 4.7 flash layers by type, groups, biases": Case(
+        "glm 4.7 flash",
+        FLASH
+        | {
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": 2,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+        },
+    ),
+    "mistral4": Case("mistral4", MISTRAL4 | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}}),
+    "mistral4 groups, a dense layer, mscale": Case(
+        "mistral4",
+        MISTRAL4
+        | {
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7,
+            "norm_topk_prob": False,
+            "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+}
+CONV = {"layer_types": ["conv", "full_attention", "conv"], "rms_norm_eps": None, "block_auto_adjust_ff_dim": False}
+LIQUID = {"norm_eps": 1e-4, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+CASES |= {
+    "lfm2": Case("lfm2", CONV),
+    "lfm2 biases, untied, adjusted": Case(
+        "lfm2",
+        CONV
+        | {
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": True,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.3,
+            "norm_eps": 1e-3,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "lfm2 by index, one tap": Case(
+        "lfm2",
+        CONV | {"layer_types": None, "full_attn_idxs": [0, 2], "conv_L_cache": 1, "rope_parameters": LLAMA3},
+    ),
+    "lfm2 experts": Case("lfm2 experts", CONV | LIQUID | {"num_dense_layers": 1}),
+    "lfm2 experts without bias, scaled": Case(
+        "lfm2 experts",
+        CONV
+        | LIQUID
+        | {"num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False}
+        | {"routed_scaling_factor": 1.7, "conv_bias": True, "tie_word_embeddings": True},
+    ),
+}
+
 
 OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 10, "sliding_window": 6}
 CASES |= {
@@ -500,7 +637,7 @@ def build(case: Case) -> PreTrainedModel:
         is_factor = name.endswith(("norm.weight", "scale"))
         weight.data = centre + 0.2 * noise if is_factor else noise * weight.shape[-1] ** -0.5
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.2 * torch.randn_like(buffer))
         if name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.2 * torch.randn_like(buffer))

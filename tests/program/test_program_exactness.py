@@ -45,6 +45,7 @@ MODELS = {
     ),
     "qwen3 int8": lambda: quantized("qwen3", "int8"),
     "qwen3 int4": lambda: quantized("qwen3", "int4"),
+    "deepseek v3": lambda: packed("deepseekv3", torch.bfloat16),
     "mixtral": lambda: packed("mixtral", torch.bfloat16, num_local_experts=3),
     "qwen3 experts": lambda: packed("qwen3moe", torch.float32, **EXPERTS),
     "qwen3 experts int8": lambda: quantized("qwen3moe", "int8", **EXPERTS),

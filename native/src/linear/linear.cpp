@@ -202,3 +202,89 @@ ONWARD_API int32_t onward_linear(int32_t format, int64_t t, int64_t n, int64_t k
   return onward_linear_many(&product, 1, format, t, k, x, x_dtype, x_stride);
 }
 ONWARD_INSTRUCTION(onward_linear);
+
+namespace onward::linear {
+namespace {
+
+constexpr int64_t kPanelBytes = 1 << 20;  // of the heads that share a pass, where one has no more
+
+// Products of one shape, each of its own features of every row, and the pieces into which one of them is cut.
+struct Heads {
+  Format format;
+  int64_t t, n, k;
+  Rows x;  // of head 0
+  int64_t x_step;
+  const uint8_t* packed;
+  uint8_t* out;
+  int64_t out_step, out_stride;
+  int32_t out_dtype;
+
+  OnwardLinear product(int64_t head) const {
+    const int64_t matrix_bytes = blocks_of(n) * block_bytes(format, k);
+    void* to = out + head * out_step * element_size(out_dtype);
+    return {n, packed + head * matrix_bytes, nullptr, to, out_stride, kF32, out_dtype};
+  }
+  Rows rows(int64_t head) const {
+    const auto* from = static_cast<const uint8_t*>(x.data) + head * x_step * element_size(x.dtype);
+    return {from, x.dtype, x.stride};
+  }
+};
+
+// Heads first … end - 1, whose panels lie one after the other from `panels` on.
+void run_heads(const Heads& heads, int64_t first, int64_t end, uint8_t* panels) {
+  const OnwardLinear sample = heads.product(first);
+  Problem cut{heads.format, heads.t, heads.k, &sample, 1};
+  const int64_t pieces = cut.groups * cut.parts, panel_bytes = heads.t * cut.row_bytes;
+  for (int64_t head = first; head < end; ++head) {
+    cut.panels = panels + (head - first) * panel_bytes;
+    make_panels(cut, heads.rows(head));
+  }
+  parallel_for((end - first) * pieces, 1, [&](int64_t begin, int64_t last) {
+    for (int64_t i = begin; i < last; ++i) {
+      const OnwardLinear product = heads.product(first + i / pieces);
+      Problem p = cut;
+      p.products = &product;
+      p.panels = panels + i / pieces * panel_bytes;
+      run_chunk(p, i % pieces / cut.parts, i % cut.parts);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace onward::linear
+
+// A matrix [n, k] for each head, packed one after the other: out[t, h, n] = sum over k of x[t, h, k] * weight[h, n, k].
+// Strides are in elements, from row to row and from head to head. Bits are those of onward_linear for each head.
+ONWARD_API int32_t onward_linear_by_head(int32_t format, int64_t t, int64_t heads, int64_t n, int64_t k,
+                                         const void* x, int32_t x_dtype, int64_t x_stride,
+                                         int64_t x_head_stride, const void* packed, void* out,
+                                         int32_t out_dtype, int64_t out_stride, int64_t out_head_stride) {
+  using namespace onward;
+  using namespace onward::linear;
+  if (!known(format) || t < 0 || heads < 0 || n < 0 || k < 0 || k > kMaxInputs) return kBadArgument;
+  if (!known_dtype(x_dtype) || !known_dtype(out_dtype)) return kBadArgument;
+  if (t == 0 || heads == 0 || n == 0) return kOk;
+  const int64_t panel_bytes = t * panel_row_bytes(Format(format), k);
+  int64_t at_once = kPanelBytes / (panel_bytes + 1);
+  at_once = at_once < 1 ? 1 : at_once > heads ? heads : at_once;
+  auto* panels = static_cast<uint8_t*>(scratch(kScratchActivations, at_once * panel_bytes + 1));
+  if (panels == nullptr) return kOutOfMemory;
+  const Heads all{Format(format), t, n, k, {x, x_dtype, x_stride}, x_head_stride,
+                  static_cast<const uint8_t*>(packed), static_cast<uint8_t*>(out), out_head_stride,
+                  out_stride, out_dtype};
+  for (int64_t first = 0; first < heads; first += at_once) {
+    run_heads(all, first, first + at_once < heads ? first + at_once : heads, panels);
+  }
+  return kOk;
+}
+
+static onward::Reads reads_of_linear_by_head(int32_t format, int64_t, int64_t heads, int64_t n, int64_t k,
+                                             const void*, int32_t, int64_t, int64_t, const void* packed,
+                                             void*, int32_t, int64_t, int64_t) {
+  using namespace onward;
+  Reads reads;
+  const int64_t bytes = linear::block_bytes(linear::Format(format), k);
+  reads.runs[0] = {int64_t(reinterpret_cast<intptr_t>(packed)), bytes, bytes, heads * linear::blocks_of(n)};
+  return reads;
+}
+ONWARD_INSTRUCTION_READS(onward_linear_by_head, reads_of_linear_by_head);

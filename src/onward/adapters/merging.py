@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from onward.adapters.peft_folder import Adapter, Update
 from onward.adapters.places import adaptable, check_modules, fitting, fitting_bias, fitting_update, part_names
 from onward.errors import RequestError
-from onward.models import Architecture, Embedding, Linear, Model, Router, ShortConv
+from onward.models import Architecture, Embedding, LatentLinear, Linear, Model, Router, ShortConv
 from onward.models.linear import is_marked
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
 from onward.ops.linear import OneDnnWeight, stock_weight
@@ -45,6 +45,11 @@ def merged_params(architecture: Architecture, params: Any, adapter: Adapter) -> 
 def _merged(leaf: Any, name: str | None, adapter: Adapter) -> Any:
     if isinstance(leaf, Linear | Router):
         return _merged_linear(leaf, str(name), adapter)
+    if isinstance(leaf, LatentLinear):
+        merged = _merged_linear(Linear(leaf.stock), str(name), adapter).weight
+        assert isinstance(merged, Tensor), "stock stays stock"
+        new = replace(leaf, weight=merged)
+        return new if isinstance(leaf.weight, Tensor) else new.packed()
     if isinstance(leaf, Embedding):
         return _merged_embedding(leaf, str(name), adapter)
     if isinstance(leaf, ShortConv):

@@ -199,7 +199,7 @@ class PagedKVCache(NamedTuple):
         layer: int,
         q: Tensor,
         k: Tensor | None,
-        v: Tensor | None,
+        v: Tensor | int | None,
         offsets: Tensor,
         *,
         window: int | None = None,
@@ -207,13 +207,13 @@ class PagedKVCache(NamedTuple):
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`).
-
-        k, v: None for q of another layer than the one whose keys and values these are, after that one has stored them.
-        """
+        """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`KVCache.attend`)."""
         keys, values = self.keys[layer], self.values[layer]
-        if k is not None and v is not None:
+        if k is not None:
             ops.write_cache(keys, k, offsets, self.table)
+        if isinstance(v, int):
+            values = keys[..., :v]
+        elif v is not None:
             ops.write_cache(values, v, offsets, self.table)
         return ops.cached_attention(
             q, keys, values, offsets, table=self.table, window=window, scale=scale, sinks=sinks, softcap=softcap
@@ -225,7 +225,8 @@ def _layers(buffer: Tensor, shapes: Sequence[LayerShape]) -> tuple[Tensor, ...]:
     widths = [(shape.num_kv_heads, shape.key_dim) for shape in shapes]
     widths += [(shape.num_kv_heads, shape.value_dim) for shape in shapes]
     parts = torch.split(buffer, [heads * BLOCK * width for heads, width in widths], dim=1)
-    return tuple(part.view(-1, heads, BLOCK, width) for part, (heads, width) in zip(parts, widths, strict=True))
+    count = len(buffer)  # not -1: a part may have no features
+    return tuple(part.view(count, heads, BLOCK, width) for part, (heads, width) in zip(parts, widths, strict=True))
 
 
 def _blank_slots(tensor: Tensor, count: int) -> Tensor:

@@ -116,7 +116,7 @@ class KVCache(NamedTuple):
         layer: int,
         q: Tensor,
         k: Tensor | None,
-        v: Tensor | None,
+        v: Tensor | int | None,
         offsets: Tensor,
         *,
         window: int | None = None,
@@ -127,8 +127,13 @@ class KVCache(NamedTuple):
         """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`).
 
         k, v: None for q of another layer than the one whose keys and values these are, after that one has stored them.
+            v is a number E where values are the first E features of the keys, and not stored themselves.
         """
         keys, values = self.keys[layer], self.values[layer]
-        if k is not None and v is not None:
-            self.write(layer, k, v, offsets)
+        if k is not None:
+            ops.write_cache(keys, k, offsets)
+        if isinstance(v, int):
+            values = keys[..., :v]
+        elif v is not None:
+            ops.write_cache(values, v, offsets)
         return ops.cached_attention(q, keys, values, offsets, window=window, scale=scale, sinks=sinks, softcap=softcap)

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.safetensors_folder import SafetensorsFolder
 from onward.checkpoint.shards import WEIGHTS, open_safetensors
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line
-from onward.models import Architecture, ExpertLinear, Scope, map_marked, named_params
+from onward.models import Architecture, ExpertLinear, LatentLinear, Scope, map_marked, named_params
 from onward.ops import PackedWeight, QuantizedWeight
 from onward.ops.quantized import ROUNDED_FORMATS
 from onward.ops.quantized_layout import GROUP, data_shape
@@ -296,7 +296,9 @@ def weights_by_stock_name(config: Architecture, params: Any) -> dict[str, Tensor
 
 
 def _one_by_one(part: Any) -> Any:
-    """A checkpoint names the weight of each expert."""
+    """The weights as a checkpoint names them: each expert's, and a latent's in one."""
+    if isinstance(part, LatentLinear):
+        return replace(part, weight=part.stock)
     return part._replace(weight=part.matrices) if isinstance(part, ExpertLinear) else part
 
 

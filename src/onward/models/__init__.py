@@ -9,7 +9,16 @@ from onward.models.architecture import (
     parameter_shapes,
 )
 from onward.models.families import FAMILIES, read_config
-from onward.models.linear import Embedding, ExpertLinear, Linear, Router, ShortConv, map_marked, marked_parts
+from onward.models.latent_linear import LatentLinear
+from onward.models.linear import (
+    Embedding,
+    ExpertLinear,
+    Linear,
+    Router,
+    ShortConv,
+    map_marked,
+    marked_parts,
+)
 from onward.models.model import Cache, Forward, Model, Params
 from onward.models.packing import pack_layer, pack_params, stack_params
 from onward.models.run import ModelRun, check_backend, padded_length, reused_run
@@ -22,6 +31,7 @@ __all__ = [
     "Embedding",
     "ExpertLinear",
     "Forward",
+    "LatentLinear",
     "Linear",
     "Model",
     "ModelRun",

@@ -12,7 +12,7 @@ from onward.models.fields import flag, json_object, positive_int, positive_numbe
 from onward.models.rope import RotarySchedule, rotary_schedule
 
 # Far more than any model has, yet a tuple of so many layers still fits in memory.
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 _LAYER_TYPES = "full_attention", "sliding_attention"
 
 
@@ -119,7 +119,7 @@ def common_fields(
         vocab_size=positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=positive_int(config, "intermediate_size"),
-        num_layers=positive_int(config, "num_hidden_layers", most=_MOST_LAYERS),
+        num_layers=positive_int(config, "num_hidden_layers", most=MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -183,6 +183,14 @@ def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: json_object(by_type, name) for name in by_type}
 
 
+def only(config: Mapping[str, Any], name: str, *values: Any) -> None:
+    """Raise unless a field is absent, or one of the values that the family computes."""
+    value = config.get(name)
+    if value is not None and value not in values:
+        wanted = " or ".join(map(repr, values))
+        raise ConfigError(f"config.json: {name} {value!r} is not supported; this family has {wanted}")
+
+
 def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer of a Qwen model; none without `use_sliding_window`. The layers that `layer_types` names
     have one, or else the layers from `max_window_layers` on."""
@@ -200,12 +208,14 @@ def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def check_layer_types(types: Any, num_layers: int, known: Sequence[str] = _LAYER_TYPES) -> None:
-    """Raise unless `layer_types` names a known type for each layer."""
+def check_layer_types(
+    types: Any, num_layers: int, known: Sequence[str] = _LAYER_TYPES, *, name: str = "layer_types"
+) -> None:
+    """Raise unless `layer_types`, or the field of this name, names a known type for each layer."""
     if not isinstance(types, list) or len(types) != num_layers or not all(kind in known for kind in types):
         got = f"{len(types)}: {sorted(set(map(str, types)))}" if isinstance(types, list) else repr(types)
         raise ConfigError(
-            f"config.json: layer_types must have {num_layers} entries (num_hidden_layers) of "
+            f"config.json: {name} must have {num_layers} entries (num_hidden_layers) of "
             f"{' or '.join(map(repr, known))}; got {got}"
         )
 

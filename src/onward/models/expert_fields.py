@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onward.errors import ConfigError
+from onward.models.config import MOST_LAYERS
 from onward.models.fields import positive_int
 
 
@@ -26,13 +27,31 @@ def experts_per_token(config: Mapping[str, Any], count: int, *, default: int) ->
     return positive_int(config, "num_experts_per_tok", min(default, count), most=count)
 
 
-def expert_groups(config: Mapping[str, Any], count: int, chosen: int) -> tuple[int, int]:
+def expert_groups(
+    config: Mapping[str, Any], count: int, chosen: int, default: tuple[int, int] = (1, 1)
+) -> tuple[int, int]:
     """DeepSeek's groups: in how many the experts lie, and of how many of them a token's experts may come."""
-    groups = positive_int(config, "n_group", 1, most=count)
-    kept = positive_int(config, "topk_group", 1, most=groups)
+    groups = positive_int(config, "n_group", default[0], most=count)
+    kept = positive_int(config, "topk_group", default[1], most=groups)
     if count % groups or (groups > 1 and count == groups) or chosen > count // groups * kept:
         raise ConfigError(
             f"config.json: n_group ({groups}) must cut {count} experts into equal groups of two or more, of which "
             f"topk_group ({kept}) hold the {chosen} that a token goes through (num_experts_per_tok)"
         )
     return groups, kept
+
+
+def num_dense_layers(config: Mapping[str, Any], default: int, name: str = "first_k_dense_replace") -> int:
+    """How many of the first layers have no experts."""
+    value = config.get(name)
+    return 0 if value == 0 or (value is None and default == 0) else positive_int(config, name, default)
+
+
+def layers_ahead(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """How the names of the weights begin that predict tokens further ahead (multi-token prediction, arXiv 2412.19437).
+    They stand as layers past the last, and are no part of the forward."""
+    count = 0
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):  # transformers 5 calls them so
+        if config.get(name):
+            count = positive_int(config, name, most=MOST_LAYERS)
+    return tuple(f"model.layers.{num_layers + i}." for i in range(count))

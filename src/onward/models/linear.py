@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward import ops
+from onward.models.latent_linear import LatentLinear
 from onward.ops.expert_weights import stack_experts
 
 
@@ -81,7 +82,7 @@ class ShortConv(NamedTuple):
         return self.weight.squeeze(1).T if self.weight.dim() == 3 else self.weight
 
 
-Marked = Linear | Embedding | Router | ExpertLinear | ShortConv
+Marked = Linear | Embedding | Router | ExpertLinear | ShortConv | LatentLinear
 
 
 def is_marked(part: Any) -> bool:

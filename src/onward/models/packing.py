@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onward import ops
+from onward.models.latent_linear import LatentLinear
 from onward.models.linear import Embedding, ExpertLinear, Linear, Router, ShortConv, map_marked
 
 
@@ -55,4 +56,6 @@ def _packed(part: Any) -> Any:
         return part._replace(weight=ops.pack(part.weight))
     if isinstance(part, ShortConv):
         return part._replace(weight=part.by_tap.contiguous())
+    if isinstance(part, LatentLinear):
+        return part.packed()
     return part._replace(weight=ops.pack_experts(part.weight)) if isinstance(part, ExpertLinear) else part

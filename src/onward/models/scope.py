@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from onward.models.latent_linear import LatentLinear
 from onward.models.linear import Embedding, ExpertLinear, Linear, Router, ShortConv
 
 
@@ -55,6 +56,11 @@ class Scope(NamedTuple):
         """The linear layers `0.name` … of `count` experts: a weight [out, into] each, and `name`.bias [count, out]."""
         weights = tuple(self.under(i).under(name).take("weight", out, into) for i in range(count))
         return ExpertLinear(weights, self.under(name).take("bias", count, out) if bias else None)
+
+    def latent(self, name: str, num_heads: int, key_dim: int, value_dim: int, rank: int) -> LatentLinear:
+        """The linear layer `name`, which makes keys and values of latents: weight [H (K + V), R]."""
+        weight = self.under(name).take("weight", num_heads * (key_dim + value_dim), rank)
+        return LatentLinear(weight, num_heads, key_dim, value_dim)
 
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
         """The table `name`: weight [rows, width]."""

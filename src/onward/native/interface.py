@@ -295,6 +295,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         Code,
         [POINTER(LinearArguments), Int, Code, Int, Int, Pointer, Code, Int],
     ),
+    # format, t, heads, n, k, x, x_dtype, x_stride, x_head_stride, packed, out, out_dtype, out_stride, out_head_stride
+    "onward_linear_by_head": (
+        Code,
+        [Code, *[Int] * 4, Pointer, Code, Int, Int, Pointer, Pointer, Code, Int, Int],
+    ),
     # linear/quantize.cpp: format, rows, inputs, x, x_dtype, x_stride, packed, sums
     "onward_linear_quantize": (Code, [Code, Int, Int, Pointer, Code, Int, Pointer, Pointer]),
     # linear/pack.cpp: format, rows, inputs

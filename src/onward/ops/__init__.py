@@ -18,6 +18,7 @@ from onward.ops.experts import experts
 from onward.ops.gated import geglu, sigmoid_gate, swiglu
 from onward.ops.gated_delta import gated_delta
 from onward.ops.linear import PackedWeight, Weight, linear, pack
+from onward.ops.linear_by_head import linear_by_head
 from onward.ops.lora import lora
 from onward.ops.norm import layer_norm, rms_norm
 from onward.ops.operators import Choice, choice, choose
@@ -51,6 +52,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear",
+    "linear_by_head",
     "lora",
     "pack",
     "pack_experts",

@@ -34,8 +34,8 @@ def quantize(
 ) -> Model | LanguageModel:
     """The same model with all its matrices in 8 or 4 bits, the embedding and the head among them.
 
-    Norms, biases, short convolutions and the routers of experts stay. The original model is not changed; drop it to
-    free its weights.
+    Norms, biases, short convolutions, the routers of experts and the matrices of latents (MLA's `kv_b_proj`) stay. The
+    original model is not changed; drop it to free its weights.
 
     Args:
         model: a `LanguageModel` or a `Model` of a built-in family, as loaded.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onward.checkpoint.quantized import parameter_name
 from onward.errors import RequestError
-from onward.models import Embedding, ExpertLinear, Router, ShortConv, map_marked, marked_parts
+from onward.models import Embedding, ExpertLinear, LatentLinear, Router, ShortConv, map_marked, marked_parts
 from onward.ops import QuantizedExperts, QuantizedWeight, Weight
 from onward.ops.linear import OneDnnWeight, stock_weight, weight_shape
 from onward.ops.packed import NativeWeight
@@ -45,7 +45,9 @@ class TensorReport:
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
 
-_KEPT = Router | ShortConv  # in floats: they decide much, and are small
+# In floats: routers and convolutions decide much, and are small. The matrix of latents is read by rows and by columns,
+# of which a scale for each row serves one.
+_KEPT = Router | ShortConv | LatentLinear
 
 Progress = Callable[[TensorReport], None]
 

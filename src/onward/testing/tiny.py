@@ -21,8 +21,9 @@ def _architecture(family: str) -> str:
     return names[family]
 
 
-# The families whose first layers are recurrent here, while the last one attends.
-_HYBRID = ("qwen3_5", "qwen3_5moe", "qwen3next")
+# The families whose first layers are recurrent here, of this type, while the last one attends.
+_HYBRID = dict.fromkeys(("qwen3_5", "qwen3_5moe", "qwen3next"), "linear_attention")
+_HYBRID |= dict.fromkeys(("lfm2", "lfm2moe"), "conv")
 _RECURRENT = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -30,6 +31,20 @@ _RECURRENT = {
     "linear_value_head_dim": 20,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # what transformers calls so
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_group": 1,
+    "topk_group": 1,
+}
 # What a family's tiny config has beside the common fields, or in their place.
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 12, "sliding_window": 24},
@@ -67,6 +82,26 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3next": {"model_type": "qwen3_next", "num_experts": 0, **_RECURRENT},
     "seedoss": {"model_type": "seed_oss"},
     "exaone4": {"sliding_window": 24, "sliding_window_pattern": 2},
+    "lfm2": {"block_multiple_of": 16},
+    "lfm2moe": {
+        "model_type": "lfm2_moe",
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+    },
+    "deepseekv2": {"model_type": "deepseek_v2", "first_k_dense_replace": 1, **_LATENT},
+    "deepseekv3": {"model_type": "deepseek_v3", "first_k_dense_replace": 1, **_LATENT},
+    "glm4moelite": {"model_type": "glm4_moe_lite", **_LATENT},
+    "mistral4": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.1,
+        },
+        **_LATENT,
+    },
 }
 
 
@@ -98,7 +133,7 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
     config |= _OF_FAMILY.get(family, {}) | overrides
     if family not in _HYBRID:
         return config
-    types = ["linear_attention"] * (config["num_hidden_layers"] - 1) + ["full_attention"]
+    types = [_HYBRID[family]] * (config["num_hidden_layers"] - 1) + ["full_attention"]
     return {"layer_types": types} | config
 
 

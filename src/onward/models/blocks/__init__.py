@@ -4,19 +4,22 @@
 block with these params computes it.
 """
 
-from onward.models.blocks.attention import Attention, AttentionParams
+from onward.models.blocks.attention import Attention, AttentionNames, AttentionParams
 from onward.models.blocks.decoder import Decoder, DecoderNames, DecoderParams
 from onward.models.blocks.delta import GatedDelta, GatedDeltaParams
 from onward.models.blocks.dense_and_experts import DenseAndExperts, DenseAndExpertsParams
 from onward.models.blocks.experts import ExpertNames, Experts, ExpertsParams
-from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams
+from onward.models.blocks.feed_forward import FeedForward, FeedForwardNames, FeedForwardParams
+from onward.models.blocks.gated_conv import GatedConv, GatedConvParams
 from onward.models.blocks.layer import DecoderLayer, LayerNames, LayerParams
 from onward.models.blocks.layer_embeddings import LayerEmbeddings, LayerEmbeddingsParams, LayerInput, LayerInputParams
+from onward.models.blocks.mla import LatentAttention, LatentAttentionParams
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions, QueryGrowth
 
 __all__ = [
     "Attention",
+    "AttentionNames",
     "AttentionParams",
     "Decoder",
     "DecoderLayer",
@@ -28,9 +31,14 @@ __all__ = [
     "Experts",
     "ExpertsParams",
     "FeedForward",
+    "FeedForwardNames",
     "FeedForwardParams",
+    "GatedConv",
+    "GatedConvParams",
     "GatedDelta",
     "GatedDeltaParams",
+    "LatentAttention",
+    "LatentAttentionParams",
     "LayerEmbeddings",
     "LayerEmbeddingsParams",
     "LayerInput",

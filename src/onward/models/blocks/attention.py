@@ -42,6 +42,15 @@ class FusedAttentionParams(NamedTuple):
 
 
 @dataclass(frozen=True)
+class AttentionNames:
+    """What a checkpoint calls the parts. Projections of queries, keys and values have one name everywhere."""
+
+    o_proj: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention of new tokens over a cache.
 
@@ -74,6 +83,7 @@ class Attention:
     v_norm: float | None = None
     values_of_keys: bool = False
     reads: int | None = None
+    names: AttentionNames = AttentionNames()
 
     @property
     def cached(self) -> LayerShape | None:
@@ -99,9 +109,10 @@ class Attention:
         return AttentionParams(q_proj, k_proj, v_proj, *self._read_rest(scope))
 
     def _read_rest(self, scope: Scope) -> tuple[Linear, Tensor | None, Tensor | None, Tensor | None]:
-        o_proj = scope.linear("o_proj", self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
-        q_norm = None if self.q_norm is None else self.q_norm.read(scope.under("q_norm"))
-        k_norm = None if self.k_norm is None or self.reads is not None else self.k_norm.read(scope.under("k_norm"))
+        o_proj = scope.linear(self.names.o_proj, self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
+        q_norm = None if self.q_norm is None else self.q_norm.read(scope.under(self.names.q_norm))
+        own_norm = self.k_norm if self.reads is None else None
+        k_norm = None if own_norm is None else own_norm.read(scope.under(self.names.k_norm))
         return o_proj, q_norm, k_norm, scope.take("sinks", self.num_heads) if self.sinks else None
 
     def __call__(

@@ -47,7 +47,8 @@ class ExpertNames:
 class Experts:
     """The weighted sum of `num_chosen` of `num_experts` gated feed-forward blocks, which a router chooses.
 
-    score, normalize, scale, groups, kept_groups: as `ops.top_experts` takes them. choice_bias: whether a learned bias
+    score, normalize, scale, groups, kept_groups: as `ops.top_experts` takes them. sum_eps: what is added to the sum by
+    which weights are divided, where that is not what the op adds. choice_bias: whether a learned bias
     helps to choose. float32_router: whether the router computes in float32 in a model of another dtype.
     intermediate_size: of one expert. shared: a block that all tokens go through, added to the sum. shared_gate: whether
     what it adds is multiplied by the sigmoid of one more feature. activation, alpha, limit: as `ops.experts` takes
@@ -61,6 +62,7 @@ class Experts:
     score: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
     normalize: bool = False
     scale: float = 1.0
+    sum_eps: float | None = None
     groups: int = 1
     kept_groups: int = 1
     choice_bias: bool = False
@@ -103,11 +105,16 @@ class Experts:
 
     def routed(self, params: ExpertsParams, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts that the router chooses for x [..., D], and their weights (`ops.top_experts`)."""
-        return ops.top_experts(
-            params.router(x.to(torch.float32) if self.float32_router else x), self.num_chosen,
-            score=self.score, choice_bias=params.choice_bias, groups=self.groups, kept_groups=self.kept_groups,
-            normalize=self.normalize, scale=self.scale,
+        logits = params.router(x.to(torch.float32) if self.float32_router else x)
+        by_op = self.sum_eps is None
+        chosen, shares = ops.top_experts(
+            logits, self.num_chosen, score=self.score, choice_bias=params.choice_bias, groups=self.groups,
+            kept_groups=self.kept_groups, normalize=self.normalize and by_op, scale=self.scale if by_op else 1.0,
         )  # fmt: skip
+        if self.sum_eps is not None:
+            total = shares.sum(-1, keepdim=True) + self.sum_eps if self.normalize else 1.0
+            shares = shares / total * self.scale
+        return chosen, shares
 
     def mixed(self, params: ExpertsParams, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """The sum of the chosen experts, [..., D]."""

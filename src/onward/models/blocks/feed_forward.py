@@ -28,6 +28,15 @@ class FusedFeedForwardParams(NamedTuple):
 
 
 @dataclass(frozen=True)
+class FeedForwardNames:
+    """What a checkpoint calls the parts, where gate and up are apart."""
+
+    gate_proj: str = "gate_proj"
+    up_proj: str = "up_proj"
+    down_proj: str = "down_proj"
+
+
+@dataclass(frozen=True)
 class FeedForward:
     """down(activation(gate(x)) * up(x)). fused: whether the checkpoint has `gate_up_proj`."""
 
@@ -36,15 +45,16 @@ class FeedForward:
     activation: Activation = "silu"
     bias: bool = False
     fused: bool = False
+    names: FeedForwardNames = FeedForwardNames()
 
     def read(self, scope: Scope) -> FeedForwardParams | FusedFeedForwardParams:
         hidden, inner = self.hidden_size, self.intermediate_size
-        down = "down_proj", hidden, inner, self.bias
+        down = self.names.down_proj, hidden, inner, self.bias
         if self.fused:
             return FusedFeedForwardParams(
                 scope.linear("gate_up_proj", 2 * inner, hidden, self.bias), scope.linear(*down)
             )
-        gate, up = (scope.linear(name, inner, hidden, self.bias) for name in ("gate_proj", "up_proj"))
+        gate, up = (scope.linear(name, inner, hidden, self.bias) for name in (self.names.gate_proj, self.names.up_proj))
         return FeedForwardParams(gate, up, scope.linear(*down))
 
     def __call__(self, params: FeedForwardParams | FusedFeedForwardParams, x: Tensor) -> Tensor:

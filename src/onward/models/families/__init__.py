@@ -9,17 +9,23 @@ from onward.models.architecture import Architecture
 from onward.models.fields import ReadFields
 
 _FAMILIES = (  # the names of their files
+    "deepseek_v2",
+    "deepseek_v3",
     "exaone4",
     "gemma2",
     "gemma3",
     "gemma4",
     "glm",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite",
+    "lfm2",
+    "lfm2_moe",
     "llama",
     "ministral",
     "mistral",
+    "mistral4",
     "mixtral",
     "olmo2",
     "olmo3",

@@ -167,6 +167,17 @@ def linears(b: Builder, nodes: list[Node]) -> None:
     )
 
 
+@lowers(ops.packed_linear_by_head.default)
+def linear_by_head(b: Builder, node: Node) -> None:
+    x, data, rows, inputs = node.args
+    out, heads = node.outputs[0], data.shape[0]
+    x, vectors, _, step = b.rows(x)
+    b.call(
+        "onward_linear_by_head", PACKED_FORMATS[data.dtype], vectors // heads, heads, rows, inputs, address(x),
+        float_code(x), heads * step, step, address(data), address(out), float_code(out), heads * rows, rows,
+    )  # fmt: skip
+
+
 @lowers(ops.quantized_rows.default)
 def quantized_rows(b: Builder, node: Node) -> None:
     data, ids, format, rows, inputs, _ = node.args

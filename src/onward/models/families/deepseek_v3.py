@@ -1,0 +1,132 @@
+"""DeepSeek-V3 and R1 (arXiv 2412.19437), Kimi K2: multi-head latent attention, and experts chosen by sigmoids."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from onward.errors import ConfigError
+from onward.models.blocks import Decoder, Experts, LatentAttention
+from onward.models.config import CommonFields, common_fields, only
+from onward.models.expert_fields import expert_groups, experts_per_token, layers_ahead, num_dense_layers
+from onward.models.fields import Overlaid, flag, positive_int, positive_number
+from onward.models.rope import RotarySchedule, Yarn, rope_fields, yarn_magnitude
+
+ARCHITECTURES = ("DeepseekV3ForCausalLM",)
+
+LATENT = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+
+
+def read_config(config: Mapping[str, Any]) -> Decoder:
+    for name, values in {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}.items():
+        only(config, name, *values)
+    fields, attention = latent_attention(config, LATENT)
+    experts = deepseek_experts(config, fields, count=256, inner=2048, scale=2.5, groups=(8, 4))
+    first = num_dense_layers(config, 3)
+    return fields.decoder(
+        (fields.layer(attention, fields.feed_forward() if i < first else experts) for i in range(fields.num_layers)),
+        unread=layers_ahead(config, fields.num_layers),
+    )
+
+
+def latent_attention(
+    config: Mapping[str, Any], defaults: Mapping[str, Any], **options: Any
+) -> tuple[CommonFields, LatentAttention]:
+    """The fields of a config with multi-head latent attention, and that attention.
+
+    Args:
+        defaults: the family's own of the fields that size it. A `q_lora_rank` of null means no bottleneck.
+        options: as `common_fields` takes them.
+    """
+    sizes = {name: positive_int(config, name, defaults[name]) for name in defaults if name != "q_lora_rank"}
+    content, rotary = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
+    rank = config.get("q_lora_rank", defaults["q_lora_rank"])
+    _check_sizes(config, content, rotary)
+    # A config that says what part of a head turns, says it of the whole head.
+    whole = rope_fields(config).get("partial_rotary_factor") not in (None, 1, 1.0)
+    head_dim = {"head_dim": content + rotary if whole else rotary}
+    interleaved = config.get("rope_interleave") is None or flag(config, "rope_interleave")
+    options = options | {"interleaved": interleaved, "partial_rotary": 1.0}
+    fields = common_fields(Overlaid(head_dim, config), **options)
+    if fields.rope.dims != rotary:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor makes {fields.rope.dims} features of a head turn, and "
+            f"qk_rope_head_dim {rotary}"
+        )
+    if fields.num_kv_heads != fields.num_heads:
+        raise ConfigError(
+            f"config.json: num_key_value_heads ({fields.num_kv_heads}) must be num_attention_heads "
+            f"({fields.num_heads}) in this family, whose heads share one latent"
+        )
+    return fields, LatentAttention(
+        hidden_size=fields.hidden_size,
+        num_heads=fields.num_heads,
+        query_rank=None if rank is None else positive_int(config, "q_lora_rank", rank),
+        latent_dim=sizes["kv_lora_rank"],
+        content_dim=content,
+        rotary_dim=rotary,
+        value_dim=sizes["v_head_dim"],
+        rope=fields.rope,
+        scale=(content + rotary) ** -0.5 * _sharpened(fields.rope),
+        bias=flag(config, "attention_bias"),
+    )
+
+
+def _check_sizes(config: Mapping[str, Any], content: int, rotary: int) -> None:
+    if rotary % 2:
+        raise ConfigError(f"config.json: qk_rope_head_dim must be even, since RoPE rotates pairs; got {rotary}")
+    total = positive_int(config, "qk_head_dim", content + rotary)
+    if total != content + rotary:
+        raise ConfigError(
+            f"config.json: qk_head_dim is {total}, but qk_nope_head_dim {content} and qk_rope_head_dim {rotary} make "
+            f"{content + rotary}"
+        )
+
+
+def _sharpened(rope: RotarySchedule) -> float:
+    """What YaRN multiplies the products of queries and keys by: here its magnitude is not in cos and sin alone."""
+    scaling = rope.scaling
+    if not isinstance(scaling, Yarn) or not scaling.mscale_all_dim:
+        return 1.0
+    return yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def deepseek_experts(
+    config: Mapping[str, Any],
+    fields: CommonFields,
+    *,
+    count: int,
+    inner: int,
+    scale: float,
+    chosen: int = 8,
+    shared: int = 1,
+    groups: tuple[int, int] = (1, 1),
+    **changes: Any,
+) -> Experts:
+    """The experts of this family and its kin.
+
+    Args:
+        count, inner, scale, chosen, shared, groups: of a config that does not say how many there are, how wide, by what
+            their weights are multiplied, how many a token goes through, and beside them all tokens, and in how many
+            groups they lie, of which how many are kept.
+        changes: fields of `Experts` that differ.
+    """
+    count, inner = positive_int(config, "n_routed_experts", count), positive_int(config, "moe_intermediate_size", inner)
+    chosen = experts_per_token(config, count, default=chosen)
+    of_groups, kept_groups = expert_groups(config, count, chosen, groups)
+    experts = Experts(
+        hidden_size=fields.hidden_size,
+        intermediate_size=inner,
+        num_experts=count,
+        num_chosen=chosen,
+        score="sigmoid",
+        normalize=config.get("norm_topk_prob") is None or flag(config, "norm_topk_prob"),
+        scale=positive_number(config, "routed_scaling_factor", scale),
+        groups=of_groups,
+        kept_groups=kept_groups,
+        choice_bias=True,
+        float32_router=True,
+        shared=fields.feed_forward(intermediate_size=inner * positive_int(config, "n_shared_experts", shared)),
+    )
+    return replace(experts, **changes)

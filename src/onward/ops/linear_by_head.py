@@ -1,0 +1,78 @@
+"""The product of each head's features with a matrix of its own: a block diagonal matrix, of which the blocks are kept.
+
+Shapes: H heads, each of K inputs and N outputs.
+"""
+
+import torch
+from torch import Tensor
+
+from onward.errors import RequestError
+from onward.native import Library
+from onward.ops.autocast import autocast_dtype, lowered, off
+from onward.ops.expert_weights import NativeExperts
+from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.packed import FORMATS, NativeWeight
+
+HeadWeights = Tensor | NativeExperts
+
+
+def linear_by_head(x: Tensor, weight: HeadWeights) -> Tensor:
+    """out[..., h, :] = weight[h] @ x[..., h, :].
+
+    Args:
+        x: float [..., H, K].
+        weight: float [H, N, K] of x's dtype, or `pack_experts` of it.
+
+    Returns:
+        [..., H, N] in x's dtype. With a packed weight a head's bits depend on its own inputs alone, and are those of
+        `linear`.
+
+    Raises:
+        RequestError: shapes or dtypes that do not fit.
+    """
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        with off(x):
+            if isinstance(weight, NativeExperts):
+                return linear_by_head(x.to(weight.dtype), weight).to(dtype)
+            return linear_by_head(*lowered(dtype, x, weight))
+    wanted = tuple(weight.shape)
+    if len(wanted) != 3 or x.shape[-2:] != (wanted[0], wanted[2]) or x.dtype not in DTYPES or x.dtype != weight.dtype:
+        raise RequestError(
+            f"linear_by_head: a weight [H, N, K] wants x [..., H, K] of its dtype; got {shapes(x=x)}, weight "
+            f"{weight.dtype} {list(wanted)}"
+        )
+    if isinstance(weight, NativeExperts):
+        return _packed_linear_by_head(x, weight.data, weight.rows, weight.inputs)
+    return torch.einsum("...hk,hnk->...hn", x, weight)
+
+
+def reference(x: Tensor, weight: Tensor) -> Tensor:
+    """The definition head by head: products and sums in float32, one rounding at the end."""
+    heads = [x[..., h, :].to(torch.float32) @ matrix.to(torch.float32).T for h, matrix in enumerate(weight)]
+    return torch.stack(heads, -2).to(x.dtype)
+
+
+def _definition(x: Tensor, data: Tensor, rows: int, inputs: int) -> Tensor:
+    weight = torch.stack([NativeWeight(matrix, rows, inputs).unpack() for matrix in data])
+    return torch.einsum("...hk,hnk->...hn", x, weight)
+
+
+def _native(library: Library, x: Tensor, data: Tensor, rows: int, inputs: int) -> Tensor:
+    heads, flat = len(data), x.flatten(0, -2)  # [tokens * H, K]: a view where heads and tokens are evenly spaced
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    out, code, step = x.new_empty((*x.shape[:-1], rows)), DTYPES[x.dtype], flat.stride(0)
+    status = library.onward_linear_by_head(
+        FORMATS[data.dtype], len(flat) // heads, heads, rows, inputs, flat.data_ptr(), code, heads * step, step,
+        data.data_ptr(), out.data_ptr(), code, heads * rows, rows,
+    )  # fmt: skip
+    library.check(status, "onward_linear_by_head")
+    return out
+
+
+_packed_linear_by_head: Operator[Tensor] = Operator(
+    "packed_linear_by_head(Tensor x, Tensor data, int rows, int inputs) -> Tensor",
+    _definition,
+    _native,
+    lambda x, data, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
+)

@@ -156,3 +156,16 @@ def test_what_cannot_be_evaluated_says_why():
         OnwardLM("demo", max_length=1)
     with pytest.raises(RequestError, match="leaves no room for a context"):
         OnwardLM("demo", max_length=4)._loglikelihood_tokens([(None, [1], [2] * 4)])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_prints_a_table_or_json(tasks, capsys):
+    from onward.cli.main import run
+
+    assert run(["eval", "choices", "--include", str(tasks), "--limit", "2", "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert 0 <= json.loads(printed[printed.index("{") :])["results"]["choices"]["acc,none"] <= 1
+    assert run(["eval", "choices", "--include", str(tasks), "--limit", "2"]) == 0
+    assert "|choices|" in capsys.readouterr().out
+    assert run(["eval", "no_such_task", "--include", str(tasks)]) == 2
+    assert "there is no task 'no_such_task'" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from onward.quantization.rounding import INT4_PLACES, quantize_and_measure, rela
 
 # Added to the diagonal of H, relative to its mean, as in the paper; ten times as much wherever H is not yet definite.
 _DAMPING = 0.01
-_REFINEMENTS = 2
+_REFINEMENTS = 2  # scales tried for a place of a group's extreme: its own, and that of the integers it gives
 # Rows that are rounded together. A row knows nothing of another, so this bounds memory and changes nothing.
 _ROWS = 8192
 _LARGEST_SCALE = torch.finfo(torch.float16).max
@@ -158,6 +158,7 @@ def _scales(block: Tensor, factor: Tensor) -> Tensor:
     best_error = torch.full_like(extreme, torch.inf)
 
     def keep_if_better(scale: Tensor) -> Tensor:
+        """Returns the least-squares scale of the integers that this one gives."""
         nonlocal best, best_error
         stored = scale.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(torch.float16).to(torch.float32)
         q = _integers(block, stored)
@@ -172,7 +173,6 @@ def _scales(block: Tensor, factor: Tensor) -> Tensor:
         scale = extreme / place
         for _ in range(_REFINEMENTS):
             scale = keep_if_better(scale)
-    keep_if_better(scale)
     return best
 
 

@@ -1,0 +1,13 @@
+"""`onward eval` where its extra is not installed; tests/integrations has it where it is."""
+
+import sys
+
+import pytest
+from command_line import Cli
+
+
+def test_without_the_harness_it_says_what_to_install(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    result = cli("eval", "arc_easy")
+    assert (result.code, result.out) == (2, "")
+    assert "tasks need the package lm_eval: pip install 'onward[eval]'" in result.err

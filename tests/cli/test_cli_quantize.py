@@ -75,4 +75,4 @@ def test_a_quantized_folder_is_not_quantized_otherwise(cli: Cli, tmp_path: Path)
     cli("quantize", "demo", str(tmp_path / "q"))
     result = cli("generate", "x", "-m", str(tmp_path / "q"), "--quantize", "int4")
     assert result.code == 2
-    assert "int8 already" in result.err
+    assert "quantized already (int8)" in result.err

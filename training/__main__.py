@@ -1,4 +1,4 @@
-"""`python -m training`: corpus -> tokenizer -> draft -> target -> evaluation -> model card."""
+"""`python -m training`: corpus -> tokenizer -> draft -> target -> tools -> evaluation -> model card."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main() -> None:
         build_corpus(settings)
     if arguments.stage in ("all", "train"):
         train_models(settings, resume=arguments.resume)
-    if arguments.stage == "tune":
+    if arguments.stage in ("all", "tune"):
         tune(settings, resume=arguments.resume)
     if arguments.stage in ("all", "evaluate"):
         from .card import write_card

@@ -7,11 +7,12 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
-from .corpus import KINDS
+from .corpus import KINDS, tool_chats
 from .evaluate import (
     Evaluation,
     KindScore,
@@ -24,6 +25,7 @@ from .evaluate import (
 from .model import Transformer
 from .samples import draw_samples
 from .settings import Schedule, Settings
+from .tool_calls import right_answers
 from .train import Progress
 
 # Float32 sums of a few hundred products in another order, over logits of magnitude up to about 30.
@@ -47,6 +49,7 @@ def write_card(settings: Settings) -> None:
     heldout = read_heldout(settings.heldout_path)
     target = _trained("target", settings, settings.target_schedule)
     draft = _trained("draft", settings, settings.draft_schedule)
+    tuned = Progress(**_checkpoint(settings, "tuned")["progress"])
     evaluation = evaluate(target.model, draft.model, tokenizer, heldout)
     for line in _score_table(evaluation):
         print(line, flush=True)
@@ -57,8 +60,9 @@ def write_card(settings: Settings) -> None:
         _introduction(settings),
         _sizes(target, draft, tokenizer),
         _corpus(settings, heldout),
-        _training(target, draft, settings),
+        [*_training(target, draft, settings), "", *_tuning(tuned)],
         ["## Held-out loss", "", *_heldout_notes(), "", *_score_table(evaluation)],
+        tools_section(settings, tokenizer),
         ["## Checks", "", *(f"- {line}" for line in checks)],
         ["## Unedited samples", "", *draw_samples(settings.output / "target", tokenizer, settings.sample_tokens)],
         _limits(),
@@ -73,15 +77,20 @@ def write_card(settings: Settings) -> None:
 
 def _trained(name: str, settings: Settings, schedule: Schedule) -> Trained:
     folder = settings.output / name
-    state = torch.load(settings.work / f"{name}.checkpoint.pt", weights_only=True)
+    state = _checkpoint(settings, name)
     size = (folder / "model.safetensors").stat().st_size
     return Trained(name, load_exported(folder), Progress(**state["progress"]), schedule, size)
+
+
+def _checkpoint(settings: Settings, name: str) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(settings.work / f"{name}.checkpoint.pt", weights_only=True)
+    return state
 
 
 def _checks(settings: Settings, ids: list[int]) -> list[str]:
     """Hold both folders against transformers, and measure what rounding to bfloat16 cost."""
     lines = []
-    for name, config in (("target", settings.target), ("draft", settings.draft)):
+    for name, made, config in (("target", "tuned", settings.target), ("draft", "draft", settings.draft)):
         folder = settings.output / name
         difference = difference_from_transformers(folder, ids)
         if difference > TRANSFORMERS_TOLERANCE:
@@ -89,7 +98,7 @@ def _checks(settings: Settings, ids: list[int]) -> list[str]:
                 f"{folder}: transformers' logits differ by {difference:.2e} (> {TRANSFORMERS_TOLERANCE})"
             )
         trained = Transformer(config)
-        trained.load_state_dict(torch.load(settings.work / f"{name}.checkpoint.pt", weights_only=True)["average"])
+        trained.load_state_dict(_checkpoint(settings, made)["average"])
         logit, loss = rounding_cost(trained.eval(), folder, ids)
         lines.append(
             f"{name}: logits equal transformers' `Qwen3ForCausalLM` within {difference:.1e} (float32, {len(ids)} "
@@ -186,6 +195,36 @@ def _training(target: Trained, draft: Trained, settings: Settings) -> list[str]:
     return lines
 
 
+def _tuning(tuned: Progress) -> list[str]:
+    return [
+        f"Then the target learned to call tools: {tuned.step:,} more steps on {tuned.trained_tokens:,} target tokens",
+        f"({tuned.tokens:,} with padding, {tuned.seconds / 60:.0f} minutes), half of them of conversations with tools",
+        "(`training/tune.py`).",
+    ]
+
+
+def tools_section(settings: Settings, tokenizer: Tokenizer) -> list[str]:
+    """How often answers are right where tools are offered, on conversations of the held-out seed."""
+    conversations = tool_chats(settings.heldout_seed, settings.tool_conversations)
+    answers = right_answers(settings.output / "target", tokenizer, conversations)
+    kinds = {
+        "call": "one call, its name and arguments exactly those asked for",
+        "calls": "two calls in one answer, likewise",
+        "result": "a result, told word for word",
+        "talk": "an answer that needs no tool, and calls none",
+    }
+    return [
+        "## Tools",
+        "",
+        f"Greedy answers in {settings.tool_conversations} conversations with tools, of a seed that nothing was trained",
+        "on. A call that has to come (`tool_choice`) is valid by its grammar; these were free to be anything.",
+        "",
+        "| wanted | right | asked |",
+        "|---|---|---|",
+        *(f"| {kinds[kind]} | {right} | {asked} |" for kind, (right, asked) in answers.items()),
+    ]
+
+
 def _cpu() -> str:
     """The processor's name, from Linux's own list where there is one."""
     path = Path("/proc/cpuinfo")
@@ -249,7 +288,7 @@ def _limits() -> list[str]:
         "- Text of its user is best like its own: short plain sentences. It does not understand an arbitrary article.",
         "- The grammar has two characters a story and at most a few stories a chat; a chat ends with the context.",
         "- How often its answers are right is measured above, on text of its own grammar; elsewhere it is worse.",
-        "- Its chat template has tools, and a call that has to come (`tool_choice`) is valid by its grammar; it was",
-        "  not trained on tools, so it is not known to call one of its own, and its arguments mean little.",
+        "- It calls tools whose user says what is wanted in a plain sentence, with the user's words as arguments;",
+        "  see above how often it is right. It plans nothing, and two calls at once mostly go wrong.",
         "- It is a demonstration and a test object for decoding. Use it for nothing that matters.",
     ]

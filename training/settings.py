@@ -70,9 +70,9 @@ def full() -> Settings:
         draft=ModelConfig(128, 256, 2, 2, 1, 64, vocab_size),
         target_schedule=Schedule(tokens=20_000_000, knee_tokens=4_500_000, knee_share=0.775, text_share=0.3),
         draft_schedule=Schedule(tokens=13_000_000, peak_lr=5e-3, seed=2),
-        tuning_documents=18_000,
+        tuning_documents=40_000,
         tuning_seed=20_261_122,
-        tuning_schedule=Schedule(tokens=2_400_000, peak_lr=1.5e-3, warmup_steps=30, text_share=0.3, seed=3),
+        tuning_schedule=Schedule(tokens=8_400_000, peak_lr=1.5e-3, warmup_steps=30, text_share=0.3, seed=3),
         tool_conversations=150,
     )
 

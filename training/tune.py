@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from tokenizers import Tokenizer
 
-from .corpus import tool_chats, tuning_documents
+from .corpus import tuning_documents
 from .data import tokenize
 from .evaluate import load_exported, read_heldout
 from .export import export_model
 from .settings import Settings
-from .tool_calls import right_answers
 from .train import Trainer
 
 LONGEST_ANSWER = 128  # two calls
@@ -31,6 +30,3 @@ def tune(settings: Settings, resume: bool) -> None:
     trainer.run(tokenize(tokenizer, texts), tokenizer, lambda early: None, longest=LONGEST_ANSWER)
     export_model(trainer.average, tokenizer, folder)
     print(f"{trainer.name}: exported after {trainer.progress.seconds / 60:.1f} minutes", flush=True)
-    conversations = tool_chats(settings.heldout_seed, settings.tool_conversations)
-    for kind, (right, asked) in right_answers(folder, tokenizer, conversations).items():
-        print(f"{trainer.name}: {kind}: {right} of {asked} right", flush=True)

@@ -14,7 +14,7 @@ from onward.errors import RequestError
 
 
 def evaluate(
-    tasks: Annotated[list[str], typer.Argument(metavar="TASK…", help="Names of tasks and groups, such as arc_easy.")],
+    tasks: Annotated[list[str], typer.Argument(metavar="TASK", help="Names of tasks and groups, such as arc_easy.")],
     *,
     include: Annotated[
         Path | None, typer.Option("--include", metavar="FOLDER", help="Tasks of your own: a folder of YAML files.")

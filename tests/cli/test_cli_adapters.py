@@ -17,8 +17,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def text_of(folder: Path | None, prompt: str) -> str:
-    lm = onward.load("demo") if folder is None else onward.load("demo", merge=folder)
-    return lm.generate(prompt, max_new_tokens=12, temperature=0).text
+    lm = onward.load("demo", adapters={} if folder is None else {"one": folder})
+    return lm.generate(prompt, max_new_tokens=12, temperature=0, adapter=None if folder is None else "one").text
 
 
 def given(folders: dict[str, Path]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import onward
-from onward import loading
+from onward import loading_weights
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
@@ -35,14 +35,14 @@ def test_a_bar_is_for_terminals_and_long_loads(
     folder = onward.testing.random_checkpoint(tmp_path)
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
-    monkeypatch.setattr(loading, "_BAR_DELAY_S", delay_s)
-    pack_layer = loading.pack_params
+    monkeypatch.setattr(loading_weights, "_BAR_DELAY_S", delay_s)
+    pack_layer = loading_weights.pack_params
 
     def slow(params, release):
         time.sleep(0.2)  # longer than tqdm's interval between two drawings
         return pack_layer(params, release=release)
 
-    monkeypatch.setattr(loading, "pack_params", slow)
+    monkeypatch.setattr(loading_weights, "pack_params", slow)
     onward.load(folder, device="cpu", progress=progress)
     assert ("Loading weights" in screen.getvalue()) == shown
 
@@ -51,6 +51,6 @@ def test_a_pipe_gets_no_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     folder = onward.testing.random_checkpoint(tmp_path)
     pipe = io.StringIO()
     monkeypatch.setattr("sys.stderr", pipe)
-    monkeypatch.setattr(loading, "_BAR_DELAY_S", 0.0)
+    monkeypatch.setattr(loading_weights, "_BAR_DELAY_S", 0.0)
     onward.load(folder)
     assert pipe.getvalue() == ""

@@ -92,7 +92,7 @@ def main() -> None:
     for precision in arguments.precisions:
         model = random_model(precision)
         lm = onward.LanguageModel(model)
-        samples, bandwidth = measure({"onward": onward_contestant(lm)}, arguments.rounds)
+        samples, bandwidth = measure({"onward": onward_contestant(lm)}, arguments.rounds, model.vocab_size)
         limit, weights = statistics.median(bandwidth), bytes_per_token(model)
         row = result[precision] = {"read_bandwidth_gb_s": round(limit / 1e9, 1), "weight_bytes_per_token": weights}
         for length in PROMPTS:

@@ -11,7 +11,7 @@ BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test lint types contracts unit clients eval-test page sanitize bench peers compare demo-model clean \
+.PHONY: help demo docs test lint types contracts unit clients eval-test browser page sanitize bench peers compare demo-model clean \
 	wheel wheel-test workflows
 
 help: ## what there is
@@ -44,10 +44,12 @@ eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval ## the numbers of lm-e
 	@$(BIN)/pytest tests/integrations
 
 # Debian's Chromium comes by apt-get where this is root; elsewhere it has to be there.
-page: $(VENV)/.installed-dev $(VENV)/.installed-browser ## the page of `onward serve` in a Chromium
+browser:
 	@mkdir -p build; [ -n "$(BROWSER)" ] || { [ "$$(id -u)" = 0 ] && apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
 		apt-get -qq install -y --no-install-recommends chromium; } >build/chromium.log 2>&1 || true
-	@[ -n "$(BROWSER)" ] || { echo "make page wants chromium or google-chrome: see build/chromium.log"; exit 1; }
+	@[ -n "$(BROWSER)" ] || { echo "no chromium or google-chrome is here, and none could be installed: see build/chromium.log"; exit 1; }
+
+page: browser $(VENV)/.installed-dev $(VENV)/.installed-browser ## the page of `onward serve` in a Chromium
 	@$(BIN)/pytest tests/server/test_page.py
 
 # The sanitizers must be there before Python is, whose own leaks are not ours to look for. What they find they write

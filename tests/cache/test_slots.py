@@ -8,6 +8,7 @@ import pytest
 import torch
 from written_blocks import WrittenBlocks
 
+from onward.cache.block_trie import BlockTrie
 from onward.cache.slots import BLOCK, PagedSlots
 from onward.errors import ContextOverflowError, RequestError
 
@@ -495,3 +496,13 @@ def test_a_slot_that_is_left_is_let_go_with_the_next_call():
         slots.leave(each)
     assert slots.held == 0
     assert reused(slots, [1, 2, 3, 4, 5, 6]) == 5
+
+
+def test_an_adapter_whose_texts_are_gone_leaves_nothing_in_the_trie():
+    trie = BlockTrie(4)
+    kept = trie.root("kept")
+    node = trie.insert(kept, (1, 2, 3, 4), 0)
+    for adapter in range(50):
+        assert trie.match([1, 2, 3, 4], 4, f"adapter {adapter}").path == []
+    assert trie.match([1, 2, 3, 4], 4, "kept").path == [node]
+    assert len(trie._roots) == 2

@@ -57,7 +57,11 @@ class BlockTrie:
 
     def root(self, adapter: str) -> BlockNode:
         """Where the texts of an adapter begin, by its digest; "" for those without one."""
-        return self._roots.setdefault(adapter, BlockNode((), -1, None))
+        if adapter not in self._roots:
+            # Adapters come and go: those whose texts are all gone leave nothing behind.
+            self._roots = {digest: root for digest, root in self._roots.items() if root.children}
+            self._roots[adapter] = BlockNode((), -1, None)
+        return self._roots[adapter]
 
     def __iter__(self) -> Iterator[BlockNode]:
         """All nodes, a parent before its children; roots are none of them."""

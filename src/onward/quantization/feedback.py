@@ -15,7 +15,13 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.ops import quantized_layout as layout
 from onward.ops.quantized import QuantizedWeight
-from onward.quantization.rounding import INT4_PLACES, quantize_and_measure, relative_rms_error
+from onward.quantization.rounding import (
+    INT4_PLACES,
+    extremes,
+    int4_integers,
+    quantize_and_measure,
+    relative_rms_error,
+)
 
 # Added to the diagonal of H, relative to its mean, as in the paper; ten times as much wherever H is not yet definite.
 _DAMPING = 0.01
@@ -152,8 +158,7 @@ def _scales(block: Tensor, factor: Tensor) -> Tensor:
     """
     weights = factor.square().reciprocal_().unsqueeze(1)
     weights = weights / weights.amax()
-    highest, lowest = block.amax(0), block.amin(0)
-    extreme = torch.where(highest >= -lowest, highest, lowest)
+    extreme = extremes(block)
     best = torch.zeros_like(extreme)
     best_error = torch.full_like(extreme, torch.inf)
 
@@ -161,7 +166,7 @@ def _scales(block: Tensor, factor: Tensor) -> Tensor:
         """Returns the least-squares scale of the integers that this one gives."""
         nonlocal best, best_error
         stored = scale.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(torch.float16).to(torch.float32)
-        q = _integers(block, stored)
+        q = int4_integers(block, stored)
         error = ((block - q * stored).square_() * weights).sum(0)
         better = error < best_error
         best, best_error = torch.where(better, stored, best), torch.where(better, error, best_error)
@@ -174,7 +179,3 @@ def _scales(block: Tensor, factor: Tensor) -> Tensor:
         for _ in range(_REFINEMENTS):
             scale = keep_if_better(scale)
     return best
-
-
-def _integers(block: Tensor, scale: Tensor) -> Tensor:
-    return (block * torch.where(scale == 0, 0.0, 1 / scale)).round_().clamp_(-8, 7)

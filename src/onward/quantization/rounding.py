@@ -132,8 +132,7 @@ def relative_rms_error(weight: Tensor, quantized: QuantizedWeight) -> float:
 
 def _best_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [32, G] -> int8 [32, G] and float16 [G]. Groups lie along the columns, so that sums run over rows."""
-    highest, lowest = groups.amax(0), groups.amin(0)
-    extreme = torch.where(highest >= -lowest, highest, lowest)
+    extreme = extremes(groups)
     best_scale = (extreme / _PLAIN[0]).to(torch.float16)
     best_q, best_error = _with_scale(groups, best_scale)
 
@@ -183,8 +182,19 @@ def _moments(q: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 def _with_scale(groups: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """The integers (as floats) that a float16 scale [G] gives, and the squared errors [G]."""
     scale = stored.to(torch.float32)
-    q = (groups * torch.where(scale == 0, 0.0, 1 / scale)).round_().clamp_(-8, 7)
+    q = int4_integers(groups, scale)
     return q, _sum((groups - q * scale).square_())
+
+
+def extremes(groups: Tensor) -> Tensor:
+    """The element of the largest magnitude of each group, with its sign: [inputs, G] -> [G]."""
+    highest, lowest = groups.amax(0), groups.amin(0)
+    return torch.where(highest >= -lowest, highest, lowest)
+
+
+def int4_integers(groups: Tensor, scale: Tensor) -> Tensor:
+    """The integers (as floats) of groups [inputs, G] that a scale [G] gives: 0 where it is 0."""
+    return (groups * torch.where(scale == 0, 0.0, 1 / scale)).round_().clamp_(-8, 7)
 
 
 def _sum(terms: Tensor) -> Tensor:

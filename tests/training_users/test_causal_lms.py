@@ -120,6 +120,14 @@ def test_positions_count_from_where_the_module_counts_them():
     assert lm.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS).token_ids == ids[len(PROMPTS[0]) :]
 
 
+def test_broken_weights_are_named_when_they_are_decoded():
+    module = build("llama")
+    module.model.norm.weight.data.fill_(float("nan"))
+    lm = onward.LanguageModel(onward.Model.from_module(module))
+    with pytest.raises(onward.OnwardError, match="NaN"):
+        lm.generate(PROMPTS[0], max_new_tokens=2)
+
+
 @torch.no_grad()
 def test_logits_are_those_of_transformers(module):
     module.eval()

@@ -190,6 +190,8 @@ def _first_position(module: Any, vocab_size: int) -> int:
     tokens = torch.tensor([[token for token in range(min(vocab_size, 4)) if token != padding]], device=device)
     with eval_mode(module):
         expected = module(input_ids=tokens).logits
+        if not bool(expected.isfinite().all()):
+            return 0  # broken weights show nothing here; decoding says what is wrong with them
         # Logits of wrong positions are off by much more than by half of a dtype's digits.
         tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
         for first in (0, padding + 1):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same_bits import assert_bits_depend_on_the_text_alone
 
 import onward
 from onward import native
@@ -20,19 +21,10 @@ IDS = [(13 * i) % 258 for i in range(70)]
 def test_bits_depend_on_the_text_alone(family, dtype, format, tmp_path):
     source = random_checkpoint(tmp_path / "source", family, dtype=dtype, num_hidden_layers=3)
     lm = onward.load(source, quantize=format)
-    assert lm.explain().backend == "native"
-    whole = lm.logits(IDS)
-    for chunk in (1, 7, 64):
-        lm.prefill_chunk = chunk
-        assert torch.equal(lm.logits(IDS), whole)
-    prompts = [IDS[:n] for n in (33, 1, 64)]
-    together = [one.token_ids for one in lm.generate(prompts, max_new_tokens=40, temperature=0)]
-    assert together == [lm.generate(one, max_new_tokens=40, temperature=0).token_ids for one in prompts]
-    drafted = lm.generate(prompts, max_new_tokens=40, temperature=0, draft="lookup")
-    assert together == [one.token_ids for one in drafted]
+    assert_bits_depend_on_the_text_alone(lm, IDS, new_tokens=40)
     if format is not None:
         quantize_folder(source, tmp_path / "small", format)
-        assert torch.equal(onward.load(tmp_path / "small").logits(IDS), whole)
+        assert torch.equal(onward.load(tmp_path / "small").logits(IDS), lm.logits(IDS))
 
 
 def test_a_state_is_the_last_inputs(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from same_bits import assert_bits_depend_on_the_text_alone
 
 import onward
 from onward import native, ops
@@ -46,15 +47,7 @@ def test_a_position_is_one_latent_and_one_turned_key(family, tmp_path):
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
 def test_bits_depend_on_the_text_alone(family, dtype, format, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, family, dtype=dtype), quantize=format)
-    assert lm.explain().backend == "native"
-    whole = lm.logits(IDS)
-    for chunk in (1, 7, 64):
-        lm.prefill_chunk = chunk
-        assert torch.equal(lm.logits(IDS), whole)
-    prompts = [IDS[:n] for n in (33, 1, 64)]
-    together = [one.token_ids for one in lm.generate(prompts, max_new_tokens=12, temperature=0)]
-    assert together == [lm.generate(one, max_new_tokens=12, temperature=0).token_ids for one in prompts]
-    assert together == [one.token_ids for one in lm.generate(prompts, max_new_tokens=12, temperature=0, draft="lookup")]
+    assert_bits_depend_on_the_text_alone(lm, IDS, new_tokens=12)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

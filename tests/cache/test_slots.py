@@ -399,6 +399,16 @@ def test_noting_reads_ids_only_when_a_block_became_full():
     assert reads == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]
 
 
+def test_a_block_that_has_no_more_use_is_one_of_the_few_that_keep_their_memory():
+    _, slots = slots_over(64, warm=2)
+    longer, _ = slots.acquire([0, 0, 1, 2], 16)
+    cache(slots, [0, 0])
+    for slot in [slots.acquire([5], SIZE)[0] for _ in range(4)]:
+        slots.release(slot)  # as many as may keep their memory
+    slots.note(longer, [0, 0, 1, 2])
+    slots.check()
+
+
 def test_threads_share_without_losing_a_block():
     memory, slots = slots_over(64, cached=10, max_len=16)
     failures = []

@@ -129,8 +129,7 @@ class BlockPool:
                 self.cached.setdefault(own)
         while len(self.cached) > self.cached_blocks:
             self.warm.append(self._evict())
-        if len(self.warm) > 2 * self.warm_blocks:
-            self._give_back(self.warm_blocks)
+        self._cool()
 
     def touch(self, node: BlockNode) -> None:
         """The node was used just now; those above it are held."""
@@ -144,6 +143,7 @@ class BlockPool:
         if shorter is not None:
             del self.cached[shorter]
             self.warm.append(self._unlink(shorter))
+            self._cool()
         node = self.nodes[block] = self.trie.insert(parent, tokens, block)
         return node
 
@@ -175,6 +175,11 @@ class BlockPool:
         self.trie.remove(node)
         self.nodes[node.block] = None
         return node.block
+
+    def _cool(self) -> None:
+        """Give memory back once twice as many free blocks keep theirs as are to."""
+        if len(self.warm) > 2 * self.warm_blocks:
+            self._give_back(self.warm_blocks)
 
     def _give_back(self, warm: int) -> None:
         """Keep the memory of the `warm` free blocks that were used last; the others return theirs."""

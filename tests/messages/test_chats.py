@@ -236,7 +236,7 @@ def test_the_format_is_told_by_the_template_or_given() -> None:
         other = onward.LanguageModel(lm.model, lm.tokenizer, lm.chat_template, message_format=name)
         assert other.message_format == other.with_model(lm.model).message_format == Hermes()
     with pytest.raises(
-        RequestError, match="message_format must be one of hermes, mistral-args, mistral, llama3, plain"
+        RequestError, match="message_format must be one of hermes, harmony, mistral-args, mistral, llama3, plain"
     ):
         onward.LanguageModel(lm.model, message_format="chatml")
     # Families that have something else between the same marks.

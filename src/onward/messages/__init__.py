@@ -4,7 +4,7 @@ from onward.messages.answer import AnswerReading
 from onward.messages.conversation import template_messages
 from onward.messages.format import CallSyntax, MessageFormat
 from onward.messages.formats import FORMATS, checked_format, format_of
-from onward.messages.grammar import answer_grammar, reasoning_grammar
+from onward.messages.grammar import answer_grammar, content_beginning
 from onward.messages.json_text import read_string, read_value
 from onward.messages.message import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
 from onward.messages.parser import MessageParser
@@ -31,10 +31,10 @@ __all__ = [
     "Written",
     "answer_grammar",
     "checked_format",
+    "content_beginning",
     "format_of",
     "read_string",
     "read_tool_use",
     "read_value",
-    "reasoning_grammar",
     "template_messages",
 ]

@@ -37,7 +37,7 @@ class AnswerReading:
         cls, format: MessageFormat, vocabulary: Vocabulary, prompt: str, tools: tuple[str, ...] | None
     ) -> "AnswerReading":
         """prompt: the conversation as text, up to where the answer begins."""
-        written = format.thinking if tools is None else format.all_marks
+        written = format.marks_of(calls=tools is not None)
         marks = tuple((id, text) for text in written if (id := special_token(vocabulary, text)) is not None)
         opening, closing = (prompt.rstrip().endswith(mark) for mark in format.thinking)
         return cls(format, tools, opening or (False if closing else None), marks)

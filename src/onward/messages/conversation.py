@@ -7,8 +7,8 @@ from typing import Any
 from onward.errors import RequestError
 from onward.messages.message import AssistantMessage
 
-# Under either name clients send reasoning back, and templates read it.
-_REASONING = ("reasoning_content", "reasoning")
+# Under any of these names clients send reasoning back, and templates read it.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def template_messages(messages: Any, *, arguments_as_text: bool) -> Any:

@@ -13,12 +13,13 @@ _LETTERS = string.ascii_letters + string.digits
 class CallSyntax(NamedTuple):
     """How calls are written where they are constrained, after their opener.
 
-    begin: before the first. call: with NAME and ARGUMENTS in their places. between: between two. end: after the last.
+    begin: before the first. call: with NAME and ARGUMENTS in their places. between: between two; None where an answer
+    has one at most. end: after the last.
     """
 
     begin: str
     call: str
-    between: str
+    between: str | None
     end: str
 
 
@@ -26,7 +27,8 @@ class MessageFormat(ABC):
     """How a family of models writes its answers. To add one, write a file and a line in `FORMATS`.
 
     name: what `message_format=` calls it.
-    thinking: the marks around reasoning.
+    thinking: the marks around reasoning. after_thinking: what a model writes between reasoning and what follows it.
+    before_content: what stands before content; empty where content has no mark.
     openers: marks that a call begins with, wherever it stands. No opener begins another.
     bare: whether an answer may also begin with a call without an opener, which is then a JSON object.
     syntax: how constrained calls are written; None where calls cannot be.
@@ -35,6 +37,8 @@ class MessageFormat(ABC):
 
     name: ClassVar[str]
     thinking: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    after_thinking: ClassVar[str] = ""
+    before_content: ClassVar[str] = ""
     openers: ClassVar[tuple[str, ...]] = ()
     marks: ClassVar[tuple[str, ...]] = ()
     bare: ClassVar[bool] = False
@@ -54,9 +58,42 @@ class MessageFormat(ABC):
         """Everything that may be a token of its own."""
         return (*self.thinking, *self.openers, *self.marks)
 
+    def marks_of(self, *, calls: bool) -> tuple[str, ...]:
+        """What is read of an answer and may be a token of its own. calls: whether tools were given."""
+        return self.all_marks if calls else self.thinking
+
     @abstractmethod
     def is_of(self, template: str) -> bool:
         """Whether a chat template, as text, is one of this family."""
+
+    def read(self, source: Source, written: Written, *, calls: bool, thinking: bool) -> Reading[None]:
+        """Read a whole answer: reasoning, then content with calls in it.
+
+        calls: whether tools were given; without them, what looks like a call is content. thinking: whether the prompt
+        has opened the reasoning already.
+        """
+        yield from self._read_reasoning(source, written, thinking)
+        if calls:
+            source.mark()
+            if not (yield from self.read_start(source, written)):
+                source.rewind()
+        while opener := (yield from source.until(self.openers if calls else (), written.content.add)):
+            source.mark()
+            if not (yield from self.read_calls(opener, source, written)):
+                source.rewind()
+                written.content.add(opener)
+
+    def _read_reasoning(self, source: Source, written: Written, thinking: bool) -> Reading[None]:
+        """A message may begin with reasoning, and nowhere else has it any."""
+        opening, closing = self.thinking
+        source.mark()
+        yield from source.skip_space()
+        if not (yield from source.skip(opening)) and not thinking:
+            source.rewind()
+            return
+        source.forget()
+        if (yield from source.until([closing], written.reasoning.add)) is not None:
+            written.content.mark()
 
     def read_start(self, source: Source, written: Written) -> Reading[bool]:
         """Read the calls that a message may begin with, without an opener. Returns whether there was one."""

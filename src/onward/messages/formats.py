@@ -2,6 +2,7 @@
 
 from onward.errors import RequestError
 from onward.messages.format import MessageFormat
+from onward.messages.harmony import Harmony
 from onward.messages.hermes import Hermes
 from onward.messages.llama3 import Llama3
 from onward.messages.mistral import LaterMistral, Mistral
@@ -9,7 +10,7 @@ from onward.messages.plain import Plain
 
 # By name. A model's is the first that its chat template is of.
 FORMATS: dict[str, MessageFormat] = {
-    format.name: format for format in (Hermes(), LaterMistral(), Mistral(), Llama3(), Plain())
+    format.name: format for format in (Hermes(), Harmony(), LaterMistral(), Mistral(), Llama3(), Plain())
 }
 
 

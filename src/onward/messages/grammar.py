@@ -45,28 +45,49 @@ def answer_grammar(reading: AnswerReading, use: ToolUse, ids: Mapping[str, int])
     return "\n".join([*rules, *_calls(format, use, ids)])
 
 
-def reasoning_grammar(format: MessageFormat, ids: Mapping[str, int]) -> str:
-    """The rules of reasoning that the prompt has opened, `beginning` to its end. ids: as in `answer_grammar`."""
-    return "\n".join(["beginning: reasoning", *_to_the_end(format, ids)])
+def content_beginning(reading: AnswerReading, ids: Mapping[str, int]) -> str:
+    """The rules of what stands before the content, `beginning` to its end; empty where nothing has to.
+
+    That is the rest of reasoning that the prompt has opened, and the mark of the content. Where content has one,
+    reasoning may stand before it. ids: as in `answer_grammar`.
+    """
+    format, before = reading.format, reading.format.before_content
+    if not reading.thinking and not before:
+        return ""
+    if reading.thinking is False:
+        return f"beginning: {_written(before, ids)}"
+    thought = _thought(format, ids, opened=bool(reading.thinking))
+    return "\n".join([f"beginning: {thought} {_written(before, ids)}", *_to_the_end(format, ids)])
 
 
 def _reasoning(format: MessageFormat, ids: Mapping[str, int], *, opened: bool) -> Iterator[str]:
-    yield f"start: {'reasoning' if opened else f'({_written(format.thinking[0], ids)} reasoning)?'} answer"
+    yield f"start: {_thought(format, ids, opened=opened)} answer"
     yield from _to_the_end(format, ids)
+
+
+def _thought(format: MessageFormat, ids: Mapping[str, int], *, opened: bool) -> str:
+    return "reasoning" if opened else f"({_written(format.thinking[0], ids)} reasoning)?"
 
 
 def _to_the_end(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
     thought = _ending("thought", format.thinking[1], ids)
-    yield f"reasoning: {thought[0]} /{_SPACE}{{0,4}}/"
+    after = _written(format.after_thinking, ids) or f"/{_SPACE}{{0,4}}/"
+    yield f"reasoning: {thought[0]} {after}"
     yield from thought[1:]
 
 
 def _free(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
-    """Text has no opener. It does not begin with reasoning, nor with a brace where that begins calls."""
+    """Text has no opener. It does not begin with reasoning, nor with a brace where that begins calls.
+
+    Where content has a mark of its own, it is either that or calls.
+    """
     first = "|".join([_pattern(format.thinking[0]), *([r"\{"] if format.bare else [])])
     but = f" & ~/{_SPACE}*({first}){_ANY}/"
     befores = [_ending(f"before_{at}", opener, ids, but) for at, opener in enumerate(format.openers)]
-    answers = ["TEXT", *(["calls"] if format.bare else []), *(f"{before[0]} calls" for before in befores)]
+    if format.before_content:
+        befores = [[_written(opener, ids)] for opener in format.openers]
+    text = f"{_written(format.before_content, ids)} TEXT"
+    answers = [text, *(["calls"] if format.bare else []), *(f"{before[0]} calls" for before in befores)]
     yield f"answer: {' | '.join(answers)}"
     yield f"TEXT: /{_ANY}/{but} & ~/{_ANY}({'|'.join(map(_pattern, format.openers))}){_ANY}/"
     for before in befores:
@@ -76,7 +97,7 @@ def _free(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
 def _calls(format: MessageFormat, use: ToolUse, ids: Mapping[str, int]) -> Iterator[str]:
     assert format.syntax is not None
     begin, call, between, end = format.syntax
-    more = f"({_written(between, ids)} call)*" if use.parallel else ""
+    more = f"({_written(between, ids)} call)*" if use.parallel and between is not None else ""
     yield f"calls: {_written(begin, ids)} call {more} {_written(end, ids)}"
     yield f"call: {' | '.join(f'call_{at}' for at in range(len(use.callable_tools)))}"
     for at, tool in enumerate(use.callable_tools):
@@ -94,7 +115,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 def _ending(name: str, mark: str, ids: Mapping[str, int], but: str = "") -> list[str]:
     """Any text up to and with the first `mark`: what derives it, and then the rules for that. but: what it is not."""
-    if mark in ids:
+    if any(mark.startswith(special) for special in ids):  # no text has it
         return [f"{name.upper()} {_written(mark, ids)}", f"{name.upper()}: /{_ANY}/{but}"]
     return [name, f"{name}[lazy]: {name.upper()}", f"{name.upper()}: /{_ANY}{_pattern(mark)}/{but}"]
 

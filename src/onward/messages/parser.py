@@ -1,10 +1,10 @@
-"""The one state machine that reads answers: reasoning, content and calls, however the text is cut."""
+"""Reads answers as they come: reasoning, content and calls, however the text is cut."""
 
 from collections.abc import Callable, Collection
 
 from onward.messages.format import MessageFormat
 from onward.messages.message import MessageDelta
-from onward.messages.source import Reading, Source
+from onward.messages.source import Source
 from onward.messages.written import Written
 
 
@@ -29,9 +29,8 @@ class MessageParser:
         tools: Collection[str] | None = None,
         thinking: bool = False,
     ) -> None:
-        self._format, self._calls, self._thinking = format, tools is not None, thinking
         self._source, self._written = Source(), Written(new_id, tools or ())
-        self._reading = self._read()
+        self._reading = format.read(self._source, self._written, calls=tools is not None, thinking=thinking)
         next(self._reading, None)
 
     def feed(self, text: str) -> None:
@@ -49,30 +48,3 @@ class MessageParser:
     def take(self) -> MessageDelta:
         """What became certain since the last time."""
         return self._written.take()
-
-    def _read(self) -> Reading[None]:
-        yield from self._read_reasoning()
-        source, written = self._source, self._written
-        openers = self._format.openers if self._calls else ()
-        if self._calls:
-            source.mark()
-            if not (yield from self._format.read_start(source, written)):
-                source.rewind()
-        while opener := (yield from source.until(openers, written.content.add)):
-            source.mark()
-            if not (yield from self._format.read_calls(opener, source, written)):
-                source.rewind()
-                written.content.add(opener)
-
-    def _read_reasoning(self) -> Reading[None]:
-        """A message may begin with reasoning, and nowhere else has it any."""
-        opening, closing = self._format.thinking
-        source, written = self._source, self._written
-        source.mark()
-        yield from source.skip_space()
-        if not (yield from source.skip(opening)) and not self._thinking:
-            source.rewind()
-            return
-        source.forget()
-        if (yield from source.until([closing], written.reasoning.add)) is not None:
-            written.content.mark()

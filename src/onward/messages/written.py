@@ -37,6 +37,11 @@ class Words:
             self._space = ""
         self._skips = self._after_mark = True
 
+    def paragraph(self) -> None:
+        """What follows stands apart from what stood before."""
+        if self._has_words:
+            self._space, self._after_mark = "\n\n", True
+
     def end(self) -> None:
         """No more text will come."""
         if not self._after_mark:

@@ -14,8 +14,8 @@ from onward.messages import (
     AssistantMessage,
     MessageFormat,
     answer_grammar,
+    content_beginning,
     read_tool_use,
-    reasoning_grammar,
     template_messages,
 )
 from onward.requests.options import CONSTRAINTS, GenerateOptions, GenerateOptionsDict, split_chat_options
@@ -57,7 +57,7 @@ class ChatReader:
     def read(self, messages: Sequence[Message | AssistantMessage], options: Mapping[str, Any]) -> ReadChat:
         """Check a conversation and the options of a chat.
 
-        What constrains the text does so after reasoning that the prompt has opened.
+        What constrains the text does so after reasoning that the prompt has opened, and after the mark of the content.
 
         Raises:
             RequestError: messages, tools or options that are none, or that the template does not take.
@@ -86,11 +86,10 @@ class ChatReader:
             reading = answer if self._may_think else dataclasses.replace(answer, thinking=False)
             grammar = answer_grammar(reading, use, self._symbols(tokenizer))
             others["constraint"] = ToolGrammar(grammar, ", ".join(names or ()))
-        elif given and answer.thinking:
+        elif given and (beginning := content_beginning(answer, self._symbols(tokenizer))):
             constrained: Any = {name: others.pop(name) for name in given}  # type: ignore[misc]
             constraint = GenerateOptions(**constrained).constrained_by
             if isinstance(constraint, Grammar):
-                beginning = reasoning_grammar(self.format, self._symbols(tokenizer))
                 constraint = After(beginning, constraint)
             else:  # a rule of the caller's own begins with the text
                 answer = dataclasses.replace(answer, thinking=None)

@@ -86,7 +86,7 @@ def load(
             vocabulary. The model is loaded already, or a source to load with the same dtype, device and quantization
             ("demo-draft" for "demo").
         message_format: how the model writes reasoning and calls of tools, where the chat template does not tell:
-            "hermes", "harmony", "llama3", "mistral", "mistral-args", "plain" or a `MessageFormat` (docs/chat.md).
+            a name in `onward.messages.FORMATS` or a `MessageFormat` (docs/chat.md).
         merge: an adapter, a folder that peft wrote or a hub id of one, to merge into the weights before they are
             quantized (docs/adapters.md).
         adapters: by name, those that requests may name (`LanguageModel.load_adapter`): folders that peft wrote, or hub

@@ -236,13 +236,14 @@ def test_the_format_is_told_by_the_template_or_given() -> None:
         other = onward.LanguageModel(lm.model, lm.tokenizer, lm.chat_template, message_format=name)
         assert other.message_format == other.with_model(lm.model).message_format == Hermes()
     with pytest.raises(
-        RequestError, match="message_format must be one of hermes, harmony, mistral-args, mistral, llama3, plain"
+        RequestError,
+        match=r"message_format must be one of hermes, qwen3-coder, glm, .*, llama3, plain",
     ):
         onward.LanguageModel(lm.model, message_format="chatml")
     # Families that have something else between the same marks.
-    for other_marks in ("<function=", "<arg_key>"):
+    for other_marks, name in (("<function=", "qwen3-coder"), ("<arg_key>", "glm")):
         template = onward.checkpoint.ChatTemplate(TEMPLATES["hermes"] + other_marks, {})
-        assert onward.LanguageModel(lm.model, lm.tokenizer, template).message_format.name == "plain"
+        assert onward.LanguageModel(lm.model, lm.tokenizer, template).message_format.name == name
 
 
 class Failing(MessageFormat):

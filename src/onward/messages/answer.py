@@ -2,9 +2,9 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 from onward.messages.format import MessageFormat
 from onward.messages.parser import MessageParser
@@ -18,24 +18,27 @@ class Vocabulary(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+# Names of tools, or each with the JSON schema of its arguments.
+Tools: TypeAlias = tuple[str, ...] | Mapping[str, Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class AnswerReading:
     """How the answer to a request is read as a message.
 
-    format: how the model writes. tools: the names of those that may be called; empty where they are not known, and None
-    where there are none. thinking: whether the prompt ends in opened reasoning; False where it ends in closed
-    reasoning, None where it has none. marks: ids of special tokens, and how each is written; a text does not have them.
+    format: how the model writes. tools: those that may be called, by name, maybe each with the JSON schema of its
+    arguments; empty where they are not known, and None where there are none. thinking: whether the prompt ends in
+    opened reasoning; False where it ends in closed reasoning, None where it has none. marks: ids of special tokens, and
+    how each is written; a text does not have them.
     """
 
     format: MessageFormat
-    tools: tuple[str, ...] | None = None
+    tools: Tools | None = None
     thinking: bool | None = None
     marks: tuple[tuple[int, str], ...] = ()
 
     @classmethod
-    def of(
-        cls, format: MessageFormat, vocabulary: Vocabulary, prompt: str, tools: tuple[str, ...] | None
-    ) -> "AnswerReading":
+    def of(cls, format: MessageFormat, vocabulary: Vocabulary, prompt: str, tools: Tools | None) -> "AnswerReading":
         """prompt: the conversation as text, up to where the answer begins."""
         written = format.marks_of(calls=tools is not None)
         marks = tuple((id, text) for text in written if (id := special_token(vocabulary, text)) is not None)

@@ -14,13 +14,15 @@ class CallSyntax(NamedTuple):
     """How calls are written where they are constrained, after their opener.
 
     begin: before the first. call: with NAME and ARGUMENTS in their places. between: between two; None where an answer
-    has one at most. end: after the last.
+    has one at most. end: after the last. argument: where each argument stands by itself, how it does, with NAME and
+    VALUE; None where they are one object of JSON.
     """
 
     begin: str
     call: str
     between: str | None
     end: str
+    argument: str | None = None
 
 
 class MessageFormat(ABC):

@@ -2,15 +2,18 @@
 
 from onward.errors import RequestError
 from onward.messages.format import MessageFormat
+from onward.messages.glm import Glm, LaterGlm
 from onward.messages.harmony import Harmony
 from onward.messages.hermes import Hermes
 from onward.messages.llama3 import Llama3
 from onward.messages.mistral import LaterMistral, Mistral
 from onward.messages.plain import Plain
+from onward.messages.qwen3_coder import Qwen3Coder
 
 # By name. A model's is the first that its chat template is of.
 FORMATS: dict[str, MessageFormat] = {
-    format.name: format for format in (Hermes(), Harmony(), LaterMistral(), Mistral(), Llama3(), Plain())
+    format.name: format
+    for format in (Hermes(), Qwen3Coder(), Glm(), LaterGlm(), Harmony(), LaterMistral(), Mistral(), Llama3(), Plain())
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from onward.errors import RequestError
 from onward.messages.answer import AnswerReading
+from onward.messages.call_parameters import alternatives, kinds_of, values_of
 from onward.messages.format import MessageFormat
 from onward.messages.tools import Tool, ToolUse
 
@@ -14,6 +15,8 @@ from onward.messages.tools import Tool, ToolUse
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Where a schema has one of these, `properties` does not name all that there may be.
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
+# What a schema may ask of a text.
+_BARE_LIMITS = {"pattern", "format", "minLength", "maxLength"}
 _ANY = "(?s:.*)"
 _SPACE = r"[ \t\r\n]"
 
@@ -96,14 +99,57 @@ def _free(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
 
 def _calls(format: MessageFormat, use: ToolUse, ids: Mapping[str, int]) -> Iterator[str]:
     assert format.syntax is not None
-    begin, call, between, end = format.syntax
+    begin, call, between, end, argument = format.syntax
     more = f"({_written(between, ids)} call)*" if use.parallel and between is not None else ""
     yield f"calls: {_written(begin, ids)} call {more} {_written(end, ids)}"
     yield f"call: {' | '.join(f'call_{at}' for at in range(len(use.callable_tools)))}"
     for at, tool in enumerate(use.callable_tools):
         before, _, after = call.replace("NAME", tool.name).partition("ARGUMENTS")
         yield f"call_{at}: {_written(before, ids)} arguments_{at} {_written(after, ids)}"
-        yield f"arguments_{at}: %json {json.dumps(_schema(tool))}"
+        if argument is None:
+            yield f"arguments_{at}: %json {json.dumps(_schema(tool))}"
+        else:
+            yield from _arguments(f"arguments_{at}", tool, argument, ids)
+
+
+def _arguments(rule: str, tool: Tool, syntax: str, ids: Mapping[str, int]) -> Iterator[str]:
+    """The arguments of a tool that stand each by itself, in the order of the schema."""
+    schema = tool.parameters
+    if schema.get("additionalProperties") or (_OPEN - {"additionalProperties"}) & set(schema):
+        raise RequestError(
+            f"this model writes arguments one by one: the schema of {tool.name} has to name each of them in properties"
+        )
+    parts = []
+    for at, (name, of) in enumerate(schema.get("properties", {}).items()):
+        before, _, after = syntax.replace("NAME", name, 1).partition("VALUE")
+        value, *rules = _value(f"{rule}_{at}", of, schema, after, ids)
+        parts.append(f"({_written(before, ids)} {value}){'' if name in schema.get('required', ()) else '?'}")
+        yield from rules
+    yield f"{rule}: {' '.join(parts) or json.dumps('')}"
+
+
+def _value(rule: str, schema: Any, root: Mapping[str, Any], after: str, ids: Mapping[str, int]) -> list[str]:
+    """A value with what stands after it: what derives it, and then the rules for that. Text stands there as it is."""
+    leaves = alternatives(schema, root)
+    kinds = kinds_of(schema, root) or set()
+    if "string" not in kinds or not kinds <= {"string", "null"}:
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        held = {**schema, **shared, "x-guidance": _SPACING}
+        return [f"{rule} {_written(after, ids)}", f"{rule}: %json {json.dumps(held)}"]
+    listed = [values_of(leaf) for leaf in leaves]
+    if None not in listed:
+        texts = ["null" if value is None else value for values in listed for value in values or ()]
+        return [f"({' | '.join(_written(text, ids) for text in texts)}) {_written(after, ids)}"]
+    if limits := {limit for leaf in leaves for limit in _BARE_LIMITS & set(leaf)}:
+        raise RequestError(
+            f"this model writes texts without quotes, and a schema's {min(limits)} cannot be held there: leave it out"
+        )
+    mark = after.strip()
+    space, _, rest = after.partition(mark)
+    # Readers end at the mark without its line break, too.
+    but = f" & ~/({_ANY}[^\\n])?{_pattern(mark)}{_ANY}/" if space else ""
+    value, *rules = _ending(rule, space + mark, ids, but)
+    return [f"{value} {_written(rest, ids)}", *rules]
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
@@ -133,4 +179,4 @@ def _written(text: str, ids: Mapping[str, int]) -> str:
 
 def _pattern(text: str) -> str:
     """A text in a regular expression between slashes."""
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")

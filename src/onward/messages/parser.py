@@ -17,7 +17,8 @@ class MessageParser:
 
     format: how the model writes.
     new_id: the id of the call with an index.
-    tools: the names of the tools that were given; empty where they are not known. None: no tools were given, and what
+    tools: the names of the tools that were given, maybe each with the JSON schema of its arguments, by which formats
+        without JSON tell texts from numbers; empty where they are not known. None: no tools were given, and what
         looks like a call is content.
     thinking: whether the prompt has opened the reasoning already.
     """

@@ -84,6 +84,11 @@ class Source:
                 return False
             yield
 
+    def is_cut(self, strings: Sequence[str]) -> bool:
+        """Whether the text ends here, or within one of `strings`, for each of which `skip` has looked."""
+        rest = self._text[self._at :]
+        return self._ended and any(string.startswith(rest) for string in strings)
+
     def until(self, strings: Sequence[str], give: Callable[[str], object]) -> Reading[str | None]:
         """Read up to and with the first of `strings`, handing on what stands before it as it comes.
 

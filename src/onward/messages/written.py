@@ -1,6 +1,7 @@
 """What a reader makes of a text: the parts of a message, gathered until someone takes them."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from onward.messages.message import MessageDelta, ToolCallDelta
 from onward.messages.source import SPACE
@@ -51,7 +52,8 @@ class Words:
 class Written:
     """The parts of one message in the order in which they are read.
 
-    new_id: of the call with an index. tools: the names of those that were given; empty where they are not known.
+    new_id: of the call with an index. tools: those that were given, by name, maybe each with the JSON schema of its
+    arguments; empty where they are not known.
     """
 
     def __init__(self, new_id: Callable[[int], str], tools: Collection[str] = ()) -> None:
@@ -67,6 +69,10 @@ class Written:
     def knows(self, name: str) -> bool:
         """Whether a tool of this name was given."""
         return not self._tools or name in self._tools
+
+    def schema(self, name: str) -> Mapping[str, Any]:
+        """Of a tool's arguments; empty where it is not known."""
+        return self._tools.get(name, {}) if isinstance(self._tools, Mapping) else {}
 
     def call(self, name: str, id: str | None = None) -> None:
         """A call begins. id: where the model gave it one."""

@@ -75,8 +75,8 @@ class ChatReader:
         text = self.text(messages, variables)
         tokenizer = needed_tokenizer(self.tokenizer, "a chat")
         # Tools that only the template knows have names that nobody knows here.
-        names = tuple(tool.name for tool in use.tools) if variables.get("tools") else None
-        answer = AnswerReading.of(self.format, tokenizer, text, names)
+        tools = {tool.name: tool.parameters for tool in use.tools} if variables.get("tools") else None
+        answer = AnswerReading.of(self.format, tokenizer, text, tools)
         given = [name for name in CONSTRAINTS if others.get(name) is not None]
         if use.is_constrained:
             if given:
@@ -85,7 +85,7 @@ class ChatReader:
                 )
             reading = answer if self._may_think else dataclasses.replace(answer, thinking=False)
             grammar = answer_grammar(reading, use, self._symbols(tokenizer))
-            others["constraint"] = ToolGrammar(grammar, ", ".join(names or ()))
+            others["constraint"] = ToolGrammar(grammar, ", ".join(tools or ()))
         elif given and (beginning := content_beginning(answer, self._symbols(tokenizer))):
             constrained: Any = {name: others.pop(name) for name in given}  # type: ignore[misc]
             constraint = GenerateOptions(**constrained).constrained_by

@@ -44,7 +44,8 @@ class Piece(NamedTuple):
 class Timing:
     """Milliseconds of one completion. Rows of a batch run together, so their times overlap.
 
-    prefill_ms: the time to process the prompt, up to the first token.
+    prefill_ms: the time to process the prompt, up to the first token. Where a text was resumed, what was emitted before
+        counts as prompt here.
     per_token_ms: one entry for each token after the first; tokens of one step share its time.
     total_ms: the sum of both.
     tokens_per_second: tokens after the first over their time; 0 where there are none.

@@ -18,8 +18,8 @@ class CheckedEngine(Engine):
         self._recording = threading.Lock()
         OPEN.append(self)
 
-    def submit(self, *args, **options):
-        generation = super().submit(*args, **options)
+    def _submit(self, *args):
+        generation = super()._submit(*args)
         with self._recording:
             self.generations.append(generation)
         return generation

@@ -143,6 +143,14 @@ def expected_of(name, index):
     return [dict(choice) for choice in alone(name, index)]
 
 
+def emitted_of(name, index, part):
+    """The ids of a part of each of a request's texts; none of beams, which emit nothing before their end."""
+    options = requests(name)[index].options
+    if options.beams > 1:
+        return [[] for _ in range(options.n)]
+    return [ids[: round(part * len(ids))] for ids in (choice["token_ids"] for choice in alone(name, index))]
+
+
 def content(one):
     return {
         "token_ids": one.token_ids,
@@ -159,13 +167,15 @@ def content(one):
 @dataclass
 class Arrival:
     """index: of the request. at: the step before which it comes. cancel: it is cancelled so many steps later.
-    by_event: by a `cancel` of its options."""
+    by_event: by a `cancel` of its options. emitted: this part of each of its texts was emitted elsewhere; None for a
+    request that begins here."""
 
     index: int
     at: int = 0
     priority: int = 0
     cancel: int | None = None
     by_event: bool = False
+    emitted: float | None = None
 
 
 @dataclass
@@ -210,6 +220,7 @@ def random_schedule(seed, most=64):
                 chance.choice([0, 0, 0, -3, 5]),
                 cancel,
                 chance.random() < 0.5,
+                chance.choice([None, None, None, 0.0, 0.3, 0.9, 1.0]),
             )
         )
     return Schedule(
@@ -249,7 +260,11 @@ class _Run:
         request = requests(self.schedule.name)[arrival.index]
         if arrival.by_event:
             request = request.replace(cancel=event)
-        generation = self.engine.submit(request, priority=arrival.priority)
+        if arrival.emitted is None:
+            generation = self.engine.submit(request, priority=arrival.priority)
+        else:
+            emitted = emitted_of(self.schedule.name, arrival.index, arrival.emitted)
+            generation = self.engine.resume(request, emitted=emitted, priority=arrival.priority)
         self.served.append((arrival, generation))
         if arrival.cancel is not None:
             self.to_cancel.append((self.step + arrival.cancel, event.set if arrival.by_event else generation.cancel))

@@ -19,6 +19,7 @@ arrivals = st.builds(
     priority=st.sampled_from([0, 0, -2, 3]),
     cancel=st.none() | st.integers(0, 6),
     by_event=st.booleans(),
+    emitted=st.none() | st.sampled_from([0.0, 0.3, 0.9, 1.0]),
 )
 schedules = st.builds(
     Schedule,

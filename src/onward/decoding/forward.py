@@ -65,9 +65,10 @@ class Needs(IntEnum):
 
 
 def needs_of(work: Work) -> Needs:
-    """The logits after a text's last id choose the next one; those within a prompt are its logprobs."""
+    """The logits after a text's last id choose the next one; those before it are for logprobs that are missing."""
     sequence, count = work
-    if sequence.prompt_top is not None and len(sequence.prompt_logprobs) < len(sequence.prompt):
+    first = sequence.scoring_from
+    if first is not None and sequence.computed + count > first:
         return Needs.ALL
     return Needs.LAST if sequence.finish_reason is None and count == sequence.pending else Needs.NONE
 

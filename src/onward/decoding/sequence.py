@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from onward.cache import RowAdapter
 from onward.decoding.text import Mark, NoText, TextStream
 from onward.decoding.token import TokenLogprobs
+from onward.errors import RequestError
 from onward.sampling import ConstrainedText, History, SamplingParams
 
 FinishReason = Literal["stop", "length", "time", "cancelled"]
@@ -44,6 +45,7 @@ class Sequence:
     constraint: what may follow; None for everything.
     top_logprobs: how many of the likeliest ids to report with each token; None reports no logprobs at all.
     prompt_top: the same for the prompt's ids. `prompt_logprobs` collects them: None for the first id.
+    replayed: how many of `token_ids` were emitted elsewhere. Their logprobs come when they are computed.
     cached: how many ids of the prompt were not processed, for the cache held them.
     slot: where the cache keeps the computed positions; None where there is none yet.
     history: the ids as penalties read them; made by the first chooser that reads it.
@@ -82,6 +84,7 @@ class Sequence:
         self.history: History | None = None
         self.drafting: Any = None
         self.token_ids: list[int] = []
+        self.replayed = 0
         self.logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None if max_new_tokens > 0 else "length"
@@ -126,14 +129,26 @@ class Sequence:
     def pending(self) -> int:
         """How many ids are still to be computed before the text is as it should be.
 
-        The last id of a text that has ended predicts nothing, so it never is. Others count after the end only where the
-        logprobs of the prompt are asked for.
+        The last id of a text that has ended predicts nothing, so it never is. Others count after the end only where
+        logprobs are missing.
         """
         if self.finish_reason is None:
             return self.output_at + len(self.token_ids) - self.computed  # written out, for every step asks often
-        if self.prompt_top is None or self.token_ids:
+        if self.scoring_from is None:
             return 0
-        return self.output_at - 1 - self.computed
+        return (self.length if self._lacks_logprobs else self.output_at) - 1 - self.computed
+
+    @property
+    def scoring_from(self) -> int | None:
+        """The first position after which logits are wanted for logprobs that are missing: of the prompt, or of ids that
+        were emitted elsewhere. None where none are missing."""
+        if self.prompt_top is not None and len(self.prompt_logprobs) < len(self.prompt):
+            return self.start + len(self.prompt_logprobs) - 1
+        return self.output_at + len(self.logprobs) - 1 if self._lacks_logprobs else None
+
+    @property
+    def _lacks_logprobs(self) -> bool:
+        return self.top_logprobs is not None and len(self.logprobs) < len(self.token_ids)
 
     def holders(self) -> list["Sequence"]:
         """The sequences that have slots for this text: this one, or those that search for it."""
@@ -142,8 +157,6 @@ class Sequence:
     def restart(self) -> None:
         """Begin to compute anew: the slot was given up. The ids stay as they are, and so will those that follow."""
         self.computed = self.start
-        if len(self.prompt_logprobs) < len(self.prompt):
-            self.prompt_logprobs = [None]
 
     def read_history(self) -> History:
         """The ids so far as penalties read them."""
@@ -158,7 +171,43 @@ class Sequence:
         first, last, prompt = first - self.start, last - self.start, len(self.prompt)
         return [*self.prompt[first:last], *self.token_ids[max(0, first - prompt) : max(0, last - prompt)]]
 
+    def reusable_ids(self) -> list[int]:
+        """The ids whose keys and values need not be computed where a cache holds them, and the one after them."""
+        first = self.scoring_from
+        return self.ids(self.start, self.length if first is None else first + 1)
+
     # ── how it goes on and ends ─────────────────────────────────────────────────────────────────────────────────
+
+    def replay(self, token_ids: abc.Sequence[int]) -> list[str]:
+        """Take ids that were emitted elsewhere, before any others, and return the text that became final with each.
+
+        They end the text as they did there. What ended it from outside (`deadline`, `cancel`) does so from the next
+        token on.
+
+        Raises:
+            RequestError: ids that the constraint refuses, or that go on after the text has ended.
+        """
+        assert not self.token_ids, "ids from elsewhere come first"
+        self.replayed = len(token_ids)
+        texts: list[str] = []
+        for token in token_ids:
+            if self.finish_reason is not None:
+                raise RequestError(
+                    f"the text ends ({self.finish_reason!r}) with {len(texts)} of the {len(token_ids)} ids in emitted: "
+                    "give those that were emitted for this prompt and these options"
+                )
+            if self.constraint is not None and not self.constraint.admits(token):
+                raise RequestError(
+                    f"emitted[{len(texts)}] is id {token}, which the request's constraint forbids there: give the ids "
+                    "that were emitted for this prompt and these options"
+                )
+            texts.append(self.accept(token))
+        return texts
+
+    def take_back(self, count: int, text: str) -> None:
+        """Keep the first `count` of the ids of a text that was ended, whose text is `text`."""
+        del self.token_ids[count:]
+        self.text = text
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> str:
         """Take the next token and return the text that became final with it."""
@@ -187,10 +236,10 @@ class Sequence:
     def end(self, reason: FinishReason) -> None:
         """End the text between two steps. Text that was not final yet is not part of it.
 
-        A text of no tokens goes on as long as logprobs of its prompt are to come.
+        A text that has ended goes on as long as logprobs of its prompt, or of ids from elsewhere, are to come.
         """
         assert self.finish_reason is None or self.pending, "a sequence that has ended is final"
-        self.finish_reason = reason
+        self.finish_reason, self.stopped_by = reason, None
 
     def reopen(self) -> None:
         """Go on all the same. A draft model's text is a guess: it may end where the target's does not."""
@@ -224,6 +273,8 @@ class Sequence:
             return "stop"
         if len(self.token_ids) == self._max_new_tokens:
             return "length"
+        if len(self.token_ids) <= self.replayed:
+            return None
         if self._cancel is not None and self._cancel.is_set():
             return "cancelled"
         return "time" if self._deadline is not None and time.monotonic() >= self._deadline else None

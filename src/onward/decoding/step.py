@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onward.decoding.choose import Chooser
 from onward.decoding.forward import Needs, PickingRun, Run, Work, batches, forward, inputs, needs_of, processed
+from onward.decoding.sequence import Sequence
 from onward.decoding.slots import Slots
 from onward.decoding.token import Token, TokenLogprobs, checked_ids, not_finite, token_logprobs, tokens_of
 from onward.models.contract import check_logits
@@ -42,22 +43,23 @@ class DecodeStep:
     @torch.no_grad()
     def __call__(self, work: abc.Sequence[Work]) -> Emitted:
         emitted: Emitted = [[] for _ in work]
-        prompt_logprobs = []
+        scored = []
         for indices, needs in batches(work, self.slots):
             items = [work[index] for index in indices]  # in the order of their rows
             logits, ids = self._processed(items, needs)
             if logits is None:
                 continue
             if needs is Needs.ALL:
-                prompt_logprobs += [
-                    (item.sequence, prompt_logprobs_of(item, logits[place]))
+                scored += [
+                    (item.sequence, *missing_logprobs(item, logits[place]))
                     for place, item in enumerate(items)
                     if needs_of(item) is Needs.ALL
                 ]
             for index, token in self._tokens(indices, items, logits, ids):
                 emitted[index].append(token)
-        for sequence, logprobs in prompt_logprobs:
-            sequence.prompt_logprobs += logprobs
+        for sequence, of_prompt, of_output in scored:
+            sequence.prompt_logprobs += of_prompt
+            sequence.logprobs += of_output
         for sequence, count in work:
             sequence.computed += count
         return emitted
@@ -104,17 +106,29 @@ def _goes_on(item: Work) -> bool:
     return item.sequence.finish_reason is None and item.tokens == item.sequence.pending
 
 
-def prompt_logprobs_of(item: Work, logits: Tensor) -> list[TokenLogprobs]:
-    """The logprobs of the prompt's ids after those that were processed, from logits [T, V] after these."""
+def missing_logprobs(item: Work, logits: Tensor) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
+    """The logprobs that a sequence lacks, of its prompt's ids and of ids emitted elsewhere, as far as logits [T, V]
+    after the processed ids tell them."""
     sequence, count = item
-    assert sequence.prompt_top is not None
-    first = sequence.computed + 1
-    ids = sequence.ids(first, min(first + count, sequence.output_at))
+    missing = sequence.scoring_from
+    assert missing is not None
+    first, last = missing + 1, min(sequence.computed + count + 1, sequence.length)  # positions of scored ids
+    output_at = min(max(first, sequence.output_at), last)
+    after = logits[first - sequence.computed - 1 :]
+    of_prompt = _scored(sequence, first, output_at, after, sequence.prompt_top)
+    return of_prompt, _scored(sequence, output_at, last, after[output_at - first :], sequence.top_logprobs)
+
+
+def _scored(sequence: Sequence, first: int, last: int, logits: Tensor, top: int | None) -> list[TokenLogprobs]:
+    """The logprobs of the ids at the positions first … last - 1, each under its row of the logits."""
+    if top is None:
+        return []
+    ids = sequence.ids(first, last)
     at_once = max(1, _MOST_SCORED // logits.shape[1])
     logprobs: list[TokenLogprobs] = []
     for begin in range(0, len(ids), at_once):
         some = ids[begin : begin + at_once]
-        logprobs += token_logprobs(some, logits[begin : begin + len(some)], sequence.prompt_top)
+        logprobs += token_logprobs(some, logits[begin : begin + len(some)], top)
     if any(math.isnan(token.chosen) for token in logprobs):
         raise not_finite()
     return logprobs

@@ -15,6 +15,7 @@ from onward.errors import ContextOverflowError, EngineError, RequestError
 from onward.language_model import LanguageModel, Messages
 from onward.reprs import described
 from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, Request
+from onward.requests.emitted import Emitted, checked_emitted
 from onward.requests.job import Job
 from onward.requests.request import as_list
 
@@ -134,19 +135,63 @@ class Engine:
             EngineBusyError: the queue is full; `retry_after` says for how many seconds about.
             EngineError: the engine is closed.
         """
-        serving = self._serving
-        serving.check_open()
-        if self.lm.model is not serving.run.model:
-            raise EngineError("the LanguageModel has another model than when this engine was made: make another engine")
+        return self._submit(self._request(prompt, messages, options), priority, None)
+
+    @overload
+    def resume(
+        self, prompt: Prompt, *, emitted: Emitted, priority: int = 0, **options: Unpack[GenerateOptionsDict]
+    ) -> Generation: ...
+
+    @overload
+    def resume(
+        self, *, messages: Messages, emitted: Emitted, priority: int = 0, **options: Unpack[ChatOptionsDict]
+    ) -> Generation: ...
+
+    def resume(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        emitted: Emitted,
+        priority: int = 0,
+        **options: Any,
+    ) -> Generation:
+        """Go on with a request from ids that its texts emitted before, in another engine or another process.
+
+        The pieces, from the first on, and the completion are those of the request served without a break, bit for bit:
+        emitted ids count as the completion's for its usage, limits, penalties, stop strings and noise. They are
+        processed together with the prompt, as far as the cache does not hold them, and never decoded again. Where they
+        end the text already, it ends at once. Beams begin anew, with the same result.
+
+        The times are those of this engine, and so are the counts of drafts and of what the cache held. A `time_limit`
+        counts from here.
+
+        Args:
+            emitted: ids of the text so far; with n above 1 a list of them for each text (`Generation.emitted`).
+            prompt, messages, priority, options: as in `submit`, and as they were. Sampling needs a seed.
+
+        Raises:
+            RequestError: as `submit` raises it; ids that the request cannot have emitted; a request that cannot be
+                resumed: sampled without a seed, or with a draft that is verified by rejection.
+            EngineBusyError, EngineError: as `submit` raises them.
+        """
         request = self._request(prompt, messages, options)
+        return self._submit(request, priority, checked_emitted(emitted, request, self.lm.model.vocab_size))
+
+    def _submit(self, request: Request, priority: int, emitted: list[list[int]] | None) -> Generation:
+        serving = self._serving
         check_whole("priority", priority, low=-_MOST_PRIORITY)
         if priority > _MOST_PRIORITY:
             raise RequestError(f"priority must be {_MOST_PRIORITY} or less; got {priority}")
         job = Job(request, self.lm.tokenizer, self.lm.adapters)
+        if emitted is not None:
+            job.replay(emitted)
         vocab_size = self.lm.model.vocab_size
         ticket = Ticket(job, priority, serving.slots, vocab_size, serving.cancel, serving.watches)
         self._check_fits(ticket)
-        if job.has_ended:  # it asks for no tokens
+        if replayed := job.replayed_pieces():
+            ticket.generation.add(replayed, None)
+        if job.has_ended:  # it asks for no tokens, or has them all
             ticket.end()
         else:
             serving.offer(ticket)
@@ -179,6 +224,9 @@ class Engine:
     # ── checks ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _request(self, prompt: Prompt | None, messages: Messages | None, options: abc.Mapping[str, Any]) -> Request:
+        self._serving.check_open()
+        if self.lm.model is not self._serving.run.model:
+            raise EngineError("the LanguageModel has another model than when this engine was made: make another engine")
         if (prompt is None) == (messages is None):
             count = "neither" if prompt is None else "both"
             raise RequestError(f"give a prompt, or messages= for a chat; got {count}")

@@ -87,6 +87,13 @@ class Generation:
         """The pieces that there are now, from the one numbered `start` on."""
         return self._pieces[start:]
 
+    def emitted(self) -> list[list[int]]:
+        """The ids that came so far, a list for each text: what `Engine.resume` goes on from."""
+        ids: list[list[int]] = [[] for _ in range(self.request.options.n)]
+        for piece in self.pieces():
+            ids[piece.choice].append(piece.token_id)
+        return ids
+
     def watch(self, changed: Callable[[], None], *, pieces: bool = True) -> Callable[[], None]:
         """Have `changed()` called in the running asyncio loop after each step that brings pieces, and after the end.
 
@@ -164,11 +171,12 @@ class Generation:
                 "this request is served in the parent process: submit it to an engine in this one"
             )
 
-    def add(self, pieces: list[Piece], now: float) -> None:
-        """The engine tells those who watch, when the step is over."""
+    def add(self, pieces: list[Piece], now: float | None) -> None:
+        """The engine tells those who watch, when the step is over. now: None for tokens that no step brought."""
         with self._changed:
             self._pieces += pieces
-            self.arrivals.append((now, len(pieces)))
+            if now is not None:
+                self.arrivals.append((now, len(pieces)))
             self._changed.notify_all()
             self._watches.note(self._watching, ended=False)
 

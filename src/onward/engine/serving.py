@@ -273,6 +273,7 @@ class Serving:
         pieces: dict[Ticket, list[Any]] = {}
         for ticket in dict.fromkeys(self._of_sequence.values()):
             ticket.job.took(emission.seconds)
+            self._give_out_replayed(ticket)
         for sequence, token, text, drafted in emission.pieces:
             ticket = self._of_sequence[sequence]
             try:
@@ -290,6 +291,14 @@ class Serving:
             self._output_tokens += len(emission.pieces)
             self._seconds.step += emission.seconds
             self._seconds.give_out += time.perf_counter() - began
+
+    def _give_out_replayed(self, ticket: Ticket) -> None:
+        """Hand on what waited for logprobs that the step has brought."""
+        try:
+            if ticket.job.replays and (pieces := ticket.job.replayed_pieces()):
+                ticket.generation.add(pieces, None)
+        except Exception as error:  # of a message format of the caller's own
+            ticket.error = error
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -81,21 +81,13 @@ class Ticket:
             length = sequence.longest if several else min(sequence.length + new_tokens, sequence.longest)
             if not several and self._slots.blocks_for(length) > available:
                 return False
-            acquired = self._slots.acquire(
-                sequence.ids(0, sequence.length),
-                length,
-                reuse=sequence.prompt_top is None,
-                adapter=sequence.adapter,
-            )
-            if acquired is None:
+            if not self._acquire(sequence, length):
                 for other in taken:
                     self._leave(other)
                 return False
-            sequence.slot, reused = acquired
-            sequence.computed = reused
             taken.append(sequence)
         if not self._began:  # what is found after a preemption is its own
-            self.job.sequences[0].cached = self.job.sequences[0].computed
+            self.job.sequences[0].cached = min(taken[0].computed, taken[0].output_at)
             self._began = True
         self._promised = self.needed_blocks if several else 0
         return True
@@ -113,12 +105,20 @@ class Ticket:
                 self._shared,
             )
             if sequence.slot is None:  # rows that cannot be copied
-                acquired = self._slots.acquire(
-                    sequence.ids(0, sequence.length), sequence.longest, adapter=sequence.adapter
-                )
-                assert acquired is not None, "the blocks of all texts were promised"
-                sequence.slot, sequence.computed = acquired
+                acquired = self._acquire(sequence, sequence.longest)
+                assert acquired, "the blocks of all texts were promised"
         self._leader, self._promised = None, 0
+
+    def _acquire(self, sequence: Sequence, length: int) -> bool:
+        """Give a sequence a slot, with what is there of its text. False: there is no room."""
+        ids = sequence.reusable_ids()
+        if sequence is self._leader:
+            del ids[self._shared + 1 :]  # others go on from what is shared, and recurrent states do not go back far
+        acquired = self._slots.acquire(ids, length, reuse=sequence.scoring_from != 0, adapter=sequence.adapter)
+        if acquired is None:
+            return False
+        sequence.slot, sequence.computed = acquired
+        return True
 
     def preempt(self) -> None:
         """Give up all slots. What was computed is computed again later, and the tokens are the same."""
@@ -129,10 +129,10 @@ class Ticket:
         self._leader = self._first_of_several()
 
     def release_ended(self) -> None:
-        """Let go of the slots of texts that have ended before the others."""
+        """Let go of the slots of texts that have ended before the others, which need theirs no more."""
         if len(self.job.sequences) > 1:
             for sequence in self.job.sequences:
-                if not sequence.pending:
+                if not sequence.pending and sequence is not self._leader:
                     self._leave(sequence)
 
     def end(self, reason: FinishReason | None = None) -> None:
@@ -183,8 +183,10 @@ class Ticket:
         for sequence in self.job.sequences:
             if sequence.pending and sequence.holders():
                 total = self._shared if sequence is self._leader else sequence.computed + sequence.pending
-                if sequence.prompt_top is not None and len(sequence.prompt_logprobs) < len(sequence.prompt):
-                    total = min(total, sequence.computed + self._scored_chunk)  # logits of every id are large
+                scoring = sequence.scoring_from
+                if scoring is not None:  # logits of every id are large
+                    computed = sequence.computed
+                    total = min(total, scoring if computed < scoring else computed + self._scored_chunk)
                 if total > sequence.computed:
                     yield Row(sequence, total)
 

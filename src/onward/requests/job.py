@@ -1,7 +1,9 @@
 """A request while it is served: its sequences, their times, and the completion that they make."""
 
 import time
+from collections import abc
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from onward.adapters import Adapters
@@ -30,7 +32,8 @@ class Job:
     """One request and the sequences that serve it: one for each of `n` texts, or one search of beams.
 
     siblings: those that share the prompt of the first sequence, which is processed once. deadline: on the clock
-    `time.monotonic`; None for none.
+    `time.monotonic`; None for none. replays: of each sequence that has ids from elsewhere which were not given out yet,
+    the texts of those ids.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, adapters: Adapters) -> None:
@@ -59,6 +62,7 @@ class Job:
         self._watches = {sequence: Stopwatch() for sequence in self.sequences}
         self._given_out = dict.fromkeys(self.sequences, 0)  # tokens of each
         self._choices = {sequence: choice for choice, sequence in enumerate(self.sequences)}
+        self.replays: dict[Sequence, list[str]] = {}
         self._readers: dict[Sequence, AnswerReader] = {}
         if request.answer is not None:
             self._readers = {
@@ -76,16 +80,42 @@ class Job:
         """Whether some of its sequences has gone on."""
         return any(watch.tokens for watch in self._watches.values())
 
+    def replay(self, emitted: abc.Sequence[abc.Sequence[int]]) -> None:
+        """Let each text begin with ids that were emitted elsewhere. Beams, which give out nothing before their end,
+        begin anew.
+
+        Raises:
+            RequestError: ids that the text cannot have.
+        """
+        for sequence, ids in zip(self.sequences, emitted, strict=False):
+            if not isinstance(sequence, Search):
+                self.replays[sequence] = sequence.replay(ids)
+
+    def replayed_pieces(self) -> list[Piece]:
+        """The pieces of ids from elsewhere that were not given out yet and can be: where logprobs are asked for, those
+        that have them."""
+        due = []
+        for sequence, texts in list(self.replays.items()):
+            ready = len(texts) if sequence.top_logprobs is None else min(len(texts), len(sequence.logprobs))
+            for at in range(self._given_out[sequence], ready):
+                due.append((at, self.piece(sequence, sequence.token_ids[at], texts[at], drafted=False)))
+            if ready == len(texts):
+                del self.replays[sequence]
+        return [piece for _, piece in sorted(due, key=itemgetter(0))]
+
     def end(self, reason: FinishReason) -> None:
         """End all texts that go on, between two steps."""
         for sequence in self.sequences:
             if sequence.pending:
                 sequence.end(reason)
+            if (texts := self.replays.pop(sequence, None)) is not None:  # it ends before their logprobs came
+                count = self._given_out[sequence]
+                sequence.take_back(count, "".join(texts[:count]))
 
     def took(self, seconds: float) -> None:
         """Note that a step took so many seconds, after its tokens were accepted."""
         for sequence, watch in self._watches.items():
-            tokens = sequence.tokens if isinstance(sequence, Search) else len(sequence.token_ids)
+            tokens = sequence.tokens if isinstance(sequence, Search) else len(sequence.token_ids) - sequence.replayed
             if sequence.finish_reason is None or tokens > watch.tokens:
                 watch.step(seconds, tokens - watch.tokens)
 

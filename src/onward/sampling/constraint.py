@@ -122,12 +122,16 @@ class ConstrainedText:
         self._accepted += 1
         self._mask = None
 
+    def admits(self, token_id: int) -> bool:
+        """Whether an id may follow, one that ends the text too."""
+        mask = self.mask()
+        return mask is None or admits(mask, token_id)
+
     def admitted(self, tokens: Sequence[int]) -> int:
         """How many of these ids may follow, one after the other."""
         with self.assuming(()):
             for count, token in enumerate(tokens):
-                mask = self.mask()
-                if mask is None or not admits(mask, token):
+                if self.is_done or not self.admits(token):
                     return count
                 self.append(token)
         return len(tokens)

@@ -129,7 +129,8 @@ class SpeculativeStep:
         self._shape_counts: Counter[tuple[int, int]] = Counter()  # steps by (sequences, longest draft)
 
     def __call__(self, work: abc.Sequence[Work]) -> Emitted:
-        prompts = [index for index, item in enumerate(work) if item.sequence.pending > 1]
+        # What is pending of a text that has ended is a prompt's, too.
+        prompts = [at for at, (text, _) in enumerate(work) if text.pending > 1 or text.finish_reason is not None]
         began, pace = self._clock(), self._pace
         sequences = [sequence for sequence, _ in work]
         forced = None if prompts else self._forced(sequences)

@@ -191,6 +191,23 @@ inline i32x16 look_up(i32x16 a, const uint8_t* table) {
   return {_mm256_shuffle_epi8(both, a.lo), _mm256_shuffle_epi8(both, a.hi)};
 }
 
+// Of every lane's lowest 4 bits the float of a table.
+inline f32x16 look_up(i32x16 a, const float* table) {
+  const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
+  const auto of = [&](__m256i at) {
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(at, 28));  // the sign chooses
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, at), _mm256_permutevar8x32_ps(high, at), upper);
+  };
+  return {of(a.lo), of(a.hi)};
+}
+// 16 numbers in E4M3, divided by 256: as float16 their exponents are 8 less. NaN is no number's.
+inline f32x16 e4m3_256th(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(avx2::load_half(p));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbf80)));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(half)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
+}
+
 // The low and the high 4 bits of every byte, as bytes.
 inline i32x16 low_nibbles(i32x16 a) {
   const __m256i mask = _mm256_set1_epi8(15);

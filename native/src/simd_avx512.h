@@ -116,6 +116,17 @@ inline i32x16 look_up(i32x16 a, const uint8_t* table) {
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(lane), a.v)};
 }
 
+// Of every lane's lowest 4 bits the float of a table.
+inline f32x16 look_up(i32x16 a, const float* table) {
+  return {_mm512_permutexvar_ps(a.v, _mm512_loadu_ps(table))};
+}
+// 16 numbers in E4M3, divided by 256: as float16 their exponents are 8 less. NaN is no number's.
+inline f32x16 e4m3_256th(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbf80)));
+  return {_mm512_cvtph_ps(half)};
+}
+
 // The low and the high 4 bits of every byte, as bytes.
 inline i32x16 low_nibbles(i32x16 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline i32x16 high_nibbles(i32x16 a) {

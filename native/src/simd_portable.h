@@ -177,6 +177,19 @@ inline i32x16 look_up(i32x16 a, const uint8_t* table) {
   return a;
 }
 
+// Of every lane's lowest 4 bits the float of a table.
+inline f32x16 look_up(i32x16 a, const float* table) {
+  f32x16 v;
+  for (int i = 0; i < 16; ++i) v[i] = table[a[i] & 15];
+  return v;
+}
+// 16 numbers in E4M3, divided by 256: as float16 their exponents are 8 less. NaN is no number's.
+inline f32x16 e4m3_256th(const uint8_t* p) {
+  f32x16 v;
+  for (int i = 0; i < 16; ++i) v[i] = portable::widen({uint16_t((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7)});
+  return v;
+}
+
 // The low and the high 4 bits of every byte, as bytes.
 inline i32x16 low_nibbles(i32x16 a) { return a & 0x0f0f0f0f; }
 inline i32x16 high_nibbles(i32x16 a) { return (i32x16)((u32x16)a >> 4) & 0x0f0f0f0f; }

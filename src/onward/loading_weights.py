@@ -101,13 +101,9 @@ class WeightsReader:
     def _read_stock(self) -> Any:
         path, config = self.checkpoint.path, self.checkpoint.config
         method = method_of(config)
-        keeps_bits = isinstance(method, Mxfp4) and self.dtype != torch.float32 and self.device.type == "cpu"
-        if method is not None and self.format is None and not keeps_bits:
-            settings = config.get("quantization_config") or config["compression_config"]
-            warn(
-                f"{path}: weights quantized by {settings['quant_method']} become floats as they are read, and so do "
-                "activations: quantize='int8' or 'int4' holds them in fewer bits"
-            )
+        can_keep = method is not None and self.dtype != torch.float32 and self.device.type == "cpu"
+        # An adapter is merged into floats, and floats are quantized. Experts in MXFP4 are left as they are.
+        keeps_bits = can_keep and (isinstance(method, Mxfp4) or (self.format is None and self.adapter is None))
         # What is not mapped (a distributed checkpoint, repacked bits) is put together layer by layer: memory holds it
         # once.
         lean = self.device.type == "cpu" and (keeps_bits or (is_distributed(path) and self.format is None))
@@ -120,8 +116,20 @@ class WeightsReader:
             name_map=self.name_map,
             each_layer=self._layer_by_layer(release) if lean else lambda layer: layer,
             keeps_bits=keeps_bits,
+            show_in_floats=self._warn_of_floats,
         )
         return self._finished(params, self.format, release, keep=keeps_bits)
+
+    def _warn_of_floats(self, modules: list[str]) -> None:
+        if not modules or self.format is not None:
+            return
+        config = self.checkpoint.config
+        settings = config.get("quantization_config") or config["compression_config"]
+        warn(
+            f"{self.checkpoint.path}: {len(modules)} weights quantized by {settings['quant_method']} become floats as "
+            f"they are read ({modules[0]} for one), and so do activations: quantize='int8' or 'int4' holds them in "
+            "fewer bits"
+        )
 
     def _layer_by_layer(self, release: Callable[[], None]) -> Callable[[Any], Any]:
         """What is done to a layer before the next is read. release: lets go of the file's pages."""

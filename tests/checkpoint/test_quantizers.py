@@ -8,6 +8,10 @@ from safetensors.torch import load_file, save_file
 
 import onward
 from onward.errors import CheckpointError, ConfigError
+from onward.models import marked_parts
+from onward.ops import QuantizedWeight
+from onward.ops.grouped_formats import NF4
+from onward.ops.linear import stock_weight
 from onward.testing import random_checkpoint
 
 IDS = [1, 17, 99, 3, 42, 8]
@@ -175,10 +179,10 @@ FORMS = {
 }
 
 
-def made(tmp_path, form):
+def made(tmp_path, form, shapes=SHAPES):
     """A checkpoint quantized in a form, and its twin in floats."""
-    settings, quantize = FORMS[form]
-    twin = random_checkpoint(tmp_path / "twin", "llama", **SHAPES)
+    settings, quantize = FORMS[form] if isinstance(form, str) else form
+    twin = random_checkpoint(tmp_path / "twin", "llama", **shapes)
     tensors, floats = {}, load_file(twin / "model.safetensors")
     for seed, (name, weight) in enumerate(sorted(floats.items())):
         module, _, kind = name.rpartition(".")
@@ -248,3 +252,117 @@ def test_parts_that_do_not_fit_are_one_error(tmp_path, form):
         save_file(cut, folder / "model.safetensors")
         with pytest.raises(CheckpointError, match=r"up_proj|missing"):
             onward.load(folder)
+
+
+# ── in few bits ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fp8_rows(outputs, inputs, seed):
+    codes, scales = e4m3((outputs, inputs), seed), scales_of((outputs, 1), seed)
+    return {"weight": codes, "weight_scale": scales}, codes.float() * scales
+
+
+def nf4_of_bitsandbytes(outputs, inputs, seed):
+    tensors, _ = nf4(outputs, inputs, seed, nested=True)
+    tensors["weight.quant_map"] = table = torch.tensor(NF4)
+    absmax = tensors["weight.nested_quant_map"][tensors["weight.absmax"].long()] * 0.01 + 0.03
+    packed = tensors["weight"].flatten()
+    codes = torch.stack((packed >> 4, packed & 15), -1).flatten().long()
+    return tensors, (table[codes] * absmax.repeat_interleave(64)).view(outputs, inputs)
+
+
+def symmetric(outputs, inputs, seed, group):
+    tensors, _ = gptq(outputs, inputs, seed, group=group)
+    zeros = torch.full((inputs // group, outputs), 7)
+    tensors["qzeros"] = fields(zeros, 4, 1)
+    codes = drawn((inputs, outputs), 0, 16, seed)
+    return tensors, ((codes.float() - 8) * tensors["scales"].float().repeat_interleave(group, 0)).T
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4}
+HELD = {
+    "awq": (*FORMS["awq"], "uint4"),
+    "awq, groups of 128": (
+        FORMS["awq"][0] | {"group_size": 128},
+        lambda *shape: awq(*shape, group=128),
+        "uint4_128",
+    ),
+    "gptq": (*FORMS["gptq"], "uint4"),
+    "gptq, groups of 128": (GPTQ | {"group_size": 128}, lambda *shape: gptq(*shape, group=128), "uint4_128"),
+    "gptq, one group": (GPTQ | {"group_size": -1}, lambda n, k, seed: gptq(n, k, seed, group=k), "uint4_128"),
+    "gptq, symmetric": (GPTQ | {"group_size": 64}, lambda *shape: symmetric(*shape, group=64), "int4"),
+    "gptq by activation": (*FORMS["gptq by activation"], "uint4"),
+    "gptq of 8 bits": (
+        FORMS["gptq 8 bits, v2"][0] | {"group_size": 128},
+        lambda *shape: gptq(*shape, bits=8, group=128, added=0),
+        "uint8_128",
+    ),
+    "gptq of 2 bits": (
+        GPTQ | {"bits": 2, "group_size": 32},
+        lambda *shape: gptq(*shape, bits=2),
+        "uint4",
+    ),
+    "pack-quantized": (*FORMS["pack-quantized"], "int4"),
+    "pack-quantized, zero points": (CT, lambda *shape: packed_ct(*shape, zero_points=True), "uint4"),
+    "pack-quantized of 8 bits": (CT, lambda *shape: packed_ct(*shape, bits=8), "q8_0"),
+    "int-quantized": (*FORMS["int-quantized"], "int8"),
+    "float-quantized by row": (CT, fp8_rows, "fp8"),
+    "nvfp4": (*FORMS["nvfp4"], "nvfp4"),
+    "mxfp4": (*FORMS["mxfp4"], "mxfp4"),
+    "fp8 by block": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        lambda *shape: fp8_blocks(*shape, block=(128, 128)),
+        "fp8",
+    ),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4_of_bitsandbytes, "nf4"),
+    "int8 of bitsandbytes": (*FORMS["int8 of bitsandbytes"], "int8"),
+}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 2}
+
+
+def held(tmp_path, form):
+    settings, quantize, format = HELD[form]
+    return *made(tmp_path, (settings, quantize), WIDE), format
+
+
+@pytest.mark.parametrize("form", HELD)
+@pytest.mark.filterwarnings("error")
+def test_weights_stay_in_few_bits_without_loss(tmp_path, form):
+    folder, twin, format = held(tmp_path, form)
+    lm, floats = onward.load(folder, dtype="bfloat16"), onward.load(twin, dtype="float32")
+    for layer, other in zip(lm.model.params.layers, floats.model.params.layers, strict=True):
+        for part, stock in zip(marked_parts(layer), marked_parts(other), strict=True):
+            assert part.weight.format == format
+            exact = part.weight.to(dtype=torch.float32)
+            assert torch.equal(exact.dequantize(), stock_weight(stock.weight))
+            assert torch.equal(exact.rows(torch.tensor([3, 0])), stock_weight(stock.weight)[[3, 0]])
+    assert lm.model.nbytes < floats.model.nbytes
+
+
+@pytest.mark.parametrize("form", ["gptq by activation", "nf4", "fp8 by block"])
+def test_a_program_has_the_bits_of_the_plain_forward(tmp_path, form):
+    folder, _, _ = held(tmp_path, form)
+    compiled, plain = (onward.load(folder, dtype="bfloat16", compile=how) for how in ("native", "eager"))
+    assert compiled.generate(IDS, max_new_tokens=12).token_ids == plain.generate(IDS, max_new_tokens=12).token_ids
+    assert torch.equal(compiled.logits(IDS), plain.logits(IDS))
+
+
+def test_what_no_format_holds_becomes_floats_with_a_word(tmp_path):
+    settings, quantize, _ = HELD["gptq"]
+
+    def unheld(*shape):
+        tensors, _ = quantize(*shape)
+        tensors["scales"] = tensors["scales"].float() / 3  # no float16
+        return tensors, torch.zeros(shape[:2])
+
+    folder, _ = made(tmp_path, (settings, unheld), WIDE)
+    with pytest.warns(UserWarning, match="14 weights quantized by gptq become floats"):
+        lm = onward.load(folder, dtype="bfloat16")
+    assert not any(isinstance(part.weight, QuantizedWeight) for part in marked_parts(lm.model.params))
+
+
+def test_weights_in_few_bits_can_be_quantized_and_merged(tmp_path):
+    folder, twin, _ = held(tmp_path, "gptq by activation")
+    ours, theirs = (onward.load(source, dtype="bfloat16") for source in (folder, twin))
+    for format in ("int8", "int4"):
+        assert torch.equal(onward.quantize(ours, format).logits(IDS), onward.quantize(theirs, format).logits(IDS))

@@ -150,12 +150,13 @@ void grouped_row(const T* x, int64_t inputs, int64_t row, int64_t rows, const Gr
   std::memcpy(panel + row * 4, &poison, 4);
 }
 
-// To: float or Bf16.
+// To: float or Bf16. What follows the inputs up to a multiple, or the end of a stretch, is zeros.
 template <class To, class From>
-void float_row(const From* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* panel) {
+void float_row(const From* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* panel,
+               int64_t multiple = 1) {
   constexpr int64_t kPerStretch = kStretch / sizeof(To);
   To* to = reinterpret_cast<To*>(panel + row * kStretch);
-  for (int64_t k = 0; k < inputs; k += kPerStretch, to += rows * kPerStretch) {
+  for (int64_t k = 0; k < round_up(inputs, multiple); k += kPerStretch, to += rows * kPerStretch) {
     const int64_t n = inputs - k;
     if (std::is_same_v<To, From> && n >= kPerStretch) {
       std::memcpy(to, x + k, kStretch);
@@ -181,6 +182,10 @@ void make_panel(Format format, const Rows& x, int64_t first, int64_t count, int6
         case kPackedBf16: float_row<Bf16>(from, inputs, row, count, panel); break;
         case kPackedF32:
         case kPackedF16: float_row<float>(from, inputs, row, count, panel); break;
+        case kPackedFp8:
+        case kPackedNf4:
+          float_row<float>(from, inputs, row, count, panel, grouped_of(format).unit());
+          break;
         default: grouped_row(from, inputs, row, count, grouped_of(format), panel);
       }
     }

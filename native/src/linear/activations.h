@@ -39,6 +39,7 @@ inline int64_t panel_row_bytes(Format format, int64_t inputs) {
     case kPackedInt8: return 8 + round_up(inputs, kStretch);
     default: {
       const Grouped g = grouped_of(format);
+      if (g.floats) return round_up(inputs, g.unit()) * 4;
       return 4 + ceil_div(inputs, g.unit()) * (g.unit() / kGroup) * group_row_bytes(g);
     }
   }

@@ -1,4 +1,5 @@
-// The micro-kernels of the formats whose inputs share scales in groups (layout.h): those of GGUF.
+// The micro-kernels of the formats whose inputs share scales in groups (layout.h): those of GGUF, and of
+// checkpoints with zero points or NVFP4.
 //
 // For each group of 32 (or twice 16) inputs, in order: sum = fma(float(integer product), scale of the
 // weights * scale of the activations, sum), and for formats with minima sum = fma(minimum, -scale of the
@@ -70,6 +71,11 @@ struct GroupedLevels {
   static f32x16 scale(const uint8_t* unit, int64_t group) {
     if constexpr (g.levels == 2) {
       const uint8_t* p = unit + 64 + group * (g.minimum ? 32 : 16);
+      if constexpr (g.divided) {
+        // The table's values are doubled, and E4M3 comes as a 256th.
+        const f32x16 divisors = load(reinterpret_cast<const float*>(unit));
+        return div(mul(e4m3_256th(p), splat(128.0f)), divisors);
+      }
       const i32x16 sub = g.is_signed ? load_bytes(reinterpret_cast<const int8_t*>(p)) : load_bytes(p);
       return mul(load(halves(unit)), to_f32(sub));
     } else if constexpr (g.exponent) {
@@ -84,6 +90,9 @@ struct GroupedLevels {
   static f32x16 minimum(const uint8_t* unit, int64_t group) {
     if constexpr (g.levels == 2) {
       return mul(load(halves(unit + 32)), to_f32(load_bytes(unit + 64 + group * 32 + 16)));
+    } else if constexpr (g.zeros) {
+      const uint8_t* zeros = unit + g.unit() / g.group * 32;
+      return mul(scale(unit, group), to_f32(load_bytes(zeros + group * 16)));
     } else {
       return load(halves(unit + (g.unit() / g.group + group) * 32));
     }
@@ -139,14 +148,15 @@ struct GroupedKernel {
     products<H>(panel, codes, block_bytes, sum);
     const auto* starts = reinterpret_cast<const float*>(panel);
     const float* powers = starts + ROWS * kHalves;
+    const int64_t place = g.group > kGroup ? group * kGroup / g.group : group * kHalves + H;
     ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
       const uint8_t* header = unit + b * block_bytes;
-      const Scales scales(Levels::scale(header, group * kHalves + H), total.broken[b]);
+      const Scales scales(Levels::scale(header, place), total.broken[b]);
       ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
         total.sum[r][b] = fma(to_f32(sum[r][b]), scales.times(powers + r), total.sum[r][b]);
       }
       if constexpr (g.minimum) {
-        const f32x16 minimum = Levels::minimum(header, group * kHalves + H);
+        const f32x16 minimum = Levels::minimum(header, place);
         ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
           total.sum[r][b] = fma(minimum, splat(starts[H * ROWS + r]), total.sum[r][b]);
         }
@@ -184,13 +194,13 @@ struct GroupedKernel {
   }
 };
 
-template <int32_t FORMAT, int... R>
+template <template <int32_t, int, int> class Kernel, int32_t FORMAT, int... R>
 constexpr KernelTable grouped_table(std::integer_sequence<int, R...>) {
   KernelTable table;
-  ((table.run[R + 1][1] = GroupedKernel<FORMAT, R + 1, 1>::run), ...);
+  ((table.run[R + 1][1] = Kernel<FORMAT, R + 1, 1>::run), ...);
   if constexpr (kInt4Blocks == 2) {
     ((R < kInt4TileRows
-          ? void(table.run[R + 1][2] = GroupedKernel<FORMAT, (R < kInt4TileRows ? R + 1 : 1), 2>::run)
+          ? void(table.run[R + 1][2] = Kernel<FORMAT, (R < kInt4TileRows ? R + 1 : 1), 2>::run)
           : void()),
      ...);
   }
@@ -198,6 +208,6 @@ constexpr KernelTable grouped_table(std::integer_sequence<int, R...>) {
 }
 template <int32_t FORMAT>
 constexpr KernelTable kGroupedKernels =
-    grouped_table<FORMAT>(std::make_integer_sequence<int, kGroupedStreamRows>{});
+    grouped_table<GroupedKernel, FORMAT>(std::make_integer_sequence<int, kGroupedStreamRows>{});
 
 }  // namespace onward::linear

@@ -6,6 +6,8 @@
 namespace onward::linear {
 
 const KernelTable& two_level_kernels(Format format);
+const KernelTable& zero_point_kernels(Format format);
+const KernelTable& float_kernels(Format format);
 
 const KernelTable& grouped_kernels(Format format) {
   switch (format) {
@@ -15,6 +17,11 @@ const KernelTable& grouped_kernels(Format format) {
     case kPackedQ5_1: return kGroupedKernels<kPackedQ5_1>;
     case kPackedIq4Nl: return kGroupedKernels<kPackedIq4Nl>;
     case kPackedMxfp4: return kGroupedKernels<kPackedMxfp4>;
+    case kPackedUint4:
+    case kPackedUint4_128:
+    case kPackedUint8_128: return zero_point_kernels(format);
+    case kPackedFp8:
+    case kPackedNf4: return float_kernels(format);
     default: return two_level_kernels(format);
   }
 }

@@ -1,4 +1,5 @@
-// Kernels of the grouped formats whose groups have small integers for scales, times a float16 for 256 inputs.
+// Kernels of the grouped formats whose groups have small numbers for scales, times a float16 or over
+// a float32 for 256 inputs.
 #include <utility>
 
 #include "grouped_kernels.h"
@@ -11,6 +12,7 @@ const KernelTable& two_level_kernels(Format format) {
     case kPackedQ5K: return kGroupedKernels<kPackedQ5K>;
     case kPackedQ6K: return kGroupedKernels<kPackedQ6K>;
     case kPackedQ2K: return kGroupedKernels<kPackedQ2K>;
+    case kPackedNvfp4: return kGroupedKernels<kPackedNvfp4>;
     case kPackedQ3K: return kGroupedKernels<kPackedQ3K>;
     default: return kGroupedKernels<kPackedIq4Xs>;
   }

@@ -89,6 +89,13 @@ float half_as_float(const uint8_t* p) {
   return values[0];
 }
 
+float e4m3(uint8_t byte) {
+  uint8_t bytes[16] = {byte};
+  alignas(64) float values[16];
+  store(values, e4m3_256th(bytes));
+  return values[0] * 256.0f;
+}
+
 // A plane's field of input i of 32 in row r; `bits` bits wide.
 int field_of(const uint8_t* lines, int bits, int64_t r, int64_t i) {
   const int64_t fields = 8 / bits;
@@ -97,13 +104,15 @@ int field_of(const uint8_t* lines, int bits, int64_t r, int64_t i) {
 
 // The value of a code of a grouped format: input i of the 32 whose codes these are.
 float grouped_value(const Grouped& g, const uint8_t* codes, int64_t r, int64_t i) {
+  if (g.floats && g.bits == 8) return e4m3(codes[i * 16 + r]);
   const int low = g.bits == 8 ? 8 : g.bits >= 4 ? 4 : 2;
   int code = field_of(codes, low, r, i);
   if (g.bits > low) code |= field_of(codes + low * 64, g.bits - low, r, i) << low;
+  if (g.floats) return kNf4[code];
   return g.table != nullptr ? g.table[code] : float(code - g.offset);
 }
 
-// Scale and minimum of a group of row r, from the header of its unit.
+// Scale and minimum (or zero point) of a group of row r, from the header of its unit.
 struct Levels {
   float scale, minimum;
 };
@@ -114,6 +123,14 @@ Levels grouped_levels(const Grouped& g, const uint8_t* unit, int64_t r, int64_t 
     float scale;
     std::memcpy(&scale, &bits, 4);
     return {scale, 0.0f};
+  }
+  if (g.zeros) {
+    const float zero = unit[g.unit() / g.group * 32 + group * 16 + r];
+    return {half_as_float(unit + group * 32 + r * 2), zero};
+  }
+  if (g.floats || g.divided) {
+    const float number = reinterpret_cast<const float*>(unit)[r];
+    return {g.divided ? e4m3(unit[64 + group * 16 + r]) * 0.5f / number : number, 0.0f};
   }
   if (g.levels == 1) {
     const uint8_t* minima = unit + g.unit() / g.group * 32;
@@ -134,6 +151,7 @@ f32x16 sixteen_grouped(const Grouped& g, const uint8_t* block, int64_t r, int64_
   const Levels levels = grouped_levels(g, unit, r, inside / g.group);
   alignas(64) float values[16];
   for (int64_t i = 0; i < 16; ++i) values[i] = grouped_value(g, codes, r, inside % 32 + i);
+  if (g.zeros) return mul(sub(load(values), splat(levels.minimum)), splat(levels.scale));
   const f32x16 scaled = mul(load(values), splat(levels.scale));
   return g.minimum ? sub(scaled, splat(levels.minimum)) : scaled;
 }

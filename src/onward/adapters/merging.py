@@ -14,6 +14,7 @@ from onward.models import Architecture, Embedding, LatentLinear, Linear, Model, 
 from onward.models.linear import is_marked
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
 from onward.ops.linear import OneDnnWeight, stock_weight
+from onward.ops.quantized import ROUNDED_FORMATS
 
 
 def merged_model(model: Model, adapter: Adapter) -> Model:
@@ -95,6 +96,8 @@ def _stock(module: str, weight: Weight) -> Tensor:
         RequestError: it is quantized.
     """
     if isinstance(weight, QuantizedWeight):
+        if weight.format not in ROUNDED_FORMATS:
+            return weight.dequantize()
         raise RequestError(
             f"{module} is {weight.format}, and an adapter is merged into float weights: merge it before quantizing "
             "(onward.load(…, merge=adapter, quantize=…))"
@@ -109,5 +112,7 @@ def _like(old: Weight, new: Tensor) -> Any:
     if isinstance(old, OneDnnWeight):
         return pack(new.to(old.blocks.dtype))
     if isinstance(old, QuantizedWeight):
+        if old.format not in ROUNDED_FORMATS:
+            return pack(new.to(dtype=old.dtype, device=old.device))
         raise RequestError("an adapter is merged into float weights: merge it before quantizing")
     return new.to(dtype=old.dtype, device=old.device)

@@ -32,13 +32,16 @@ class SafetensorsFolder:
     A tensor that already has the wanted dtype and device is a view of the memory map, not a copy.
 
     dtype: to convert to; None: that of the first tensor taken. keeps_bits: give matrices that are stored in few bits,
-    and that the kernels multiply with as they are, as `QuantizedWeight`; else floats.
+    and that the kernels multiply with as they are, as `QuantizedWeight`; else floats. in_floats: modules whose weights
+    were quantized and became floats.
     """
 
     def __init__(
         self, folder: Path, dtype: torch.dtype | None, device: torch.device, *, keeps_bits: bool = False
     ) -> None:
         self.dtype = dtype
+        self.in_floats: list[str] = []
+        self._order: Tensor | None = None
         self._keeps_bits = keeps_bits
         self._folder = folder
         self._device = device
@@ -62,7 +65,7 @@ class SafetensorsFolder:
             set() if self._method is None or kind != "weight" else self._method.parts(self._below.get(module, set()))
         )
         if parts:
-            return self._dequantized(module, parts, shape)
+            return self._few_bits(module, parts, shape)
         if name not in self._where:
             if (stacked := stacked_part(name, self._where)) is not None:
                 return self._from_stack(name, stacked, shape)
@@ -92,22 +95,43 @@ class SafetensorsFolder:
         """Names that were not taken."""
         return sorted(set(self._where) - self._taken)
 
-    def _dequantized(self, module: str, parts: set[str], shape: tuple[int, ...]) -> Tensor:
-        """The weight of a module that another library quantized, in floats."""
+    def _few_bits(self, module: str, parts: set[str], shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
+        """The weight of a module that another library quantized: in its bits, or in floats."""
         assert self._method is not None
         if len(shape) != 2:
             raise CheckpointError(
                 f"{self._folder}: {module} is quantized, but config.json makes its weight {list(shape)}"
             )
+        own, read = (shape[0], shape[1]), lambda part: self._read(f"{module}.{part}")
+        packed = None
         try:
-            weight = self._method.weight(lambda part: self._read(f"{module}.{part}"), parts, (shape[0], shape[1]))
+            if self._keeps():
+                assert self.dtype is not None
+                packed = self._method.held(read, parts, own, self.dtype)
+            weight = self._method.weight(read, parts, own) if packed is None else None
         except (ValueError, KeyError, StopIteration, IndexError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self._folder}: the quantized weight of {module}, {list(shape)} by config.json, cannot be read: "
                 f"{one_line(error)}"
             ) from error
         self._taken |= {f"{module}.{part}" for part in parts}
+        if packed is not None:
+            return self._of_shared_order(packed)
+        assert weight is not None
+        self.in_floats.append(module)
         return placed(self._folder, f"{module}.weight", weight.contiguous(), self.dtype, self._device)
+
+    def _keeps(self) -> bool:
+        """float32 asks for products that round nothing, and only the CPU has kernels for packed weights."""
+        return self._keeps_bits and self.dtype not in (None, torch.float32) and self._device.type == "cpu"
+
+    def _of_shared_order(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """Weights of the same inputs come one after the other, and often have one order: then it is one tensor."""
+        if weight.order is None:
+            return weight
+        if self._order is None or not torch.equal(self._order, weight.order):
+            self._order = weight.order
+        return weight.in_order(self._order)
 
     def _from_stack(self, name: str, part: StackedPart, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         """A weight that lies in a tensor of all experts."""
@@ -138,10 +162,10 @@ class SafetensorsFolder:
     def _from_mxfp4(
         self, name: str, blocks: Tensor, scales: Tensor, shape: tuple[int, int]
     ) -> Tensor | QuantizedWeight:
-        """float32 asks for products that round nothing, and only the CPU has kernels for packed weights."""
-        if self._keeps_bits and self.dtype not in (None, torch.float32) and self._device.type == "cpu":
+        if self._keeps():
             assert self.dtype is not None
             return mxfp4.packed(blocks, scales, shape, self.dtype)
+        self.in_floats.append(name.removesuffix(".weight"))
         return placed(self._folder, name, mxfp4.dequantized(blocks, scales, shape), self.dtype, self._device)
 
     def _read(self, name: str) -> Tensor:

@@ -13,6 +13,7 @@ from onward.checkpoint.safetensors_folder import SafetensorsFolder
 from onward.errors import CheckpointError, RequestError
 from onward.models import Architecture, Scope
 from onward.models.architecture import is_unread
+from onward.ops import QuantizedWeight
 
 
 def read_weights(
@@ -24,6 +25,7 @@ def read_weights(
     name_map: NameMapSource = None,
     each_layer: Callable[[Any], Any] = lambda layer: layer,
     keeps_bits: bool = False,
+    show_in_floats: Callable[[list[str]], None] = lambda modules: None,
 ) -> Any:
     """All weights of a model. Every tensor of the folder must be one of them.
 
@@ -36,6 +38,7 @@ def read_weights(
         each_layer: converts each layer (packs it, say) as soon as it is read.
         keeps_bits: give matrices that are stored in few bits, and that the kernels multiply with as they are, as
             `QuantizedWeight`; else floats.
+        show_in_floats: is called with the modules whose weights others quantized and that became floats.
 
     Raises:
         CheckpointError: a tensor is missing, mis-shaped or damaged, or is none of the architecture's weights.
@@ -50,6 +53,8 @@ def read_weights(
         raise RequestError(f"a name map is for a torch.distributed.checkpoint folder, and {folder} is none")
     params = config.read(Scope(tensors), each_layer)
     _check_left(folder, config, tensors, params)
+    if isinstance(tensors, SafetensorsFolder):
+        show_in_floats(tensors.in_floats)
     return params
 
 
@@ -61,6 +66,7 @@ def _check_left(
     left = [name for name in tensors.left() if not (name.endswith("rotary_emb.inv_freq") or is_unread(config, name))]
     if left == ["lm_head.weight"]:
         embedding = params.embed_tokens.weight
+        embedding = embedding.dequantize() if isinstance(embedding, QuantizedWeight) else embedding
         assert isinstance(embedding, Tensor), "stock weights are read as they are"
         head = tensors.take("lm_head.weight", tuple(embedding.shape))
         assert isinstance(head, Tensor)

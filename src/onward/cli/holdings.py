@@ -35,7 +35,7 @@ class Holdings:
             self.format = None if manifest is None else manifest.format
             self.disk_bytes = _disk_bytes(path)
             params = (
-                read_weights(path, self.config, dtype=None, device=cpu)
+                read_weights(path, self.config, dtype=None, device=cpu, keeps_bits=True)
                 if manifest is None
                 else read_quantized(path, manifest, self.config, dtype=None, device=cpu)
             )

@@ -41,7 +41,36 @@ def pack_params(params: Any, release: Callable[[], None] = lambda: None) -> Any:
 
 def pack_layer(layer: Any) -> Any:
     """The same layer with every matrix packed; packed ones stay as they are."""
-    return map_marked(lambda path, part: _packed(part), layer)
+    mixed = _mixed_experts(layer)
+    return map_marked(lambda path, part: _packed(_in_floats(part) if path[:-1] in mixed else part), layer)
+
+
+def _mixed_experts(layer: Any) -> set[tuple[Any, ...]]:
+    """Where the experts lie whose matrices, of gate, up and down, are not of one format: no product takes those."""
+    formats: dict[tuple[Any, ...], set[Any]] = {}
+
+    def collect(path: tuple[Any, ...], part: Any) -> Any:
+        if isinstance(part, ExpertLinear) and isinstance(part.weight, tuple):
+            formats.setdefault(path[:-1], set()).update(_format(weight) for weight in part.matrices)
+        return part
+
+    map_marked(collect, layer)
+    return {path for path, found in formats.items() if found != {None} and (len(found) > 1 or "ordered" in found)}
+
+
+def _format(weight: ops.Weight) -> str | None:
+    """The format of an expert's matrix; None of floats; "ordered" where its inputs are in an order of their own."""
+    if not isinstance(weight, ops.QuantizedWeight):
+        return None
+    return weight.format if weight.order is None else "ordered"
+
+
+def _in_floats(part: ExpertLinear) -> ExpertLinear:
+    return part._replace(
+        weight=tuple(
+            weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight for weight in part.matrices
+        )
+    )
 
 
 def stack_params(params: Any) -> Any:

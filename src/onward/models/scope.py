@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from onward import ops
 from onward.models.latent_linear import LatentLinear
 from onward.models.linear import Embedding, ExpertLinear, Linear, Router, ShortConv
 
@@ -29,9 +30,13 @@ class Scope(NamedTuple):
         return self if name == "" else Scope(self.tensors, f"{self.prefix}{name}.")
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor of this name and shape."""
-        tensor: Tensor = self.tensors.take(self.prefix + name, shape)
-        return tensor
+        """The tensor of this name and shape, in floats."""
+        weight = self.matrix(name, *shape)
+        return weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight
+
+    def matrix(self, name: str, *shape: int) -> Any:
+        """The same as the checkpoint gives it: in floats, or packed in few bits."""
+        return self.tensors.take(self.prefix + name, shape)
 
     def take_float32(self, name: str, *shape: int) -> Tensor:
         """The tensor of this name and shape in float32, whatever the dtype of the model."""
@@ -41,11 +46,12 @@ class Scope(NamedTuple):
     def linear(self, name: str, out: int, into: int, bias: bool = False) -> Linear:
         """The linear layer `name`: weight [out, into], and bias [out] if it has one."""
         below = self.under(name)
-        return Linear(below.take("weight", out, into), below.take("bias", out) if bias else None)
+        return Linear(below.matrix("weight", out, into), below.take("bias", out) if bias else None)
 
     def router(self, name: str, out: int, into: int, bias: bool = False) -> Router:
         """The router `name`: weight [out, into], and bias [out] if it has one."""
-        return Router(*self.linear(name, out, into, bias))
+        below = self.under(name)
+        return Router(below.take("weight", out, into), below.take("bias", out) if bias else None)
 
     def short_conv(self, name: str, channels: int, taps: int, bias: bool = False) -> ShortConv:
         """The convolution `name`: weight [channels, 1, taps], and bias [channels] if it has one."""
@@ -54,7 +60,7 @@ class Scope(NamedTuple):
 
     def experts(self, name: str, count: int, out: int, into: int, bias: bool = False) -> ExpertLinear:
         """The linear layers `0.name` … of `count` experts: a weight [out, into] each, and `name`.bias [count, out]."""
-        weights = tuple(self.under(i).under(name).take("weight", out, into) for i in range(count))
+        weights = tuple(self.under(i).under(name).matrix("weight", out, into) for i in range(count))
         return ExpertLinear(weights, self.under(name).take("bias", count, out) if bias else None)
 
     def latent(self, name: str, num_heads: int, key_dim: int, value_dim: int, rank: int) -> LatentLinear:
@@ -64,4 +70,4 @@ class Scope(NamedTuple):
 
     def embedding(self, name: str, rows: int, width: int) -> Embedding:
         """The table `name`: weight [rows, width]."""
-        return Embedding(self.under(name).take("weight", rows, width))
+        return Embedding(self.under(name).matrix("weight", rows, width))

@@ -124,6 +124,12 @@ class Format(IntEnum):
     IQ4_NL = 14
     IQ4_XS = 15
     MXFP4 = 16
+    UINT4 = 17
+    UINT4_128 = 18
+    UINT8_128 = 19
+    NVFP4 = 20
+    FP8 = 21
+    NF4 = 22
 
 
 class Status(IntEnum):

@@ -48,9 +48,9 @@ class NativeExperts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedExperts:
-    """Weights [E, N, K] in int8 or int4, packed. A pytree whose one tensor is `data`.
+    """Weights [E, N, K] in few bits, packed. A pytree whose one tensor is `data`.
 
-    data: uint8 [E, blocks, bytes]: that of a `QuantizedWeight` for each expert. format: "int8" or "int4".
+    data: uint8 [E, blocks, bytes]: that of a `QuantizedWeight` for each expert. format: as there.
     shape: (E, N, K). dtype: the dtype of the weights that these stand for.
     """
 

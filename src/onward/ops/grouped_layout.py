@@ -5,8 +5,12 @@ formats): a header with the 16 rows' scales, then for every 32 inputs *lines* of
 lie in planes of 8, 4, 2 or 1 bits, at most two: byte j of a row in a line holds the inputs j, 4 + j, 8 + j … of the
 line, the first in the lowest bits. Headers:
 
-    one level      16 scales of each group, then 16 minima of each group
-    two levels     16 scales and 16 minima (float16), then for each group 16 small scales and 16 small minima
+    one level      16 scales of each group, then 16 minima (or zero points, of a byte) of each group
+    two levels     16 scales and 16 minima (float16), or 16 divisors (float32); then for each group 16 small scales and
+                   16 small minima
+    floats         16 scales (float32)
+
+The codes of fp8 lie otherwise: 16 bytes, one of each row, for every input.
 
 Shapes: N rows (outputs), K inputs; `data` is uint8 [blocks, bytes of a block].
 """
@@ -41,16 +45,27 @@ def pack_parts(format: GroupedFormat, parts: Parts) -> Tensor:
         return filled.view(blocks, BLOCK, units, per_unit).permute(0, 2, 3, 1)
 
     numbers = format.unit // (SUPER if format.levels == 2 else format.group)
-    headers = [_as_bytes(by_unit(part, numbers)) for part in (parts.scales, parts.minima) if part is not None]
-    if parts.sub_scales is not None:
-        headers = [pad(torch.cat(headers, -1), (0, 64 - 32 * len(headers)))]
+    # A divisor is never 0.
+    scales = by_unit(parts.scales, numbers, int(format.divided))
+    headers = [_as_bytes(scales)] + ([] if parts.minima is None else [_as_bytes(by_unit(parts.minima, numbers))])
+    if format.zeros:
+        assert parts.sub_minima is not None
+        whole = torch.cat([*headers, _as_bytes(by_unit(parts.sub_minima, numbers))], -1)
+        headers = [pad(whole, (0, format.header_bytes - whole.shape[-1]))]
+    elif parts.sub_scales is not None:
+        top = torch.cat(headers, -1)
+        headers = [pad(top, (0, 64 - top.shape[-1]))]
         small = [parts.sub_scales] if parts.sub_minima is None else [parts.sub_scales, parts.sub_minima]
         groups = [by_unit(part.view(torch.uint8), SUPER // format.group) for part in small]
         headers.append(torch.stack(groups, 3).flatten(2))
     zero = 0 if format.table is not None else format.offset
     codes = by_unit(parts.codes, format.unit, zero).reshape(blocks, units, -1, LINE, BLOCK).transpose(3, 4)
-    planes = [_plane(codes >> at & (1 << bits) - 1, bits) for at, bits in planes_of(format)]
-    return torch.cat([*headers, torch.cat(planes, -1).flatten(2)], -1).view(blocks, -1)
+    if _by_input(format):
+        lines = codes.transpose(3, 4).flatten(2)
+    else:
+        planes = [_plane(codes >> at & (1 << bits) - 1, bits) for at, bits in planes_of(format)]
+        lines = torch.cat(planes, -1).flatten(2)
+    return torch.cat([*headers, lines], -1).view(blocks, -1)
 
 
 def unpack_parts(format: GroupedFormat, data: Tensor) -> Parts:
@@ -63,15 +78,21 @@ def unpack_parts(format: GroupedFormat, data: Tensor) -> Parts:
         """[blocks, units, count, 16] -> [N, units * count]."""
         return part.permute(0, 3, 1, 2).reshape(blocks * BLOCK, -1)
 
-    lines = lines.reshape(*lines.shape[:2], format.unit // LINE, -1)
-    codes, begin = torch.zeros((), dtype=torch.uint8, device=data.device), 0
-    for at, bits in planes_of(format):
-        end = begin + 64 * bits
-        codes = codes | _unplane(lines[..., begin:end], bits) << at
-        begin = end
-    row_codes = by_row(codes.transpose(3, 4).flatten(2, 3))
+    row_codes = by_row(_codes(format, lines.reshape(*lines.shape[:2], format.unit // LINE, -1)))
     if format.exponent:
         return Parts(row_codes, by_row(header.view(blocks, units.shape[1], -1, BLOCK)))
+    if format.floats:
+        return Parts(row_codes, by_row(header.contiguous().view(torch.float32).unsqueeze(2)))
+    if format.zeros:
+        groups = format.unit // format.group
+        scales = header[..., : 32 * groups].contiguous().view(torch.float16)
+        zeros = header[..., 32 * groups : 48 * groups]
+        by_group = [part.reshape(blocks, units.shape[1], groups, BLOCK) for part in (scales, zeros)]
+        return Parts(row_codes, by_row(by_group[0]), sub_minima=by_row(by_group[1]))
+    if format.divided:
+        divisors = header[..., :64].contiguous().view(torch.float32).view(blocks, units.shape[1], 1, BLOCK)
+        small = header[..., 64:].reshape(blocks, units.shape[1], SUPER // format.group, BLOCK)
+        return Parts(row_codes, by_row(divisors), None, by_row(small))
     if format.levels == 2:
         top = header[..., :64].contiguous().view(torch.float16).view(blocks, units.shape[1], 2, 1, BLOCK)
         small = header[..., 64:].reshape(blocks, units.shape[1], SUPER // format.group, -1, BLOCK)
@@ -84,6 +105,18 @@ def unpack_parts(format: GroupedFormat, data: Tensor) -> Parts:
     return Parts(row_codes, by_row(levels[:, :, 0]), by_row(levels[:, :, 1]) if format.minimum else None)
 
 
+def _codes(format: GroupedFormat, lines: Tensor) -> Tensor:
+    """Lines [blocks, units, unit / 32, bytes] -> codes [blocks, units, inputs, 16 rows]."""
+    if _by_input(format):
+        return lines.reshape(*lines.shape[:2], format.unit, BLOCK)
+    codes, begin = torch.zeros((), dtype=torch.uint8, device=lines.device), 0
+    for at, bits in planes_of(format):
+        end = begin + 64 * bits
+        codes = codes | _unplane(lines[..., begin:end], bits) << at
+        begin = end
+    return codes.transpose(3, 4).flatten(2, 3)
+
+
 def packed_values(format: GroupedFormat, data: Tensor, inputs: int) -> Tensor:
     """The values of all rows in `data`, those that fill up included: float32 [blocks * 16, K]."""
     return grouped_values(format, unpack_parts(format, data))[:, :inputs]
@@ -93,6 +126,11 @@ def planes_of(format: GroupedFormat) -> list[tuple[int, int]]:
     """(first bit, bits) of the planes that a code is cut into."""
     low = 8 if format.bits == 8 else 4 if format.bits >= 4 else 2
     return [(0, low)] if format.bits == low else [(0, low), (low, format.bits - low)]
+
+
+def _by_input(format: GroupedFormat) -> bool:
+    """Whether the 16 rows' codes of an input lie side by side, instead of in planes."""
+    return format.floats and format.bits == 8
 
 
 def _as_bytes(part: Tensor) -> Tensor:

@@ -29,18 +29,20 @@ _SCALE_DTYPES = {"int8": torch.float32, "int4": torch.float16}
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight [N, K] in few bits, packed. A pytree whose one tensor is `data`.
+    """A weight [N, K] in few bits, packed. A pytree of its tensors.
 
     data: uint8, laid out as `quantized_layout` says; contiguous. The kernels are fast where it is 64-byte aligned.
     format: "int8", "int4", or one of those that hold GGUF's blocks (`onward.ops.grouped_formats`).
     shape: (N, K).
     dtype: the dtype of the weight that this one stands for; `rows` and `dequantize` return it.
+    order: int64 [K], a permutation: column j of what is packed multiplies input order[j]. None: input j.
     """
 
     data: Tensor
     format: str
     shape: tuple[int, int]
     dtype: torch.dtype
+    order: Tensor | None = None
 
     @classmethod
     def pack(cls, format: str, q: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> "QuantizedWeight":
@@ -66,25 +68,35 @@ class QuantizedWeight:
             )
         return cls(layout.pack(format, q.contiguous(), scales.contiguous()), format, (rows, inputs), dtype)
 
+    def in_order(self, order: Tensor | None) -> "QuantizedWeight":
+        """The same bytes, whose columns are those of inputs in another order."""
+        return replace(self, order=order)
+
     def unpack(self) -> tuple[Tensor, Tensor]:
         """The integers and scales, as `pack` takes them; a `RequestError` for a format that `pack` does not make."""
-        if self.format not in ROUNDED_FORMATS:
+        if self.format not in ROUNDED_FORMATS or self.order is not None:
             raise RequestError(f"a weight in {self.format} has scales of other kinds: dequantize() gives its values")
         return layout.unpack(self.format, self.data, self.shape)
 
     def dequantize(self) -> Tensor:
         """[N, K] in `dtype`."""
-        return torch.cat([values.to(self.dtype) for _, values in _row_slices(self.data, self.format, *self.shape)])
+        slices = _row_slices(self.data, self.format, *self.shape)
+        return self._by_input(torch.cat([values.to(self.dtype) for _, values in slices]))
 
     def rows(self, ids: Tensor) -> Tensor:
         """Look rows up, as an embedding does: int32 or int64 ids [...] -> [..., K] in `dtype`."""
         check_id_dtype(ids)
-        return _rows(self.data, ids, self.format, *self.shape, self.dtype)
+        return self._by_input(_rows(self.data, ids, self.format, *self.shape, self.dtype))
+
+    def _by_input(self, columns: Tensor) -> Tensor:
+        """[..., K] in the order of the packed columns -> in that of the inputs."""
+        return columns if self.order is None else columns[..., self.order.argsort()]
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "QuantizedWeight":
         """The same numbers on another device, standing for a weight of another dtype."""
         data = self.data if device is None else self.data.to(device)
-        return replace(self, data=data, dtype=self.dtype if dtype is None else dtype)
+        order = self.order if device is None or self.order is None else self.order.to(device)
+        return replace(self, data=data, dtype=self.dtype if dtype is None else dtype, order=order)
 
     @property
     def device(self) -> torch.device:
@@ -92,15 +104,15 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.data.nbytes + (0 if self.order is None else self.order.nbytes)
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, with x rounded to 8 bits, so that the products are of integers.
+    """`x @ weight.T + bias`, with x rounded to 8 bits where codes are whole numbers: the products then are, too.
 
-    For int8 each token is rounded with the scale absmax / 127. For the others each group of 32 inputs of a token is
-    rounded with that scale, itself rounded up to a power of two (as MXINT8 of the OCP Microscaling Formats, arXiv
-    2310.10537, but never clipped). Gradients pass to x as if it had not been rounded.
+    For int8 each token is rounded with the scale absmax / 127. For fp8 and nf4 nothing is rounded. For the others each
+    group of 32 inputs of a token is rounded with that scale, itself rounded up to a power of two (as MXINT8 of the OCP
+    Microscaling Formats, arXiv 2310.10537, but never clipped). Gradients pass to x as if it had not been rounded.
 
     Args:
         x: float32, bfloat16 or float16 [..., K]. A token with an infinity or a NaN comes out as NaN. (But for int8
@@ -116,6 +128,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
         raise RequestError(f"linear: a weight {[rows, inputs]} wants float x [..., {inputs}]; got {shapes(x=x)}")
     if bias is not None and (bias.shape != (rows,) or bias.dtype not in DTYPES):
         raise RequestError(f"linear: a weight {[rows, inputs]} wants a float bias [{rows}]; got {shapes(bias=bias)}")
+    if weight.order is not None:
+        x = x.index_select(-1, weight.order)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         # The definition would give no gradient: rounding has none.
         out: Tensor = _Differentiable.apply(x, weight.data, bias, weight.format, rows)  # type: ignore[no-untyped-call]
@@ -125,11 +139,14 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """The definition of `quantized_linear`, in float32 with one rounding at the end."""
+    x = x if weight.order is None else x[..., weight.order]
     return _linear_definition(x, weight.data, bias, weight.format, weight.shape[0])
 
 
 def round_activations(x: Tensor, format: str) -> Tensor:
-    """float32 x [T, K], rounded to 8 bits for a weight of `format`, as the kernels do it."""
+    """float32 x [T, K], rounded to 8 bits for a weight of `format`, as the kernels do it; as it is for fp8 and nf4."""
+    if format in GROUPED_FORMATS and GROUPED_FORMATS[format].floats:
+        return x
     tokens, inputs = x.shape
     group = inputs if format == "int8" else layout.GROUP
     grouped = pad(x, (0, -inputs % group)).view(tokens, math.ceil(inputs / group), group)
@@ -236,17 +253,28 @@ class _Differentiable(torch.autograd.Function):
 
 
 def register_packed(kind: type) -> None:
-    """Make a class of data, format, shape and dtype a pytree whose one tensor is `data`."""
+    """Make a class of data, format, shape and dtype, and perhaps an order, a pytree of its tensors."""
+
+    def tensors(weight: Any) -> dict[str, Tensor]:
+        order = getattr(weight, "order", None)
+        return {"data": weight.data} | ({} if order is None else {"order": order})
 
     def context(weight: Any) -> tuple[Any, ...]:
         return weight.format, weight.shape, weight.dtype
 
     pytree.register_pytree_node(
         kind,
-        lambda weight: ([weight.data], context(weight)),
-        lambda leaves, context: kind(*leaves, *context),
-        flatten_with_keys_fn=lambda weight: ([(pytree.GetAttrKey("data"), weight.data)], context(weight)),
+        lambda weight: (list(tensors(weight).values()), context(weight)),
+        lambda leaves, context: _of_tensors(kind, *leaves, context=context),
+        flatten_with_keys_fn=lambda weight: (
+            [(pytree.GetAttrKey(name), tensor) for name, tensor in tensors(weight).items()],
+            context(weight),
+        ),
     )
+
+
+def _of_tensors(kind: type, data: Tensor, *order: Tensor, context: tuple[Any, ...]) -> Any:
+    return kind(data, *context, *order)
 
 
 register_packed(QuantizedWeight)

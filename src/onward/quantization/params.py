@@ -13,6 +13,7 @@ from onward.models import Embedding, ExpertLinear, LatentLinear, Router, ShortCo
 from onward.ops import QuantizedExperts, QuantizedWeight, Weight
 from onward.ops.linear import OneDnnWeight, stock_weight, weight_shape
 from onward.ops.packed import NativeWeight
+from onward.ops.quantized import ROUNDED_FORMATS
 from onward.quantization.feedback import quantize_with_feedback
 from onward.quantization.rounding import check_format, quantize_and_measure
 
@@ -125,7 +126,7 @@ class ParamsQuantizer:
             name = f"{parameter_name((*under, *path))}.weight"
             if self._keep and isinstance(part, ExpertLinear) and _is_quantized(part):
                 return part._replace(weight=part.together)
-            if isinstance(part.weight, QuantizedWeight | QuantizedExperts):
+            if isinstance(part.weight, QuantizedWeight | QuantizedExperts) and part.weight.format in ROUNDED_FORMATS:
                 raise RequestError(f"{name} is {part.weight.format} already: quantize the model in its stock weights")
             if isinstance(part, _KEPT):
                 return part
@@ -149,9 +150,9 @@ class ParamsQuantizer:
         of_outputs = None
         try:
             if hessian is None:
-                quantized, error = quantize_and_measure(stock_weight(weight), choice.format)
+                quantized, error = quantize_and_measure(_floats(weight), choice.format)
             else:
-                quantized, error, of_outputs = quantize_with_feedback(stock_weight(weight), hessian, choice.format)
+                quantized, error, of_outputs = quantize_with_feedback(_floats(weight), hessian, choice.format)
         except RequestError as refused:
             raise RequestError(f"{name}: {refused}") from refused
         report = TensorReport(
@@ -162,6 +163,11 @@ class ParamsQuantizer:
             self._progress(report)
         self._release()
         return quantized
+
+
+def _floats(weight: Weight) -> Tensor:
+    """The weight in rows; of one that others quantized the values that it has."""
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else stock_weight(weight)
 
 
 def count_matrices(params: Any) -> int:

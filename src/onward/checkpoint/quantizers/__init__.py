@@ -1,4 +1,4 @@
-"""Weights that others quantized, in the Hugging Face layout: read once into floats, one file a method.
+"""Weights that others quantized, in the Hugging Face layout: kept in their bits or read into floats, one file a method.
 
 A method is chosen by `quantization_config` of config.json. It says which tensors stand for the weight of a module, and
 computes the weight [N, K] in float32 from them.

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onward.checkpoint.quantizers import held
 from onward.checkpoint.quantizers.bits import by_group, unpacked
+from onward.ops import QuantizedWeight
 
 _TENSORS = {"qweight", "qzeros", "scales"}
 # Output c of eight is in the field _FIELDS[c].
@@ -28,15 +30,27 @@ class Awq:
         return names & _TENSORS if "qweight" in names else set()
 
     def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+        codes, zeros, scales, group = self._parts(read, shape)
+        offset = by_group(zeros.T.float(), group, shape[1])
+        return (codes.T.float() - offset) * by_group(scales.T.float(), group, shape[1])
+
+    def held(
+        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
+        codes, zeros, scales, group = self._parts(read, shape)
+        return held.integers(codes.T, scales.T, zeros.T, group, dtype)
+
+    def _parts(self, read: Callable[[str], Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Codes [K, N], zeros and scales [K / g, N], and g."""
         group = self.group or shape[1]
-        codes, zeros = (_in_order(read(name)) for name in ("qweight", "qzeros"))  # [K, N], [K / g, N]
-        scales = read("scales").float()
-        if codes.shape != (shape[1], shape[0]) or zeros.shape != scales.shape:
+        codes, zeros = (_in_order(read(name)) for name in ("qweight", "qzeros"))
+        scales = read("scales")
+        fits = zeros.shape == scales.shape and len(scales) == -(-shape[1] // group)
+        if not fits or codes.shape != (shape[1], shape[0]):
             raise ValueError(
                 f"qweight is of {list(codes.shape[::-1])}, qzeros {list(zeros.shape)}, scales {list(scales.shape)}"
             )
-        offset = by_group(zeros.T.float(), group, shape[1])
-        return (codes.T.float() - offset) * by_group(scales.T, group, shape[1])
+        return codes, zeros, scales, group
 
 
 def _in_order(packed: Tensor) -> Tensor:

@@ -24,13 +24,18 @@ def by_group(scales: Tensor, group: int, inputs: int) -> Tensor:
 
 def by_block(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
     """[⌈N / block[0]⌉, ⌈K / block[1]⌉] -> [N, K]."""
+    check_blocks(scales, block, shape)
+    whole = scales.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
+    return whole[: shape[0], : shape[1]]
+
+
+def check_blocks(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> None:
+    """Raise ValueError unless there is a scale for each block of a weight [N, K]."""
     expected = tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
     if tuple(scales.shape) != expected:
         raise ValueError(
             f"a weight {list(shape)} in blocks of {list(block)} has scales {list(expected)}; got {list(scales.shape)}"
         )
-    whole = scales.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
-    return whole[: shape[0], : shape[1]]
 
 
 # What the 4 bits of FP4 (E2M1, OCP Microscaling Formats, arXiv 2310.10537) stand for.

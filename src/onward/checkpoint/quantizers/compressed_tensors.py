@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers.bits import E2M1, by_block, by_group, nibbles, unpacked
+from onward.checkpoint.quantizers import held
+from onward.checkpoint.quantizers.bits import E2M1, by_group, check_blocks, nibbles, unpacked
+from onward.ops import QuantizedWeight
 
 _SCALED = {"weight_scale", "weight_packed"}
 _TENSORS = {
@@ -37,61 +39,108 @@ class CompressedTensors:
     def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
         if "weight_packed" in names:
             packed = read("weight_packed")
-            return (
-                _fp4(read, names, packed, shape) if packed.dtype == torch.uint8 else _packed(read, names, packed, shape)
-            )
+            if packed.dtype == torch.uint8:
+                return _fp4_values(*_fp4(read, packed, shape), read, shape)
+            codes, zeros, scale, groups = _packed(read, names, packed, shape)
+            return (codes.float() - zeros.float()[:, groups]) * scale.float()[:, groups]
+        values, scale = self._plain(read, shape)
+        values = values.float()
+        if "weight_zero_point" in names:
+            values = values - self._spread(read("weight_zero_point").float(), shape)
+        return values * self._spread(scale, shape)
+
+    def held(
+        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
+        if "weight_packed" in names:
+            packed = read("weight_packed")
+            if packed.dtype == torch.uint8:
+                codes, scale = _fp4(read, packed, shape)
+                if scale.dtype == torch.uint8:
+                    return held.mxfp4(codes, scale, dtype)
+                return held.fp4(codes, scale, read("weight_global_scale"), dtype)
+            codes, zeros, scale, groups = _packed(read, names, packed, shape)
+            return held.integers_of_groups(codes, scale, zeros, groups, dtype)
+        codes, scale = self._plain(read, shape)
+        by_rows, group = self._by_rows(scale, shape)
+        if codes.dtype == torch.float8_e4m3fn:
+            return held.e4m3(codes, by_rows, group, dtype)
+        zeros = torch.full_like(by_rows, 128)
+        if "weight_zero_point" in names:
+            zeros = zeros + self._by_rows(read("weight_zero_point").float(), shape)[0]
+        return held.integers(codes.to(torch.int16) + 128, by_rows, zeros, group, dtype)
+
+    def _plain(self, read: Callable[[str], Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Codes [N, K] that are not packed, and float32 scales of any form."""
         codes, scale = read("weight"), read("weight_scale").float()
         if codes.dtype not in (torch.int8, torch.float8_e4m3fn) or tuple(codes.shape) != shape:
             raise ValueError(
                 f"weight is {codes.dtype} {list(codes.shape)}, and must be int8 or float8_e4m3fn {list(shape)}"
             )
-        values = codes.float()
-        if "weight_zero_point" in names:
-            values = values - self._spread(read("weight_zero_point").float(), shape)
-        return values * self._spread(scale, shape)
+        return codes, scale
 
     def _spread(self, scale: Tensor, shape: tuple[int, int]) -> Tensor:
+        """A number for each weight, [N, K] or [1, 1]."""
         if scale.numel() == 1:
             return scale.view(1, 1)
+        by_rows, group = self._by_rows(scale, shape)
+        return by_group(by_rows, group, shape[1])
+
+    def _by_rows(self, scale: Tensor, shape: tuple[int, int]) -> tuple[Tensor, int]:
+        """A number for each row and group, [N, ⌈K / group⌉], and the inputs of a group."""
+        if scale.numel() == 1:
+            return scale.view(1, 1).expand(shape[0], 1), shape[1]
         if scale.dim() == 2 and self.block is not None and scale.shape[0] != shape[0]:
-            return by_block(scale, self.block, shape)
+            check_blocks(scale, self.block, shape)
+            return scale.repeat_interleave(self.block[0], dim=0)[: shape[0]], self.block[1]
         scale = scale.view(len(scale), -1)
         if scale.shape[0] != shape[0] or shape[1] % scale.shape[1]:
             raise ValueError(f"scales {list(scale.shape)} do not fit a weight {list(shape)}")
-        return by_group(scale, shape[1] // scale.shape[1], shape[1])
+        return scale, shape[1] // scale.shape[1]
 
 
-def _packed(read: Callable[[str], Tensor], names: set[str], packed: Tensor, shape: tuple[int, int]) -> Tensor:
+def _packed(
+    read: Callable[[str], Tensor], names: set[str], packed: Tensor, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes [N, K], zeros and scales [N, K / g], and the group of each input, int64 [K]."""
     outputs, inputs = shape
     bits = next((bits for bits in (4, 8, 2) if packed.shape == (outputs, -(-inputs * bits // 32))), None)
     if bits is None:
         raise ValueError(f"weight_packed {list(packed.shape)} holds no weight {list(shape)} of 2, 4 or 8 bits")
     codes = unpacked(packed, bits, 1)[:, :inputs]
-    scale = read("weight_scale").float()
+    scale = read("weight_scale")
     if scale.dim() != 2 or scale.shape[0] != outputs or inputs % scale.shape[1]:
         raise ValueError(f"weight_scale {list(scale.shape)} does not fit a weight {list(shape)}")
+    groups = torch.arange(inputs) // (inputs // scale.shape[1])
     if "weight_g_idx" in names:
         groups = read("weight_g_idx").long()
-    else:
-        groups = torch.arange(inputs) // (inputs // scale.shape[1])
+        if groups.shape != (inputs,) or int(groups.min()) < 0 or int(groups.max()) >= scale.shape[1]:
+            raise ValueError(f"weight_g_idx {list(groups.shape)} does not give each of {inputs} inputs its group")
     # Codes and zero points carry the same offset, which cancels; without zero points it is theirs.
-    zero = torch.full_like(scale, 2 ** (bits - 1))
+    zeros = torch.full_like(scale, 2 ** (bits - 1), dtype=torch.int32)
     if "weight_zero_point" in names:
-        zero = unpacked(read("weight_zero_point"), bits, 0)[:outputs].float()
-    return (codes.float() - zero[:, groups]) * scale[:, groups]
+        zeros = unpacked(read("weight_zero_point"), bits, 0)[:outputs]
+    if zeros.shape != scale.shape:
+        raise ValueError(f"weight_zero_point is of {list(zeros.shape)}, weight_scale of {list(scale.shape)}")
+    return codes, zeros, scale, groups
 
 
-def _fp4(read: Callable[[str], Tensor], names: set[str], packed: Tensor, shape: tuple[int, int]) -> Tensor:
-    values, scale = E2M1[nibbles(packed)], read("weight_scale")
-    if tuple(values.shape) != shape or scale.shape[0] != shape[0] or shape[1] % scale.shape[1]:
+def _fp4(read: Callable[[str], Tensor], packed: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Codes int64 [N, K], and scales as they are stored, [N, K / g]."""
+    codes, scale = nibbles(packed), read("weight_scale")
+    if tuple(codes.shape) != shape or scale.shape[0] != shape[0] or shape[1] % scale.shape[1]:
         raise ValueError(
             f"weight_packed {list(packed.shape)} and weight_scale {list(scale.shape)} hold no weight {list(shape)}"
         )
+    return codes, scale
+
+
+def _fp4_values(codes: Tensor, scale: Tensor, read: Callable[[str], Tensor], shape: tuple[int, int]) -> Tensor:
     if scale.dtype == torch.uint8:
         factors = torch.exp2(scale.float() - 127)
     else:
         factors = scale.float() / read("weight_global_scale").float()
-    return values * by_group(factors, shape[1] // scale.shape[1], shape[1])
+    return E2M1[codes] * by_group(factors, shape[1] // scale.shape[1], shape[1])
 
 
 def read_method(settings: Mapping[str, Any]) -> CompressedTensors:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers.bits import by_block
+from onward.checkpoint.quantizers import held
+from onward.checkpoint.quantizers.bits import by_block, check_blocks
+from onward.ops import QuantizedWeight
 
 _TENSORS = {"weight", "weight_scale_inv", "weight_scale", "activation_scale", "input_scale"}
 
@@ -27,15 +29,30 @@ class Fp8:
         return names & _TENSORS if names & {"weight_scale_inv", "weight_scale"} else set()
 
     def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+        codes, scale = self._parts(read, names, shape)
+        if scale.dim() == 2 and scale.shape != (shape[0], 1):
+            scale = by_block(scale, self.block, shape)
+        return codes.float() * (scale if scale.dim() == 2 else scale.view(-1, 1))
+
+    def held(
+        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
+        codes, scale = self._parts(read, names, shape)
+        if scale.dim() == 2 and scale.shape != (shape[0], 1):
+            rows, group = self.block
+            check_blocks(scale, self.block, shape)
+            return held.e4m3(codes, scale.repeat_interleave(rows, dim=0)[: shape[0]], group, dtype)
+        return held.e4m3(codes, scale.view(-1, 1).expand(shape[0], 1), shape[1], dtype)
+
+    def _parts(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Codes [N, K], and scales: [N, 1], of blocks, or one or N in a row."""
         codes = read("weight")
         if codes.dtype != torch.float8_e4m3fn or tuple(codes.shape) != shape:
             raise ValueError(f"weight is {codes.dtype} {list(codes.shape)}, and FP8 wants float8_e4m3fn {list(shape)}")
         scale = read("weight_scale_inv" if "weight_scale_inv" in names else "weight_scale").float()
-        if scale.dim() == 2 and scale.shape != (shape[0], 1):
-            scale = by_block(scale, self.block, shape)
-        elif scale.numel() not in (1, shape[0]):
+        if scale.dim() != 2 and scale.numel() not in (1, shape[0]):
             raise ValueError(f"{scale.numel()} scales for {shape[0]} rows")
-        return codes.float() * (scale if scale.dim() == 2 else scale.view(-1, 1))
+        return codes, scale
 
 
 def read_method(settings: Mapping[str, Any]) -> Fp8:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onward.checkpoint.quantizers import held
 from onward.checkpoint.quantizers.bits import unpacked
+from onward.ops import QuantizedWeight
 
 _TENSORS = {"qweight", "qzeros", "scales", "g_idx"}
 
@@ -29,9 +31,22 @@ class Gptq:
         return names & _TENSORS if "qweight" in names else set()
 
     def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
-        codes = unpacked(read("qweight"), self.bits, 0)  # [K, N]
+        codes, zeros, scales, groups = self._parts(read, names, shape)
+        return ((codes.float() - zeros.float()[groups]) * scales.float()[groups]).T
+
+    def held(
+        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
+        codes, zeros, scales, groups = self._parts(read, names, shape)
+        return held.integers_of_groups(codes.T, scales.T, zeros.T, groups, dtype)
+
+    def _parts(
+        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes [K, N], zeros and scales [K / g, N], and the group of each input, int64 [K]."""
+        codes = unpacked(read("qweight"), self.bits, 0)
         zeros = unpacked(read("qzeros"), self.bits, 1) + self.zero_offset
-        scales = read("scales").float()
+        scales = read("scales")
         in_order = torch.arange(shape[1]) // (self.group or shape[1])
         groups = read("g_idx").long() if "g_idx" in names else in_order
         fits = codes.shape == (shape[1], shape[0]) and zeros.shape == scales.shape and groups.shape == (shape[1],)
@@ -40,7 +55,7 @@ class Gptq:
                 f"qweight is of {list(codes.shape[::-1])}, qzeros {list(zeros.shape)}, scales {list(scales.shape)}, "
                 f"groups {list(groups.shape)} up to {int(groups.max())}"
             )
-        return ((codes.float() - zeros.float()[groups]) * scales[groups]).T
+        return codes, zeros, scales, groups
 
 
 def read_method(settings: Mapping[str, Any]) -> Gptq:

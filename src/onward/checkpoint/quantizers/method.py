@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from onward.checkpoint.quantizers import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
 from onward.errors import ConfigError
+from onward.ops import QuantizedWeight
 
 # The name of a tensor below the module, such as "qweight" -> the tensor as it is stored.
 Read = Callable[[str], Tensor]
@@ -21,6 +23,11 @@ class Method(Protocol):
 
     def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
         """float32 [N, K]: the weight that the tensors `names` stand for. Raises ValueError with what does not fit."""
+        ...
+
+    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
+        """The same weight in the bits that it has, standing for one of `dtype`; None where no format of ours holds it
+        without loss (`onward.checkpoint.quantizers.held`)."""
         ...
 
 

@@ -29,6 +29,11 @@ class Mxfp4:
     def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
         return dequantized(read("blocks"), read("scales"), shape)
 
+    def held(
+        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
+        return packed(read("blocks"), read("scales"), shape, dtype)
+
 
 def dequantized(blocks: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
     """float32 [N, K], exactly. Raises ValueError with what does not fit."""

@@ -154,6 +154,44 @@ def int8_bnb(outputs, inputs, seed):
     return {"weight": codes, "SCB": scales}, codes.float() * (scales / 127).unsqueeze(1)
 
 
+def torchao_integers(outputs, inputs, seed, group, low=-8, high=8):
+    codes = drawn((outputs, inputs), low, high, seed)
+    scales = scales_of((outputs, inputs // group), seed).bfloat16()
+    zeros = drawn(tuple(scales.shape), -3, 4, seed + 1).to(torch.int8)
+    weight = torch.empty(outputs, inputs)
+    for k in range(inputs):
+        weight[:, k] = (codes[:, k] - zeros[:, k // group].float()) * scales[:, k // group].float()
+    tensors = {"_weight_qdata": codes.to(torch.int8), "_weight_scale": scales, "_weight_zero_point": zeros}
+    return tensors, weight
+
+
+def torchao_int8(outputs, inputs, seed):
+    tensors, weight = int8_rows(outputs, inputs, seed)
+    zeros = torch.zeros(outputs, 1, dtype=torch.int8)
+    return {
+        "_weight_qdata": tensors["weight"],
+        "_weight_scale": tensors["weight_scale"],
+        "_weight_zero_point": zeros,
+    }, weight
+
+
+def torchao_float8(outputs, inputs, seed):
+    codes, scales = e4m3((outputs, inputs), seed), scales_of((outputs, 1), seed)
+    return {"_weight_qdata": codes, "_weight_scale": scales}, codes.float() * scales
+
+
+def torchao_int4(outputs, inputs, seed, group=32, shift=0.01):
+    codes = drawn((outputs, inputs), -8, 8, seed)
+    scales = scales_of((inputs // group, outputs), seed).bfloat16()
+    zeros = torch.full_like(scales, shift)
+    packed = ((codes[:, ::2] & 15) | codes[:, 1::2] << 4).to(torch.int8)
+    weight = torch.empty(outputs, inputs)
+    for k in range(inputs):
+        weight[:, k] = codes[:, k] * scales[k // group].float() + zeros[k // group].float()
+    return {"_weight_qdata": packed, "_weight_scale": scales, "_weight_zero_point": zeros}, weight
+
+
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
 CT = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"block_structure": [48, 40]}}}}
 FORMS = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
@@ -176,6 +214,10 @@ FORMS = {
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, lambda *shape: nf4(*shape, nested=False)),
     "nf4, absmax quantized": ({"quant_method": "bitsandbytes"}, lambda *shape: nf4(*shape, nested=True)),
     "int8 of bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8_bnb),
+    "torchao, whole numbers": (TORCHAO, lambda *shape: torchao_integers(*shape, group=32)),
+    "torchao, int8": (TORCHAO, torchao_int8),
+    "torchao, float8": (TORCHAO, torchao_float8),
+    "torchao, int4": (TORCHAO, torchao_int4),
 }
 
 
@@ -316,6 +358,11 @@ HELD = {
     ),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4_of_bitsandbytes, "nf4"),
     "int8 of bitsandbytes": (*FORMS["int8 of bitsandbytes"], "int8"),
+    "torchao, whole numbers": (*FORMS["torchao, whole numbers"], "uint4"),
+    "torchao, groups of 128": (TORCHAO, lambda *shape: torchao_integers(*shape, 128, -120, 120), "uint8_128"),
+    "torchao, int8": (*FORMS["torchao, int8"], "int8"),
+    "torchao, float8": (*FORMS["torchao, float8"], "fp8"),
+    "torchao, int4": (TORCHAO, lambda *shape: torchao_int4(*shape, shift=0.0), "int4"),
 }
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 2}
 
@@ -366,3 +413,14 @@ def test_weights_in_few_bits_can_be_quantized_and_merged(tmp_path):
     ours, theirs = (onward.load(source, dtype="bfloat16") for source in (folder, twin))
     for format in ("int8", "int4"):
         assert torch.equal(onward.quantize(ours, format).logits(IDS), onward.quantize(theirs, format).logits(IDS))
+
+
+def test_layouts_of_gpus_are_refused_with_what_to_do(tmp_path):
+    def tiles(outputs, inputs, seed):
+        tensors, weight = torchao_int8(outputs, inputs, seed)
+        del tensors["_weight_scale"]
+        return tensors | {"_weight_scale_and_zero": torch.ones(inputs // 32, outputs, 2)}, weight
+
+    folder, _ = made(tmp_path, (TORCHAO, tiles), WIDE)
+    with pytest.raises(CheckpointError, match="no layouts of GPUs' kernels: save the model in floats"):
+        onward.load(folder)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from onward.checkpoint.quantizers import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
 from onward.errors import ConfigError
 from onward.ops import QuantizedWeight
 
@@ -38,6 +38,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "fp8": fp8.read_method,
     "bitsandbytes": bitsandbytes.read_method,
     "mxfp4": mxfp4.read_method,
+    "torchao": torchao.read_method,
 }
 
 

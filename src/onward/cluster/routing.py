@@ -1,0 +1,113 @@
+"""Which replica gets a request: the one that has its beginning in its cache, unless that one has too much to do.
+
+Nothing here knows Ray, a clock or a model, so simulations run the same code.
+"""
+
+import bisect
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+# Places of each replica on the ring: with 64 the largest share of keys is some 1.3 times the mean.
+_PLACES = 64
+# A replica is passed over where it has this many times the mean load (arXiv 1608.01350).
+_BOUND = 1.25
+# Of a prompt: enough for several blocks of the cache, and less than long conversations of one beginning differ by.
+_CHARACTERS = 2048
+_IDS = 512
+
+
+class Ring:
+    """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350).
+
+    A key has the same replica as long as that one is there, and only the keys of a replica that leaves move.
+    """
+
+    def __init__(self) -> None:
+        self._replicas: frozenset[str] = frozenset()
+        self._places: list[tuple[int, str]] = []
+        self._turn = 0
+
+    @property
+    def replicas(self) -> frozenset[str]:
+        """Those that there are."""
+        return self._replicas
+
+    def update(self, replicas: Collection[str]) -> None:
+        """Say which replicas there are."""
+        if self._replicas != set(replicas):
+            self._replicas = frozenset(replicas)
+            places = ((_hash(f"{replica} {at}"), replica) for replica in replicas for at in range(_PLACES))
+            self._places = sorted(places)
+
+    def order(
+        self, key: str | None, load: Callable[[str], float], avoid: Collection[str] = (), *, affinity: bool = True
+    ) -> list[str]:
+        """All replicas, the best for a request first.
+
+        Args:
+            key: what `routing_key` made of the request; None: it has none, and the least loaded is the best.
+            load: requests that a replica has now.
+            avoid: those that have failed the request; they come last.
+            affinity: False: the least loaded is the best for every request.
+        """
+        loads = {replica: load(replica) for replica in self._replicas}
+        if key is None or not affinity:
+            self._turn += 1  # equal loads take turns
+            turn = sorted(self._replicas)
+            turn = turn[self._turn % max(1, len(turn)) :] + turn[: self._turn % max(1, len(turn))]
+            ranked = sorted(turn, key=loads.__getitem__)
+        else:
+            bound = math.ceil(_BOUND * (sum(loads.values()) + 1) / max(1, len(loads)))
+            ranked = sorted(self._around(key), key=lambda replica: loads[replica] >= bound)
+        return sorted(ranked, key=lambda replica: replica in avoid)
+
+    def _around(self, key: str) -> list[str]:
+        """The replicas in the order of their places from that of the key on."""
+        first = bisect.bisect(self._places, (_hash(key), ""))
+        around = itertools.chain(self._places[first:], self._places[:first])
+        return list(dict.fromkeys(replica for _, replica in around))
+
+
+def routing_key(headers: Mapping[str, str], body: bytes) -> str | None:
+    """What a request has in common with those that share a session or the beginning of a prompt; None where nothing is.
+
+    That is the header x-session-id, or the model and how the prompt begins: of a chat its messages up to the first of
+    the user, which later turns repeat.
+    """
+    session = headers.get("x-session-id")
+    if session:
+        return f"session {session}"
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    beginning = _beginning(fields)
+    return None if not beginning else f"{fields.get('model')} {_text(beginning)}"
+
+
+def _beginning(fields: Mapping[str, Any]) -> Any:
+    prompt = fields.get("prompt", fields.get("input"))
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(isinstance(part, int) for part in prompt):
+        return prompt[:_IDS]
+    messages = fields.get("messages", prompt)
+    if not isinstance(messages, list):
+        return None
+    users = (at for at, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user")
+    return messages[: next(users, len(messages)) + 1]
+
+
+def _text(beginning: Any) -> str:
+    text = beginning if isinstance(beginning, str) else json.dumps(beginning, ensure_ascii=False)
+    return text[:_CHARACTERS]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())

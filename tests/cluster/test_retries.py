@@ -1,0 +1,61 @@
+"""Retries cannot multiply a load, and what kills replicas is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onward.cluster.retries import Quarantine, RetryBudget, RetryOptions
+from onward.errors import RequestError
+
+
+@given(st.lists(st.booleans(), max_size=400), st.integers(0, 20), st.floats(0, 1))
+def test_retries_stay_within_their_share(events: list[bool], burst: int, share: float) -> None:
+    """events: True is a request that came, False a retry that is asked for."""
+    budget = RetryBudget(RetryOptions(retry_burst=burst, retry_share=share))
+    came = taken = 0
+    for is_request in events:
+        if is_request:
+            budget.came()
+            came += 1
+        else:
+            taken += budget.take()
+        assert taken <= burst + share * came + 1e-9
+        assert 0 <= budget.left <= burst
+
+
+def test_a_request_is_refused_after_the_deaths_of_two_replicas_for_a_while() -> None:
+    quarantine = Quarantine(RetryOptions(quarantine=60.0))
+    quarantine.note_death(b"poison", "a", 0.0)
+    quarantine.note_death(b"poison", "a", 1.0)
+    assert not quarantine.holds(b"poison", 1.0), "one replica died, whoever tells of it"
+    quarantine.note_death(b"poison", "b", 2.0)
+    quarantine.note_death(b"other", "b", 2.0)
+    assert quarantine.holds(b"poison", 2.0)
+    assert not quarantine.holds(b"other", 2.0)
+    assert quarantine.holds(b"poison", 62.0)
+    assert not quarantine.holds(b"poison", 62.1)
+    assert not quarantine.holds(b"poison", 62.1)
+    assert not quarantine.holds(b"unknown", 0.0)
+
+
+def test_a_quarantine_remembers_a_bounded_number() -> None:
+    quarantine = Quarantine(RetryOptions())
+    for at in range(20_000):
+        quarantine.note_death(at.to_bytes(4), "a", 0.0)
+    assert len(quarantine._deaths) == 10_000
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("attempts", 0),
+        ("attempts", 1.5),
+        ("silence", 0),
+        ("silence", float("inf")),
+        ("retry_share", -0.1),
+        ("quarantine", "1"),
+    ],
+)
+def test_a_value_outside_its_range(option: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"{option} must be"):
+        RetryOptions(**{option: value})  # type: ignore[arg-type]

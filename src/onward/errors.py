@@ -17,6 +17,7 @@ Any other exception is a defect in Onward and keeps its traceback. Built-in base
     ├── DraftError                           a drafter failed, or proposed ids that are no draft
     ├── EngineError                          an engine is closed, or its thread has failed
     │   └── EngineBusyError                  an engine's queue is full
+    ├── RankError                            another process that holds a part of the model has ended or failed
     ├── ProgramError                         a forward cannot be compiled, or a program does not fit the call
     │   ├── TraceError                       a forward cannot be traced (onward.program)
     │   └── MissingKernelsError              a forward uses operators that have no kernel (onward.program)
@@ -90,6 +91,10 @@ class EngineBusyError(EngineError):
 
     def __reduce__(self) -> tuple[type["EngineBusyError"], tuple[str, float]]:
         return type(self), (str(self), self.retry_after)
+
+
+class RankError(OnwardError):
+    """Another process that holds a part of the model has ended, failed or cannot be reached."""
 
 
 class ProgramError(OnwardError):

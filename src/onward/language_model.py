@@ -17,6 +17,7 @@ from onward.completion import Completion, Piece
 from onward.decoding import KeptSlots, Slots
 from onward.decoding.held import HeldText
 from onward.decoding.room import check_room
+from onward.decoding.slots import slots_for
 from onward.errors import CheckpointError, RequestError
 from onward.messages import AssistantMessage, MessageFormat, checked_format, format_of
 from onward.models import Cache, Model, ModelRun
@@ -411,11 +412,17 @@ class LanguageModel:
         ids = checked_ids(ids, self.model.vocab_size)
         check_room(len(ids), 0, self.model.max_seq_len)
         tokens = torch.tensor([ids], dtype=torch.int32, device=self.model.device)
-        cache = self.model.new_cache(1, len(ids))
-        parts = []
+        slots = slots_for(self.model, 1, len(ids))
+        acquired = slots.acquire((), len(ids))
+        assert acquired is not None, "new slots have room"
+        slot, parts = acquired[0], []
         for start in range(0, len(ids), self.prefill_chunk):
+            some = tokens[:, start : start + self.prefill_chunk]
             offsets = torch.tensor([start], dtype=torch.int32, device=self.model.device)
-            logits, cache = self.model(tokens[:, start : start + self.prefill_chunk], offsets, cache)
+            view = slots.view_of([slot], some.shape[1])
+            logits, cache = self.model(some, offsets, view.cache)
+            slots.put(view, cache)
+            slots.advance(slot, start + some.shape[1], lambda first, last: ids[first:last])
             parts.append(logits[0].to(device="cpu", dtype=torch.float32))
         return torch.cat(parts)
 

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from onward.checkpoint import (
 from onward.checkpoint.distributed import NameMapSource
 from onward.checkpoint.module import is_known, read_module
 from onward.checks import check_whole
+from onward.distributed import Settings, load_ranks
 from onward.errors import CheckpointError, ConfigError, RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import LanguageModel
 from onward.loading_weights import LayersInPlace, WeightsReader
@@ -62,6 +64,8 @@ def load(
     merge: str | os.PathLike[str] | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     via: str = "auto",
+    pipeline: int = 1,
+    address: str | None = None,
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
 
@@ -94,11 +98,14 @@ def load(
         via: whose forward runs: "onward" (a family of ours), "transformers" (its own, over our weights, attention and
             caches, docs/transformers.md), or "auto": the family, and where there is none, transformers if it is
             installed.
+        pipeline: over how many processes to spread the layers (docs/sharding.md). The tokens are the same.
+        address: "host:port" where this process waits for the others of a pipeline, each of which calls
+            `onward.distributed.run_rank`. None starts them on this machine.
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
         used. CheckpointError: the weights or the tokenizer do not fit config.json. TokenizerError: the tokenizer or
-        the chat template cannot be read. RequestError: a bad argument.
+        the chat template cannot be read. RequestError: a bad argument. RankError: a process of a pipeline fails.
     """
     began = time.perf_counter()
     if max_seq_len is not None:
@@ -106,6 +113,7 @@ def load(
     if quantize is not None:
         check_format(quantize)
     check_backend(compile)
+    check_whole("pipeline", pipeline, low=1)
     if via not in _VIA:
         raise RequestError(f"via is one of {', '.join(_VIA)}; got {via!r}")
     checked_format(message_format)
@@ -119,6 +127,8 @@ def load(
     tokenizer, template = folder.tokenizer, folder.chat_template
     defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path)
     config = _family(folder, via)
+    if pipeline > 1:
+        _refuse_for_ranks(torch_device, hosted=config is None, merge=merge, adapters=adapters, name_map=name_map)
     if config is None:
         if name_map is not None or adapter is not None:
             raise RequestError("name_map= and merge= are for the families of Onward, and transformers runs this model")
@@ -127,21 +137,27 @@ def load(
     else:
         context = _context(config, max_seq_len)
         _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
-        with LayersInPlace(len(config.layers), show and show_fraction is None, show_fraction) as layers:
-            reader = WeightsReader(
-                folder,
-                config,
-                torch_dtype,
-                torch_device,
-                format=quantize,
-                name_map=name_map,
-                adapter=adapter,
-                layers=layers,
-            )
-            model = build_model(config, reader.read(), context)
+        in_place = partial(LayersInPlace, show=show and show_fraction is None, tell=show_fraction)
+        if pipeline > 1:
+            settings = Settings(str(path), pipeline, _name_of(torch_dtype), quantize, compile, context, None)
+            model = load_ranks(settings, in_place, address)
+        else:
+            with in_place(len(config.layers)) as layers:
+                reader = WeightsReader(
+                    folder,
+                    config,
+                    torch_dtype,
+                    torch_device,
+                    format=quantize,
+                    name_map=name_map,
+                    adapter=adapter,
+                    layers=layers,
+                )
+                model = build_model(config, reader.read(), context)
     if torch_device.type == "cpu":
         _keep_freed_memory()
-    lm = LanguageModel(model, tokenizer, template, defaults, compile=compile, message_format=message_format)
+    own = compile if pipeline == 1 else "eager"  # the ranks compile their parts
+    lm = LanguageModel(model, tokenizer, template, defaults, compile=own, message_format=message_format)
     for name, source_of_adapter in (adapters or {}).items():
         lm.load_adapter(name, source_of_adapter)
     if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
@@ -167,6 +183,17 @@ def _family(folder: Checkpoint, via: str) -> Architecture | None:
         if not is_known(folder.config):
             raise
         return None
+
+
+def _refuse_for_ranks(device: torch.device, *, hosted: bool, **options: object) -> None:
+    """Raise for what a model over several processes does not do."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise RequestError(f"pipeline= does not go with {given[0]}= yet: load the model in one process, or without it")
+    if hosted:
+        raise RequestError("pipeline= is for the families of Onward, and transformers runs this model")
+    if device.type != "cpu":
+        raise RequestError(f"pipeline= runs on CPUs, and the device is {str(device)!r}: give device='cpu'")
 
 
 def _read_hosted(
@@ -208,6 +235,10 @@ def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is not None and dtype not in _DTYPES.values():
         raise RequestError(f"dtype must be bfloat16, float16 or float32; got {dtype!r}")
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _name_of(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _as_device(device: torch.device | str) -> torch.device:

@@ -131,8 +131,9 @@ class KVBlocks:
         """
         if not is_lazy(self._buffer.nbytes, self._buffer.device):
             return
+        block = self._buffer[:1].nbytes
         for first, count in _runs(sorted(set(blocks))):
-            give_back_pages(self._buffer.data_ptr() + first * self.block_nbytes, count * self.block_nbytes)
+            give_back_pages(self._buffer.data_ptr() + first * block, count * block)
 
 
 class PagedKVCache(NamedTuple):

@@ -24,6 +24,7 @@ from onward.checkpoint.safetensors_folder import SafetensorsFolder
 from onward.checkpoint.shards import WEIGHTS, open_safetensors
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line
 from onward.models import Architecture, ExpertLinear, LatentLinear, Scope, map_marked, named_params
+from onward.models.architecture import is_unread
 from onward.ops import PackedWeight, QuantizedWeight
 from onward.ops.quantized import ROUNDED_FORMATS
 from onward.ops.quantized_layout import GROUP, data_shape
@@ -135,7 +136,7 @@ def read_quantized(
         stock.dtype = stock.take(*config.float_tensor).dtype
     tensors = _QuantizedTensors(folder, manifest, stock, device)
     params = config.read(Scope(tensors))
-    tensors.check_left()
+    tensors.check_left(config)
     return params
 
 
@@ -168,9 +169,10 @@ class _QuantizedTensors:
         format = self._manifest.formats[name]
         return QuantizedWeight(data.to(self._device), format, (shape[0], shape[1]), self._stock.dtype)
 
-    def check_left(self) -> None:
+    def check_left(self, config: Architecture) -> None:
         """Raise if a tensor was not taken: config.json, manifest and weights are then of different models."""
-        left = sorted((set(self._manifest.shapes) | set(self._stock.left())) - self._taken)
+        others = (set(self._manifest.shapes) | set(self._stock.left())) - self._taken
+        left = sorted(name for name in others if not is_unread(config, name))
         if left:
             raise CheckpointError(
                 f"{self._folder}: {len(left)} tensors are there that config.json leaves no place for, {left[0]!r} for "

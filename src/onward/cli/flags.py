@@ -219,6 +219,9 @@ class LoadFlags:
             help="What runs it: native, cuda, inductor or eager; auto, the default, takes the best.",
         ),
     ] = "auto"
+    pipeline: Annotated[
+        int, _model("--pipeline", metavar="N", show_default=False, help="Spread the layers over N processes.")
+    ] = 1
     threads: Annotated[
         int | None, _model("--threads", metavar="N", help="CPU threads; else as many as `onward info` shows.")
     ] = None

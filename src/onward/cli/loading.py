@@ -35,6 +35,7 @@ def load_model(
             draft=draft,
             compile=flags.compile,
             merge=None if flags.merge is None else expanded_source(flags.merge),
+            pipeline=flags.pipeline,
             adapters={name: expanded_source(source) for name, source in adapters.items()},
         )
 

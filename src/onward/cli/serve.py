@@ -205,9 +205,9 @@ class _Spec:
                 draft = value
             elif option == "adapter":
                 adapters.append(value)
-            elif option == "max_seq_len":
+            elif option in ("max_seq_len", "pipeline"):
                 if not value.isascii() or not value.isdigit():
-                    raise RequestError(f"--model {text}: max_seq_len must be a whole number; got {value!r}")
+                    raise RequestError(f"--model {text}: {option} must be a whole number; got {value!r}")
                 options[option] = int(value)
             else:
                 options[option] = Path(value) if option == "name_map" else value

@@ -1,0 +1,10 @@
+"""`python -m onward.distributed RANK WORLD ADDRESS`: a rank that rank 0 of this host has started."""
+
+import sys
+
+from onward.distributed.processes import end_with_parent
+from onward.distributed.ranks import run_rank
+
+if __name__ == "__main__":
+    end_with_parent()
+    run_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

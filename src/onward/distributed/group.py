@@ -1,0 +1,100 @@
+"""Rank 0's side of a split model: what it tells the others, and what it has of their memory."""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+import torch
+
+from onward.cache import KVCache, LayerShape
+from onward.distributed.links import Links
+from onward.distributed.messages import Kind
+from onward.distributed.processes import Processes
+from onward.distributed.rows import by_layers, empty_like_row, layers_of
+from onward.errors import RankError
+
+
+class Group:
+    """All ranks, as rank 0 has them. They end when nobody holds it any more.
+
+    shapes: what each rank's layers cache. memories: the number of each memory of blocks, by the address of its keys.
+    processes: of the others, where this process has started them.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        shapes: Sequence[tuple[LayerShape, ...]],
+        dtype: torch.dtype,
+        processes: Processes | None,
+    ) -> None:
+        self.links, self.shapes, self.dtype, self.processes = links, shapes, dtype, processes
+        self.lock = threading.RLock()
+        self.memories: dict[int, int] = {}
+        self.others = range(1, links.world)
+        self.broken = ""
+        self._count = 0
+        self._forgotten: deque[int] = deque()
+        self.close = weakref.finalize(self, _close, links, self.others, processes)
+
+    def __reduce__(self) -> NoReturn:
+        raise RankError("a model over several ranks belongs to its process: load it again instead of copying it")
+
+    def tell(self, kind: Kind, *numbers: int) -> None:
+        """Tell all others, in order with what they were told before.
+
+        Raises:
+            RankError: a rank has ended.
+        """
+        with self.lock:
+            if self.broken:
+                raise RankError(self.broken)
+            while self._forgotten:
+                self.links.tell([Kind.FORGET, self._forgotten.popleft()], self.others)
+            self.links.tell([kind, *numbers], self.others)
+
+    def new_memory(self, count: int) -> int:
+        """Have all others make memory for so many blocks; its number."""
+        with self.lock:
+            self._count += 1
+            self.tell(Kind.NEW, self._count, count)
+            return self._count
+
+    def forget(self, key: int) -> None:
+        """Nobody uses a memory any more. The garbage collector calls this at any time, so the others are told later."""
+        self._forgotten.append(self.memories.pop(key))
+
+    def broke(self, why: str) -> None:
+        """Refuse everything from now on: what the ranks send each other is out of step."""
+        self.broken = self.broken or why
+
+    def read(self, number: int, blocks: Sequence[int], positions: int, own: KVCache) -> KVCache:
+        """A row of a memory, of all ranks' layers. own: rank 0's."""
+        with self.lock:
+            self.tell(Kind.READ, number, positions, *blocks)
+            rows = [empty_like_row(shapes, positions, self.dtype) for shapes in self.shapes[1:]]
+            for rank, row in zip(self.others, rows, strict=True):
+                for tensor in (*row.keys, *row.values):
+                    self.links.receive(tensor, rank)
+        return by_layers([own, *rows])
+
+    def write(self, number: int, blocks: Sequence[int], positions: int, row: KVCache) -> KVCache:
+        """Give the others their layers of a row; returns rank 0's."""
+        own, *parts = layers_of(row, [len(shapes) for shapes in self.shapes])
+        with self.lock:
+            self.tell(Kind.WRITE, number, positions, *blocks)
+            for rank, part in zip(self.others, parts, strict=True):
+                for tensor in (*part.keys, *part.values):
+                    self.links.send(tensor[:, :, :positions], rank)
+            self.links.settle()
+        return own
+
+
+def _close(links: Links, others: Sequence[int], processes: Processes | None) -> None:
+    with suppress(RankError):  # one may have ended, and then all do
+        links.tell([Kind.END], others)
+    if processes is not None:
+        processes.end()

@@ -1,0 +1,151 @@
+"""A model over several processes: rank 0 loads it and decodes, the others follow."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onward import native
+from onward.checkpoint import GgufCheckpoint, open_checkpoint
+from onward.distributed.follower import Follower
+from onward.distributed.group import Group
+from onward.distributed.links import Links, await_all, meet
+from onward.distributed.memory import new_blocks, new_cache
+from onward.distributed.pipeline import PipelineForward, stage_run
+from onward.distributed.processes import Processes
+from onward.distributed.settings import Settings
+from onward.distributed.stage import Stage, StageParams, hidden_states, stage_of
+from onward.errors import RequestError
+from onward.loading_weights import LayersInPlace, WeightsReader
+from onward.models import Embedding, Model, read_config
+from onward.models.architecture import num_parameters
+from onward.ops.blocks import BLOCK
+
+_CPU = torch.device("cpu")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WHY_EAGER = "it runs over several ranks, each with programs of its own"
+
+
+def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], address: str | None) -> Model:
+    """The model of which this process is rank 0.
+
+    Args:
+        layers: the display of so many layers.
+        address: "host:port" where the other ranks, which somebody else starts, find this one (`run_rank`). None starts
+            them on this host.
+
+    Raises:
+        RequestError: the model cannot be split so. RankError: a rank does not come, or fails.
+    """
+    checkpoint = open_checkpoint(settings.path)
+    if isinstance(checkpoint, GgufCheckpoint):
+        raise RequestError(f"pipeline= cannot split a GGUF file yet, and {settings.path} is one: give safetensors")
+    architecture = read_config(checkpoint.config).serving(settings.context)
+    stages = [stage_of(architecture, rank, settings.world) for rank in range(settings.world)]
+    store, where = meet(0, settings.world, address)
+    store.set("settings", settings.to_json())
+    processes = Processes(settings.world, where) if address is None else None
+    try:
+        await_all(store, settings.world, lambda: None if processes is None else processes.check())
+        links = Links(0, settings.world, store, _interface(where))
+        params = _read(settings, stages[0], layers)
+        dtype = params.embed_tokens.weight.dtype
+        links.tell([_DTYPES.index(dtype)], range(1, settings.world))
+        for rank in range(1, settings.world):
+            links.told(rank)  # it is ready
+    except BaseException:
+        if processes is not None:
+            processes.end()
+        raise
+    shapes = [tuple(stage.cached) for stage in stages]
+    group = Group(links, shapes, dtype, processes)
+    return Model(
+        forward=PipelineForward(group, stages[0], params, settings.compile),
+        params=params,
+        new_cache=partial(new_cache, group),
+        vocab_size=architecture.vocab_size,
+        max_seq_len=settings.context,
+        selects_logits=True,
+        num_parameters=num_parameters(architecture),
+        compiles=False,
+        why_eager=_WHY_EAGER,
+        new_blocks=partial(new_blocks, group),
+    )
+
+
+def run_rank(rank: int, world: int, address: str, source: str | Path | None = None) -> None:
+    """Be a rank other than 0 until rank 0 ends: for a cluster, where each machine starts its own.
+
+    Args:
+        rank: 1 … world - 1.
+        world: how many ranks there are.
+        address: "host:port" of rank 0, which calls `onward.load(source, pipeline=world, address=address)`.
+        source: the checkpoint's folder on this machine; by default the path that rank 0 has.
+
+    Raises:
+        RankError: rank 0 is not there, or has ended before its model was given up.
+    """
+    if not 1 <= rank < world:
+        raise RequestError(f"a rank that follows is in 1 … {world - 1}; got {rank}")
+    store, _ = meet(rank, world, address)
+    settings = Settings.of_json(store.get("settings").decode())
+    store.set(f"here/{rank}", "")
+    links = Links(rank, world, store, _interface(address))
+    try:
+        _follow(settings if source is None else settings.at(source), links)
+    except BaseException as error:
+        links.fail(error)
+        raise
+
+
+def _follow(settings: Settings, links: Links) -> None:
+    if settings.threads is not None:
+        native.set_num_threads(settings.threads)
+        torch.set_num_threads(settings.threads)
+    architecture = read_config(open_checkpoint(settings.path).config).serving(settings.context)
+    stage = stage_of(architecture, links.rank, links.world)
+    params: StageParams = _read(settings, stage, _unseen)
+    dtype = _DTYPES[links.told()[0]]
+    if _dtype_of(params) != dtype:  # this rank's part begins with a tensor of another dtype than the model
+        params = _read(replace(settings, dtype=str(dtype).removeprefix("torch.")), stage, _unseen)
+    hidden = hidden_states(stage.hidden_size, dtype)
+    run = stage_run(stage, params._replace(embed_tokens=Embedding(hidden)), settings.compile)
+    links.tell([1], [0])
+    to = (links.rank + 1) % links.world
+    Follower(links, run, hidden, stage.cached, -(-settings.context // BLOCK), to).serve()
+
+
+def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlace]) -> Any:
+    """The weights of a stage, which touch no page of another's."""
+    checkpoint = open_checkpoint(settings.path)
+    with layers(len(stage.layers)) as display:
+        return WeightsReader(
+            checkpoint,
+            stage,
+            settings.torch_dtype,
+            _CPU,
+            format=settings.quantize,
+            name_map=None,
+            adapter=None,
+            layers=display,
+        ).read()
+
+
+def _unseen(count: int) -> LayersInPlace:
+    return LayersInPlace(count, False, None)
+
+
+def _dtype_of(params: StageParams) -> torch.dtype:
+    """That of the first norm."""
+    first = params.layers[0]
+    norms = first.mixer_norm, first.mixer_post_norm, first.feed_forward_norm, first.feed_forward_post_norm
+    return next(norm.dtype for norm in norms if norm is not None)
+
+
+def _interface(address: str) -> str | None:
+    """The network interface's name for ranks of one host; None lets gloo find one."""
+    host = address.rpartition(":")[0]
+    return host if host in ("127.0.0.1", "localhost") else None

@@ -1,0 +1,37 @@
+"""Ranks as threads of the test's process: a start takes milliseconds, and all else is as with processes."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onward
+from onward.distributed import run_rank
+
+
+@contextmanager
+def over_ranks(source: Path, world: int, option: str = "pipeline", **options: Any) -> Iterator[onward.LanguageModel]:
+    """The model of a folder over so many ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    failed: list[BaseException] = []
+
+    def follow(rank: int) -> None:
+        try:
+            run_rank(rank, world, address)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, world)]
+    for thread in threads:
+        thread.start()
+    lm = onward.load(source, **{option: world}, address=address, **options)
+    yield lm
+    lm.model.forward.group.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not failed

@@ -1,0 +1,126 @@
+"""A pipeline gives the bits of one process: over families, formats, batches, drafts, sessions and the engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_threads import over_ranks
+
+import onward
+from onward.distributed.division import divide_layers
+from onward.errors import RequestError
+from onward.testing import random_checkpoint
+
+PROMPTS = [list(range(5, 5 + count)) for count in (3, 9, 70, 130)]
+ASKED: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "logprobs": 2}
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "gptoss", "deepseekv3"]
+
+
+def same(one: onward.LanguageModel, split: onward.LanguageModel, **options: Any) -> bool:
+    """Whether both give the same ids with the same logprobs."""
+    ours, theirs = (lm.generate(PROMPTS, **{**ASKED, **options}) for lm in (one, split))
+    return all(
+        a.token_ids == b.token_ids and a.logprobs == b.logprobs and a.prompt_logprobs == b.prompt_logprobs
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pipeline_equals_one_process(family: str, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, family, num_hidden_layers=3, dtype=torch.bfloat16)
+    one = onward.load(folder)
+    with over_ranks(folder, 2) as split:
+        assert same(one, split, temperature=0)
+        assert torch.equal(one.logits(PROMPTS[3]), split.logits(PROMPTS[3]))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_any_ranks_and_formats(world: int, quantize: str | None, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, num_hidden_layers=4, tie_word_embeddings=True, hidden_size=64)
+    one = onward.load(folder, quantize=quantize)
+    if world == 1:
+        assert same(one, onward.load(folder, quantize=quantize, pipeline=1), temperature=0)
+        return
+    with over_ranks(folder, world, quantize=quantize) as split:
+        assert same(one, split, temperature=1.0, seed=3)
+
+
+def test_every_way_to_decode(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "model", num_hidden_layers=4)
+    one = onward.load(folder)
+    with over_ranks(folder, 3) as split:
+        assert same(one, split, draft="lookup", temperature=0)
+        assert same(one, split, n=2, seed=1, temperature=1.0)
+        assert same(one, split, beams=2)
+        assert same(one, split, prompt_logprobs=1, temperature=0)
+        first = [lm.generate(PROMPTS[3], **ASKED, temperature=0) for lm in (one, split)]
+        assert first[1].prompt_tokens == first[0].prompt_tokens
+        again = split.generate(PROMPTS[3], **ASKED, temperature=0)
+        assert again.cached_tokens > 0, "a prefix is found again"
+        assert (again.token_ids, again.logprobs) == (first[0].token_ids, first[0].logprobs)
+
+
+def test_session_lives_on(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "model", num_hidden_layers=3)
+    one = onward.load(folder)
+    with over_ranks(folder, 2) as split:
+        texts = []
+        for lm in (one, split):
+            session = onward.Session(lm)
+            session.generate(PROMPTS[2], **ASKED, temperature=0)
+            session.save(tmp_path / "session")
+            restored = onward.Session.load(tmp_path / "session", lm)
+            assert restored.tokens == session.tokens
+            texts.append(restored.generate([*session.tokens, 7, 8], **ASKED, temperature=0))
+        assert texts[0].token_ids == texts[1].token_ids
+        assert texts[0].logprobs == texts[1].logprobs
+
+
+def test_engine(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, num_hidden_layers=3)
+    one = onward.load(folder)
+    with over_ranks(folder, 2) as split, onward.Engine(one) as alone, onward.Engine(split) as engine:
+        submitted = [
+            [e.submit(prompt, **ASKED, seed=4, temperature=1.0) for prompt in PROMPTS] for e in (alone, engine)
+        ]
+        results = [[generation.result() for generation in generations] for generations in submitted]
+        for a, b in zip(*results, strict=True):
+            assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
+
+
+def test_layers_are_divided_evenly() -> None:
+    assert divide_layers([1] * 4, 2, ends=0) == [range(2), range(2, 4)]
+    assert divide_layers([1] * 6, 2, ends=2) == [range(2), range(2, 6)]
+    assert divide_layers([1] * 4, 4, ends=100) == [range(1), range(1, 2), range(2, 3), range(3, 4)]
+
+
+def test_each_rank_reads_its_layers_alone(tmp_path: Path) -> None:
+    """Without the other ranks' tensors the checkpoint is enough for a stage."""
+    from onward.distributed.stage import stage_of
+    from onward.models import read_config
+    from onward.models.architecture import parameter_shapes
+    from onward.testing import tiny_config
+
+    decoder = read_config(tiny_config("qwen3", num_hidden_layers=4))
+    parts = [set(parameter_shapes(stage_of(decoder, rank, 3))) for rank in range(3)]
+    assert set.union(*parts) == set(parameter_shapes(decoder))
+    assert sum(map(len, parts)) == len(parameter_shapes(decoder))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "wanted"),
+    [
+        ("qwen3", {"pipeline": 3}, "as many layers"),
+        ("qwen3", {"pipeline": 0}, "pipeline"),
+        ("lfm2", {"pipeline": 2}, "recurrent"),
+        ("gemma4", {"pipeline": 2}, "Gemma"),
+        ("qwen3", {"pipeline": 2, "device": "cuda"}, "cuda"),
+        ("qwen3", {"pipeline": 2, "adapters": {"a": "b"}}, "adapters"),
+    ],
+)
+def test_what_cannot_be_split_is_named(family: str, options: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, family)
+    with pytest.raises(RequestError, match=wanted):
+        onward.load(folder, **options)

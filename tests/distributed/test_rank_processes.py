@@ -1,0 +1,92 @@
+"""Ranks as processes: they start with the model, end with it, and a death is an error and no hang."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import onward
+from onward.errors import CheckpointError, RankError
+from onward.testing import random_checkpoint
+
+PROMPT = [5, 6, 7]
+# Seconds within which a death must be noticed.
+SOON = 10.0
+
+
+def pids_of(lm: onward.LanguageModel) -> list[int]:
+    forward = lm.model.forward
+    return list(forward.group.processes.pids)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, or waits for its parent to take note."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def await_end(pids: list[int]) -> None:
+    until = time.monotonic() + SOON
+    while not all(map(has_ended, pids)):
+        assert time.monotonic() < until, "an orphan"
+        time.sleep(0.05)
+
+
+def test_ranks_live_as_long_as_the_model(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, num_hidden_layers=3)
+    one = onward.load(folder)
+    lm = onward.load(folder, pipeline=2)
+    pids = pids_of(lm)
+    assert lm.generate(PROMPT, max_new_tokens=8).token_ids == one.generate(PROMPT, max_new_tokens=8).token_ids
+    del lm
+    await_end(pids)
+
+
+def test_a_dead_rank_is_an_error(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, num_hidden_layers=3, max_position_embeddings=2**15)
+    lm = onward.load(folder, pipeline=3)
+    pids = pids_of(lm)
+    stream = lm.stream(PROMPT, max_new_tokens=10_000, ignore_eos=True)
+    next(stream)
+    os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank"):
+        for _ in stream:
+            pass
+    with pytest.raises(RankError):
+        lm.generate(PROMPT)
+    assert time.monotonic() - began < SOON
+    del lm, stream
+    await_end(pids)
+
+
+def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, num_hidden_layers=3, shards=2)
+    weights = next(folder.glob("*-00002-of-*"))
+    weights.write_bytes(weights.read_bytes()[:200])
+    with pytest.raises((RankError, CheckpointError)):
+        onward.load(folder, pipeline=2)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_no_orphans(how: signal.Signals, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, num_hidden_layers=3)
+    code = (
+        "import onward, sys, time\n"
+        f"lm = onward.load({str(folder)!r}, pipeline=2)\n"
+        "print(*lm.model.forward.group.processes.pids, flush=True)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert pids
+        parent.send_signal(how)
+        parent.wait(SOON)
+    await_end(pids)

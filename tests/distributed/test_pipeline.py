@@ -9,6 +9,7 @@ from rank_threads import over_ranks
 
 import onward
 from onward.distributed.division import divide_layers
+from onward.distributed.parts import parts_of
 from onward.errors import RequestError
 from onward.testing import random_checkpoint
 
@@ -60,6 +61,38 @@ def test_every_way_to_decode(tmp_path: Path) -> None:
         again = split.generate(PROMPTS[3], **ASKED, temperature=0)
         assert again.cached_tokens > 0, "a prefix is found again"
         assert (again.token_ids, again.logprobs) == (first[0].token_ids, first[0].logprobs)
+
+
+def test_many_rows_go_in_parts(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, num_hidden_layers=2)
+    prompts = [[row % 200 + 1, 3, 4] for row in range(40)]
+    one = onward.load(folder)
+    with over_ranks(folder, 2) as split:
+        ours, theirs = (lm.generate(prompts, **ASKED, temperature=0) for lm in (one, split))
+        assert [(a.token_ids, a.logprobs) for a in ours] == [(b.token_ids, b.logprobs) for b in theirs]
+
+
+def test_rows_that_read_each_other_stay_together() -> None:
+    table = torch.arange(64, dtype=torch.int32).view(32, 2)
+    tokens, offsets = torch.zeros(32, 1, dtype=torch.int32), torch.full((32,), 70, dtype=torch.int32)
+    assert [len(part.tokens) for part in parts_of(tokens, offsets, table, None, 2)] == [16, 16]
+    table[20] = table[3]
+    assert len(parts_of(tokens, offsets, table, None, 2)) == 1, "two rows of one text"
+    table[20] = torch.tensor([table[3, 1], 99])
+    assert len(parts_of(tokens, offsets, table, None, 2)) == 1, "a row that reads what another writes"
+
+
+def test_a_prompt_goes_in_parts_of_which_the_last_alone_has_a_result() -> None:
+    tokens, offsets = torch.zeros(1, 128, dtype=torch.int32), torch.tensor([64], dtype=torch.int32)
+    table, last = torch.arange(4, dtype=torch.int32).view(1, 4), torch.tensor([[127]])
+    parts = parts_of(tokens, offsets, table, last, 3)
+    assert [(part.tokens.shape[1], int(part.offsets), part.has_result) for part in parts] == [
+        (42, 64, False),
+        (43, 106, False),
+        (43, 149, True),
+    ]
+    assert parts[-1].at is not None
+    assert parts[-1].at.tolist() == [[42]]
 
 
 def test_session_lives_on(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def load(
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     via: str = "auto",
     pipeline: int = 1,
+    tensor: int = 1,
     address: str | None = None,
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
@@ -99,13 +100,14 @@ def load(
             caches, docs/transformers.md), or "auto": the family, and where there is none, transformers if it is
             installed.
         pipeline: over how many processes to spread the layers (docs/sharding.md). The tokens are the same.
-        address: "host:port" where this process waits for the others of a pipeline, each of which calls
+        tensor: over how many to spread the heads and columns of each layer, for one machine. The tokens are the same.
+        address: "host:port" where this process waits for the others, each of which calls
             `onward.distributed.run_rank`. None starts them on this machine.
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
         used. CheckpointError: the weights or the tokenizer do not fit config.json. TokenizerError: the tokenizer or
-        the chat template cannot be read. RequestError: a bad argument. RankError: a process of a pipeline fails.
+        the chat template cannot be read. RequestError: a bad argument. RankError: another process of the model fails.
     """
     began = time.perf_counter()
     if max_seq_len is not None:
@@ -114,6 +116,9 @@ def load(
         check_format(quantize)
     check_backend(compile)
     check_whole("pipeline", pipeline, low=1)
+    check_whole("tensor", tensor, low=1)
+    if pipeline > 1 and tensor > 1:
+        raise RequestError(f"a model is split by layers or within them; got pipeline={pipeline} and tensor={tensor}")
     if via not in _VIA:
         raise RequestError(f"via is one of {', '.join(_VIA)}; got {via!r}")
     checked_format(message_format)
@@ -127,7 +132,8 @@ def load(
     tokenizer, template = folder.tokenizer, folder.chat_template
     defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path)
     config = _family(folder, via)
-    if pipeline > 1:
+    ranks = max(pipeline, tensor)
+    if ranks > 1:
         _refuse_for_ranks(torch_device, hosted=config is None, merge=merge, adapters=adapters, name_map=name_map)
     if config is None:
         if name_map is not None or adapter is not None:
@@ -138,8 +144,8 @@ def load(
         context = _context(config, max_seq_len)
         _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
         in_place = partial(LayersInPlace, show=show and show_fraction is None, tell=show_fraction)
-        if pipeline > 1:
-            settings = Settings(str(path), pipeline, _name_of(torch_dtype), quantize, compile, context, None)
+        if ranks > 1:
+            settings = Settings(str(path), pipeline, tensor, _name_of(torch_dtype), quantize, compile, context, None)
             model = load_ranks(settings, in_place, address)
         else:
             with in_place(len(config.layers)) as layers:
@@ -156,7 +162,7 @@ def load(
                 model = build_model(config, reader.read(), context)
     if torch_device.type == "cpu":
         _keep_freed_memory()
-    own = compile if pipeline == 1 else "eager"  # the ranks compile their parts
+    own = compile if ranks == 1 else "eager"  # the ranks compile their parts
     lm = LanguageModel(model, tokenizer, template, defaults, compile=own, message_format=message_format)
     for name, source_of_adapter in (adapters or {}).items():
         lm.load_adapter(name, source_of_adapter)
@@ -189,11 +195,11 @@ def _refuse_for_ranks(device: torch.device, *, hosted: bool, **options: object) 
     """Raise for what a model over several processes does not do."""
     given = [name for name, value in options.items() if value]
     if given:
-        raise RequestError(f"pipeline= does not go with {given[0]}= yet: load the model in one process, or without it")
+        raise RequestError(f"a model over several processes takes no {given[0]}= yet: load it in one, or without it")
     if hosted:
-        raise RequestError("pipeline= is for the families of Onward, and transformers runs this model")
+        raise RequestError("pipeline= and tensor= are for the families of Onward, and transformers runs this model")
     if device.type != "cpu":
-        raise RequestError(f"pipeline= runs on CPUs, and the device is {str(device)!r}: give device='cpu'")
+        raise RequestError(f"pipeline= and tensor= are for CPUs, and the device is {str(device)!r}: give device='cpu'")
 
 
 def _read_hosted(

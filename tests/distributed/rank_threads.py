@@ -10,6 +10,9 @@ from typing import Any
 import onward
 from onward.distributed import run_rank
 
+PROMPTS = [list(range(5, 5 + count)) for count in (3, 9, 70, 130)]
+ASKED: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "logprobs": 2}
+
 
 @contextmanager
 def over_ranks(source: Path, world: int, option: str = "pipeline", **options: Any) -> Iterator[onward.LanguageModel]:
@@ -35,3 +38,12 @@ def over_ranks(source: Path, world: int, option: str = "pipeline", **options: An
         thread.join(10)
         assert not thread.is_alive()
     assert not failed
+
+
+def same(one: onward.LanguageModel, split: onward.LanguageModel, **options: Any) -> bool:
+    """Whether both give the same ids with the same logprobs."""
+    ours, theirs = (lm.generate(PROMPTS, **{**ASKED, **options}) for lm in (one, split))
+    return all(
+        a.token_ids == b.token_ids and a.logprobs == b.logprobs and a.prompt_logprobs == b.prompt_logprobs
+        for a, b in zip(ours, theirs, strict=True)
+    )

@@ -13,7 +13,7 @@ from onward.cache import KVCache, LayerShape
 from onward.distributed.links import Links
 from onward.distributed.messages import Kind
 from onward.distributed.processes import Processes
-from onward.distributed.rows import by_layers, empty_like_row, layers_of
+from onward.distributed.rows import Splits, empty_like_row
 from onward.errors import RankError
 
 
@@ -21,7 +21,7 @@ class Group:
     """All ranks, as rank 0 has them. They end when nobody holds it any more.
 
     shapes: what each rank's layers cache. memories: the number of each memory of blocks, by the address of its keys.
-    processes: of the others, where this process has started them.
+    processes: of the others, where this process has started them. splits: how rows are spread over ranks.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Group:
         shapes: Sequence[tuple[LayerShape, ...]],
         dtype: torch.dtype,
         processes: Processes | None,
+        splits: Splits,
     ) -> None:
         self.links, self.shapes, self.dtype, self.processes = links, shapes, dtype, processes
         self.lock = threading.RLock()
@@ -37,11 +38,17 @@ class Group:
         self.others = range(1, links.world)
         self.broken = ""
         self._count = 0
+        self._splits = splits
         self._forgotten: deque[int] = deque()
         self.close = weakref.finalize(self, _close, links, self.others, processes)
 
     def __reduce__(self) -> NoReturn:
         raise RankError("a model over several ranks belongs to its process: load it again instead of copying it")
+
+    @property
+    def row_shapes(self) -> list[LayerShape]:
+        """The shapes of a row's layers, of all ranks."""
+        return self._splits.whole(self.shapes)
 
     def tell(self, kind: Kind, *numbers: int) -> None:
         """Tell all others, in order with what they were told before.
@@ -79,11 +86,11 @@ class Group:
             for rank, row in zip(self.others, rows, strict=True):
                 for tensor in (*row.keys, *row.values):
                     self.links.receive(tensor, rank)
-        return by_layers([own, *rows])
+        return self._splits.joined([own, *rows])
 
     def write(self, number: int, blocks: Sequence[int], positions: int, row: KVCache) -> KVCache:
         """Give the others their layers of a row; returns rank 0's."""
-        own, *parts = layers_of(row, [len(shapes) for shapes in self.shapes])
+        own, *parts = self._splits.parts(row, self.shapes)
         with self.lock:
             self.tell(Kind.WRITE, number, positions, *blocks)
             for rank, part in zip(self.others, parts, strict=True):

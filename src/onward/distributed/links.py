@@ -72,6 +72,13 @@ class Links:
         """Wait for the tensor that a rank sends next, and put it into the contiguous `out`."""
         return self._receive(out, by, _TENSORS)
 
+    def gathered(self, x: Tensor) -> list[Tensor]:
+        """The contiguous tensors of one shape that all ranks give, in their order."""
+        out = [torch.empty_like(x) for _ in range(self.world)]
+        with self._checked():
+            self._group.allgather([[_bytes_of(each) for each in out]], [_bytes_of(x)]).wait()
+        return out
+
     def settle(self) -> None:
         """Wait until all that was sent has been received."""
         with self._checked():

@@ -54,8 +54,7 @@ def new_blocks(group: Group, count: int) -> SplitBlocks:
 
 def new_cache(group: Group, batch: int, max_len: int) -> KVCache:
     """A dense cache of all ranks' layers, for rows that are saved or restored; no forward takes it."""
-    shapes = [shape for own in group.shapes for shape in own]
-    return KVCache.of(shapes, batch=batch, max_len=max_len, dtype=group.dtype, device="cpu")
+    return KVCache.of(group.row_shapes, batch=batch, max_len=max_len, dtype=group.dtype, device="cpu")
 
 
 def numbers_of_block(shapes: Sequence[LayerShape]) -> int:

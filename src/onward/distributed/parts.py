@@ -37,13 +37,13 @@ class Part(NamedTuple):
         return self.at is None or self.at.numel() > 0
 
 
-def parts_of(tokens: Tensor, offsets: Tensor, table: Tensor, at: Tensor | None, most: int) -> list[Part]:
+def parts_of(whole: Part, most: int) -> list[Part]:
     """At most `most` parts, which together are the forward. Their results in order are its logits.
 
     A row that another row reads goes with it: a layer stores the keys and values of all rows before it reads any.
     """
+    tokens, offsets, table, at = whole
     rows, count = tokens.shape
-    whole = Part(tokens, offsets, table, at)
     if rows == 1 and at is not None and at.shape[0] == 1 and count >= 2 * _LEAST_TOKENS:
         return _of_tokens(whole, min(most, count // _LEAST_TOKENS))
     if (

@@ -1,32 +1,48 @@
 """A model over several processes: rank 0 loads it and decodes, the others follow."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from onward import native
-from onward.checkpoint import GgufCheckpoint, open_checkpoint
+from onward.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
+from onward.checkpoint.quantized import read_manifest
 from onward.distributed.follower import Follower
+from onward.distributed.forward import RanksForward, rank_run
+from onward.distributed.gather import key_of
 from onward.distributed.group import Group
 from onward.distributed.links import Links, await_all, meet
 from onward.distributed.memory import new_blocks, new_cache
-from onward.distributed.pipeline import PipelineForward, stage_run
+from onward.distributed.pipeline import PipelineForward
 from onward.distributed.processes import Processes
+from onward.distributed.rows import ByHeads, ByLayers
 from onward.distributed.settings import Settings
+from onward.distributed.shard import Ranks, Shard, ShardParams, shard_of
 from onward.distributed.stage import Stage, StageParams, hidden_states, stage_of
+from onward.distributed.tensor_parallel import TensorForward
 from onward.errors import RequestError
 from onward.loading_weights import LayersInPlace, WeightsReader
-from onward.models import Embedding, Model, read_config
+from onward.models import Architecture, Embedding, Model, read_config
 from onward.models.architecture import num_parameters
 from onward.ops.blocks import BLOCK
+from onward.sessions.fingerprint import fingerprint
 
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHY_EAGER = "it runs over several ranks, each with programs of its own"
+
+
+class RankParams(NamedTuple):
+    """What rank 0 has of the weights. digests: int64 [world - 1], of the others', so that fingerprints tell them."""
+
+    own: Any
+    digests: torch.Tensor
 
 
 def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], address: str | None) -> Model:
@@ -41,30 +57,33 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         RequestError: the model cannot be split so. RankError: a rank does not come, or fails.
     """
     checkpoint = open_checkpoint(settings.path)
-    if isinstance(checkpoint, GgufCheckpoint):
-        raise RequestError(f"pipeline= cannot split a GGUF file yet, and {settings.path} is one: give safetensors")
+    _check_readable(settings, checkpoint)
     architecture = read_config(checkpoint.config).serving(settings.context)
-    stages = [stage_of(architecture, rank, settings.world) for rank in range(settings.world)]
+    shapes = [tuple(part_of(architecture, settings, rank).cached) for rank in range(settings.world)]
     store, where = meet(0, settings.world, address)
     store.set("settings", settings.to_json())
     processes = Processes(settings.world, where) if address is None else None
     try:
         await_all(store, settings.world, lambda: None if processes is None else processes.check())
         links = Links(0, settings.world, store, _interface(where))
-        params = _read(settings, stages[0], layers)
+        part = part_of(architecture, settings, 0, key_of(links))
+        params = _read(settings, part, layers)
         dtype = params.embed_tokens.weight.dtype
         links.tell([_DTYPES.index(dtype)], range(1, settings.world))
-        for rank in range(1, settings.world):
-            links.told(rank)  # it is ready
+        digests = [links.told(rank)[0] for rank in range(1, settings.world)]  # they are ready
     except BaseException:
         if processes is not None:
             processes.end()
         raise
-    shapes = [tuple(stage.cached) for stage in stages]
-    group = Group(links, shapes, dtype, processes)
+    group = Group(links, shapes, dtype, processes, ByHeads() if isinstance(part, Shard) else ByLayers())
+    forward: RanksForward
+    if isinstance(part, Shard):
+        forward = TensorForward(group, part, params, settings.compile)
+    else:
+        forward = PipelineForward(group, part, params, settings.compile)
     return Model(
-        forward=PipelineForward(group, stages[0], params, settings.compile),
-        params=params,
+        forward=forward,
+        params=RankParams(params, torch.tensor(digests)),
         new_cache=partial(new_cache, group),
         vocab_size=architecture.vocab_size,
         max_seq_len=settings.context,
@@ -74,6 +93,23 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         why_eager=_WHY_EAGER,
         new_blocks=partial(new_blocks, group),
     )
+
+
+def part_of(architecture: Architecture, settings: Settings, rank: int, key: int = 0) -> Stage | Shard:
+    """What a rank holds. key: of its links (`onward.distributed.gather`)."""
+    if settings.tensor > 1:
+        return shard_of(architecture, Ranks(rank, settings.world, key))
+    return stage_of(architecture, rank, settings.world)
+
+
+def _check_readable(settings: Settings, checkpoint: Checkpoint) -> None:
+    """Raise for a checkpoint of which a rank cannot read its part alone."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        raise RequestError(f"a GGUF file cannot be split over ranks yet, and {settings.path} is one: give safetensors")
+    if settings.tensor > 1 and read_manifest(settings.path, checkpoint.config) is not None:
+        raise RequestError(
+            f"tensor= cannot cut matrices that a folder has quantized: give {settings.path}'s source, with quantize="
+        )
 
 
 def run_rank(rank: int, world: int, address: str, source: str | Path | None = None) -> None:
@@ -106,25 +142,26 @@ def _follow(settings: Settings, links: Links) -> None:
         native.set_num_threads(settings.threads)
         torch.set_num_threads(settings.threads)
     architecture = read_config(open_checkpoint(settings.path).config).serving(settings.context)
-    stage = stage_of(architecture, links.rank, links.world)
-    params: StageParams = _read(settings, stage, _unseen)
+    part = part_of(architecture, settings, links.rank, key_of(links))
+    params = _read(settings, part, _unseen)
     dtype = _DTYPES[links.told()[0]]
     if _dtype_of(params) != dtype:  # this rank's part begins with a tensor of another dtype than the model
-        params = _read(replace(settings, dtype=str(dtype).removeprefix("torch.")), stage, _unseen)
-    hidden = hidden_states(stage.hidden_size, dtype)
-    run = stage_run(stage, params._replace(embed_tokens=Embedding(hidden)), settings.compile)
-    links.tell([1], [0])
-    to = (links.rank + 1) % links.world
-    Follower(links, run, hidden, stage.cached, -(-settings.context // BLOCK), to).serve()
+        params = _read(replace(settings, dtype=str(dtype).removeprefix("torch.")), part, _unseen)
+    hidden = hidden_states(part.hidden_size, dtype)
+    forward = part.body if isinstance(part, Shard) else part.hidden
+    run = rank_run(forward, params._replace(embed_tokens=Embedding(hidden)), part.hidden_size, settings.compile)
+    links.tell([_digest(run.model)], [0])
+    to = None if isinstance(part, Shard) else (links.rank + 1) % links.world
+    Follower(links, run, hidden, part.cached, -(-settings.context // BLOCK), to).serve()
 
 
-def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlace]) -> Any:
-    """The weights of a stage, which touch no page of another's."""
+def _read(settings: Settings, part: Stage | Shard, layers: Callable[[int], LayersInPlace]) -> Any:
+    """The weights of a part, which touch no page of another's."""
     checkpoint = open_checkpoint(settings.path)
-    with layers(len(stage.layers)) as display:
+    with layers(len(part.layers)) as display:
         return WeightsReader(
             checkpoint,
-            stage,
+            part,
             settings.torch_dtype,
             _CPU,
             format=settings.quantize,
@@ -134,11 +171,17 @@ def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlac
         ).read()
 
 
+def _digest(model: Model) -> int:
+    """A number that tells a rank's weights from others."""
+    described = json.dumps(fingerprint(model)["weights"], sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "little")
+
+
 def _unseen(count: int) -> LayersInPlace:
     return LayersInPlace(count, False, None)
 
 
-def _dtype_of(params: StageParams) -> torch.dtype:
+def _dtype_of(params: StageParams | ShardParams) -> torch.dtype:
     """That of the first norm."""
     first = params.layers[0]
     norms = first.mixer_norm, first.mixer_post_norm, first.feed_forward_norm, first.feed_forward_post_norm

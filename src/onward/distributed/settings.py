@@ -15,6 +15,7 @@ class Settings:
 
     source: str
     pipeline: int
+    tensor: int
     dtype: str | None
     quantize: str | None
     compile: str
@@ -24,7 +25,7 @@ class Settings:
     @property
     def world(self) -> int:
         """How many ranks there are."""
-        return self.pipeline
+        return max(self.pipeline, self.tensor)
 
     @property
     def path(self) -> Path:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
+from onward.distributed.exchange import Exchange
 from onward.errors import RankError, RequestError, one_line
 
 # Numbers of a message that go in one piece; the first says how many there are.
@@ -30,8 +31,10 @@ class Links:
 
     Sends do not wait for the receiver: two ranks may send to each other at once.
 
-    rank: its number. world: how many there are.
+    rank: its number. world: how many there are. exchange: for what ranks of one machine gather; None: by gloo, too.
     """
+
+    exchange: Exchange | None = None
 
     def __init__(self, rank: int, world: int, store: Store, hostname: str | None) -> None:
         """hostname: of the interface to use; None lets gloo find one."""
@@ -73,7 +76,9 @@ class Links:
         return self._receive(out, by, _TENSORS)
 
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """The contiguous tensors of one shape that all ranks give, in their order."""
+        """The contiguous tensors of one shape that all ranks give, in their order. They are valid until the next."""
+        if self.exchange is not None and self.exchange.takes(x):
+            return self.exchange.gathered(x)
         out = [torch.empty_like(x) for _ in range(self.world)]
         with self._checked():
             self._group.allgather([[_bytes_of(each) for each in out]], [_bytes_of(x)]).wait()

@@ -13,6 +13,7 @@ import torch
 from onward import native
 from onward.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
 from onward.checkpoint.quantized import read_manifest
+from onward.distributed.exchange import Exchange, is_usable, new_file
 from onward.distributed.follower import Follower
 from onward.distributed.forward import RanksForward, rank_run
 from onward.distributed.gather import key_of
@@ -61,11 +62,15 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
     architecture = read_config(checkpoint.config).serving(settings.context)
     shapes = [tuple(part_of(architecture, settings, rank).cached) for rank in range(settings.world)]
     store, where = meet(0, settings.world, address)
+    file = new_file(settings.world) if settings.tensor > 1 and address is None and is_usable() else None
+    settings = replace(settings, exchange=None if file is None else str(file))
     store.set("settings", settings.to_json())
     processes = Processes(settings.world, where) if address is None else None
     try:
         await_all(store, settings.world, lambda: None if processes is None else processes.check())
         links = Links(0, settings.world, store, _interface(where))
+        if file is not None and processes is not None:
+            links.exchange = Exchange(file, 0, settings.world, processes.check)
         part = part_of(architecture, settings, 0, key_of(links))
         params = _read(settings, part, layers)
         dtype = params.embed_tokens.weight.dtype
@@ -75,6 +80,9 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         if processes is not None:
             processes.end()
         raise
+    finally:
+        if file is not None:
+            file.unlink()
     group = Group(links, shapes, dtype, processes, ByHeads() if isinstance(part, Shard) else ByLayers())
     forward: RanksForward
     if isinstance(part, Shard):
@@ -142,6 +150,8 @@ def _follow(settings: Settings, links: Links) -> None:
         native.set_num_threads(settings.threads)
         torch.set_num_threads(settings.threads)
     architecture = read_config(open_checkpoint(settings.path).config).serving(settings.context)
+    if settings.exchange is not None:
+        links.exchange = Exchange(Path(settings.exchange), links.rank, links.world)
     part = part_of(architecture, settings, links.rank, key_of(links))
     params = _read(settings, part, _unseen)
     dtype = _DTYPES[links.told()[0]]

@@ -11,7 +11,8 @@ import torch
 @dataclass(frozen=True)
 class Settings:
     """source: the checkpoint, a path of `find_folder`. dtype, quantize, compile: as `onward.load` takes them. context:
-    the most positions of a text. threads: of each rank's kernels; None: its own default."""
+    the most positions of a text. threads: of each rank's kernels; None: its own default.
+    exchange: the file of the ranks' `Exchange`; None where they have none."""
 
     source: str
     pipeline: int
@@ -21,6 +22,7 @@ class Settings:
     compile: str
     context: int
     threads: int | None
+    exchange: str | None = None
 
     @property
     def world(self) -> int:

@@ -32,7 +32,7 @@ from onward.loading_weights import LayersInPlace, WeightsReader
 from onward.messages import MessageFormat, checked_format
 from onward.models import Architecture, Model, build_model, check_backend, pack_params, read_config
 from onward.models.hosted import host
-from onward.native import isa
+from onward.native import isa, num_threads
 from onward.quantization import check_format, quantize_params
 from onward.requests import LOOKUPS, Draft, generation_defaults
 
@@ -145,7 +145,16 @@ def load(
         _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
         in_place = partial(LayersInPlace, show=show and show_fraction is None, tell=show_fraction)
         if ranks > 1:
-            settings = Settings(str(path), pipeline, tensor, _name_of(torch_dtype), quantize, compile, context, None)
+            settings = Settings(
+                str(path),
+                pipeline,
+                tensor,
+                _name_of(torch_dtype),
+                quantize,
+                compile,
+                context,
+                None if address else num_threads(),
+            )
             model = load_ranks(settings, in_place, address)
         else:
             with in_place(len(config.layers)) as layers:

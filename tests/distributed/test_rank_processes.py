@@ -48,13 +48,14 @@ def test_ranks_live_as_long_as_the_model(tmp_path: Path) -> None:
     await_end(pids)
 
 
-def test_a_dead_rank_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"pipeline": 3}, {"tensor": 2}])
+def test_a_dead_rank_is_an_error(options: dict[str, int], tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, num_hidden_layers=3, max_position_embeddings=2**15)
-    lm = onward.load(folder, pipeline=3)
+    lm = onward.load(folder, **options)
     pids = pids_of(lm)
     stream = lm.stream(PROMPT, max_new_tokens=10_000, ignore_eos=True)
     next(stream)
-    os.kill(pids[1], signal.SIGKILL)
+    os.kill(pids[-1], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(RankError, match="rank"):
         for _ in stream:
@@ -62,8 +63,20 @@ def test_a_dead_rank_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RankError):
         lm.generate(PROMPT)
     assert time.monotonic() - began < SOON
-    del lm, stream
     await_end(pids)
+
+
+def test_a_program_that_ends_leaves_no_rank(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, num_hidden_layers=3)
+    code = (
+        "import onward\n"
+        f"lm = onward.load({str(folder)!r}, pipeline=2)\n"
+        "lm.generate([5, 6], max_new_tokens=4)\n"
+        "print(*lm.model.forward.group.processes.pids)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    await_end([int(pid) for pid in ended.stdout.split()])
+    assert "Error" not in ended.stderr
 
 
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:

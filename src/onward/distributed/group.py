@@ -75,8 +75,9 @@ class Group:
         self._forgotten.append(self.memories.pop(key))
 
     def broke(self, why: str) -> None:
-        """Refuse everything from now on: what the ranks send each other is out of step."""
+        """Refuse everything from now on, and end the others: what the ranks send each other is out of step."""
         self.broken = self.broken or why
+        self.close()
 
     def read(self, number: int, blocks: Sequence[int], positions: int, own: KVCache) -> KVCache:
         """A row of a memory, of all ranks' layers. own: rank 0's."""

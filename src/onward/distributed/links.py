@@ -132,11 +132,10 @@ def _bytes_of(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def meet(rank: int, world: int, address: str | None, alive: Callable[[], None] = lambda: None) -> tuple[Store, str]:
-    """The store where ranks find each other, when all are there; and its address, "host:port".
+def meet(rank: int, world: int, address: str | None) -> tuple[Store, str]:
+    """The store where ranks find each other, and its address, "host:port".
 
-    address: where rank 0 holds the store; None in rank 0 takes a free port of this host. alive: is called while rank 0
-    waits; raises where that is in vain.
+    address: where rank 0 holds the store; None in rank 0 takes a free port of this host.
     """
     host, _, port = ("127.0.0.1:0" if address is None else address).rpartition(":")
     if not host or not port.isdigit():
@@ -149,7 +148,7 @@ def meet(rank: int, world: int, address: str | None, alive: Callable[[], None] =
 
 
 def await_all(store: Store, world: int, alive: Callable[[], None]) -> None:
-    """In rank 0: wait until every rank has come to the store."""
+    """In rank 0: wait until every rank has come to the store. alive: raises where that is in vain."""
     until = time.monotonic() + _START
     while not store.check([f"here/{rank}" for rank in range(1, world)]):
         alive()

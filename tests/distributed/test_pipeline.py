@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from rank_threads import ASKED, PROMPTS, over_ranks, same
+from safetensors.torch import load_file, save_file
 
 import onward
 from onward.distributed.division import divide_layers
 from onward.distributed.parts import Part, parts_of
+from onward.distributed.stage import MOST_TOKENS
 from onward.errors import RequestError
+from onward.sessions.fingerprint import fingerprint
 from onward.testing import random_checkpoint
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "gptoss", "deepseekv3"]
@@ -110,6 +113,30 @@ def test_engine(tmp_path: Path) -> None:
         results = [[generation.result() for generation in generations] for generations in submitted]
         for a, b in zip(*results, strict=True):
             assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
+
+
+def test_too_many_tokens_at_once_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path)
+    one = onward.load(folder)
+    with over_ranks(folder, 2) as split:
+        cache = split.model.new_blocks(1).view(torch.zeros(1, 4, dtype=torch.int32))
+        with pytest.raises(RequestError, match="prefill_chunk"):
+            split.model(torch.zeros(1, MOST_TOKENS + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), cache)
+        with pytest.raises(RequestError, match="takes no cache="):
+            split.generate(PROMPTS[0], cache=split.new_cache(1, 64), max_new_tokens=4)
+        assert same(one, split, temperature=0)
+
+
+def test_fingerprints_tell_what_every_rank_holds(tmp_path: Path) -> None:
+    folders = [random_checkpoint(tmp_path / str(seed), seed=0) for seed in range(3)]
+    weights = load_file(folders[2] / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1.0  # of rank 1
+    save_file(weights, folders[2] / "model.safetensors", metadata={"format": "pt"})
+    found = []
+    for folder in folders:
+        with over_ranks(folder, 2) as split:
+            found.append(fingerprint(split.model))
+    assert found[0] == found[1] != found[2]
 
 
 def test_layers_are_divided_evenly() -> None:

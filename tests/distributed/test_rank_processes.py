@@ -79,6 +79,26 @@ def test_a_program_that_ends_leaves_no_rank(tmp_path: Path) -> None:
     assert "Error" not in ended.stderr
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, num_hidden_layers=3)
+    code = (
+        "import onward, os, sys\n"
+        "from onward.errors import RankError\n"
+        f"lm = onward.load({str(folder)!r}, pipeline=2)\n"
+        "first = lm.generate([5, 6], max_new_tokens=4).token_ids\n"
+        "if (child := os.fork()) == 0:\n"
+        "    try:\n"
+        "        lm.generate([5, 6], max_new_tokens=4)\n"
+        "    except RankError:\n"
+        "        os._exit(7)\n"
+        "    os._exit(0)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "assert lm.generate([5, 6], max_new_tokens=4).token_ids == first"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, num_hidden_layers=3, shards=2)
     weights = next(folder.glob("*-00002-of-*"))

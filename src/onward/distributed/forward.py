@@ -13,6 +13,7 @@ from onward.distributed.group import Group
 from onward.distributed.memory import Tables
 from onward.distributed.messages import Forward, Kind
 from onward.distributed.parts import Part
+from onward.distributed.stage import MOST_TOKENS
 from onward.errors import RequestError
 from onward.models import Model, ModelRun
 from onward.ops.blocks import BLOCK
@@ -36,6 +37,12 @@ class RanksForward(ABC):
                 "a model over several ranks keeps its caches itself, and takes no cache=: use onward.Session to go on "
                 "with a text"
             )
+        if tokens.numel() > MOST_TOKENS:
+            raise RequestError(
+                f"a model over several ranks takes {MOST_TOKENS} tokens at once; got {list(tokens.shape)}: lower "
+                "prefill_chunk"
+            )
+        self.group.check()
         # The caller may write the table again after an interrupt.
         whole = Part(tokens, offsets, cache.table.clone(), logits_at)
         return self._thread.submit(self._checked, whole, cache).result(), cache

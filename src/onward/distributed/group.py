@@ -1,5 +1,6 @@
 """Rank 0's side of a split model: what it tells the others, and what it has of their memory."""
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -40,7 +41,8 @@ class Group:
         self._count = 0
         self._splits = splits
         self._forgotten: deque[int] = deque()
-        self.close = weakref.finalize(self, _close, links, self.others, processes)
+        self._pid = os.getpid()
+        self.close = weakref.finalize(self, _close, links, self.others, processes, self._pid)
 
     def __reduce__(self) -> NoReturn:
         raise RankError("a model over several ranks belongs to its process: load it again instead of copying it")
@@ -56,12 +58,19 @@ class Group:
         Raises:
             RankError: a rank has ended.
         """
+        self.check()
         with self.lock:
-            if self.broken:
-                raise RankError(self.broken)
+            self.check()
             while self._forgotten:
                 self.links.tell([Kind.FORGET, self._forgotten.popleft()], self.others)
             self.links.tell([kind, *numbers], self.others)
+
+    def check(self) -> None:
+        """Raise `RankError` where the ranks cannot be told anything."""
+        if os.getpid() != self._pid:
+            raise RankError("a forked child does not have its parent's ranks: load the model in the child")
+        if self.broken:
+            raise RankError(self.broken)
 
     def new_memory(self, count: int) -> int:
         """Have all others make memory for so many blocks; its number."""
@@ -101,7 +110,9 @@ class Group:
         return own
 
 
-def _close(links: Links, others: Sequence[int], processes: Processes | None) -> None:
+def _close(links: Links, others: Sequence[int], processes: Processes | None, pid: int) -> None:
+    if os.getpid() != pid:  # the parent's connections are not a forked child's to close
+        return
     with suppress(RankError):  # one may have ended, and then all do
         links.tell([Kind.END], others)
     if processes is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from onward.ops.blocks import BLOCK
 
 # The fewest tokens of a prompt, and the fewest rows, of which a part pays: each part reads all weights of a rank. Eight
-# rows of a 0.6B model in two parts took twice as long as in one.
+# rows of a 0.6B model in two parts took twice as long as in one process (benchmarks/LOG.md).
 _LEAST_TOKENS = 32
 _LEAST_ROWS = 16
 

@@ -100,11 +100,12 @@ class Body:
         options = self.requests[0].options
         return options.temperature > 0 and options.beams == 1
 
-    def seeded(self) -> Self:
-        """The same with a fresh seed, one for all requests, where none is given and tokens are drawn."""
+    def seeded(self, seed: int | None = None) -> Self:
+        """The same with this seed or a fresh one, one for all requests, where none is given and tokens are drawn."""
         if self.seed is not None or not self._draws:
             return self
-        seed = fresh_seed() >> 11  # 53 bits, which JavaScript's numbers hold
+        if seed is None:
+            seed = fresh_seed() >> 11  # 53 bits, which JavaScript's numbers hold
         return replace(self, requests=tuple(request.replace(seed=seed) for request in self.requests))
 
 
@@ -123,8 +124,8 @@ class BodyReader:
     variables: Mapping[str, Any] = field(default_factory=dict)
     streams: bool = False
 
-    def read(self, url: str, body: object) -> Body:
-        """The requests of a body that was sent to one of `URLS`.
+    def read(self, url: str, body: object, seed: int | None = None) -> Body:
+        """The requests of a body that was sent to one of `URLS`. seed: what it is drawn with if it does not say.
 
         Raises:
             BodyError: a field that is unknown, not served or of a wrong type; another model; no prompt.
@@ -143,8 +144,9 @@ class BodyReader:
         answer = {"model": model, **self._answer_fields(fields)}
         try:
             if kind == "chat.completion":
-                return Body(kind, requests=(self._chat(fields, options),), **answer)
-            return replace(self._completion(fields, options), **answer)
+                read = Body(kind, requests=(self._chat(fields, options),), **answer)
+            else:
+                read = replace(self._completion(fields, options), **answer)
         except BodyError:
             raise
         except ContextOverflowError as error:
@@ -152,10 +154,12 @@ class BodyReader:
             raise BodyError(str(error), at, "context_length_exceeded") from error
         except (RequestError, TokenizerError) as error:
             raise _of_field(str(error), fields) from error
+        has_to_have_one = len(read.requests) > 1  # the answer has one seed to report
+        return read.seeded(seed) if has_to_have_one or seed is not None else read
 
     def _check_names(self, fields: Mapping[str, Any], kind: Kind) -> None:
         of_others = {name for other, names in _OF_KIND.items() if other != kind for name in names}
-        known = [*field_options(), *LENGTHS, *_OWN, *LABELS, *NEUTRAL, *_OF_KIND[kind]]
+        known = [*field_options(), *LENGTHS, *sorted(_OWN), *sorted(LABELS), *NEUTRAL, *sorted(_OF_KIND[kind])]
         known = [name for name in dict.fromkeys(known) if name not in of_others]
         for name in fields:
             try:
@@ -223,8 +227,7 @@ class BodyReader:
         echoes = None
         if echo:
             echoes = tuple(prompt if isinstance(prompt, str) else self.lm.decode(prompt) for prompt in prompts)
-        body = Body("text_completion", self.model, requests, echoes)
-        return body.seeded() if len(requests) > 1 else body  # the answer has one seed to report
+        return Body("text_completion", self.model, requests, echoes)
 
 
 def field_options() -> list[str]:

@@ -1,0 +1,223 @@
+"""A job over replicas that die: the output is that of a job whose replicas live, and no line counts twice."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onward.batches import BatchJob, Progress
+from onward.batches.job import ReplicaDiedError
+from onward.batches.results import BatchResults
+from onward.batches.serving import Served
+from onward.errors import EngineError, OnwardError, RequestError
+from onward.openai import BatchInput, BatchLine
+
+PRINT = "a model"
+
+
+class Fake:
+    """A replica that answers with the custom_id, unless `fate` says that it dies over these lines."""
+
+    def __init__(self, fate: Callable[[Sequence[BatchLine]], bool], fingerprint: str = PRINT) -> None:
+        self._fate, self._fingerprint = fate, fingerprint
+        self._dead = False
+
+    async def load(self) -> str:
+        await asyncio.sleep(0)
+        return self._fingerprint
+
+    async def serve(self, lines: Sequence[BatchLine]) -> list[Served]:
+        for _ in lines:
+            await asyncio.sleep(0)
+        self._dead = self._dead or self._fate(lines)
+        if self._dead:
+            raise ReplicaDiedError("killed")
+        return [self._answer(line) for line in lines]
+
+    def end(self) -> None:
+        self._dead = True
+
+    def _answer(self, line: BatchLine) -> Served:
+        id = line.id(self._fingerprint)
+        if line.body == "bad":
+            return Served(line.failed(id, RequestError("no")), True)
+        return Served(line.served(id, {"id": "cmpl-1", "usage": {}, "seed": line.seed}), False, 2)
+
+
+def write(file: Path, count: int, *, prefix: str = "", bad: Sequence[int] = (), torn: Sequence[int] = ()) -> Path:
+    lines = []
+    for at in range(count):
+        line: dict[str, Any] = {"custom_id": f"{prefix}{at}", "method": "POST", "url": "/v1/completions"}
+        line["body"] = "bad" if at in bad else at
+        lines.append("{" if at in torn else json.dumps(line))
+    file.write_text("".join(f"{line}\n" for line in lines))
+    return file
+
+
+def serve(
+    source: Path, out: Path, fate: Callable[[Sequence[BatchLine]], bool] = lambda lines: False, replicas: int = 2
+) -> Progress:
+    batch = BatchInput(source)
+    with BatchResults(out, batch) as results:
+        return asyncio.run(BatchJob(batch, results, lambda: Fake(fate), replicas).run())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    count=st.integers(0, 300),
+    replicas=st.integers(1, 5),
+    deaths=st.floats(0, 0.2),
+    seed=st.integers(0, 1000),
+    stops=st.lists(st.integers(0, 12), max_size=4),
+)
+def test_whatever_dies_the_file_is_that_of_one_undisturbed_replica(
+    count: int, replicas: int, deaths: float, seed: int, stops: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """stops: a run before the last ends after so many chunks, as with a kill of the driver."""
+    folder = tmp_path_factory.mktemp("job")
+    source = write(folder / "in.jsonl", count, bad=range(0, count, 7), torn=range(3, count, 11))
+    assert serve(source, folder / "still.jsonl", replicas=1).over == count
+    generator = random.Random(seed)
+    for stop in stops:
+        chunks = iter(range(stop))
+
+        def fate(lines: Sequence[BatchLine], chunks: Any = chunks) -> bool:
+            if next(chunks, None) is None:
+                raise KeyboardInterrupt
+            return False
+
+        with suppress(KeyboardInterrupt):
+            serve(source, folder / "out.jsonl", fate, replicas)
+    serve(source, folder / "out.jsonl", lambda lines: len(lines) > 1 and generator.random() < deaths, replicas)
+    assert (folder / "out.jsonl").read_bytes() == (folder / "still.jsonl").read_bytes()
+    assert not (folder / "out.jsonl.parts").exists()
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", 200, bad=[7]), tmp_path / "out.jsonl"
+    chunks = iter(range(3))
+    asked: list[str | None] = []
+
+    def three(lines: Sequence[BatchLine]) -> bool:
+        if next(chunks, None) is None:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        serve(source, out, three, replicas=1)
+    progress = serve(source, out, lambda lines: asked.extend(line.custom_id for line in lines) or False)
+    assert (progress.done_before, progress.served, progress.failed) == (95, 104, 1)
+    assert len(set(asked)) == len(asked) == 105, "what failed is asked again"
+    before = out.read_bytes()
+    assert serve(source, out).done_before == 199
+    assert out.read_bytes() == before
+
+
+def test_a_line_that_ends_its_replicas_is_given_up_alone(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", 100), tmp_path / "out.jsonl"
+    progress = serve(source, out, lambda lines: any(line.custom_id == "41" for line in lines))
+    assert (progress.served, progress.failed) == (99, 1)
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [result["custom_id"] for result in results if result["response"]["status_code"] != 200] == ["41"]
+    assert results[41]["response"]["status_code"] == 500
+    assert "3 replicas died" in results[41]["response"]["body"]["error"]["message"]
+
+
+def test_a_folder_gives_a_folder_and_at_last_its_manifest(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    for name, count in (("b.jsonl", 3), ("a.jsonl", 40)):
+        write(source / name, count, prefix=name)
+    assert serve(source, out).served == 43
+    assert sorted(file.name for file in out.iterdir()) == ["_manifest.json", "a.jsonl", "b.jsonl"]
+    assert json.loads((out / "_manifest.json").read_text()) == {"model": PRINT, "files": {"a.jsonl": 40, "b.jsonl": 3}}
+    named = [json.loads(line)["custom_id"] for line in (out / "b.jsonl").read_text().splitlines()]
+    assert named == ["b.jsonl0", "b.jsonl1", "b.jsonl2"]
+    assert serve(source, out).done_before == 43
+
+
+def test_parquet_is_what_json_lines_are(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines = write(tmp_path / "in.jsonl", 600, bad=[3])
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    for row in rows:
+        row["body"] = json.dumps(row["body"])
+    rows[5]["body"] = '1, "method": "POST"'
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    assert serve(tmp_path / "in.parquet", tmp_path / "out.parquet").failed == 2
+    found = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["custom_id"] for row in found] == [None if at == 5 else str(at) for at in range(600)]
+    assert json.loads(found[5]["error"])["code"] == "invalid_json_line"
+    assert json.loads(found[3]["response"])["status_code"] == 400
+    assert json.loads(found[4]["response"])["body"]["seed"] == BatchLine(5, "4").seed
+    assert serve(tmp_path / "in.parquet", tmp_path / "out.parquet").done_before == 598
+    parquet.write_table(arrow.Table.from_pylist([{"custom_id": "a"}]), tmp_path / "short.parquet")
+    with pytest.raises(RequestError, match=r"has no column method, url, body"):
+        BatchInput(tmp_path / "short.parquet")
+    (tmp_path / "text.parquet").write_text("no parquet")
+    with pytest.raises(RequestError, match=r"text.parquet' cannot be read"):
+        BatchInput(tmp_path / "text.parquet")
+
+
+def test_replicas_that_cannot_be_had_are_one_error(tmp_path: Path) -> None:
+    batch = BatchInput(write(tmp_path / "in.jsonl", 300))
+
+    class Dying(Fake):
+        async def load(self) -> str:
+            raise ReplicaDiedError("no memory")
+
+    def run(start: Callable[[], Fake]) -> None:
+        with BatchResults(tmp_path / "out.jsonl", batch) as results:
+            asyncio.run(BatchJob(batch, results, start, 2).run())
+
+    with pytest.raises(EngineError, match="3 replicas died one after the other while they loaded: no memory"):
+        run(lambda: Dying(lambda lines: False))
+    prints = iter(["one", "other"])
+    with pytest.raises(RequestError, match="two replicas would not give the same answers"):
+        run(lambda: Fake(lambda lines: False, next(prints)))
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("in.jsonl", "is the batch itself"),
+        ("folder", "'in.jsonl' is a file, and 'folder' is not"),
+        ("other.jsonl", "a result of custom_id 'other'"),
+        ("notes.jsonl", "line 1 of 'notes.jsonl' is no result of a batch"),
+        ("no/folder/out.jsonl", "cannot be written to"),
+    ],
+)
+def test_an_output_of_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write(Path("in.jsonl"), 3)
+    Path("folder").mkdir()
+    other = {"id": "1", "custom_id": "other", "response": {"status_code": 200, "body": {}}, "error": None}
+    Path("other.jsonl").write_text(json.dumps(other) + "\n")
+    Path("notes.jsonl").write_text("dear diary\n")
+    with pytest.raises(OnwardError, match=message):
+        serve(source, Path(out))
+
+
+def test_a_second_process_waits_for_its_turn_by_being_refused(tmp_path: Path) -> None:
+    batch = BatchInput(write(tmp_path / "in.jsonl", 3))
+    with (
+        BatchResults(tmp_path / "out.jsonl", batch),
+        pytest.raises(RequestError, match="another process works at"),
+        BatchResults(tmp_path / "out.jsonl", batch),
+    ):
+        pass
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"has no .jsonl or .parquet files"):
+        BatchInput(tmp_path)

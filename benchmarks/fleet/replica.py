@@ -1,0 +1,227 @@
+"""A replica: the engine's policy, with a clock in place of a model."""
+
+import bisect
+import itertools
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from onward.engine.policy import Policy
+
+# Positions of a block of the cache.
+BLOCK = 64
+
+
+class Clock(Protocol):
+    """What says how long steps take."""
+
+    def decode(self, rows: int, context: int) -> float: ...
+
+    def prefill(self, chunks: Sequence[tuple[int, int]]) -> float: ...
+
+
+@dataclass(eq=False)
+class Text:
+    """A request at one replica: a `policy.Item`, and its row.
+
+    tokens: of its prompt, whose whole blocks have hashes. new: tokens that it generates. asked: the most that it may,
+    where that is more. emitted: those that it had when it came here. told: those that it was given here; first: when.
+    """
+
+    tokens: int
+    new: int
+    blocks: tuple[int, ...] = ()
+    asked: int = 0  # the most that it may generate, where that is more than `new`
+    emitted: int = 0
+    priority: int = 0
+    sequences: int = 1
+    deadline: float = math.inf
+    computed: int = 0
+    cached: int = 0
+    reserved: int = 0
+    told: int = 0
+    first: float = math.nan
+
+    def __post_init__(self) -> None:
+        self.total = self.prompt_tokens = self.tokens + self.emitted
+        self.left = self.new - self.emitted
+        self.max_new_tokens = max(self.asked, self.new) - self.emitted
+
+
+class Prefixes:
+    """Which blocks of prompts a cache has; the ones that were used longest ago go first."""
+
+    def __init__(self, blocks: int) -> None:
+        self._most = blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def found(self, blocks: Sequence[int]) -> int:
+        """How many of these, from the first on, are there."""
+        for count, block in enumerate(blocks):
+            if block not in self._blocks:
+                return count
+            self._blocks.move_to_end(block)
+        return len(blocks)
+
+    def keep(self, blocks: Sequence[int], room: int) -> None:
+        """These were computed. room: blocks that nobody runs in."""
+        for block in blocks:
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > max(0, min(room, self._most)):
+            self._blocks.popitem(last=False)
+
+
+class SimulatedEngine:
+    """Serves texts on a clock of its caller's.
+
+    Whoever drives it calls `advance(now)` at the time that it names, `next`, and after each `offer`. Steps in which all
+    rows decode and nobody waits decide nothing: a run of them is one event, which an offer cuts at the end of a step.
+
+    ended: called with each text and the time at which it had all its tokens.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        ended: Callable[[Text, float], None],
+        *,
+        max_sequences: int = 32,
+        max_waiting: int = 1024,
+        blocks: int = 4096,
+        overcommit: float = 1.0,
+        max_step_ms: float | None = None,
+    ) -> None:
+        self.policy: Policy[Text] = Policy(
+            max_sequences=max_sequences,
+            max_waiting=max_waiting,
+            max_waiting_tokens=1_000_000,
+            max_step_ms=max_step_ms,
+            overcommit=overcommit,
+        )
+        self.next = math.inf  # when a step or a run of steps ends
+        self.busy = 0.0  # seconds of all steps
+        self.gaps: Counter[int] = Counter()  # tenths of milliseconds between tokens
+        self.load = 0  # requests that wait or run
+        self.prompt_tokens = self.cached_tokens = 0
+        self._clock, self._ended = clock, ended
+        self._blocks = self._free = blocks
+        self._prefixes = Prefixes(blocks)
+        self._plan: list[tuple[Text, int]] = []
+        self._durations: list[float] = []  # of the steps until `next`
+        self._began = 0.0
+
+    def offer(self, text: Text, now: float) -> bool:
+        """Queue a text; whether there is room for it."""
+        if self.policy.offer(text, now) is not None:
+            return False
+        self.load += 1
+        if self._durations:
+            self._cut(now)
+        return True
+
+    def cancel(self, text: Text, now: float) -> None:
+        """End a text without a word; it leaves with the step that runs."""
+        text.left = 0
+        if text not in self.policy.running:
+            self.policy.ended(text)
+            self.load -= 1
+        elif self._durations:
+            self._cut(now)
+
+    def advance(self, now: float) -> None:
+        """What happens until now: at most one run of steps ends, and the next begins."""
+        if now < self.next:
+            return
+        self.settle(now)
+        self._begin(now)
+
+    def settle(self, now: float) -> None:
+        """Let the steps that have ended by now have been run."""
+        if now >= self.next:
+            count, end = len(self._durations), self.next
+        else:
+            ends = list(itertools.accumulate(self._durations, initial=self._began))[1:]
+            count = bisect.bisect_right(ends, now)
+            end = ends[count - 1] if count else self._began
+        if count:
+            self._run(self._durations[:count], end)
+            del self._durations[:count]
+            self._began = end
+
+    def _begin(self, now: float) -> None:
+        for text in self.policy.running:
+            if text.left <= 0:  # it was cancelled
+                self._leave(text)
+        self.policy.expire(now)
+        self.policy.admit(self._reserve)
+        running = self.policy.running
+        self._plan = self.policy.plan(running)
+        self._durations, self._began, self.next = [], now, math.inf
+        if not self._plan:
+            return
+        decoding = [text for text, _ in self._plan if text.total - text.computed == 1]
+        chunks = [(text.computed, tokens) for text, tokens in self._plan if text.total - text.computed > 1]
+        steps = 1
+        if not chunks and not self.policy.waiting:
+            steps = min(text.left for text in decoding)
+        rows, context = len(decoding), sum(text.computed for text in decoding)
+        more = self._clock.prefill(chunks)
+        self._durations = [
+            (self._clock.decode(rows, context + rows * at) if rows or chunks else 0.0) + more for at in range(steps)
+        ]
+        self.next = now + sum(self._durations)
+
+    def _cut(self, now: float) -> None:
+        """Let the run of steps end with the one that runs now."""
+        end = self._began
+        for at, seconds in enumerate(self._durations):
+            end += seconds
+            if end > now:
+                del self._durations[at + 1 :]
+                self.next = end
+                return
+
+    def _run(self, durations: Sequence[float], end: float) -> None:
+        """So many steps of the plan were run; several only where all rows decode."""
+        decoding = sum(text.total - text.computed == 1 for text, _ in self._plan)
+        output = 0
+        for text, tokens in self._plan:
+            text.computed += tokens
+            if text.computed == text.total:
+                if not text.told:
+                    text.first = self._began + durations[0]
+                more = len(durations)
+                text.computed += more - 1
+                text.total += more
+                text.left -= more
+                text.told += more
+                output += 1
+        for seconds in durations:
+            self.policy.note(seconds, output)
+            self.gaps[round(1e4 * seconds)] += decoding
+        self.busy += end - self._began
+        for text, _ in self._plan:
+            if text.left == 0 and text.told:
+                self._leave(text)
+                self._ended(text, end)
+
+    def _reserve(self, text: Text, new_tokens: int) -> bool:
+        found = min(self._prefixes.found(text.blocks) * BLOCK, text.prompt_tokens - 1)
+        needed = math.ceil((text.prompt_tokens + new_tokens) / BLOCK)
+        if needed > self._free:
+            return False
+        self._free -= needed
+        text.reserved, text.computed, text.cached = needed, found, found
+        self.prompt_tokens += text.prompt_tokens
+        self.cached_tokens += found
+        return True
+
+    def _leave(self, text: Text) -> None:
+        self.policy.ended(text)
+        self.load -= 1
+        self._free += text.reserved
+        if text.computed >= text.tokens:
+            self._prefixes.keep(text.blocks, self._free)

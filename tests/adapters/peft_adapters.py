@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3_5ForCausalLM,
@@ -48,6 +50,15 @@ FORMS = {
         "target_modules": ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"],
         "modules_to_save": ["conv1d"],
     },
+    "Mamba2": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "q_proj", "up_proj"]},
+}
+MAMBA = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 8,
+    "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7],
 }
 RECURRENT = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -60,6 +71,7 @@ CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, RECURRENT),
+    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, MAMBA),
 }
 
 

@@ -26,7 +26,11 @@ DENSE = [form for form in FORMS if form != "recurrent layers"]
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [*((family, form) for family in ("llama", "qwen3") for form in DENSE), ("qwen3_5", "recurrent layers")],
+    [
+        *((family, form) for family in ("llama", "qwen3") for form in DENSE),
+        ("qwen3_5", "recurrent layers"),
+        ("falcon_h1", "Mamba2"),
+    ],
 )
 def test_merged_logits_are_those_of_peft(tmp_path, family, form):
     model = base(family)

@@ -13,6 +13,7 @@ FAMILIES = [
     *("qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "granite", "glm", "glm4"),
     *("seedoss", "exaone4", "qwen3_5", "qwen3_5moe", "qwen3next", "phi3", "ministral", "gemma4"),
     *("deepseekv2", "deepseekv3", "glm4moelite", "lfm2", "lfm2moe"),
+    *("granitemoehybrid", "bamba", "falconh1", "nemotronh"),
 ]
 IDS = [(11 * i) % 258 for i in range(23)]
 

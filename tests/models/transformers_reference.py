@@ -65,6 +65,12 @@ CONFIGS = {
     "mistral4": transformers.Mistral4Config,
     "glm 4.7 flash": transformers.Glm4MoeLiteConfig,
     "deepseek v2": transformers.DeepseekV2Config,
+    "granite moe": transformers.GraniteMoeConfig,
+    "granite moe shared": transformers.GraniteMoeSharedConfig,
+    "granite 4": transformers.GraniteMoeHybridConfig,
+    "bamba": transformers.BambaConfig,
+    "falcon h1": transformers.FalconH1Config,
+    "nemotron h": transformers.NemotronHConfig,
 }
 MODELS = {
     "qwen3": transformers.Qwen3ForCausalLM,
@@ -98,6 +104,12 @@ MODELS = {
     "mistral4": transformers.Mistral4ForCausalLM,
     "glm 4.7 flash": transformers.Glm4MoeLiteForCausalLM,
     "deepseek v2": transformers.DeepseekV2ForCausalLM,
+    "granite moe": transformers.GraniteMoeForCausalLM,
+    "granite moe shared": transformers.GraniteMoeSharedForCausalLM,
+    "granite 4": transformers.GraniteMoeHybridForCausalLM,
+    "bamba": transformers.BambaForCausalLM,
+    "falcon h1": transformers.FalconH1ForCausalLM,
+    "nemotron h": transformers.NemotronHForCausalLM,
 }
 SMALL = {
     "vocab_size": 101,
@@ -133,6 +145,10 @@ OTHER_IDS = {
         "glm4",
         "seedoss",
         "exaone4",
+        "granite moe",
+        "granite moe shared",
+        "granite 4",
+        "nemotron h",
     )
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -624,6 +640,148 @@ CASES |= {
 }
 
 
+CHOSEN = {"num_local_experts": 5, "num_experts_per_tok": 2}
+GRANITE = CHOSEN | {"shared_intermediate_size": 20}
+FACTORS = {
+    "embedding_multiplier": 1.7,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.7,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 8}
+CASES |= {
+    "granite moe": Case("granite moe", CHOSEN | FACTORS | {"attention_bias": True}),
+    "granite moe shared, tied": Case("granite moe shared", GRANITE | FACTORS | {"tie_word_embeddings": True}),
+    "granite moe shared, nothing shared": Case("granite moe shared", GRANITE | {"shared_intermediate_size": 0}),
+    "granite 4": Case(
+        "granite 4", GRANITE | FACTORS | MAMBA | {"layer_types": ["mamba", "full_attention", "linear_attention"]}
+    ),
+    "granite 4 turning, one group, biases, tied": Case(
+        "granite 4",
+        GRANITE
+        | MAMBA
+        | {
+            "layer_types": ["linear_attention", "attention", "linear_attention"],
+            "position_embedding_type": "rope",
+            "rope_parameters": LLAMA3,
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "mamba_expand": 1,
+            "mamba_d_head": 8,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_experts_per_tok": 5,
+        },
+    ),
+    "granite 4 dense, limited, no bias, two taps": Case(
+        "granite 4",
+        GRANITE
+        | MAMBA
+        | {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 2,
+            "time_step_limit": (0.5, 1.5),
+            "num_key_value_heads": 1,
+        },
+    ),
+    "bamba": Case("bamba", MAMBA | {"attn_layer_indices": [1]}),
+    "bamba biases, tied, whole heads": Case(
+        "bamba",
+        MAMBA
+        | {
+            "attn_layer_indices": [0, 2],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "falcon h1": Case("falcon h1", MAMBA | {"mamba_d_ssm": 24}),
+    "falcon h1 factors": Case(
+        "falcon h1",
+        MAMBA
+        | {
+            "mamba_d_ssm": 40,
+            "lm_head_multiplier": 1.3,
+            "embedding_multiplier": 1.7,
+            "mlp_multipliers": [0.8, 1.2],
+            "key_multiplier": 0.6,
+            "attention_out_multiplier": 0.9,
+            "attention_in_multiplier": 1.4,
+            "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7],
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.75,
+        },
+    ),
+    "falcon h1 norm before the gate, biases": Case(
+        "falcon h1",
+        MAMBA
+        | {
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "projectors_bias": True,
+            "mamba_proj_bias": True,
+            "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7],
+            "rope_parameters": LINEAR,
+        },
+    ),
+    "falcon h1 norm behind the gate, one group, limited, tied": Case(
+        "falcon h1",
+        MAMBA
+        | {
+            "mamba_d_ssm": 32,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": False,
+            "time_step_limit": [0.3, 0.9],
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+NEMOTRON = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "chunk_size": 8,
+    "head_dim": 14,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+}
+CASES |= {
+    "nemotron h": Case("nemotron h", NEMOTRON | {"hybrid_override_pattern": "M-M*-M"}),
+    "nemotron h experts": Case("nemotron h", NEMOTRON | {"hybrid_override_pattern": "ME*EM-"}),
+    "nemotron h latent experts, groups, biases": Case(
+        "nemotron h",
+        NEMOTRON
+        | {
+            "layers_block_type": ["moe", "full_attention", "linear_attention", "mlp"],
+            "moe_latent_size": 12,
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.6,
+            "time_step_min": 0.6,
+            "layer_norm_epsilon": 1e-3,
+            "rms_norm_eps": 1e-3,
+            "conv_kernel": 3,
+            "n_groups": 1,
+        },
+    ),
+}
+
+
 def build(case: Case) -> PreTrainedModel:
     """The model of a case with random weights, in float32 with the plain attention."""
     fields = SMALL | OTHER_IDS.get(case.family, {}) | case.fields
@@ -634,7 +792,7 @@ def build(case: Case) -> PreTrainedModel:
     for name, weight in model.named_parameters():
         noise = torch.randn_like(weight)
         centre = 0 if case.family in ADDED_TO_ONE else 1
-        is_factor = name.endswith(("norm.weight", "scale"))
+        is_factor = name.endswith(("norm.weight", "norm_f.weight", "scale"))
         weight.data = centre + 0.2 * noise if is_factor else noise * weight.shape[-1] ** -0.5
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):

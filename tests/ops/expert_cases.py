@@ -37,6 +37,13 @@ def packed(weights: dict) -> dict:
     return {name: w if name.endswith("bias") else ops.pack_experts(w) for name, w in weights.items()}
 
 
+def for_activation(weights: dict, activation: str) -> dict:
+    """The weights that an activation takes: "relu2" has no gate."""
+    if activation != "relu2":
+        return weights
+    return {"gate": None} | {name: weight for name, weight in weights.items() if not name.startswith("gate")}
+
+
 def routes(tokens: int, experts: int, chosen: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return ops.top_experts(random(tokens, experts, seed=seed), chosen, normalize=True)
 
@@ -54,12 +61,13 @@ def exact_and_bound(x: Tensor, chosen: Tensor, shares: Tensor, weights: dict, ac
     """
     unit, dtype = UNIT[torch.float32], x.dtype
     x = read(x).to(torch.float64)
-    quantized = not isinstance(weights["gate"], Tensor)
+    quantized = not isinstance(weights["up"], Tensor)
+    gated_by = "up" if activation == "relu2" else "gate"
     exact, bound = torch.zeros_like(x), torch.zeros_like(x)
-    for index in range(len(stock(weights["gate"]))):
+    for index in range(len(stock(weights["up"]))):
         mine = (chosen == index).any(-1)
         share = torch.where(chosen == index, shares, 0).sum(-1, keepdim=True).to(torch.float64)[mine]
-        gate, gate_error = _product(x[mine], 0.0, index, weights, "gate")
+        gate, gate_error = _product(x[mine], 0.0, index, weights, gated_by)
         up, up_error = _product(x[mine], 0.0, index, weights, "up")
         activated, factor = _activation(activation, gate, up)
         hidden = activated * factor
@@ -91,4 +99,6 @@ def _activation(name: str, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     if name == "clamped_swiglu":
         gate = gate.clamp(max=7.0)
         return gate * torch.sigmoid(1.702 * gate), up.clamp(-7.0, 7.0) + 1
+    if name == "relu2":
+        return gate.relu(), up.relu()
     return torch.nn.functional.gelu(gate, approximate="tanh" if name == "geglu_tanh" else "none"), up

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from expert_cases import DTYPE_OF, FORMATS, SIZES, exact_and_bound, layer, packed, routes
+from expert_cases import DTYPE_OF, FORMATS, SIZES, exact_and_bound, for_activation, layer, packed, routes
 from rounding import assert_within, random
 from torch import Tensor
 
@@ -32,7 +32,7 @@ def test_the_sum_of_the_chosen_experts(size, format, biases):
     for activation in ACTIVATIONS:
         exact, bound = exact_and_bound(x, ids, shares, weights, activation, as_read(format))
         for form in (weights, packed(weights)):
-            got = ops.experts(x, ids, shares, **form, activation=activation)
+            got = ops.experts(x, ids, shares, **for_activation(form, activation), activation=activation)
             assert got.dtype == x.dtype
             assert_within(got, exact, bound)
 
@@ -131,6 +131,7 @@ BAD = {
     "all of one format": {"up": layer("int8", 4, 16, 32)["up"]},
     r"biases are \[4, 16\]": {"gate_bias": torch.zeros(16)},
     "activation is one of": {"activation": "relu"},
+    "'relu2' takes no gate": {"activation": "relu2"},
     r"lie in 0 … 3; got 0 … 4": {"chosen": torch.tensor([[0, 4]] * 3, dtype=torch.int32)},
 }
 

@@ -10,63 +10,109 @@ import onward
 from onward import native, ops
 from onward.errors import RequestError
 from onward.ops.gated_delta import state_width
+from onward.ops.ssd import ssd_state_width
 from onward.ops.state import STATE_BLOCK
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 24, 40
-CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
 TAPS = 4
 
 
 class Layer:
-    """A convolution and a delta rule one after the other, with the states of some slots."""
+    """A convolution and a recurrence one after the other, with the states of some slots."""
+
+    channels: int  # of the convolution
+    also: tuple[int, ...]  # features of the other inputs
+    kept: tuple[int, int]  # what lies at a place: [heads or groups, width]
+    vectors: int  # how many numbers are learned for each head
 
     def __init__(self, slots=1, dtype=torch.float32, seed=0):
-        self.weight = random(TAPS, CHANNELS, dtype=dtype, seed=seed)
-        self.log_rate, self.decay_bias = random(HEADS, seed=seed + 1), random(HEADS, seed=seed + 2)
-        self.inputs = torch.zeros(slots, 2, TAPS - 1 + STATE_BLOCK, CHANNELS, dtype=dtype)
-        self.state = torch.zeros(slots, 2, HEADS, state_width(KEY_DIM, VALUE_DIM))
+        self.weight = random(TAPS, self.channels, dtype=dtype, seed=seed)
+        self.learned = [random(HEADS, seed=seed + 1 + at) for at in range(self.vectors)]
+        self.inputs = torch.zeros(slots, 2, TAPS - 1 + STATE_BLOCK, self.channels, dtype=dtype)
+        self.state = torch.zeros(slots, 2, *self.kept)
         self.held = torch.zeros(slots, 2, dtype=torch.int32)
 
     def __call__(self, tokens, offsets, rows=None):
-        """tokens: (x [B, T, C], decay [B, T, H], beta [B, T, H])"""
-        x, decay, beta = tokens
+        """tokens: x [B, T, C] and the other inputs"""
+        x, *rest = tokens
         offsets = torch.tensor(offsets, dtype=torch.int32)
         rows = None if rows is None else torch.tensor(rows, dtype=torch.int32)
         mixed = ops.short_conv(x, self.weight, self.inputs, self.held, offsets, rows)
         # The two share `held`, as layers do: what the first leaves is what the second finds or leaves.
-        return ops.gated_delta(
-            mixed, decay, beta, self.log_rate, self.decay_bias, self.state, self.held, offsets, rows,
-            key_heads=KEY_HEADS, key_dim=KEY_DIM,
-        )  # fmt: skip
+        return self.mix(mixed, *rest, *self.learned, self.state, self.held, offsets, rows)
+
+    @classmethod
+    def tokens(cls, count, batch=1, dtype=torch.float32, seed=5):
+        widths = cls.channels, *cls.also
+        return tuple(random(batch, count, width, dtype=dtype, seed=seed + at) for at, width in enumerate(widths))
+
+    def recurrence(self, tokens):
+        """The same in float64, token by token, as the paper writes it."""
+        x, *rest = (t[0].double() for t in tokens)
+        padded = torch.cat([torch.zeros(TAPS - 1, self.channels, dtype=torch.float64), x])
+        mixed = sum(self.weight.double()[i] * padded[i : i + len(x)] for i in range(TAPS))
+        return self.token_by_token(torch.nn.functional.silu(mixed), *rest, *(x.double() for x in self.learned))
 
 
-def tokens_of(count, batch=1, dtype=torch.float32, seed=5):
-    widths = CHANNELS, HEADS, HEADS
-    return tuple(random(batch, count, width, dtype=dtype, seed=seed + at) for at, width in enumerate(widths))
+class Delta(Layer):
+    channels = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    also = HEADS, HEADS
+    kept = HEADS, state_width(KEY_DIM, VALUE_DIM)
+    vectors = 2
+
+    @staticmethod
+    def mix(*inputs):
+        return ops.gated_delta(*inputs, key_heads=KEY_HEADS, key_dim=KEY_DIM)
+
+    @staticmethod
+    def token_by_token(mixed, decay, beta, log_rate, decay_bias):
+        q, k, v = mixed.split([KEY_HEADS * KEY_DIM] * 2 + [HEADS * VALUE_DIM], -1)
+        q, k = (y.view(-1, KEY_HEADS, KEY_DIM).repeat_interleave(HEADS // KEY_HEADS, 1) for y in (q, k))
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+        v = v.view(-1, HEADS, VALUE_DIM)
+        g = -log_rate.exp() * torch.nn.functional.softplus(decay + decay_bias)
+        state, out = torch.zeros(HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64), []
+        for t in range(len(mixed)):
+            state = g[t].exp()[:, None, None] * state
+            error = beta[t].sigmoid()[:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+            state = state + k[t].unsqueeze(-1) * error.unsqueeze(1)
+            out.append(torch.einsum("hkv,hk->hv", state, q[t]) * KEY_DIM**-0.5)
+        return torch.stack(out)
+
+
+class Ssd(Layer):
+    channels = HEADS * VALUE_DIM + 2 * KEY_HEADS * KEY_DIM
+    also = (HEADS,)
+    kept = KEY_HEADS, ssd_state_width(HEADS // KEY_HEADS, KEY_DIM, VALUE_DIM)
+    vectors = 3
+    limits = 0.3, 1.1
+
+    @classmethod
+    def mix(cls, *inputs):
+        return ops.ssd(*inputs, groups=KEY_HEADS, state_dim=KEY_DIM, limits=cls.limits)
+
+    @classmethod
+    def token_by_token(cls, mixed, step, log_rate, step_bias, skip):
+        x, b, c = mixed.split([HEADS * VALUE_DIM] + [KEY_HEADS * KEY_DIM] * 2, -1)
+        b, c = (y.view(-1, KEY_HEADS, KEY_DIM).repeat_interleave(HEADS // KEY_HEADS, 1) for y in (b, c))
+        x = x.view(-1, HEADS, VALUE_DIM)
+        dt = torch.nn.functional.softplus(step + step_bias).clamp(*cls.limits)
+        assert all((dt == limit).any() for limit in cls.limits)
+        state, out = torch.zeros(HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64), []
+        for t in range(len(mixed)):
+            state = (-log_rate.exp() * dt[t]).exp()[:, None, None] * state
+            state = state + b[t].unsqueeze(-1) * (dt[t].unsqueeze(-1) * x[t]).unsqueeze(1)
+            out.append(torch.einsum("hnp,hn->hp", state, c[t]) + skip.unsqueeze(-1) * x[t])
+        return torch.stack(out)
+
+
+@pytest.fixture(params=[Delta, Ssd], ids=["gated_delta", "ssd"])
+def kind(request):
+    return request.param
 
 
 def part(tokens, first, last):
     return tuple(x[:, first:last] for x in tokens)
-
-
-def recurrence(layer, tokens):
-    """The same in float64, token by token, as the paper writes it."""
-    x, decay, beta = (t[0].double() for t in tokens)
-    padded = torch.cat([torch.zeros(TAPS - 1, CHANNELS, dtype=torch.float64), x])
-    mixed = sum(layer.weight.double()[i] * padded[i : i + len(x)] for i in range(TAPS))
-    mixed = torch.nn.functional.silu(mixed)
-    q, k, v = mixed.split([KEY_HEADS * KEY_DIM] * 2 + [HEADS * VALUE_DIM], -1)
-    q, k = (y.view(-1, KEY_HEADS, KEY_DIM).repeat_interleave(HEADS // KEY_HEADS, 1) for y in (q, k))
-    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-    v = v.view(-1, HEADS, VALUE_DIM)
-    g = -layer.log_rate.double().exp() * torch.nn.functional.softplus(decay + layer.decay_bias.double())
-    state, out = torch.zeros(HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64), []
-    for t in range(len(x)):
-        state = g[t].exp()[:, None, None] * state
-        error = beta[t].sigmoid()[:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-        state = state + k[t].unsqueeze(-1) * error.unsqueeze(1)
-        out.append(torch.einsum("hkv,hk->hv", state, q[t]) * KEY_DIM**-0.5)
-    return torch.stack(out)
 
 
 def in_chunks(layer, tokens, cuts):
@@ -75,23 +121,23 @@ def in_chunks(layer, tokens, cuts):
 
 
 @pytest.mark.parametrize("dtype", list(UNIT))
-def test_it_is_the_recurrence(dtype):
-    layer, tokens = Layer(dtype=dtype), tokens_of(75, dtype=dtype)
-    exact = recurrence(layer, tokens)
-    # The convolution's output is rounded to the dtype, and so is o. A rounded key, query or value (three factors) moves
-    # what a token adds by as much, relatively; what is added is corrected by later tokens and at most accumulates: the
-    # norms of keys are 1, so |S^T k| and |S^T q| stay below the sum of |d| so far. Of float32 itself there are up to 75
-    # positions of K + 16 roundings each.
+def test_it_is_the_recurrence(kind, dtype):
+    layer, tokens = kind(dtype=dtype), kind.tokens(75, dtype=dtype)
+    exact = layer.recurrence(tokens)
+    # The convolution's output is rounded to the dtype, and so is what comes out. A rounded key, query or value (three
+    # factors) moves what a token adds by as much, relatively; what is added decays, and at most accumulates: under the
+    # delta rule the norms of keys are 1 and later tokens correct it, so |S^T k| and |S^T q| stay below the sum of
+    # |d| so far. Of float32 itself there are up to 75 positions of K + 16 roundings each.
     unit = 3 * UNIT[dtype] + (KEY_DIM + STATE_BLOCK) * UNIT[torch.float32]
     bound = 75 * unit * exact.abs().max()
     assert_within(layer(tokens, [0])[0], exact, bound)
 
 
-def test_chunks_are_the_whole(form):
-    tokens = tokens_of(75)
-    whole = Layer()(tokens, [0])
+def test_chunks_are_the_whole(kind, form):
+    tokens = kind.tokens(75)
+    whole = kind()(tokens, [0])
     for cuts in ([0, 1, 75], [0, 16, 32, 75], [0, 15, 17, 48, 49, 75], range(76)):
-        got = in_chunks(Layer(), tokens, cuts)
+        got = in_chunks(kind(), tokens, cuts)
         if form == "definition":  # torch's products have no one order
             torch.testing.assert_close(
                 got, whole, rtol=0, atol=75 * 40 * UNIT[torch.float32] * float(whole.abs().max())
@@ -112,10 +158,10 @@ def assert_same(form, got, want):
 
 @pytest.mark.parametrize("first", [0, 3, 15, 16, 31, 40])
 @pytest.mark.parametrize("taken_back", [1, 7, 15])
-def test_positions_are_taken_back_by_lowering_an_offset(form, first, taken_back):
-    tokens, others = tokens_of(80), tokens_of(80, seed=50)
-    want = in_chunks(Layer(), tokens, [0, *([first] if first else []), 80])
-    layer = Layer()
+def test_positions_are_taken_back_by_lowering_an_offset(kind, form, first, taken_back):
+    tokens, others = kind.tokens(80), kind.tokens(80, seed=50)
+    want = in_chunks(kind(), tokens, [0, *([first] if first else []), 80])
+    layer = kind()
     if first:
         layer(part(tokens, 0, first), [0])
     layer(part(tokens, first, first + 1), [first])
@@ -124,10 +170,10 @@ def test_positions_are_taken_back_by_lowering_an_offset(form, first, taken_back)
 
 
 @pytest.mark.parametrize("first", [0, 5, 16, 32])
-def test_a_call_may_be_repeated(form, first):
+def test_a_call_may_be_repeated(kind, form, first):
     """A step that failed is tried again, whatever its length."""
-    tokens, others = tokens_of(80), tokens_of(80, seed=50)
-    layer = Layer()
+    tokens, others = kind.tokens(80), kind.tokens(80, seed=50)
+    layer = kind()
     if first:
         layer(part(tokens, 0, first), [0])
     want = layer(part(tokens, first, 80), [first])
@@ -136,41 +182,42 @@ def test_a_call_may_be_repeated(form, first):
         assert_same(form, layer(part(tokens, first, 80), [first]), want)
 
 
-def test_rows_are_each_for_themselves(form):
+def test_rows_are_each_for_themselves(kind, form):
     """Offsets, slots and padding of their own."""
-    texts = [tokens_of(60, seed=seed) for seed in (5, 6, 7)]
+    texts = [kind.tokens(60, seed=seed) for seed in (5, 6, 7)]
     lengths, rows = [33, 1, 16], [2, 0, 3]
-    layer = Layer(slots=4)
+    layer = kind(slots=4)
     for text, length, row in zip(texts, lengths, rows, strict=True):
         layer(part(text, 0, length), [0], [row])
     own = [9, 2, 14]  # of 14 tokens; the others are padding
-    together = [torch.cat([text[at][:, n : n + 14] for text, n in zip(texts, lengths, strict=True)]) for at in range(3)]
+    cut = [part(text, n, n + 14) for text, n in zip(texts, lengths, strict=True)]
+    together = [torch.cat(inputs) for inputs in zip(*cut, strict=True)]
     outs = layer(tuple(together), lengths, rows)
     for text, length, count, row, out in zip(texts, lengths, own, rows, outs, strict=True):
-        alone = Layer()
+        alone = kind()
         alone(part(text, 0, length), [0])
         assert_same(form, out[:count], alone(part(text, length, length + count), [length])[0])
         after = part(text, length + count, length + count + 5)
         assert_same(form, layer(after, [length + count], [row]), alone(after, [length + count]))
 
 
-def test_threads_change_nothing():
-    tokens = tokens_of(50)
+def test_threads_change_nothing(kind):
+    tokens = kind.tokens(50)
     outs = []
     for threads in (1, 2, 3):
         native.set_num_threads(threads)
-        outs.append(Layer()(tokens, [0]))
+        outs.append(kind()(tokens, [0]))
     assert same_bits(outs[0], outs[1])
     assert same_bits(outs[0], outs[2])
 
 
-def test_a_state_that_is_not_there_is_not_a_number():
-    tokens = tokens_of(60)
-    layer = Layer()
+def test_a_state_that_is_not_there_is_not_a_number(kind):
+    tokens = kind.tokens(60)
+    layer = kind()
     layer(part(tokens, 0, 40), [0])
     before = layer.state.clone(), layer.inputs.clone(), layer.held.clone()
     assert layer(part(tokens, 20, 21), [20]).isnan().all()  # the state of position 20 was not kept
-    assert Layer()(part(tokens, 20, 21), [20]).isnan().all()
+    assert kind()(part(tokens, 20, 21), [20]).isnan().all()
     for now, then in zip((layer.state, layer.inputs, layer.held), before, strict=True):
         assert same_bits(now, then)
     assert layer(part(tokens, 40, 41), [40]).isfinite().all()
@@ -187,26 +234,23 @@ def test_a_convolution_with_bias_and_without_silu():
 
 @KERNELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_program_is_the_eager_forward(form, dtype):
+def test_a_program_is_the_eager_forward(kind, form, dtype):
     if form == "definition":
         pytest.skip("programs are of kernels")
-    layer = Layer(dtype=dtype)
-    table = random(32, CHANNELS + 2 * HEADS, dtype=dtype, seed=9)
+    layer = kind(dtype=dtype)
+    widths = [kind.channels, *kind.also]
     params = {
-        "table": table, "weight": layer.weight, "log_rate": layer.log_rate, "decay_bias": layer.decay_bias,
+        "table": random(32, sum(widths), dtype=dtype, seed=9), "weight": layer.weight, "learned": layer.learned,
     }  # fmt: skip
 
     def forward(tokens, offsets, cache, params):
-        x, decay, beta = ops.embedding(tokens, params["table"]).split([CHANNELS, HEADS, HEADS], -1)
+        x, *rest = ops.embedding(tokens, params["table"]).split(widths, -1)
         x = ops.short_conv(x, params["weight"], cache["inputs"], cache["held"], offsets)
-        out = ops.gated_delta(
-            x, decay, beta, params["log_rate"], params["decay_bias"], cache["state"], cache["held"], offsets,
-            key_heads=KEY_HEADS, key_dim=KEY_DIM,
-        )  # fmt: skip
+        out = kind.mix(x, *rest, *params["learned"], cache["state"], cache["held"], offsets, None)
         return out.flatten(2), cache
 
     def cache():
-        fresh = Layer(dtype=dtype)
+        fresh = kind(dtype=dtype)
         return {"inputs": fresh.inputs, "state": fresh.state, "held": fresh.held}
 
     ids = torch.randint(0, 32, (1, 40), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
@@ -219,25 +263,24 @@ def test_a_program_is_the_eager_forward(form, dtype):
         assert same_bits(got, want)
 
 
-def test_what_does_not_fit_is_refused():
-    layer, (x, decay, beta) = Layer(slots=2), tokens_of(3, batch=2)
+def test_what_does_not_fit_is_refused(kind):
+    layer, (x, *rest) = kind(slots=2), kind.tokens(3, batch=2)
     offsets = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RequestError, match="a weight"):
         ops.short_conv(x, layer.weight[:, 1:], layer.inputs, layer.held, offsets)
     with pytest.raises(RequestError, match=r"a state \[N, 2, 19, "):
         ops.short_conv(x, layer.weight, layer.inputs[:, :, 1:], layer.held, offsets)
-    options = {"key_heads": KEY_HEADS, "key_dim": KEY_DIM}
-    rest = layer.log_rate, layer.decay_bias, layer.state, layer.held, offsets
+    rest = *rest, *layer.learned, layer.state, layer.held, offsets
     with pytest.raises(RequestError, match="H a multiple of G"):
-        ops.gated_delta(x[..., 1:], decay, beta, *rest, **options)
+        kind.mix(x[..., 1:], *rest)
     with pytest.raises(RequestError, match="float32"):
-        ops.gated_delta(x.bfloat16(), decay, beta, *rest, **options)
+        kind.mix(x.bfloat16(), *rest)
 
 
-def test_rows_that_share_a_slot_are_refused(form):
+def test_rows_that_share_a_slot_are_refused(kind, form):
     if form == "definition":
         pytest.skip("a definition reads no values")
-    layer, tokens = Layer(slots=2), tokens_of(3, batch=2)
+    layer, tokens = kind(slots=2), kind.tokens(3, batch=2)
     with pytest.raises(RequestError, match="a slot of its own"):
         layer(tokens, [0, 0], [1, 1])
     with pytest.raises(RequestError, match="0 or more"):

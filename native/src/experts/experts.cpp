@@ -54,6 +54,14 @@ struct ClampedSwiglu {
   }
 };
 
+// No gate.
+struct Relu2 {
+  f32x16 operator()(f32x16, f32x16 up) const {
+    up = max(zero_f32(), up);
+    return mul(up, up);
+  }
+};
+
 // Body(row of the part, rows) for its tiles.
 template <class Body>
 inline void for_tiles(Format format, int64_t rows, Body&& body) {
@@ -105,6 +113,7 @@ void activate(const Work& w, const Part& part, const Piece& piece) {
     case kSwiglu: return activate(w, part, piece, Swiglu{});
     case kGeglu: return activate(w, part, piece, Geglu{});
     case kGegluTanh: return activate(w, part, piece, GegluTanh{});
+    case kRelu2: return activate(w, part, piece, Relu2{});
     default: return activate(w, part, piece, ClampedSwiglu{w.call.alpha, w.call.limit});
   }
 }
@@ -121,7 +130,9 @@ void gate_and_up(const Work& w, const Piece& piece) {
       const int64_t blocks = piece.end - block < most ? piece.end - block : most;
       const int64_t at = row * w.inner_stride + block * kBlockRows;
       const int64_t place = first_block + block;
-      multiply(w, panel, rows, packed(w.call.gate, place, w.up_block_bytes), blocks, w.gate + at);
+      if (w.call.gate != nullptr) {
+        multiply(w, panel, rows, packed(w.call.gate, place, w.up_block_bytes), blocks, w.gate + at);
+      }
       multiply(w, panel, rows, packed(w.call.up, place, w.up_block_bytes), blocks, w.up + at);
     }
   });
@@ -261,7 +272,8 @@ bool valid(const OnwardExperts& call) {
                      call.chosen > 0 && call.chosen <= kMostRows;
   return sizes && call.width <= kMaxInputs && call.inner <= kMaxInputs && known(call.format) &&
          known_dtype(call.x_dtype) && known_dtype(call.bias_dtype) && known_dtype(call.out_dtype) &&
-         call.activation >= 0 && call.activation < kActivations;
+         call.activation >= 0 && call.activation < kActivations &&
+         (call.gate == nullptr) == (call.activation == kRelu2);
 }
 
 }  // namespace

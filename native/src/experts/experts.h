@@ -9,7 +9,7 @@ struct OnwardExperts {
   int64_t x_stride;
   const int32_t* ids;    // [tokens, chosen], each in 0 … experts - 1
   const float* weights;  // [tokens, chosen]
-  // Packed, expert after expert: gate and up [inner, width], down [width, inner]. Biases or null:
+  // Packed, expert after expert: gate and up [inner, width], down [width, inner]; no gate for kRelu2. Biases or null:
   // [experts, inner] and [experts, width].
   const void *gate, *up, *down;
   const void *gate_bias, *up_bias, *down_bias;
@@ -23,7 +23,7 @@ namespace onward::experts {
 
 using linear::Format;
 
-enum Activation : int32_t { kSwiglu, kGeglu, kGegluTanh, kClampedSwiglu, kActivations };
+enum Activation : int32_t { kSwiglu, kGeglu, kGegluTanh, kClampedSwiglu, kRelu2, kActivations };
 
 // Rows of one expert: entries first … first + rows - 1 of the list.
 struct Part {

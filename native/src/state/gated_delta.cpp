@@ -12,15 +12,9 @@
 // So a token reads S once and writes nothing of its size, positions can be taken back, and a prompt multiplies S by
 // many keys and queries at once. Blocks begin at multiples of 16, and every sum has one order: how a text is cut
 // into calls changes no bit.
-#include <cmath>
-#include <cstring>
-#include <limits>
-
 #include "../program.h"
-#include "../sampling/arithmetic.h"
-#include "../simd_math.h"
 #include "../team.h"
-#include "places.h"
+#include "blocks.h"
 
 // Python's copy: GatedDeltaArguments in onward/native/interface.py.
 struct OnwardGatedDelta {
@@ -43,14 +37,6 @@ struct OnwardGatedDelta {
 namespace onward {
 namespace {
 
-constexpr int64_t kBlock = kStateBlock;
-constexpr int64_t kWidest = 256;  // of a key or a value
-#if defined(__AVX512F__)
-constexpr int kWide = 8;  // vectors of S that are multiplied at once
-#else
-constexpr int kWide = 2;
-#endif
-
 // What lies at a place for one head.
 struct Head {
   float *state, *keys, *corrections, *decays;
@@ -62,109 +48,6 @@ struct Work {
   float at_keys[kBlock * kWidest], at_queries[kBlock * kWidest];
   float betas[kBlock];
 };
-
-// Vectors of 16 columns from `column` on; the last of a row may have fewer.
-template <int kVectors, bool kPart>
-struct Strip {
-  int64_t columns;  // of the last vector, if kPart
-  f32x16 get(const float* p, int v) const {
-    return kPart ? load_first(p + 16 * v, columns) : load(p + 16 * v);
-  }
-  void put(float* p, int v, f32x16 x) const {
-    if (kPart) store_first(p + 16 * v, x, columns);
-    else store(p + 16 * v, x);
-  }
-};
-
-// body(strip, column) for strips that cover `width` columns. Which strip has a column does not change its bits.
-template <class Body>
-inline void over_strips(int64_t width, Body&& body) {
-  int64_t column = 0;
-  using Wide = std::integral_constant<int, kWide>;
-  using One = std::integral_constant<int, 1>;
-  for (; column + 16 * kWide <= width; column += 16 * kWide) {
-    body(Strip<kWide, false>{16}, Wide{}, column);
-  }
-  for (; column + 16 <= width; column += 16) body(Strip<1, false>{16}, One{}, column);
-  if (column < width) body(Strip<1, true>{width - column}, One{}, column);
-}
-
-float dot(const float* a, const float* b, int64_t count) {
-  f32x16 sum = zero_f32();
-  for (int64_t i = 0; i < count; i += 16) sum = fma(load_first(a + i, count - i), load_first(b + i, count - i), sum);
-  return sum_lanes(sum);
-}
-
-float first_lane(f32x16 x) {
-  float lanes[16];
-  store(lanes, x);
-  return lanes[0];
-}
-
-float softplus(float x) {
-  const float tail = first_lane(exp(splat(x > 0 ? -x : x)));
-  return (x > 0 ? x : 0.0f) + float(logarithm(1.0 + double(tail)));
-}
-
-// out[x, :] = S^T x for `count` vectors x [K] that lie together, each sum in order of the key's features.
-void read_state(const float* state, int64_t key_dim, int64_t value_dim, const float* const* x, int64_t count,
-                float* const* out) {
-  over_strips(value_dim, [&](auto strip, auto vectors, int64_t column) {
-    constexpr int kVectors = decltype(vectors)::value;
-    constexpr int kTogether = kVectors == 1 ? 4 : 2;
-    for (int64_t first = 0; first < count; first += kTogether) {
-      const float* some[kTogether];
-      for (int i = 0; i < kTogether; ++i) some[i] = x[first + i < count ? first + i : first];
-      f32x16 sum[kTogether][kVectors];
-      for (auto& of_x : sum) {
-        for (auto& each : of_x) each = zero_f32();
-      }
-      for (int64_t k = 0; k < key_dim; ++k) {
-        const float* row = state + k * value_dim + column;
-        f32x16 s[kVectors];
-        for (int v = 0; v < kVectors; ++v) s[v] = strip.get(row, v);
-        for (int i = 0; i < kTogether; ++i) {
-          const f32x16 factor = splat(some[i][k]);
-          for (int v = 0; v < kVectors; ++v) sum[i][v] = fma(factor, s[v], sum[i][v]);
-        }
-      }
-      for (int i = 0; i < kTogether && first + i < count; ++i) {
-        for (int v = 0; v < kVectors; ++v) strip.put(out[first + i] + column, v, sum[i][v]);
-      }
-    }
-  });
-}
-
-// to = the state after the 16 positions of `from`, which may be the same memory.
-void end_block(const Head& from, float* to, int64_t key_dim, int64_t value_dim, Work& work) {
-  const float last = from.decays[kBlock - 1];
-  float fading[16];
-  store(fading, exp(sub(splat(last), load(from.decays))));
-  const f32x16 whole = exp(splat(last));
-  for (int64_t i = 0; i < kBlock; ++i) {
-    const f32x16 factor = splat(fading[i]);
-    for (int64_t c = 0; c < value_dim; c += 16) {
-      const f32x16 d = load_first(from.corrections + i * value_dim + c, value_dim - c);
-      store_first(work.scaled + i * value_dim + c, mul(factor, d), value_dim - c);
-    }
-  }
-  over_strips(value_dim, [&](auto strip, auto vectors, int64_t column) {
-    constexpr int kVectors = decltype(vectors)::value;
-    for (int64_t k = 0; k < key_dim; ++k) {
-      f32x16 sum[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        sum[v] = mul(whole, strip.get(from.state + k * value_dim + column, v));
-      }
-      for (int64_t i = 0; i < kBlock; ++i) {
-        const f32x16 factor = splat(from.keys[i * key_dim + k]);
-        for (int v = 0; v < kVectors; ++v) {
-          sum[v] = fma(factor, strip.get(work.scaled + i * value_dim + column, v), sum[v]);
-        }
-      }
-      for (int v = 0; v < kVectors; ++v) strip.put(to + k * value_dim + column, v, sum[v]);
-    }
-  });
-}
 
 template <class T>
 struct HeadRun {
@@ -197,7 +80,10 @@ struct HeadRun {
       const int64_t first = (offset + t) % kBlock;
       if (first == 0 && offset + t > 0) {
         const Head to = at(places.to);
-        end_block(head, to.state, delta.key_dim, delta.value_dim, work);
+        const float* keys[kBlock];
+        for (int64_t i = 0; i < kBlock; ++i) keys[i] = head.keys + i * delta.key_dim;
+        end_block(head.state, keys, head.corrections, head.decays, to.state, delta.key_dim, delta.value_dim,
+                  work.scaled);
         head = to;
       }
       const int64_t left = delta.queries - t, end = first + left < kBlock ? first + left : kBlock;
@@ -209,10 +95,7 @@ struct HeadRun {
   }
 
   void unknown() const {
-    const f32x16 nan = splat(std::numeric_limits<float>::quiet_NaN());
-    for (int64_t t = 0; t < delta.queries; ++t) {
-      for (int64_t c = 0; c < delta.value_dim; c += 16) store_first(out(t) + c, nan, delta.value_dim - c);
-    }
+    for (int64_t t = 0; t < delta.queries; ++t) store_nan(out(t), delta.value_dim);
   }
 
   // x / |x| * scale.
@@ -229,10 +112,6 @@ struct HeadRun {
     }
   }
 
-  static float scalar(const void* data, const int64_t* strides, int64_t b, int64_t t, int64_t h) {
-    return first_lane(load_first(static_cast<const T*>(data) + b * strides[0] + t * strides[1] + h, 1));
-  }
-
   // The keys, queries, decays and betas of the block's positions first … end - 1, from token t on.
   void prepare(const Head& head, int64_t t, int64_t first, int64_t end) const {
     const int64_t k = delta.key_dim, group = h / (delta.value_heads / delta.key_heads);
@@ -241,9 +120,9 @@ struct HeadRun {
       const T* token = features(t);
       normed(token + group * k, 1.0f / std::sqrt(float(k)), work.queries + j * k);
       normed(token + (delta.key_heads + group) * k, 1.0f, head.keys + j * k);
-      const float step = softplus(scalar(delta.decay, delta.decay_strides, b, t, h) + delta.decay_bias[h]);
+      const float step = softplus(scalar_at<T>(delta.decay, delta.decay_strides, b, t, h) + delta.decay_bias[h]);
       head.decays[j] = (j == 0 ? 0.0f : head.decays[j - 1]) - rate * step;
-      const float beta = scalar(delta.beta, delta.beta_strides, b, t, h);
+      const float beta = scalar_at<T>(delta.beta, delta.beta_strides, b, t, h);
       work.betas[j] = first_lane(times_sigmoid(splat(1.0f), splat(beta)));
     }
   }

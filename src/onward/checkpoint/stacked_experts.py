@@ -8,6 +8,7 @@ biases of all experts, `experts.gate_proj.bias` [E, I]. Files may have instead, 
     experts.gate_up_proj_bias    [E, 2 I], gate and up in turns; experts.down_proj_bias [E, D] (gpt-oss)
     experts.gate_up_proj_blocks  uint8 [E, 2 I, D / 32, 16] with experts.gate_up_proj_scales uint8 [E, 2 I, D / 32]:
                                  MXFP4, rows of gate and up in turns; experts.down_proj_blocks and _scales (gpt-oss)
+    input_linear.weight          [E, 2 I, D], gate above up; output_linear.weight [E, D, I] (Granite, without experts.)
 
 Shapes: E experts, D width of the stream, I inner width of an expert.
 """
@@ -65,6 +66,9 @@ def stacked_part(name: str, stored: Container[str]) -> StackedPart | None:
         return StackedPart((bias,), None, part, True, False) if bias in stored else None
     if packed[0] in stored:
         return StackedPart(packed, int(expert), part, True, False)
+    granite = f"{stem.removesuffix('experts')}{'output' if part == 'down_proj' else 'input'}_linear.weight"
+    if granite in stored:
+        return StackedPart((granite,), int(expert), part, False, False)
     # Only gpt-oss has biases, and its floats are transposed.
     like_gpt_oss = bias in stored
     return StackedPart((whole,), int(expert), part, like_gpt_oss, like_gpt_oss) if whole in stored else None

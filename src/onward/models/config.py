@@ -220,6 +220,12 @@ def check_layer_types(
         )
 
 
+def check_attends(types: Sequence[str]) -> None:
+    """Raise where no layer is of full attention: texts are kept with the keys and values of one at least."""
+    if "full_attention" not in types:
+        raise ConfigError("config.json: at least one layer of this family must be 'full_attention'; got none")
+
+
 def _default_head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int | None:
     """hidden_size / num_heads: the head_dim of a config that names none."""
     if hidden_size % num_heads and config.get("head_dim") is None:

@@ -1,5 +1,6 @@
 """Fields of a config.json by kind: a value of another kind raises an error that names the field."""
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -35,6 +36,24 @@ def positive_number(
             f"{_FLOAT.max:.3g}); got {value!r}"
         )
     return float(value)
+
+
+def number(fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, where: str = "config.json") -> float:
+    """A required (or defaulted) number within the range of float32. null counts as absent."""
+    value = _value_or_default(fields, name, default, where)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _FLOAT.max:
+        raise ConfigError(f"{where}: {name!r} must be a number within the range of float32; got {value!r}")
+    return float(value)
+
+
+def number_or_infinity(value: Any, name: str) -> float:
+    """A number, which JSON has as such, or infinity, which files have as a word or as {"__float__": word}."""
+    word = value.get("__float__") if isinstance(value, Mapping) else value
+    if isinstance(word, str) and word.lower() in ("infinity", "inf"):
+        return math.inf
+    if not isinstance(word, int | float) or isinstance(word, bool) or math.isnan(word):
+        raise ConfigError(f"config.json: {name!r} must hold numbers; got {value!r}")
+    return float(word)
 
 
 def flag(fields: Mapping[str, Any], name: str) -> bool:

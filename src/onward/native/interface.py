@@ -273,6 +273,22 @@ class GatedDeltaArguments(Structure):
     )
 
 
+class SsdArguments(Structure):
+    """OnwardSsd of native/src/state/ssd.cpp, where the fields are explained."""
+
+    _fields_ = (
+        *((name, Int) for name in ("batch", "queries", "groups", "heads", "state_dim", "head_dim")),
+        ("mixed", Pointer),
+        ("mixed_strides", Int * 2),
+        ("step", Pointer),
+        ("step_strides", Int * 2),
+        *((name, Pointer) for name in ("log_rate", "step_bias", "skip", "out")),
+        ("dtype", Code),
+        *((name, Float) for name in ("least", "most")),
+        *StateArguments._fields_,
+    )
+
+
 # The arguments that stand for a tensor in the generic kernels: address, code of Element, address of int64 strides.
 _TENSOR = (Pointer, Code, Pointer)
 
@@ -450,4 +466,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_short_conv": (Code, [POINTER(ShortConvArguments)]),
     # state/gated_delta.cpp
     "onward_gated_delta": (Code, [POINTER(GatedDeltaArguments)]),
+    # state/ssd.cpp
+    "onward_ssd": (Code, [POINTER(SsdArguments)]),
 }

@@ -28,6 +28,7 @@ from onward.ops.rope import angles as rotary_angles
 from onward.ops.rope import rope, rotate
 from onward.ops.router import top_experts
 from onward.ops.short_conv import short_conv
+from onward.ops.ssd import ssd
 
 __all__ = [
     "Choice",
@@ -63,6 +64,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "short_conv",
     "sigmoid_gate",
+    "ssd",
     "swiglu",
     "top_experts",
     "write_cache",

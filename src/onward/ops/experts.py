@@ -19,14 +19,14 @@ from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExp
 from onward.ops.operators import DTYPES, Operator, shapes
 from onward.ops.packed import FORMATS as PACKED_FORMATS
 
-ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu")
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2")
 
 
 def experts(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
-    gate: ExpertWeights,
+    gate: ExpertWeights | None,
     up: ExpertWeights,
     down: ExpertWeights,
     *,
@@ -47,10 +47,11 @@ def experts(
         x: float [..., D].
         chosen: int32 [..., C], each in 0 … E - 1, and weights: float32 [..., C]; from `top_experts`.
         gate, up: [E, I, D] and down: [E, D, I], all stacked, all from `pack_experts`, or all `QuantizedExperts` of one
-            format. Float weights have x's dtype.
+            format. Float weights have x's dtype. gate is None for "relu2", and for nothing else.
         gate_bias, up_bias: float [E, I], or None; down_bias: [E, D]. Of one dtype.
-        activation: "swiglu", "geglu" (with the exact gelu), "geglu_tanh", or "clamped_swiglu": g * sigmoid(alpha * g) *
-            (u + 1) of g = min(gate, limit) and u = up within ±limit (gpt-oss, arXiv 2508.10925).
+        activation: "swiglu", "geglu" (with the exact gelu), "geglu_tanh", "clamped_swiglu": g * sigmoid(alpha * g) * (u
+            + 1) of g = min(gate, limit) and u = up within ±limit (gpt-oss, arXiv 2508.10925), or "relu2": relu(up)^2
+            without a gate (arXiv 2109.08668).
 
     Returns:
         [..., D] in x's dtype.
@@ -66,11 +67,13 @@ def experts(
             out = experts(x, chosen, weights, **layer._asdict(), activation=activation, alpha=alpha, limit=limit)
             return out.to(dtype)
     _check_routes(x, chosen, weights)
-    format = _check_weights(x, layer)
     if activation not in ACTIVATIONS:
         raise RequestError(f"experts: activation is one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-    data = [weight if isinstance(weight, Tensor) else weight.data for weight in layer[:3]]
-    inner = gate.shape[1]
+    if (gate is None) != (activation == "relu2"):
+        raise RequestError(f"experts: 'relu2' takes no gate, and the others want one; got {activation!r}, gate {gate}")
+    format = _check_weights(x, layer)
+    data = [weight if weight is None or isinstance(weight, Tensor) else weight.data for weight in layer[:3]]
+    inner = up.shape[1]
     return _experts(x, chosen, weights, *data, *layer[3:], format, inner, activation, float(alpha), float(limit))
 
 
@@ -87,8 +90,8 @@ class _Layer(NamedTuple):
 
 def _lowered(dtype: torch.dtype, x: Tensor, layer: _Layer) -> tuple[Tensor, _Layer]:
     """x and the layer as a product under autocast takes them; packed weights keep their dtype."""
-    if isinstance(layer.gate, NativeExperts):
-        dtype = layer.gate.dtype
+    if isinstance(layer.up, NativeExperts):
+        dtype = layer.up.dtype
     cast = [lowered(dtype, each)[0] if isinstance(each, Tensor) else each for each in layer]
     return x.to(dtype), _Layer(*cast)
 
@@ -105,7 +108,8 @@ def _check_routes(x: Tensor, chosen: Tensor, weights: Tensor) -> None:
 
 def _check_weights(x: Tensor, layer: _Layer) -> str:
     """The format of the weights."""
-    width, (gate, up, down) = x.shape[-1], layer[:3]
+    width, (_, up, down) = x.shape[-1], layer[:3]
+    gate = up if layer.gate is None else layer.gate
     count, inner = tuple(gate.shape)[:2] if len(gate.shape) == 3 else (0, 0)
     wanted = [(count, inner, width), (count, inner, width), (count, width, inner)]
     formats = {_format(weight) for weight in (gate, up, down)}
@@ -145,7 +149,7 @@ def format_code(format: str, data: Tensor) -> Format:
 class _Experts(NamedTuple):
     """The arguments of the operator after x, chosen and weights."""
 
-    gate: Tensor
+    gate: Tensor | None
     up: Tensor
     down: Tensor
     gate_bias: Tensor | None
@@ -160,12 +164,14 @@ class _Experts(NamedTuple):
     def one(self, index: int, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The tokens x, float32 [T, D], through one expert. dtype: that of the weights, where they are float."""
         width, inner = x.shape[-1], self.inner
-        gate, up = (matrix(data, index, self.format, inner, width) for data in (self.gate, self.up))
-        down = matrix(self.down, index, self.format, width, inner)
         gate_bias, up_bias, down_bias = (None if bias is None else bias[index].to(torch.float32) for bias in self[3:6])
         x = self._as_read(x, dtype)
-        hidden = self._activate(F.linear(x, gate, gate_bias), F.linear(x, up, up_bias))
-        return F.linear(self._as_read(hidden, dtype), down, down_bias)
+        hidden = F.linear(x, matrix(self.up, index, self.format, inner, width), up_bias)
+        if self.gate is None:
+            hidden = hidden.relu().square()
+        else:
+            hidden = self._gated(F.linear(x, matrix(self.gate, index, self.format, inner, width), gate_bias), hidden)
+        return F.linear(self._as_read(hidden, dtype), matrix(self.down, index, self.format, width, inner), down_bias)
 
     def _as_read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """float32 x, rounded as a product with these weights reads it."""
@@ -175,7 +181,7 @@ class _Experts(NamedTuple):
             return x + (rounded - x).detach() if x.requires_grad else rounded
         return x.to(dtype).to(torch.float32) if dtype == torch.bfloat16 else x
 
-    def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.activation == "swiglu":
             return F.silu(gate) * up
         if self.activation == "clamped_swiglu":
@@ -189,7 +195,7 @@ def _definition(x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tenso
     tokens, ids, shares = _flat(x, chosen, weights)
     layer = _Experts(*rest)
     total = torch.zeros_like(tokens)
-    for index in range(len(layer.gate)):
+    for index in range(len(layer.up)):
         mine = ids == index
         share = torch.where(mine, shares, 0.0).sum(-1, keepdim=True)
         total = torch.where(mine.any(-1, keepdim=True), total + share * layer.one(index, tokens, x.dtype), total)
@@ -202,8 +208,8 @@ def _without_kernels(x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> 
     layer = _Experts(*rest)
     total = torch.zeros_like(tokens)
     for index in sorted(set(ids.flatten().tolist())):
-        if not 0 <= index < len(layer.gate):
-            raise _no_such_expert(chosen, len(layer.gate))
+        if not 0 <= index < len(layer.up):
+            raise _no_such_expert(chosen, len(layer.up))
         rows, places = (ids == index).nonzero(as_tuple=True)
         total.index_add_(0, rows, shares[rows, places].unsqueeze(-1) * layer.one(index, tokens[rows], x.dtype))
     return total.to(x.dtype).view(x.shape)
@@ -224,17 +230,17 @@ def _native(library: Library, x: Tensor, chosen: Tensor, weights: Tensor, *rest:
     addresses = [None if bias is None else bias.data_ptr() for bias in biases]
     width, out = x.shape[-1], torch.empty_like(x)
     arguments = ExpertsArguments(
-        tokens=x.numel() // width, width=width, inner=layer.inner, experts=len(layer.gate), chosen=chosen.shape[-1],
+        tokens=x.numel() // width, width=width, inner=layer.inner, experts=len(layer.up), chosen=chosen.shape[-1],
         x=x.data_ptr(), x_stride=width, ids=chosen.data_ptr(), weights=weights.data_ptr(),
-        gate=layer.gate.data_ptr(), up=layer.up.data_ptr(), down=layer.down.data_ptr(),
+        gate=None if layer.gate is None else layer.gate.data_ptr(), up=layer.up.data_ptr(), down=layer.down.data_ptr(),
         gate_bias=addresses[0], up_bias=addresses[1], down_bias=addresses[2], out=out.data_ptr(), out_stride=width,
         x_dtype=DTYPES[x.dtype], bias_dtype=next((DTYPES[bias.dtype] for bias in biases if bias is not None), 0),
-        out_dtype=DTYPES[x.dtype], format=format_code(layer.format, layer.gate),
+        out_dtype=DTYPES[x.dtype], format=format_code(layer.format, layer.up),
         activation=ACTIVATIONS.index(layer.activation), alpha=layer.alpha, limit=layer.limit,
     )  # fmt: skip
     status = library.onward_experts(byref(arguments))
     if status == Status.BAD_ARGUMENT:
-        raise _no_such_expert(chosen, len(layer.gate))
+        raise _no_such_expert(chosen, len(layer.up))
     library.check(status, "onward_experts")
     return out
 
@@ -244,7 +250,7 @@ def _no_such_expert(chosen: Tensor, count: int) -> RequestError:
 
 
 _experts = Operator(
-    "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, "
+    "experts(Tensor x, Tensor chosen, Tensor weights, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, "
     "Tensor? up_bias, Tensor? down_bias, str format, int inner, str activation, float alpha, float limit) -> Tensor",
     _definition,
     _native,

@@ -26,7 +26,8 @@ from onward.native import Library
 from onward.native.interface import GatedDeltaArguments
 from onward.ops.autocast import autocast_dtype
 from onward.ops.operators import DTYPES, Operator, shapes
-from onward.ops.state import STATE_BLOCK, Places, arguments, check_rows, check_state, places
+from onward.ops.state import STATE_BLOCK, arguments, check_rows, check_state, places
+from onward.ops.state_blocks import state_at_end, sums_of_decays, through_blocks
 
 _WIDEST = 256  # K and V at most (native/src/state/gated_delta.cpp)
 EPS = 1e-6
@@ -121,10 +122,10 @@ class _Block(NamedTuple):
         return torch.cat([self.state.flatten(-2), self.keys.flatten(-2), self.corrections.flatten(-2), self.decays], -1)
 
     def end(self) -> Tensor:
-        """S after all 16 positions."""
-        last = self.decays[..., -1:]
-        fading = (last - self.decays).exp().unsqueeze(-1)
-        return last.exp().unsqueeze(-1) * self.state + self.keys.mT @ (fading * self.corrections)
+        return state_at_end(self.state, self.keys, self.corrections, self.decays)
+
+    def with_state(self, state: Tensor) -> "_Block":
+        return self._replace(state=state)
 
 
 def _definition(
@@ -144,22 +145,10 @@ def _definition(
     value_dim = (qkv.shape[-1] - 2 * key_heads * key_dim) // heads
     at = places(held, offsets, rows, queries)
     block = _Block.of(at.read(state), key_dim, value_dim)
-    first = offsets.long() % STATE_BLOCK  # the first token's place in its block
-    # The block before may be full. Then the first token begins one.
-    block = block._replace(state=torch.where((first == 0)[:, None, None, None], block.end(), block.state))
-    q, k, v = _heads(qkv, heads, key_heads, key_dim)
     step = -log_rate.exp() * F.softplus(decay.to(torch.float32) + decay_bias)
-    tokens = q, k, v, step.mT.unsqueeze(-1), beta.to(torch.float32).sigmoid().mT.unsqueeze(-1)
-    blocks, outs = [], []
-    for number in range(-(-(queries + STATE_BLOCK - 1) // STATE_BLOCK)):  # as many as T tokens may touch
-        index = number * STATE_BLOCK + torch.arange(STATE_BLOCK, device=qkv.device) - first.unsqueeze(1)
-        block, out = _through_block(block, index >= 0, *(_taken(x, index) for x in tokens))
-        blocks.append(block.page())
-        outs.append(out)
-        block = block._replace(state=block.end())
-    _store(state, held, at, torch.stack(blocks, 1), offsets, first)
-    index = first.unsqueeze(1) + torch.arange(queries, device=qkv.device)
-    return _taken(torch.cat(outs, 2), index).transpose(1, 2).to(qkv.dtype)
+    by_head = (x.mT.unsqueeze(-1) for x in (step, beta.to(torch.float32).sigmoid()))
+    tokens = *_heads(qkv, heads, key_heads, key_dim), *by_head
+    return through_blocks(block, state, held, at, offsets, tokens, _through_block).to(qkv.dtype)
 
 
 def _heads(qkv: Tensor, heads: int, key_heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,40 +163,19 @@ def _heads(qkv: Tensor, heads: int, key_heads: int, key_dim: int) -> tuple[Tenso
     return q, k, v
 
 
-def _taken(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, H, T, D] at the tokens index [B, L], anything where there is none: [B, H, L, D]."""
-    index = index.clamp(0, x.shape[2] - 1)[:, None, :, None]
-    return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
-
-
 def _through_block(
     block: _Block, new: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Tensor, beta: Tensor
 ) -> tuple[_Block, Tensor]:
     """A block with its `new` positions, bool [B, 16], and the outputs [B, H, 16, V]."""
     new = new[:, None, :, None]
     keys = torch.where(new, k, block.keys)
-    # The sum before the first new position stands for the steps up to it.
-    before = torch.where(new, 0, block.decays.unsqueeze(-1))
-    is_last = ~new & torch.cat([new[:, :, 1:], torch.ones_like(new[:, :, :1])], 2)
-    sums = torch.where(new, step, torch.where(is_last, before, 0)).cumsum(2)
-    decays = torch.where(new, sums, before)
-    since = decays - decays.mT  # [B, H, j, i]
-    ahead = torch.ones(STATE_BLOCK, STATE_BLOCK, dtype=torch.bool, device=q.device).triu(1)
-    fading = since.masked_fill(ahead, -torch.inf).exp()
+    decays, fading = sums_of_decays(new, step, block.decays)
     of_keys = torch.where(new, beta * (fading * (keys @ keys.mT)).tril(-1), 0)
     known = torch.where(new, beta * (v - decays.exp() * (keys @ block.state)), block.corrections)
     one = torch.eye(STATE_BLOCK, device=q.device)
     corrections = torch.linalg.solve_triangular(one + of_keys, known, upper=False, unitriangular=True)
     out = decays.exp() * (q @ block.state) + (fading * (q @ keys.mT)) @ corrections
     return _Block(block.state, keys, corrections, decays.squeeze(-1)), out
-
-
-def _store(state: Tensor, held: Tensor, at: Places, blocks: Tensor, offsets: Tensor, first: Tensor) -> None:
-    """Store what the rows went through, blocks [B, M, H, …], of which the first is that of the first token."""
-    index = (at.last - 1 - offsets.long() // STATE_BLOCK)[:, None, None, None]
-    last = blocks.gather(1, index.expand(-1, -1, *blocks.shape[2:])).squeeze(1)
-    appended = torch.where((first != 0)[:, None, None], blocks[:, 0], state[at.slots, at.source])
-    at.write(state, held, appended, last)
 
 
 def _native(

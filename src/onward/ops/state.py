@@ -1,4 +1,4 @@
-"""Where a layer's recurrent states lie, for the ops that keep them: `short_conv` and `gated_delta`.
+"""Where a layer's recurrent states lie, for the ops that keep them: `short_conv`, `gated_delta` and `ssd`.
 
 A state is kept as it was at the beginning of a block of 16 positions, with what each later position of the block adds
 to it. So taking positions back is forgetting the last of these, as in a cache of keys and values, and whatever lies at

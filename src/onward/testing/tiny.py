@@ -23,13 +23,14 @@ def _architecture(family: str) -> str:
 
 # The families whose first layers are recurrent here, of this type, while the last one attends.
 _HYBRID = dict.fromkeys(("qwen3_5", "qwen3_5moe", "qwen3next"), "linear_attention")
-_HYBRID |= dict.fromkeys(("lfm2", "lfm2moe"), "conv")
+_HYBRID |= dict.fromkeys(("lfm2", "lfm2moe"), "conv") | {"granitemoehybrid": "linear_attention"}
 _RECURRENT = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LATENT = {
     "num_key_value_heads": 4,
@@ -69,6 +70,29 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.125,
         "residual_multiplier": 0.25,
         "logits_scaling": 8.0,
+    },
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 24,
+        "residual_multiplier": 0.25,
+        **_MAMBA,
+    },
+    "bamba": _MAMBA,
+    "falconh1": {"model_type": "falcon_h1", "mamba_d_ssm": 48, "ssm_out_multiplier": 0.5, **_MAMBA},
+    "nemotronh": {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 4,
+        "layer_norm_epsilon": 1e-6,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 24,
     },
     "qwen3_5": {"model_type": "qwen3_5_text", **_RECURRENT},
     "qwen3_5moe": {"model_type": "qwen3_5_moe_text", **_RECURRENT, **_EXPERTS, "shared_expert_intermediate_size": 24},
@@ -131,10 +155,18 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
     }
     config |= _OF_FAMILY.get(family, {}) | overrides
+    return _kinds_of_layers(family, config["num_hidden_layers"]) | config
+
+
+def _kinds_of_layers(family: str, count: int) -> dict[str, Any]:
+    """The field that says so in a hybrid family: the last of the layers attends."""
+    if family == "nemotronh":
+        return {"hybrid_override_pattern": ("M-E" * count)[: count - 1] + "*"}
+    if family == "bamba":
+        return {"attn_layer_indices": [count - 1]}
     if family not in _HYBRID:
-        return config
-    types = [_HYBRID[family]] * (config["num_hidden_layers"] - 1) + ["full_attention"]
-    return {"layer_types": types} | config
+        return {}
+    return {"layer_types": [_HYBRID[family]] * (count - 1) + ["full_attention"]}
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Model:
@@ -186,7 +218,7 @@ class _RandomTensors:
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         noise = torch.randn(shape, generator=self._generator)
         # Activations and logits keep a size of about 1 through every layer.
-        tensor = 1 + 0.1 * noise if name.endswith("norm.weight") else noise * shape[-1] ** -0.5
+        tensor = 1 + 0.1 * noise if name.endswith(("norm.weight", "norm_f.weight")) else noise * shape[-1] ** -0.5
         self.by_name[name] = tensor.to(dtype or self._dtype)
         return self.by_name[name]
 

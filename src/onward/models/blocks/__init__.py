@@ -9,13 +9,15 @@ from onward.models.blocks.decoder import Decoder, DecoderNames, DecoderParams
 from onward.models.blocks.delta import GatedDelta, GatedDeltaParams
 from onward.models.blocks.dense_and_experts import DenseAndExperts, DenseAndExpertsParams
 from onward.models.blocks.experts import ExpertNames, Experts, ExpertsParams
-from onward.models.blocks.feed_forward import FeedForward, FeedForwardNames, FeedForwardParams
+from onward.models.blocks.feed_forward import FeedForward, FeedForwardNames, FeedForwardParams, UngatedFeedForward
 from onward.models.blocks.gated_conv import GatedConv, GatedConvParams
 from onward.models.blocks.layer import DecoderLayer, LayerNames, LayerParams
 from onward.models.blocks.layer_embeddings import LayerEmbeddings, LayerEmbeddingsParams, LayerInput, LayerInputParams
+from onward.models.blocks.mamba2 import Mamba2, Mamba2Params
 from onward.models.blocks.mla import LatentAttention, LatentAttentionParams
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions, QueryGrowth
+from onward.models.blocks.side_by_side import SideBySide, SideBySideParams
 
 __all__ = [
     "Attention",
@@ -45,7 +47,12 @@ __all__ = [
     "LayerInputParams",
     "LayerNames",
     "LayerParams",
+    "Mamba2",
+    "Mamba2Params",
     "Positions",
     "QueryGrowth",
     "RMSNorm",
+    "SideBySide",
+    "SideBySideParams",
+    "UngatedFeedForward",
 ]

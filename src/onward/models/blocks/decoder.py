@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
-from onward.models.blocks.layer import DecoderLayer, LayerParams
+from onward.models.blocks.layer import AttentionAndState, Cached, DecoderLayer, LayerParams
 from onward.models.blocks.layer_embeddings import LayerEmbeddings, LayerEmbeddingsParams
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions
@@ -73,12 +73,12 @@ class Decoder:
     @cached_property
     def cached(self) -> tuple[LayerShape, ...]:
         """What a cache keeps of a token, for each of its layers."""
-        return tuple(layer.mixer.cached for layer in self.layers if isinstance(layer.mixer.cached, LayerShape))
+        return tuple(shape for layer in self.layers if (shape := _attention_part(layer.cached)) is not None)
 
     @cached_property
     def states(self) -> tuple[StateShape, ...]:
         """What a cache keeps of a text, for each of its recurrent layers."""
-        return tuple(layer.mixer.cached for layer in self.layers if isinstance(layer.mixer.cached, StateShape))
+        return tuple(shape for layer in self.layers if (shape := _state_part(layer.cached)) is not None)
 
     @property
     def schedules(self) -> tuple[RotarySchedule, ...]:
@@ -157,12 +157,26 @@ class Decoder:
     def _multiplier(self, dtype: torch.dtype) -> float:
         return rounded(self.embedding_multiplier, dtype) if self.rounds_multiplier else self.embedding_multiplier
 
-    def places(self) -> Iterator[int]:
-        """The place of each layer in the cache, among those that keep keys and values or among the recurrent ones: a
-        layer that keeps nothing reads that of the layer before it."""
+    def places(self) -> Iterator[int | tuple[int, int]]:
+        """The place of each layer in the cache, among those that keep keys and values or among the recurrent ones, or
+        both: a layer that keeps nothing reads that of the layer before it."""
         place = state = -1
         for layer in self.layers:
-            is_recurrent = isinstance(layer.mixer.cached, StateShape)
-            state += is_recurrent
-            place += not is_recurrent and layer.mixer.cached is not None
-            yield state if is_recurrent else place
+            attends, is_recurrent = (part(layer.cached) is not None for part in (_attention_part, _state_part))
+            place, state = place + attends, state + is_recurrent
+            if attends and is_recurrent:
+                yield place, state
+            else:
+                yield state if is_recurrent else place
+
+
+def _attention_part(cached: Cached | None) -> LayerShape | None:
+    if isinstance(cached, AttentionAndState):
+        return cached.attention
+    return cached if isinstance(cached, LayerShape) else None
+
+
+def _state_part(cached: Cached | None) -> StateShape | None:
+    if isinstance(cached, AttentionAndState):
+        return cached.state
+    return cached if isinstance(cached, StateShape) else None

@@ -4,29 +4,32 @@ Shapes: E experts, D width of the stream, I inner width of an expert.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onward import ops
-from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams, FusedFeedForwardParams
-from onward.models.linear import ExpertLinear, Router
+from onward.models.blocks.feed_forward import FeedForward, UngatedFeedForward
+from onward.models.linear import ExpertLinear, Linear, Router
 from onward.models.scope import Scope
 
-ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu"]
+ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2"]
 
 
 class ExpertsParams(NamedTuple):
-    """The weights of one layer's experts, and of the router that chooses among them."""
+    """The weights of one layer's experts, and of the router that chooses among them. shared: as its block reads them.
+    into, out_of: the way into the latent space of experts, and out of it."""
 
     router: Router
     choice_bias: Tensor | None
-    gate_proj: ExpertLinear
+    gate_proj: ExpertLinear | None
     up_proj: ExpertLinear
     down_proj: ExpertLinear
-    shared: FeedForwardParams | FusedFeedForwardParams | None
+    shared: Any
     shared_gate: Router | None = None
+    into: Linear | None = None
+    out_of: Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,22 @@ class ExpertNames:
     down_proj: str = "down_proj"
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+    into: str = "fc1_latent_proj"
+    out_of: str = "fc2_latent_proj"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The weighted sum of `num_chosen` of `num_experts` gated feed-forward blocks, which a router chooses.
+    """The weighted sum of `num_chosen` of `num_experts` feed-forward blocks, which a router chooses.
 
     score, normalize, scale, groups, kept_groups: as `ops.top_experts` takes them. sum_eps: what is added to the sum by
     which weights are divided, where that is not what the op adds. choice_bias: whether a learned bias
     helps to choose. float32_router: whether the router computes in float32 in a model of another dtype.
     intermediate_size: of one expert. shared: a block that all tokens go through, added to the sum. shared_gate: whether
     what it adds is multiplied by the sigmoid of one more feature. activation, alpha, limit: as `ops.experts` takes
-    them. router_bias, bias: whether the router and the matrices of experts have biases.
+    them; "relu2" has no gate. router_bias, bias: whether the router and the matrices of experts have biases.
+    latent_dim: of what experts work on, which a linear layer makes of the stream and another one puts back; None: on
+    the stream itself. latent_bias: whether these two have biases.
     """
 
     hidden_size: int
@@ -67,17 +74,20 @@ class Experts:
     kept_groups: int = 1
     choice_bias: bool = False
     float32_router: bool = False
-    shared: FeedForward | None = None
+    shared: FeedForward | UngatedFeedForward | None = None
     shared_gate: bool = False
     activation: ExpertActivation = "swiglu"
     alpha: float = 1.702
     limit: float = 7.0
     router_bias: bool = False
     bias: bool = False
+    latent_dim: int | None = None
+    latent_bias: bool = False
     names: ExpertNames = ExpertNames()
 
     def read(self, scope: Scope) -> ExpertsParams:
         hidden, inner, count = self.hidden_size, self.intermediate_size, self.num_experts
+        width = self.latent_dim or hidden
         below, names = scope.under(self.names.experts), self.names
         if self.float32_router:
             router = Router(scope.under(names.router).take_float32("weight", count, hidden))
@@ -86,16 +96,26 @@ class Experts:
         return ExpertsParams(
             router=router,
             choice_bias=scope.take_float32(names.choice_bias, count) if self.choice_bias else None,
-            gate_proj=below.experts(names.gate_proj, count, inner, hidden, self.bias),
-            up_proj=below.experts(names.up_proj, count, inner, hidden, self.bias),
-            down_proj=below.experts(names.down_proj, count, hidden, inner, self.bias),
+            gate_proj=None if self.ungated else below.experts(names.gate_proj, count, inner, width, self.bias),
+            up_proj=below.experts(names.up_proj, count, inner, width, self.bias),
+            down_proj=below.experts(names.down_proj, count, width, inner, self.bias),
             shared=None if self.shared is None else self.shared.read(scope.under(names.shared)),
             shared_gate=scope.router(names.shared_gate, 1, hidden) if self.shared_gate else None,
+            into=scope.linear(names.into, width, hidden, self.latent_bias) if self.latent_dim else None,
+            out_of=scope.linear(names.out_of, hidden, width, self.latent_bias) if self.latent_dim else None,
         )
+
+    @property
+    def ungated(self) -> bool:
+        """Whether experts have no gate."""
+        return self.activation == "relu2"
 
     def __call__(self, params: ExpertsParams, x: Tensor) -> Tensor:
         """float [..., D] -> [..., D]."""
-        mixed = self.mixed(params, x, *self.routed(params, x))
+        chosen, shares = self.routed(params, x)
+        mixed = self.mixed(params, x if params.into is None else params.into(x), chosen, shares)
+        if params.out_of is not None:
+            mixed = params.out_of(mixed)
         if self.shared is None or params.shared is None:
             return mixed
         shared = self.shared(params.shared, x)
@@ -120,7 +140,7 @@ class Experts:
         """The sum of the chosen experts, [..., D]."""
         gate, up, down = params.gate_proj, params.up_proj, params.down_proj
         return ops.experts(
-            x, chosen, shares, gate.together, up.together, down.together,
-            gate_bias=gate.bias, up_bias=up.bias, down_bias=down.bias,
+            x, chosen, shares, None if gate is None else gate.together, up.together, down.together,
+            gate_bias=None if gate is None else gate.bias, up_bias=up.bias, down_bias=down.bias,
             activation=self.activation, alpha=self.alpha, limit=self.limit,
         )  # fmt: skip

@@ -1,11 +1,13 @@
-"""The gated feed-forward block (arXiv 2002.05202)."""
+"""Feed-forward blocks: gated ones (arXiv 2002.05202), and those of relu2 (arXiv 2109.08668)."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from onward import ops
+from onward.models.blocks.rounding import multiplied
 from onward.models.linear import Linear
 from onward.models.scope import Scope
 
@@ -29,31 +31,34 @@ class FusedFeedForwardParams(NamedTuple):
 
 @dataclass(frozen=True)
 class FeedForwardNames:
-    """What a checkpoint calls the parts, where gate and up are apart."""
+    """What a checkpoint calls the parts. gate_up_proj: where gate and up are in one matrix."""
 
     gate_proj: str = "gate_proj"
     up_proj: str = "up_proj"
     down_proj: str = "down_proj"
+    gate_up_proj: str = "gate_up_proj"
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """down(activation(gate(x)) * up(x)). fused: whether the checkpoint has `gate_up_proj`."""
+    """down(activation(gate(x)) * up(x)). fused: whether the checkpoint has `gate_up_proj`. gate_multiplier,
+    down_multiplier: factors of gate(x), and of the result."""
 
     hidden_size: int
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
     fused: bool = False
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
     names: FeedForwardNames = FeedForwardNames()
 
     def read(self, scope: Scope) -> FeedForwardParams | FusedFeedForwardParams:
         hidden, inner = self.hidden_size, self.intermediate_size
         down = self.names.down_proj, hidden, inner, self.bias
         if self.fused:
-            return FusedFeedForwardParams(
-                scope.linear("gate_up_proj", 2 * inner, hidden, self.bias), scope.linear(*down)
-            )
+            both = scope.linear(self.names.gate_up_proj, 2 * inner, hidden, self.bias)
+            return FusedFeedForwardParams(both, scope.linear(*down))
         gate, up = (scope.linear(name, inner, hidden, self.bias) for name in (self.names.gate_proj, self.names.up_proj))
         return FeedForwardParams(gate, up, scope.linear(*down))
 
@@ -63,9 +68,39 @@ class FeedForward:
             gate, up = params.gate_up_proj(x).chunk(2, dim=-1)
         else:
             gate, up = params.gate_proj(x), params.up_proj(x)
-        return params.down_proj(self._gated(gate, up))
+        return multiplied(
+            params.down_proj(self._gated(multiplied(gate, self.gate_multiplier), up)), self.down_multiplier
+        )
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.activation == "silu":
             return ops.swiglu(gate, up)
         return ops.geglu(gate, up, approximate=self.activation == "gelu_tanh")
+
+
+class UngatedFeedForwardParams(NamedTuple):
+    """The weights of one layer's feed-forward block without a gate."""
+
+    up_proj: Linear
+    down_proj: Linear
+
+
+@dataclass(frozen=True)
+class UngatedFeedForward:
+    """down(relu(up(x))^2)."""
+
+    hidden_size: int
+    intermediate_size: int
+    bias: bool = False
+    names: FeedForwardNames = FeedForwardNames()
+
+    def read(self, scope: Scope) -> UngatedFeedForwardParams:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        return UngatedFeedForwardParams(
+            scope.linear(self.names.up_proj, inner, hidden, self.bias),
+            scope.linear(self.names.down_proj, hidden, inner, self.bias),
+        )
+
+    def __call__(self, params: UngatedFeedForwardParams, x: Tensor) -> Tensor:
+        """float [..., D] -> [..., D]."""
+        return params.down_proj(torch.relu(params.up_proj(x)).square())

@@ -10,23 +10,35 @@ from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
 from onward.models.blocks.layer_embeddings import LayerInput, LayerInputParams
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions
+from onward.models.blocks.rounding import multiplied
 from onward.models.scope import Scope
+
+
+class AttentionAndState(NamedTuple):
+    """What a mixer keeps that attends and is recurrent too: of a token, and of a text."""
+
+    attention: LayerShape
+    state: StateShape
+
+
+Cached = LayerShape | StateShape | AttentionAndState
 
 
 class Mixer(Protocol):
     """A block that mixes what tokens know: attention, say. cached: what it keeps of a token, or a recurrent one of a
-    text; None: nothing of its own.
+    text, or both; None: nothing of its own.
 
-    Called with its params, x float [B, T, D], the tokens' positions, the cache and the layer's place in it.
+    Called with its params, x float [B, T, D], the tokens' positions, the cache and the layer's place in it: that among
+    the layers with keys and values, or that among the recurrent ones, or both.
     """
 
     @property
-    def cached(self) -> LayerShape | StateShape | None: ...
+    def cached(self) -> Cached | None: ...
 
     def read(self, scope: Scope) -> Any: ...
 
     def __call__(
-        self, params: Any, x_BTD: Tensor, positions: Positions, cache: KVCache | PagedKVCache, index: int
+        self, params: Any, x_BTD: Tensor, positions: Positions, cache: KVCache | PagedKVCache, index: Any
     ) -> Tensor: ...
 
 
@@ -70,12 +82,12 @@ class LayerParams(NamedTuple):
 class DecoderLayer:
     """x + m * post_norm(mixer(norm(x))), then the same with the feed-forward block; m is `residual_multiplier`.
 
-    layer_input: what the layer then does with its own embedding of the token. scaled: whether a learned number
-    multiplies the stream at the end.
+    mixer, feed_forward: None in a layer that has but the other one. layer_input: what the layer then does with its own
+    embedding of the token. scaled: whether a learned number multiplies the stream at the end.
     """
 
-    mixer: Mixer
-    feed_forward: TokenBlock
+    mixer: Mixer | None
+    feed_forward: TokenBlock | None
     mixer_norm: RMSNorm | None = None
     mixer_post_norm: RMSNorm | None = None
     feed_forward_norm: RMSNorm | None = None
@@ -85,13 +97,18 @@ class DecoderLayer:
     layer_input: LayerInput | None = None
     scaled: bool = False
 
+    @property
+    def cached(self) -> Cached | None:
+        """What a cache keeps for it."""
+        return None if self.mixer is None else self.mixer.cached
+
     def read(self, scope: Scope) -> LayerParams:
         return LayerParams(
             mixer_norm=_read_norm(self.mixer_norm, scope.under(self.names.mixer_norm)),
-            mixer=self.mixer.read(scope.under(self.names.mixer)),
+            mixer=None if self.mixer is None else self.mixer.read(scope.under(self.names.mixer)),
             mixer_post_norm=_read_norm(self.mixer_post_norm, scope.under(self.names.mixer_post_norm)),
             feed_forward_norm=_read_norm(self.feed_forward_norm, scope.under(self.names.feed_forward_norm)),
-            feed_forward=self.feed_forward.read(scope.under(self.names.feed_forward)),
+            feed_forward=self._read_feed_forward(scope.under(self.names.feed_forward)),
             feed_forward_post_norm=_read_norm(
                 self.feed_forward_post_norm, scope.under(self.names.feed_forward_post_norm)
             ),
@@ -99,28 +116,33 @@ class DecoderLayer:
             scalar=scope.take("layer_scalar", 1) if self.scaled else None,
         )
 
+    def _read_feed_forward(self, scope: Scope) -> Any:
+        return None if self.feed_forward is None else self.feed_forward.read(scope)
+
     def __call__(
         self,
         params: LayerParams,
         x_BTD: Tensor,
         positions: Positions,
         cache: KVCache | PagedKVCache,
-        index: int,
+        index: Any,
         given_BTP: Tensor | None = None,
     ) -> Tensor:
         """index: the layer's place in the cache. given_BTP: its own embedding of the tokens."""
-        normed = _normed(self.mixer_norm, params.mixer_norm, x_BTD)
-        mixed = self.mixer(params.mixer, normed, positions, cache, index)
-        x_BTD = self._added(x_BTD, _normed(self.mixer_post_norm, params.mixer_post_norm, mixed))
-        normed = _normed(self.feed_forward_norm, params.feed_forward_norm, x_BTD)
-        fed = self.feed_forward(params.feed_forward, normed)
-        x_BTD = self._added(x_BTD, _normed(self.feed_forward_post_norm, params.feed_forward_post_norm, fed))
+        if self.mixer is not None:
+            normed = _normed(self.mixer_norm, params.mixer_norm, x_BTD)
+            mixed = self.mixer(params.mixer, normed, positions, cache, index)
+            x_BTD = self._added(x_BTD, _normed(self.mixer_post_norm, params.mixer_post_norm, mixed))
+        if self.feed_forward is not None:
+            normed = _normed(self.feed_forward_norm, params.feed_forward_norm, x_BTD)
+            fed = self.feed_forward(params.feed_forward, normed)
+            x_BTD = self._added(x_BTD, _normed(self.feed_forward_post_norm, params.feed_forward_post_norm, fed))
         if self.layer_input is not None and params.layer_input is not None and given_BTP is not None:
             x_BTD = self.layer_input(params.layer_input, x_BTD, given_BTP)
         return x_BTD if params.scalar is None else x_BTD * params.scalar
 
     def _added(self, x_BTD: Tensor, branch: Tensor) -> Tensor:
-        return ops.add(x_BTD, branch if self.residual_multiplier == 1.0 else branch * self.residual_multiplier)
+        return ops.add(x_BTD, multiplied(branch, self.residual_multiplier))
 
 
 def _read_norm(norm: RMSNorm | None, scope: Scope) -> Tensor | None:

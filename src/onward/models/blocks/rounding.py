@@ -1,8 +1,9 @@
-"""Numbers as a dtype has them."""
+"""Numbers as a dtype has them, and factors."""
 
 import struct
 
 import torch
+from torch import Tensor
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
@@ -13,3 +14,8 @@ def rounded(number: float, dtype: torch.dtype) -> float:
     if dtype == torch.bfloat16:  # the upper half of a float32; ties go to even
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return float(struct.unpack("f", struct.pack("I", bits))[0])
+
+
+def multiplied(x: Tensor, factor: float) -> Tensor:
+    """x * factor, which is x itself where the factor is 1."""
+    return x if factor == 1.0 else x * factor

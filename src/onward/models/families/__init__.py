@@ -9,9 +9,11 @@ from onward.models.architecture import Architecture
 from onward.models.fields import ReadFields
 
 _FAMILIES = (  # the names of their files
+    "bamba",
     "deepseek_v2",
     "deepseek_v3",
     "exaone4",
+    "falcon_h1",
     "gemma2",
     "gemma3",
     "gemma4",
@@ -20,6 +22,8 @@ _FAMILIES = (  # the names of their files
     "glm4_moe_lite",
     "gpt_oss",
     "granite",
+    "granite_moe",
+    "granite_moe_hybrid",
     "lfm2",
     "lfm2_moe",
     "llama",
@@ -27,6 +31,7 @@ _FAMILIES = (  # the names of their files
     "mistral",
     "mistral4",
     "mixtral",
+    "nemotron_h",
     "olmo2",
     "olmo3",
     "phi3",

@@ -13,7 +13,7 @@ from onward.models.blocks import (
     LayerNames,
 )
 from onward.models.blocks.layer import TokenBlock
-from onward.models.config import CommonFields, check_layer_types, common_fields, only
+from onward.models.config import CommonFields, check_attends, check_layer_types, common_fields, only
 from onward.models.fields import Overlaid, flag, positive_int, positive_number
 
 ARCHITECTURES = ("Lfm2ForCausalLM",)
@@ -88,6 +88,5 @@ def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
         types = by_index
     types = [_FULL] * num_layers if types is None else types
     check_layer_types(types, num_layers, (_FULL, _CONV))
-    if _FULL not in types:
-        raise ConfigError("config.json: at least one layer of this family must be 'full_attention'; got none")
+    check_attends(types)
     return list(types)

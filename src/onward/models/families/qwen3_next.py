@@ -9,7 +9,7 @@ from typing import Any
 from onward.errors import ConfigError
 from onward.models.blocks import Decoder, ExpertNames, Experts, GatedDelta, LayerNames
 from onward.models.blocks.layer import TokenBlock
-from onward.models.config import CommonFields, check_layer_types, common_fields
+from onward.models.config import CommonFields, check_attends, check_layer_types, common_fields
 from onward.models.expert_fields import experts_per_token, layers_with_experts, qwen_expert_count
 from onward.models.fields import flag, positive_int
 
@@ -114,8 +114,5 @@ def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
     if types is None:
         types = [_LINEAR if (index + 1) % interval else _FULL for index in range(num_layers)]
     check_layer_types(types, num_layers, (_FULL, _LINEAR))
-    if _FULL not in types:
-        raise ConfigError(
-            "config.json: at least one layer of this family must be 'full_attention'; layer_types has none"
-        )
+    check_attends(types)
     return list(types)

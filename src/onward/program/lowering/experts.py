@@ -31,10 +31,11 @@ def experts(b: Builder, node: Node) -> None:
     x, rows, width, stride = b.rows(x)
     out = node.outputs[0]
     arguments = {
-        "tokens": rows, "width": width, "inner": inner, "experts": gate.shape[0], "chosen": chosen.shape[-1],
+        "tokens": rows, "width": width, "inner": inner, "experts": up.shape[0], "chosen": chosen.shape[-1],
         "x": address(x), "x_stride": stride, "x_dtype": float_code(x), "ids": address(b.contiguous(chosen)),
-        "weights": address(b.contiguous(weights)), "gate": address(gate), "up": address(up), "down": address(down),
-        "out": address(out), "out_stride": width, "out_dtype": float_code(out), "format": format_code(format, gate),
+        "weights": address(b.contiguous(weights)), "gate": None if gate is None else address(gate), "up": address(up),
+        "down": address(down),
+        "out": address(out), "out_stride": width, "out_dtype": float_code(out), "format": format_code(format, up),
         "activation": ACTIVATIONS.index(activation), "alpha": alpha, "limit": limit,
     }  # fmt: skip
     for name, bias in zip(("gate_bias", "up_bias", "down_bias"), biases, strict=True):

@@ -43,6 +43,21 @@ def gated_delta(b: Builder, node: Node) -> None:
     b.call("onward_gated_delta", [call | _state(state, held, offsets, rows)])
 
 
+@lowers(ops.ssd.default)
+def ssd(b: Builder, node: Node) -> None:
+    mixed, step, log_rate, step_bias, skip, state, held, offsets, rows, groups, state_dim, least, most = node.args
+    mixed, step = (_features_together(b, x) for x in (mixed, step))
+    out = node.outputs[0]
+    call = {
+        "batch": out.shape[0], "queries": out.shape[1], "groups": groups, "heads": out.shape[2],
+        "state_dim": state_dim, "head_dim": out.shape[3], "mixed": address(mixed), "mixed_strides": mixed.strides[:2],
+        "step": address(step), "step_strides": step.strides[:2], "log_rate": address(b.contiguous(log_rate)),
+        "step_bias": address(b.contiguous(step_bias)), "skip": address(b.contiguous(skip)), "out": address(out),
+        "dtype": float_code(mixed), "least": least, "most": most,
+    }  # fmt: skip
+    b.call("onward_ssd", [call | _state(state, held, offsets, rows)])
+
+
 def _state(state: Array, held: Array, offsets: Array, rows: Array | None) -> dict[str, Any]:
     fields = dict(arguments(state, held, offsets, rows, address))
     # A program serves memories of any number of slots: their size is no number of its own.

@@ -173,6 +173,33 @@ def test_of_a_multimodal_checkpoint_the_text_part_is_loaded_and_said(multimodal,
         onward.load(folder)
 
 
+@pytest.mark.parametrize("case", ["mistral", "ministral3", "mistral4"])
+def test_the_text_part_of_mistrals_models_that_read_images(case, tmp_path, monkeypatch):
+    alone = build(CASES[case])
+    vision = transformers.PixtralVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, image_size=28,
+        patch_size=14,
+    )  # fmt: skip
+    text = alone.config.to_dict()
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    whole = transformers.Mistral3ForConditionalGeneration(config).eval()
+    whole.model.language_model.load_state_dict(alone.model.state_dict())
+    whole.lm_head.load_state_dict(alone.lm_head.state_dict())
+    monkeypatch.setattr("onward.errors._warned", set())
+    with pytest.warns(OnwardWarning, match="the text part is loaded"):
+        lm = onward.load(save(whole, tmp_path))
+    ids = list(range(40))
+    with torch.no_grad():
+        want = alone(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(lm.logits(ids), want, rtol=0, atol=TOLERANCE)
+
+
+def test_mistrals_text_part_of_another_kind_is_refused():
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "llama"}}
+    with pytest.raises(ConfigError, match="must be one of 'mistral', 'ministral3', 'mistral4'; got 'llama'"):
+        read_config(whole)
+
+
 def test_a_multimodal_config_without_text_says_so():
     with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration wants a 'text_config'"):
         read_config({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"hidden_size": 8}})

@@ -29,6 +29,7 @@ _FAMILIES = (  # the names of their files
     "llama",
     "ministral",
     "mistral",
+    "mistral3",
     "mistral4",
     "mixtral",
     "nemotron_h",

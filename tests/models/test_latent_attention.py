@@ -138,7 +138,7 @@ def test_experts_in_one_tensor_are_those_of_each(tmp_path):
         ("deepseekv3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
         ("deepseekv3", {"n_group": 3}, r"n_group \(3\) must cut 4 experts"),
         ("deepseekv3", {"index_topk": 64}, "'index_topk' is 64, and Onward does not know"),
-        ("deepseekv2", {"topk_method": "group_limited_greedy"}, "this family has 'greedy'"),
+        ("deepseekv2", {"topk_method": "noaux_tc"}, "this family has 'greedy' or 'group_limited_greedy'"),
         ("deepseekv2", {"norm_topk_prob": True}, "norm_topk_prob True"),
         ("glm4moelite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must have 2 entries"),
         (

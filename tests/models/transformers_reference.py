@@ -511,6 +511,10 @@ CASES |= {
             "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
         },
     ),
+    "deepseek v2 groups by their best": Case(
+        "deepseek v2",
+        FLASH | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "first_k_dense_replace": 0},
+    ),
     "glm 4.7 flash": Case("glm 4.7 flash", FLASH),
     "glm 4.7 flash layers by type, groups, biases": Case(
         "glm 4.7 flash",

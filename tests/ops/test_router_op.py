@@ -50,6 +50,14 @@ def test_groups_are_kept_by_their_two_best():
     assert chosen.tolist() == [[4, 2, 3]]
 
 
+def test_groups_are_kept_by_their_best():
+    scores = torch.tensor([[0.85, 0.05, 0.5, 0.5, 0.6, 0.35]])
+    options = {"score": "sigmoid", "groups": 3, "kept_groups": 2, "group_best": 1}
+    assert ops.top_experts(scores.logit(), 3, **options)[0].tolist() == [[0, 4, 5]]
+    with pytest.raises(RequestError, match=r"one or two best experts \(group_best\); got 3"):
+        ops.top_experts(scores.logit(), 3, **options | {"group_best": 3})
+
+
 def test_of_equals_the_lowest_is_first():
     chosen, weights = ops.top_experts(torch.zeros(2, 40), 5)
     assert chosen.tolist() == [[0, 1, 2, 3, 4]] * 2

@@ -14,7 +14,7 @@ constexpr int64_t kMostExperts = 4096;
 constexpr int64_t kLogitsPerChunk = 1 << 13;
 
 struct Router {
-  int64_t experts, count, groups, kept_groups;
+  int64_t experts, count, groups, kept_groups, group_best;
   const float* bias;  // or null
   int32_t score;
   bool normalize;
@@ -72,7 +72,7 @@ void score(const Router& router, float* x) {
   }
 }
 
-// Marks the groups whose two best experts have the largest sums.
+// Marks the groups whose one or two best experts have the largest sums.
 void keep_groups(const Router& router, const float* values, bool* kept) {
   float sums[kMostExperts];
   int32_t ids[kMostExperts];
@@ -83,7 +83,7 @@ void keep_groups(const Router& router, const float* values, bool* kept) {
     int32_t places[2];
     Best pair{two, places, 2};
     for (int64_t i = 0; i < size; ++i) pair.take(values[group * size + i], int32_t(i));
-    best.take(size > 1 ? two[0] + two[1] : two[0], int32_t(group));
+    best.take(router.group_best > 1 && size > 1 ? two[0] + two[1] : two[0], int32_t(group));
     kept[group] = false;
   }
   for (int64_t i = 0; i < best.count; ++i) kept[ids[i]] = true;
@@ -133,19 +133,19 @@ void route(const Router& router, float* x, int32_t* ids, float* weights) {
 // For each row of logits [rows, experts]: the ids [rows, count] of the experts with the best scores, the best
 // first, of equals the lowest; and their weights. `score`: softmax (0), softmax of the chosen alone (1),
 // sigmoid (2). With `bias` [experts] (or null) score + bias chooses, and with `groups` > 1 only experts of the
-// `kept_groups` groups whose two best have the largest sum. Weights are scores; with `normalize` divided by
+// `kept_groups` groups whose `group_best` best, one or two, have the largest sum. Weights are scores; with `normalize` divided by
 // their sum (+ 1e-20); times scale.
 ONWARD_API int32_t onward_top_experts(int64_t rows, int64_t experts, const void* logits, int32_t dtype,
                                       int64_t stride, int64_t count, int32_t score, const float* bias,
-                                      int64_t groups, int64_t kept_groups, int32_t normalize, float scale,
+                                      int64_t groups, int64_t kept_groups, int64_t group_best, int32_t normalize, float scale,
                                       int32_t* ids, float* weights) {
   using namespace onward;
   using namespace onward::experts;
   const bool sizes = rows >= 0 && experts > 0 && experts <= kMostExperts && groups > 0 &&
                      experts % groups == 0 && kept_groups > 0 && kept_groups <= groups;
   if (!sizes || count < 1 || count > experts / groups * kept_groups) return kBadArgument;
-  if (score < 0 || score >= kScores) return kBadArgument;
-  const Router router{experts, count, groups, kept_groups, bias, score, normalize != 0, scale};
+  if (score < 0 || score >= kScores || group_best < 1 || group_best > 2) return kBadArgument;
+  const Router router{experts, count, groups, kept_groups, group_best, bias, score, normalize != 0, scale};
   const bool known = with_dtype(dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     parallel_for(rows, ceil_div(kLogitsPerChunk, experts), [&](int64_t begin, int64_t end) {

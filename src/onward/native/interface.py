@@ -348,7 +348,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # normalize, scale, ids (int32), weights (float)
     "onward_top_experts": (
         Code,
-        [Int, Int, Pointer, Code, Int, Int, Code, Pointer, Int, Int, Code, Float, Pointer, Pointer],
+        [Int, Int, Pointer, Code, Int, Int, Code, Pointer, Int, Int, Int, Code, Float, Pointer, Pointer],
     ),
     # attention/attention.cpp
     "onward_attention": (Code, [POINTER(AttentionArguments)]),

@@ -22,6 +22,7 @@ def top_experts(
     choice_bias: Tensor | None = None,
     groups: int = 1,
     kept_groups: int = 1,
+    group_best: int = 2,
     normalize: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -34,8 +35,9 @@ def top_experts(
         score: "softmax" of all logits (Mixtral, Qwen), "softmax_of_chosen" (gpt-oss), or "sigmoid" (DeepSeek-V3, arXiv
             2412.19437).
         choice_bias: float32 [E], added to the scores that choose, not to the weights.
-        groups, kept_groups: the experts lie in `groups` of equal size, and only those of the `kept_groups` are chosen
-            whose two best have the largest sum.
+        groups, kept_groups, group_best: the experts lie in `groups` of equal size, and only those of the `kept_groups`
+            are chosen whose two best have the largest sum, or whose best one is the largest (DeepSeek-V2, arXiv
+            2405.04434).
         normalize: divide the weights by their sum (plus 1e-20).
         scale: the weights are multiplied by it.
 
@@ -58,10 +60,15 @@ def top_experts(
         raise RequestError(
             f"top_experts: {experts} experts do not lie in {groups} equal groups of which {kept_groups} are kept"
         )
+    if group_best not in (1, 2):
+        raise RequestError(
+            f"top_experts: a group is kept by its one or two best experts (group_best); got {group_best}"
+        )
     most = experts // groups * kept_groups
     if not 1 <= count <= most:
         raise RequestError(f"top_experts chooses 1 … {most} of {experts} experts; got {count}")
-    return _top_experts(logits, choice_bias, count, score, groups, kept_groups, bool(normalize), float(scale))
+    groups_of = groups, kept_groups, group_best
+    return _top_experts(logits, choice_bias, count, score, *groups_of, bool(normalize), float(scale))
 
 
 def _definition(
@@ -71,6 +78,7 @@ def _definition(
     score: str,
     groups: int,
     kept_groups: int,
+    group_best: int,
     normalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -80,7 +88,7 @@ def _definition(
     values = logits
     if bias is not None or groups > 1:
         values = scores if bias is None else scores + bias
-        values = values if groups == 1 else _of_kept_groups(values, groups, kept_groups)
+        values = values if groups == 1 else _of_kept_groups(values, groups, kept_groups, group_best)
     chosen = _best(values, count)
     weights = scores.gather(-1, chosen)
     if score == "softmax_of_chosen":
@@ -95,12 +103,12 @@ def _best(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _of_kept_groups(values: Tensor, groups: int, kept: int) -> Tensor:
-    """The values, -inf outside the groups whose two best have the largest sum."""
+def _of_kept_groups(values: Tensor, groups: int, kept: int, best: int) -> Tensor:
+    """The values, -inf outside the groups whose `best` best have the largest sum."""
     grouped = values.view(*values.shape[:-1], groups, -1)
-    sums = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
-    best = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, _best(sums, kept), True)
-    return grouped.masked_fill(~best.unsqueeze(-1), float("-inf")).flatten(-2)
+    sums = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
+    is_kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, _best(sums, kept), True)
+    return grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def _native(
@@ -111,6 +119,7 @@ def _native(
     score: str,
     groups: int,
     kept_groups: int,
+    group_best: int,
     normalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -119,8 +128,8 @@ def _native(
     experts = logits.shape[-1]
     status = library.onward_top_experts(
         logits.numel() // experts, experts, logits.data_ptr(), DTYPES[logits.dtype], experts, count,
-        SCORES.index(score), None if bias is None else bias.data_ptr(), groups, kept_groups, normalize, scale,
-        chosen.data_ptr(), weights.data_ptr(),
+        SCORES.index(score), None if bias is None else bias.data_ptr(), groups, kept_groups, group_best, normalize,
+        scale,         chosen.data_ptr(), weights.data_ptr(),
     )  # fmt: skip
     library.check(status, "onward_top_experts")
     return chosen, weights
@@ -132,8 +141,8 @@ def _fake(logits: Tensor, bias: Tensor | None, count: int, *_: object) -> tuple[
 
 
 _top_experts = Operator(
-    "top_experts(Tensor logits, Tensor? bias, int count, str score, int groups, int kept_groups, bool normalize, "
-    "float scale) -> (Tensor, Tensor)",
+    "top_experts(Tensor logits, Tensor? bias, int count, str score, int groups, int kept_groups, int group_best, "
+    "bool normalize, float scale) -> (Tensor, Tensor)",
     _definition,
     _native,
     _fake,

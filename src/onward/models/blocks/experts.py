@@ -52,9 +52,9 @@ class ExpertNames:
 class Experts:
     """The weighted sum of `num_chosen` of `num_experts` feed-forward blocks, which a router chooses.
 
-    score, normalize, scale, groups, kept_groups: as `ops.top_experts` takes them. sum_eps: what is added to the sum by
-    which weights are divided, where that is not what the op adds. choice_bias: whether a learned bias
-    helps to choose. float32_router: whether the router computes in float32 in a model of another dtype.
+    score, normalize, scale, groups, kept_groups, group_best: as `ops.top_experts` takes them. sum_eps: what is added to
+    the sum by which weights are divided, where that is not what the op adds. choice_bias: whether a learned bias helps
+    to choose. float32_router: whether the router computes in float32 in a model of another dtype.
     intermediate_size: of one expert. shared: a block that all tokens go through, added to the sum. shared_gate: whether
     what it adds is multiplied by the sigmoid of one more feature. activation, alpha, limit: as `ops.experts` takes
     them; "relu2" has no gate. router_bias, bias: whether the router and the matrices of experts have biases.
@@ -72,6 +72,7 @@ class Experts:
     sum_eps: float | None = None
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 2
     choice_bias: bool = False
     float32_router: bool = False
     shared: FeedForward | UngatedFeedForward | None = None
@@ -129,7 +130,8 @@ class Experts:
         by_op = self.sum_eps is None
         chosen, shares = ops.top_experts(
             logits, self.num_chosen, score=self.score, choice_bias=params.choice_bias, groups=self.groups,
-            kept_groups=self.kept_groups, normalize=self.normalize and by_op, scale=self.scale if by_op else 1.0,
+            kept_groups=self.kept_groups, group_best=self.group_best, normalize=self.normalize and by_op,
+            scale=self.scale if by_op else 1.0,
         )  # fmt: skip
         if self.sum_eps is not None:
             total = shares.sum(-1, keepdim=True) + self.sum_eps if self.normalize else 1.0

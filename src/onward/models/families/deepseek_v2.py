@@ -1,4 +1,4 @@
-"""DeepSeek-V2-Lite (arXiv 2405.04434): DeepSeek-V3 with experts chosen by softmax."""
+"""DeepSeek-V2 (arXiv 2405.04434): DeepSeek-V3 with experts chosen by softmax, of V2-Lite without groups."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +13,17 @@ ARCHITECTURES = ("DeepseekV2ForCausalLM",)
 
 
 def read_config(config: Mapping[str, Any]) -> Decoder:
-    # The larger V2 chooses "group_limited_greedy", by the best expert of each group.
-    for name, value in {"scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1}.items():
+    for name, value in {"scoring_func": "softmax", "moe_layer_freq": 1}.items():
         only(config, name, value)
+    only(config, "topk_method", "greedy", "group_limited_greedy")
     for name in ("norm_topk_prob", "mlp_bias"):
         only(config, name, False)
     fields, attention = latent_attention(config, LATENT)
-    without_groups = Overlaid({"n_group": 1, "topk_group": 1}, config)
+    if config.get("topk_method") != "group_limited_greedy":
+        config = Overlaid({"n_group": 1, "topk_group": 1}, config)
     experts = deepseek_experts(
-        without_groups, fields, count=64, inner=1407, scale=1.0, chosen=6, shared=2,
-        score="softmax", choice_bias=False, normalize=False,
+        config, fields, count=64, inner=1407, scale=1.0, chosen=6, shared=2,
+        score="softmax", choice_bias=False, normalize=False, group_best=1,
     )  # fmt: skip
     first = num_dense_layers(config, 0)
     return fields.decoder(

@@ -13,12 +13,12 @@ ops = torch.ops.onward
 
 @lowers(ops.top_experts.default)
 def top_experts(b: Builder, node: Node) -> None:
-    logits, bias, count, score, groups, kept_groups, normalize, scale = node.args
+    logits, bias, count, score, *groups, normalize, scale = node.args
     chosen, weights = node.outputs
     logits, rows, experts, stride = b.rows(logits)
     b.call(
         "onward_top_experts", rows, experts, address(logits), float_code(logits), stride, count, SCORES.index(score),
-        None if bias is None else address(b.contiguous(bias)), groups, kept_groups, normalize, scale, address(chosen),
+        None if bias is None else address(b.contiguous(bias)), *groups, normalize, scale, address(chosen),
         address(weights),
     )  # fmt: skip
 

@@ -133,11 +133,12 @@ void route(const Router& router, float* x, int32_t* ids, float* weights) {
 // For each row of logits [rows, experts]: the ids [rows, count] of the experts with the best scores, the best
 // first, of equals the lowest; and their weights. `score`: softmax (0), softmax of the chosen alone (1),
 // sigmoid (2). With `bias` [experts] (or null) score + bias chooses, and with `groups` > 1 only experts of the
-// `kept_groups` groups whose `group_best` best, one or two, have the largest sum. Weights are scores; with `normalize` divided by
-// their sum (+ 1e-20); times scale.
+// `kept_groups` groups whose `group_best` best, one or two, have the largest sum. Weights are scores; with
+// `normalize` divided by their sum (+ 1e-20); times scale.
 ONWARD_API int32_t onward_top_experts(int64_t rows, int64_t experts, const void* logits, int32_t dtype,
                                       int64_t stride, int64_t count, int32_t score, const float* bias,
-                                      int64_t groups, int64_t kept_groups, int64_t group_best, int32_t normalize, float scale,
+                                      int64_t groups, int64_t kept_groups, int64_t group_best,
+                                      int32_t normalize, float scale,
                                       int32_t* ids, float* weights) {
   using namespace onward;
   using namespace onward::experts;

@@ -11,16 +11,19 @@ if TYPE_CHECKING:
 
 def architecture_facts(config: "Architecture") -> list[Fact]:
     """Facts that a family's layers do not have are left out; one that differs between layers lists its values."""
-    mixers = [layer.mixer for layer in config.layers]
+    from onward.cache import StateShape
+
+    mixers = [getattr(layer.mixer, "attention", layer.mixer) for layer in config.layers]
+    attending = [mixer for mixer in mixers if not isinstance(getattr(mixer, "cached", None), StateShape)]
     blocks = [layer.feed_forward for layer in config.layers]
     windows = [getattr(mixer, "window", None) for mixer in mixers]
     return [
         Fact("layers", len(config.layers)),
         Fact("hidden_size", config.hidden_size),
         *_values("intermediate_size", blocks, "intermediate_size"),
-        *_values("heads", mixers, "num_heads"),
-        *_values("kv_heads", mixers, "num_kv_heads"),
-        *_values("head_dim", mixers, "head_dim"),
+        *_values("heads", attending, "num_heads"),
+        *_values("kv_heads", attending, "num_kv_heads"),
+        *_values("head_dim", attending, "head_dim"),
         Fact("vocabulary", config.vocab_size),
         Fact("tied_head", config.tie_word_embeddings),
         Fact("context", config.max_position_embeddings),

@@ -116,7 +116,7 @@ def cuttable(architecture: Architecture, option: str) -> Decoder:
 
 
 def _mixers(decoder: Decoder) -> str:
-    return ", ".join(sorted({type(layer.mixer).__name__ for layer in decoder.layers}))
+    return ", ".join(sorted({type(layer.mixer).__name__ for layer in decoder.layers if layer.mixer is not None}))
 
 
 def hidden_states(width: int, dtype: torch.dtype) -> Tensor:

@@ -129,7 +129,7 @@ def _native(
     status = library.onward_top_experts(
         logits.numel() // experts, experts, logits.data_ptr(), DTYPES[logits.dtype], experts, count,
         SCORES.index(score), None if bias is None else bias.data_ptr(), groups, kept_groups, group_best, normalize,
-        scale,         chosen.data_ptr(), weights.data_ptr(),
+        scale, chosen.data_ptr(), weights.data_ptr(),
     )  # fmt: skip
     library.check(status, "onward_top_experts")
     return chosen, weights

@@ -320,7 +320,8 @@ def test_chunks_add_up_to_the_answer(together: int) -> None:
     )
     pieces = list(chat.lm.stream(body.requests[0]))
     stream = AnswerStream(body, chat.lm.tokenizer or MarkTokenizer(), "0")
-    chunks = [chunk for at in range(0, len(pieces), together) for chunk in stream.pieces(0, pieces[at : at + together])]
+    runs = [pieces[at : at + together] for at in range(0, len(pieces), together)]
+    chunks = [chunk for run in runs for _, chunk in stream.pieces(0, run)]
     chunks += stream.end(0, chat.lm.generate(body.requests[0]))
     choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
     deltas = [choice["delta"] for choice in choices]

@@ -46,7 +46,7 @@ def text_of(stream: str) -> str:
     parts = content.split("\r\n")
     events = "".join(parts[1::2])
     assert events.endswith("data: [DONE]\n\n"), events[-200:]
-    chunks = [json.loads(event[6:]) for event in events.split("\n\n") if event.startswith("data: {")]
+    chunks = [json.loads(line[6:]) for line in events.split("\n") if line.startswith("data: {")]
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 

@@ -58,7 +58,7 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_leaves_cancels_its_request_and_blocks_come_back(server: LiveServer) -> None:
     engine = server.engines["demo"]
     response = opened(server, TEXT, LONG)
-    assert response.read(6) == b"data: "
+    assert response.read(4) == b"id: "
     assert engine.stats().running == 1
     before = engine.stats().tokens
     leave(response)

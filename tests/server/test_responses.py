@@ -115,7 +115,7 @@ def test_openais_stream_helper_follows_it(server: LiveServer) -> None:
 def test_items_of_the_input_are_messages(lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     reader = BodyReader(lm, "demo", streams=True)
-    monkeypatch.setattr(BodyReader, "read", lambda self, url, body: seen.append((url, body)) or Stop())
+    monkeypatch.setattr(BodyReader, "read", lambda self, url, body, key: seen.append((url, body)) or Stop())
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "How is "}, {"type": "input_text", "text": "it?"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},

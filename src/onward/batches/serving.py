@@ -56,7 +56,7 @@ class LineServer:
             return _known(Served(line.refused(id), True))
         generations: list[Generation] = []
         try:
-            body = self._reader.read(line.url, line.body, line.seed)
+            body = self._reader.read(line.url, line.body, seed=line.seed)
             for request in body.requests:
                 generations.append(await self._submitted(request, generations))
         except OnwardError as error:

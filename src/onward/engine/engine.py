@@ -4,7 +4,9 @@ import weakref
 from collections import abc
 from typing import Any, NoReturn, Self, Unpack, overload
 
+from onward.cache.slot import digest_of
 from onward.checks import check_whole
+from onward.engine.fingerprint import bits_fingerprint, check_same_bits
 from onward.engine.generation import Generation
 from onward.engine.limits import engine_slots
 from onward.engine.policy import Policy
@@ -13,6 +15,7 @@ from onward.engine.stats import EngineStats
 from onward.engine.ticket import Ticket
 from onward.errors import ContextOverflowError, EngineError, RequestError
 from onward.language_model import LanguageModel, Messages
+from onward.models.weights_version import computation
 from onward.reprs import described
 from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, Request
 from onward.requests.emitted import Emitted, checked_emitted
@@ -90,6 +93,7 @@ class Engine:
             ageing=ageing,
         )
         self._serving = Serving(lm._model_run, slots, policy)
+        self._fingerprints: tuple[object, dict[str, str]] | None = None  # of a state of the weights, by adapter
         weakref.finalize(self, self._serving.abandon).atexit = False
 
     def __repr__(self) -> str:
@@ -139,12 +143,24 @@ class Engine:
 
     @overload
     def resume(
-        self, prompt: Prompt, *, emitted: Emitted, priority: int = 0, **options: Unpack[GenerateOptionsDict]
+        self,
+        prompt: Prompt,
+        *,
+        emitted: Emitted,
+        fingerprint: str | None = None,
+        priority: int = 0,
+        **options: Unpack[GenerateOptionsDict],
     ) -> Generation: ...
 
     @overload
     def resume(
-        self, *, messages: Messages, emitted: Emitted, priority: int = 0, **options: Unpack[ChatOptionsDict]
+        self,
+        *,
+        messages: Messages,
+        emitted: Emitted,
+        fingerprint: str | None = None,
+        priority: int = 0,
+        **options: Unpack[ChatOptionsDict],
     ) -> Generation: ...
 
     def resume(
@@ -153,6 +169,7 @@ class Engine:
         *,
         messages: Messages | None = None,
         emitted: Emitted,
+        fingerprint: str | None = None,
         priority: int = 0,
         **options: Any,
     ) -> Generation:
@@ -169,13 +186,17 @@ class Engine:
         Args:
             emitted: ids of the text so far; with n above 1 a list of them for each text (`Generation.emitted`).
             prompt, messages, priority, options: as in `submit`, and as they were. Sampling needs a seed.
+            fingerprint: of the engine that emitted the ids (`fingerprint`, or `fingerprint_with` of the request's
+                adapter), to have it compared with this one's.
 
         Raises:
             RequestError: as `submit` raises it; ids that the request cannot have emitted; a request that cannot be
-                resumed: sampled without a seed, or with a draft that is verified by rejection.
+                resumed: sampled without a seed, or with a draft that is verified by rejection; another fingerprint.
             EngineBusyError, EngineError: as `submit` raises them.
         """
         request = self._request(prompt, messages, options)
+        if fingerprint is not None:
+            check_same_bits(fingerprint, self.fingerprint_with(request.options.adapter))
         return self._submit(request, priority, checked_emitted(emitted, request, self.lm.model.vocab_size))
 
     def _submit(self, request: Request, priority: int, emitted: list[list[int]] | None) -> Generation:
@@ -196,6 +217,30 @@ class Engine:
         else:
             serving.offer(ticket)
         return ticket.generation
+
+    @property
+    def fingerprint(self) -> str:
+        """What the bits of texts depend on beside their requests, as a short text: the model with its weights and
+        quantization, the device and instruction set, the build of Onward and its kernels, the version of torch.
+
+        Two engines with equal fingerprints give the same bits for the same request; of one with an adapter where
+        `fingerprint_with` is equal. A sample of the weights is read, anew when they have changed.
+        """
+        return self.fingerprint_with(None)
+
+    def fingerprint_with(self, adapter: str | None) -> str:
+        """The fingerprint of requests with a loaded adapter.
+
+        Raises:
+            RequestError: none of that name is loaded.
+        """
+        loaded, state = self.lm.adapters.find(adapter), computation(self.lm.model)
+        if self._fingerprints is None or self._fingerprints[0] != state:
+            self._fingerprints = state, {}
+        known, digest = self._fingerprints[1], digest_of(loaded)
+        if digest not in known:
+            known[digest] = bits_fingerprint(self.lm.model, loaded)
+        return known[digest]
 
     def stats(self) -> EngineStats:
         """What the engine does now, and its counts so far."""

@@ -5,6 +5,7 @@ become the body of the answer, or its chunks. `onward batch` and `onward serve` 
 """
 
 from onward.openai.answer import answer_body, delta_body, finish_reason
+from onward.openai.answer_key import AnswerKey
 from onward.openai.batch import BatchInput, BatchLine
 from onward.openai.batch_output import BatchOutput
 from onward.openai.body import URLS, Body, BodyReader
@@ -15,6 +16,7 @@ from onward.openai.stream import AnswerStream
 
 __all__ = [
     "URLS",
+    "AnswerKey",
     "AnswerStream",
     "BatchInput",
     "BatchLine",

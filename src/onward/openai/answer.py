@@ -1,8 +1,6 @@
 """Completions as the body of an answer."""
 
 import math
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,9 +45,9 @@ def answer_body(body: Body, completions: Sequence[Completion], tokenizer: Tokeni
 def answer_head(body: Body, kind: str, seed: int | None, version: str) -> dict[str, Any]:
     """What an answer, or every chunk of one, begins with. kind: of the object."""
     return {
-        "id": f"{_PREFIXES[body.kind]}-{uuid.uuid4().hex}",
+        "id": f"{_PREFIXES[body.kind]}-{body.key.text}",
         "object": kind,
-        "created": int(time.time()),
+        "created": body.key.created,
         "model": body.model,
         "system_fingerprint": f"onward-{version}",
         "seed": seed,

@@ -13,11 +13,11 @@ from typing import Any, Literal, Self, TypeAlias
 
 from onward.errors import ContextOverflowError, RequestError, TokenizerError
 from onward.language_model import LanguageModel
+from onward.openai.answer_key import AnswerKey
 from onward.openai.errors import BodyError
 from onward.option_names import check_option_names
 from onward.requests import Request, split_chat_options
 from onward.requests.options import option_names
-from onward.sampling import fresh_seed
 from onward.speculation import PredictedText, Speculator
 
 Kind: TypeAlias = Literal["chat.completion", "text_completion"]
@@ -80,6 +80,7 @@ class Body:
     kind: of the object that answers. model: the name that the answer gives. requests: one for each prompt; a chat has
     one. echoes: the text that the answer to each prompt begins with. stream: whether the answer comes in chunks.
     include_usage: whether the last of them has the usage. return_token_ids: whether choices have their ids.
+    key: of the answer. given: the fields of the body.
     """
 
     kind: Kind
@@ -89,6 +90,8 @@ class Body:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    key: AnswerKey = field(default_factory=AnswerKey.new, compare=False)
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def seed(self) -> int | None:
@@ -101,11 +104,10 @@ class Body:
         return options.temperature > 0 and options.beams == 1
 
     def seeded(self, seed: int | None = None) -> Self:
-        """The same with this seed or a fresh one, one for all requests, where none is given and tokens are drawn."""
+        """The same with this seed or the key's, one for all requests, where none is given and tokens are drawn."""
         if self.seed is not None or not self._draws:
             return self
-        if seed is None:
-            seed = fresh_seed() >> 11  # 53 bits, which JavaScript's numbers hold
+        seed = self.key.seed if seed is None else seed
         return replace(self, requests=tuple(request.replace(seed=seed) for request in self.requests))
 
 
@@ -124,8 +126,10 @@ class BodyReader:
     variables: Mapping[str, Any] = field(default_factory=dict)
     streams: bool = False
 
-    def read(self, url: str, body: object, seed: int | None = None) -> Body:
-        """The requests of a body that was sent to one of `URLS`. seed: what it is drawn with if it does not say.
+    def read(self, url: str, body: object, key: AnswerKey | None = None, seed: int | None = None) -> Body:
+        """The requests of a body that was sent to one of `URLS`.
+
+        key: of the answer; a new one by default. seed: what it is drawn with if it does not say; else the key's.
 
         Raises:
             BodyError: a field that is unknown, not served or of a wrong type; another model; no prompt.
@@ -141,7 +145,7 @@ class BodyReader:
             if name in fields and fields[name] not in served:
                 raise BodyError(_not_served(name, served), name, "unsupported_value")
         options = {**self.options, **_options_of(fields), **_logprobs_of(fields, kind), "adapter": adapter}
-        answer = {"model": model, **self._answer_fields(fields)}
+        answer = {"model": model, "key": key or AnswerKey.new(), "given": fields, **self._answer_fields(fields)}
         try:
             if kind == "chat.completion":
                 read = Body(kind, requests=(self._chat(fields, options),), **answer)

@@ -1,7 +1,5 @@
 """Answers to /v1/responses: an object with items, and the events by which a stream builds it."""
 
-import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +8,7 @@ from onward.completion import Completion, Piece
 from onward.errors import OnwardError
 from onward.messages import AssistantMessage, MessageDelta, ToolCallDelta
 from onward.openai.answer import finish_reason
+from onward.openai.answer_key import AnswerKey
 from onward.openai.errors import error_fields
 from onward.openai.responses import ResponseBody, tools_of
 from onward.openai.said_logprobs import SaidLogprobs
@@ -34,8 +33,6 @@ class ResponseStream:
         wanted = request.options.logprobs is not None
         self._logprobs = SaidLogprobs(request, request.options.seed, tokenizer) if wanted else None
         self._entries: list[Entry] = []  # of tokens whose text has not come
-        self._id = f"resp_{uuid.uuid4().hex}"
-        self._created = int(time.time())
         self._number = 0
         self._tokens = 0  # told
         self._items: list[_Item] = []
@@ -91,7 +88,7 @@ class ResponseStream:
         for call in delta.tool_calls:
             if call.id is not None:
                 events += self._closed(_Reasoning) + self._closed(_Call)
-                events += self._started(_Call(self._place, call))
+                events += self._started(_Call(self._body.key, self._place, call))
             events += self._open[_Call].add(call.arguments)
         return events
 
@@ -101,7 +98,7 @@ class ResponseStream:
 
     def _opened(self, kind: "type[_Reasoning | _Text]", text: str) -> list[Event]:
         """Add text to the item of a kind that is open, or that now begins."""
-        events = [] if kind in self._open else self._started(kind(self._place))
+        events = [] if kind in self._open else self._started(kind(self._body.key, self._place))
         return events + self._open[kind].add(text, self._taken() if kind is _Text else ())
 
     def _taken(self) -> list[Entry]:
@@ -129,9 +126,9 @@ class ResponseStream:
     def _response(self, state: str, completion: Completion | None = None) -> dict[str, Any]:
         given, options = self._body.given, self._body.requests[0].options
         return {
-            "id": self._id,
+            "id": f"resp_{self._body.key.text}",
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._body.key.created,
             "status": state,
             "background": False,
             "error": None,
@@ -187,9 +184,9 @@ class _Item:
 
     prefix: str
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, key: AnswerKey, place: int) -> None:
         self._at = {"output_index": place}
-        self._id = f"{self.prefix}_{uuid.uuid4().hex}"
+        self._id = f"{self.prefix}_{key.derived(f'item {place}')}"
         self._text = ""
         self._state = "in_progress"
 
@@ -227,8 +224,8 @@ class _Item:
 class _OfOnePart(_Item):
     """An item whose content is one part."""
 
-    def __init__(self, place: int) -> None:
-        super().__init__(place)
+    def __init__(self, key: AnswerKey, place: int) -> None:
+        super().__init__(key, place)
         self._entries: list[Entry] = []
 
     def begin(self) -> list[Event]:
@@ -286,8 +283,8 @@ class _Text(_OfOnePart):
 class _Call(_Item):
     prefix, delta = "fc", "function_call_arguments.delta"
 
-    def __init__(self, place: int, call: ToolCallDelta) -> None:
-        super().__init__(place)
+    def __init__(self, key: AnswerKey, place: int, call: ToolCallDelta) -> None:
+        super().__init__(key, place)
         self._call_id, self._name = call.id, call.name
 
     def end(self, state: str) -> list[Event]:

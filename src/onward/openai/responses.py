@@ -1,9 +1,10 @@
 """Bodies of /v1/responses. Each is read as the chat that it means, and answered without being stored."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from onward.openai.answer_key import AnswerKey
 from onward.openai.body import Body, BodyReader, read_text
 from onward.openai.errors import BodyError
 
@@ -29,13 +30,11 @@ _REASONING = {"effort", "summary", "generate_summary"}
 
 @dataclass(frozen=True)
 class ResponseBody(Body):
-    """What a body asks for. given: its fields, of which the answer repeats some."""
-
-    given: Mapping[str, Any] = field(default_factory=dict)
+    """What a body asks for. The answer repeats some of the fields that were given."""
 
 
-def read_response(reader: BodyReader, body: Mapping[str, Any]) -> ResponseBody:
-    """Read a body of /v1/responses.
+def read_response(reader: BodyReader, body: Mapping[str, Any], key: AnswerKey | None = None) -> ResponseBody:
+    """Read a body of /v1/responses. key: of the answer; a new one by default.
 
     Raises:
         BodyError: as `BodyReader.read` raises it, with the names that the fields have here.
@@ -49,10 +48,10 @@ def read_response(reader: BodyReader, body: Mapping[str, Any]) -> ResponseBody:
         if name in _NOT_HERE:
             raise BodyError(f"{name} is no field of responses", name, "unknown_parameter")
     try:
-        read = reader.read("/v1/chat/completions", _chat(given))
+        read = reader.read("/v1/chat/completions", _chat(given), key)
     except BodyError as error:
         raise _renamed(error) from error
-    return ResponseBody(**{each.name: getattr(read, each.name) for each in fields(Body)}, given=given)
+    return ResponseBody(**{each.name: getattr(read, each.name) for each in fields(Body)} | {"given": given})
 
 
 def _renamed(error: BodyError) -> BodyError:

@@ -34,25 +34,21 @@ class AnswerStream:
         self._choices: dict[int, _ChatChoice | _TextChoice] = {}
         self._completions: dict[int, Completion] = {}
 
-    def begin(self) -> list[str]:
-        """The prompts, where the answer begins with them."""
-        count = self._body.requests[0].options.n
+    def begin(self, at: int) -> list[str]:
+        """The prompt numbered `at`, where the answer begins with it."""
+        if self._body.echoes is None:
+            return []
         chunks = []
-        for at, echo in enumerate(self._body.echoes or ()):
-            for number in range(count):
-                choice = self._choice(at, number)
-                assert isinstance(choice, _TextChoice), "a chat has no echo"
-                chunks.append(self._chunk(choice.echo(echo)))
+        for number in range(self._body.requests[at].options.n):
+            choice = self._choice(at, number)
+            assert isinstance(choice, _TextChoice), "a chat has no echo"
+            chunks.append(self._chunk(choice.echo(self._body.echoes[at])))
         return chunks
 
-    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[str]:
-        """What the request numbered `at` has brought since, the tokens of each of its texts together."""
-        if len(pieces) == 1:
-            return [self._chunk(chunk) for chunk in self._choice(at, pieces[0].choice).grow(pieces)]
-        by_choice: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            by_choice.setdefault(piece.choice, []).append(piece)
-        return [self._chunk(chunk) for choice, new in by_choice.items() for chunk in self._choice(at, choice).grow(new)]
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        """The chunks of what a text of the request numbered `at` has brought since, each with how many of these pieces
+        are told with it. Chunks of more pieces at once, or of fewer, add up to the same."""
+        return [(told, self._chunk(chunk)) for told, chunk in self._choice(at, pieces[0].choice).grow(pieces)]
 
     def end(self, at: int, completion: Completion) -> list[str]:
         """What pieces have not brought, and how the texts have ended."""
@@ -138,20 +134,21 @@ class _ChatChoice(_Choice):
         self._before = f'{{"index":{number},"delta":{{"content":'
         self._after = '},"logprobs":null,"finish_reason":null}'
 
-    def grow(self, pieces: Sequence[Piece]) -> list[str]:
-        """The choices of chunks with these tokens. Reasoning and calls of tools have chunks of their own."""
+    def grow(self, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        """The choices of chunks with these tokens, each with how many of them are told then. Reasoning and calls have
+        chunks of their own."""
         deltas = [piece.message for piece in pieces if piece.message is not None]
         if len(pieces) > 1 and any(delta.reasoning or delta.tool_calls for delta in deltas):
-            return [chunk for piece in pieces for chunk in self.grow([piece])]
+            return [(at + 1, chunk) for at, piece in enumerate(pieces) for _, chunk in self.grow([piece])]
         self._tokens += len(pieces)
         delta = deltas[0] if len(deltas) == 1 else MessageDelta("".join([delta.content for delta in deltas]))
         if not self._is_plain:
-            return self._detailed(delta, self._details(pieces))
+            return [(len(pieces), chunk) for chunk in self._detailed(delta, self._details(pieces))]
         if not delta:
             return []
         if self._has_role and not (delta.reasoning or delta.tool_calls):
-            return [f"{self._before}{encode_basestring(delta.content)}{self._after}"]
-        return [self._written({"delta": self._delta(delta)}, None)]
+            return [(len(pieces), f"{self._before}{encode_basestring(delta.content)}{self._after}")]
+        return [(len(pieces), self._written({"delta": self._delta(delta)}, None))]
 
     def rest(self, whole: Completion) -> list[str]:
         """The choices of chunks with what pieces have not brought: the messages of beams, waiting logprobs, a role."""
@@ -193,14 +190,14 @@ class _TextChoice(_Choice):
         """The choice of a chunk with the prompt."""
         return f"{self._before}{encode_basestring(text)}{self._after}"
 
-    def grow(self, pieces: Sequence[Piece]) -> list[str]:
-        """The choices of chunks with these tokens."""
+    def grow(self, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        """The choices of chunks with these tokens, each with how many of them are told then."""
         text = pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces])
         self._tokens += len(pieces)
         self._characters += len(text)
         if self._is_plain:
-            return [f"{self._before}{encode_basestring(text)}{self._after}"] if text else []
-        return self._detailed(text, self._details(pieces))
+            return [(len(pieces), f"{self._before}{encode_basestring(text)}{self._after}")] if text else []
+        return [(len(pieces), chunk) for chunk in self._detailed(text, self._details(pieces))]
 
     def rest(self, whole: Completion) -> list[str]:
         """The choices of chunks with what pieces have not brought: texts of beams, and what was held back at a cut."""

@@ -89,20 +89,31 @@ _ERRORS = {
     403: "A name that the server does not answer to.",
     404: "There is no such model.",
     408: "The body did not arrive.",
+    409: "The stream was begun by an engine whose texts would go on otherwise.",
     413: "The body is too large.",
     415: "The body is no JSON by its own account.",
+    422: "Last-Event-ID or Idempotency-Key came with another body.",
     429: "The queue is full; Retry-After says when to come back.",
     500: "Something is wrong with the server.",
     503: "The server takes no requests; Retry-After says when to come back.",
+}
+_HEADERS = {
+    "Last-Event-ID": "The id of a stream's event: the same body is answered with the events after it.",
+    "Idempotency-Key": "The same body with the same key gets the same answer.",
 }
 _OF_BODIES = (400, 401, 403, 404, 408, 413, 415, 500, 503)
 
 
 def _generating(id: str, summary: str, body: str, answer: str) -> dict[str, Any]:
     operation = _posting(id, summary, body, answer)["post"]
-    operation["responses"]["429"] = _error(429)
+    operation["responses"] |= {str(status): _error(status) for status in (409, 422, 429)}
+    operation["parameters"] = [_header(name, about) for name, about in _HEADERS.items()]
     operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     return {"post": operation}
+
+
+def _header(name: str, about: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": False, "description": about, "schema": _TEXT}
 
 
 def _posting(id: str, summary: str, body: str, answer: str) -> dict[str, Any]:

@@ -3,96 +3,42 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from onward.completion import Completion
 from onward.engine import Engine, Generation
-from onward.errors import EngineError, one_line
-from onward.openai import Body, BodyError
+from onward.errors import one_line
+from onward.openai import AnswerKey, Body, BodyError
 from onward.server.bounds import check_bounds
 from onward.server.client import Client
+from onward.server.handover import EventIds, Handover, digest_of
+from onward.server.kept import KeptAnswers
 from onward.server.metrics import Metrics
 from onward.server.models import ServedModel, ServedModels
 from onward.server.settings import Settings
+from onward.server.submission import Recipient, Submission
 
 _Result = TypeVar("_Result")
+# Reads a body that has come: the key of the answer to it -> what it asks for, and of which model.
+Read = Callable[[AnswerKey], tuple[ServedModel, Body]]
 
 # Threads that read bodies: JSON, templates, tokenizers. The last release the interpreter's lock.
 _READERS = 4
-
-
-class Submission:
-    """The requests of one body while engines serve them."""
-
-    def __init__(self, served: ServedModel, body: Body, generations: Sequence[Generation]) -> None:
-        self.served, self.body, self.generations = served, body, generations
-
-    def cancel(self) -> None:
-        """End all of them with their next step."""
-        for generation in self.generations:
-            generation.cancel()
-
-    def completion(self, at: int) -> Completion:
-        """Of the request numbered `at`, which has ended.
-
-        Raises:
-            OnwardError: what made it fail, or that the server ends.
-        """
-        completion = self.generations[at].result(0)
-        if completion.finish_reason == "cancelled":
-            raise EngineError("the server shuts down, and the text was not finished")
-        return completion
-
-    def ended(self) -> list[Completion | None]:
-        """The completions of its requests; None for one that has failed or goes on."""
-        return [_completion_of(generation) for generation in self.generations]
-
-    def facts(self) -> dict[str, Any]:
-        """For the log."""
-        completions = [completion for completion in self.ended() if completion is not None]
-        texts = [text for completion in completions for text in completion.choices]
-        facts: dict[str, Any] = {"model": self.body.model, "stream": self.body.stream}
-        facts["prompt_tokens"] = sum(completion.prompt_tokens for completion in completions)
-        facts["completion_tokens"] = sum(len(text.token_ids) for text in texts)
-        ends = {str(text.finish_reason) for text in texts}
-        if len(completions) < len(self.generations):
-            ends.add("error" if all(generation.done for generation in self.generations) else "cancelled")
-        facts["finish"] = sorted(ends)
-        return facts
-
-    async def completions(self) -> list[Completion]:
-        """Wait for all of them. Where one fails the others are cancelled.
-
-        Raises:
-            OnwardError: as `completion`.
-        """
-        for generation in self.generations:
-            try:
-                await generation
-            except Exception:
-                self.cancel()
-                raise
-        return [self.completion(at) for at in range(len(self.generations))]
-
-
-def _completion_of(generation: Generation) -> Completion | None:
-    try:
-        return generation.result(0) if generation.done else None
-    except Exception:  # whatever made it fail; who waits for it is told
-        return None
 
 
 class Service:
     """A server's models, settings and counts.
 
     draining: it takes no more requests. ending: those that it has are cancelled. live: what engines serve.
+    kept: what is known of answers that were given or cut.
     """
 
     def __init__(self, engines: Mapping[str, Engine], settings: Settings) -> None:
         self.settings = settings
         self.models = ServedModels(engines, settings)
+        self.kept = KeptAnswers(settings.idempotency_seconds)
         self.draining = self.ending = False
         self.live: set[Submission] = set()
         self.metrics = Metrics(self.models, self._running)
@@ -102,17 +48,74 @@ class Service:
         """Run what takes long beside the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def submit(self, client: Client, read: Callable[[], tuple[ServedModel, Body]]) -> Submission:
-        """Read a body beside the loop, and submit its requests. They are cancelled when the client leaves.
+    async def submit(self, client: Client, read: Read, handover: Handover) -> Recipient:
+        """Read a body beside the loop, and have its requests served, unless it came before with the same
+        Idempotency-Key. They are cancelled when all their clients have left.
 
         Raises:
             OnwardError: what is wrong with the body, or that the engine takes no more.
         """
-        submission = await self.in_thread(self._submitted, read)
-        self.live.add(submission)
-        client.on_leave(submission.cancel)
+        if handover.idempotency is None:
+            if handover.last_event_id is not None and handover.emitted is None:
+                handover = replace(handover, emitted=self.kept.emitted(handover.key))
+            recipient = await self._begun(await self._read(read, handover), handover)
+        else:
+            recipient = await self._again(read, handover, handover.idempotency)
+        self.live.add(recipient.submission)
+        client.on_leave(recipient.leave)
         if self.ending:  # since the body came
+            recipient.submission.cancel()
+        return recipient
+
+    async def _again(self, read: Read, handover: Handover, name: str) -> Recipient:
+        """Join what is kept under a name, or begin it."""
+        kept = self.kept.of(name, handover.key)
+        if handover.last_event_id is not None and handover.key != kept.key:
+            raise _other_body("Last-Event-ID is of another answer than that of this Idempotency-Key")
+        handover = replace(handover, key=kept.key)
+        async with kept.lock:
+            asked = await self._read(read, handover)
+            before = kept.submission
+            if before is not None and before.asked != asked.digest:
+                raise _other_body("this Idempotency-Key came with another body before: give each request its own")
+            if before is not None and not before.is_cut and not before.has_failed:
+                return Recipient(before, handover, asked.ids)
+            if before is not None:
+                handover = replace(handover, emitted=before.emitted())
+            recipient = await self._begun(asked, handover)
+            kept.submission = recipient.submission
+            return recipient
+
+    async def _read(self, read: Read, handover: Handover) -> "_Asked":
+        return await self.in_thread(self._checked, read, handover)
+
+    def _checked(self, read: Read, handover: Handover) -> "_Asked":
+        served, body = read(handover.key)
+        body = body.seeded()
+        check_bounds(body, self.settings)
+        ids = None
+        if body.stream:
+            fingerprint = served.engine.fingerprint_with(body.requests[0].options.adapter)
+            ids = EventIds.of(body, fingerprint, handover.last_event_id)
+        elif handover.last_event_id is not None:
+            raise BodyError("Last-Event-ID is for streams: send stream: true, or no such id", "stream")
+        return _Asked(served, body, ids, digest_of(body) if handover.idempotency is not None else "")
+
+    async def _begun(self, asked: "_Asked", handover: Handover) -> Recipient:
+        submission = await self.in_thread(self._submitted, asked, handover)
+        return Recipient(submission, handover, asked.ids)
+
+    def _submitted(self, asked: "_Asked", handover: Handover) -> Submission:
+        submission = Submission(asked.served, asked.body, generations := [], asked.digest)
+        engine = asked.served.engine
+        emitted = handover.emitted_by(asked.body.requests)
+        try:
+            for request, texts in zip(asked.body.requests, emitted, strict=True):
+                resumed = texts and request.options.beams == 1
+                generations.append(engine.resume(request, emitted=texts) if resumed else engine.submit(request))
+        except BaseException:
             submission.cancel()
+            raise
         return submission
 
     def end(self) -> None:
@@ -121,29 +124,23 @@ class Service:
         for submission in self.live:
             submission.cancel()
 
-    def _submitted(self, read: Callable[[], tuple[ServedModel, Body]]) -> Submission:
-        served, body = read()
-        body = body.seeded()
-        check_bounds(body, self.settings)
-        submission = Submission(served, body, generations := [])
-        try:
-            for request in body.requests:
-                generations.append(served.engine.submit(request))
-        except BaseException:
-            submission.cancel()
-            raise
-        return submission
-
     def _running(self) -> Iterator[tuple[str, Generation]]:
         """The requests that engines serve now, each with its model's name."""
         for submission in self.live:
             for generation in submission.generations:
                 yield submission.served.name, generation
 
-    def ended(self, submission: Submission) -> None:
-        """A submission has been answered, or nobody waits for it any more. What of it goes on is cancelled."""
+    def ended(self, recipient: Recipient) -> None:
+        """Somebody has been answered, or waits no longer. What nobody waits for is cancelled."""
+        submission = recipient.submission
+        recipient.leave()
+        if submission.clients:
+            return
         self.live.discard(submission)
-        submission.cancel()
+        self.kept.note(submission)
+        if submission.counted:
+            return
+        submission.counted = True
         now, counted = time.monotonic(), self.metrics.of(submission.served.name)
         for generation, completion in zip(submission.generations, submission.ended(), strict=True):
             counted.note(generation, completion, now)
@@ -151,6 +148,20 @@ class Service:
     def close(self) -> None:
         """End the threads that read bodies."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Asked(NamedTuple):
+    """A body that was read and may be served. ids: of its events; None where it is no stream. digest: of all it asks
+    for, where that is compared."""
+
+    served: ServedModel
+    body: Body
+    ids: EventIds | None
+    digest: str
+
+
+def _other_body(message: str) -> BodyError:
+    return BodyError(message, code="idempotency_key_reused", status=422)
 
 
 def parsed(raw: bytes) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class Settings:
     keep_alive: seconds without a chunk after which a stream gets a comment.
     stalled_seconds: how long a client may leave a stream unread before its request is cancelled.
     hang_seconds: how long a step may take before /health says that the engine hangs.
+    idempotency_seconds: how long what came with an Idempotency-Key is kept, to be answered the same again.
     drain: seconds that running requests get after the first signal.
     cors_origins: origins whose pages may call the server; "*" for any.
     hosts: names that requests may call the server by (the Host header); none allows any.
@@ -42,6 +43,7 @@ class Settings:
     keep_alive: float = 10.0
     stalled_seconds: float = 60.0
     hang_seconds: float = 120.0
+    idempotency_seconds: float = 600.0
     drain: float = 30.0
     cors_origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -53,7 +55,7 @@ class Settings:
             check_whole(name, getattr(self, name), low=1)
         if self.max_new_tokens is not None:
             check_whole("max_new_tokens", self.max_new_tokens, low=0)
-        for name in ("body_seconds", "keep_alive", "stalled_seconds", "hang_seconds", "drain"):
+        for name in ("body_seconds", "keep_alive", "stalled_seconds", "hang_seconds", "idempotency_seconds", "drain"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise RequestError(f"{name} must be a number of seconds; got {value!r}")

@@ -3,17 +3,16 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from onward.completion import Completion, Piece
 from onward.errors import OnwardError
 from onward.server.client import Client
 from onward.server.errors import DEFECT
-from onward.server.service import Submission
 from onward.server.settings import Settings
+from onward.server.submission import Recipient
+from onward.server.told import Events
 
 _COMMENT = b": waiting\n\n"
 _HEADERS = {
@@ -21,20 +20,6 @@ _HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # or nginx collects the events
 }
-
-
-class Events(Protocol):
-    """An answer as events, each as it goes over the wire."""
-
-    def begin(self) -> list[str]: ...
-
-    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[str]: ...
-
-    def end(self, at: int, completion: Completion) -> list[str]: ...
-
-    def finish(self) -> list[str]: ...
-
-    def error(self, error: OnwardError) -> list[str]: ...
 
 
 class EventStream(Response):
@@ -45,7 +30,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        submission: Submission,
+        recipient: Recipient,
         events: Events,
         client: Client,
         streams: "Streams",
@@ -53,9 +38,12 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
-        self._submission, self._events, self._client, self._streams = submission, events, client, streams
+        self._recipient, self._submission = recipient, recipient.submission
+        self._client, self._streams = client, streams
+        self._teller = recipient.teller(events)
         self._ended = ended
-        self._going_on = dict.fromkeys(range(len(submission.generations)), 0)  # and how many pieces of each were told
+        # The requests that go on, and how many pieces of each were told.
+        self._going_on = dict.fromkeys(range(len(self._submission.generations)), 0)
         self._changed = asyncio.Event()
         self._wants_comment = False
         self._sending_since: float | None = None
@@ -81,7 +69,7 @@ class EventStream(Response):
 
     def _leave(self) -> None:
         self._client.gone = True
-        self._submission.cancel()
+        self._recipient.leave()
         self._changed.set()
 
     async def _stream(self, send: Send) -> None:
@@ -95,7 +83,7 @@ class EventStream(Response):
                 end()
 
     async def _events_of(self, send: Send) -> None:
-        await self._send(send, self._events.begin())
+        await self._send(send, self._teller.begin())
         while not self._client.gone:
             self._changed.clear()
             events: list[str] = []
@@ -104,12 +92,12 @@ class EventStream(Response):
             except Exception as error:
                 self._submission.cancel()
                 told = error if isinstance(error, OnwardError) else OnwardError(DEFECT)
-                await self._send(send, [*events, *self._events.error(told)], is_last=True)
+                await self._send(send, [*events, *self._teller.error(told)], is_last=True)
                 if told is not error:
                     raise
                 return
             if not self._going_on:
-                await self._send(send, [*events, *self._events.finish()], is_last=True)
+                await self._send(send, [*events, *self._teller.finish()], is_last=True)
                 return
             await self._send(send, events)
             await self._changed.wait()
@@ -124,10 +112,10 @@ class EventStream(Response):
             has_ended = generation.done  # before its last pieces are looked for
             if pieces := generation.pieces(told):
                 self._going_on[at] += len(pieces)
-                events += self._events.pieces(at, pieces)
+                events += self._teller.pieces(at, pieces)
             if has_ended:
                 del self._going_on[at]
-                events += self._events.end(at, self._submission.completion(at))
+                events += self._teller.end(at, self._submission.completion(at))
 
     async def _send(self, send: Send, events: Sequence[str], *, is_last: bool = False) -> None:
         if events or is_last:
@@ -136,7 +124,10 @@ class EventStream(Response):
     async def _write(self, send: Send, content: bytes, *, is_last: bool) -> None:
         """Waits where the client reads more slowly than the texts grow."""
         self._last_sent = self._sending_since = time.monotonic()
-        await send({"type": "http.response.body", "body": content, "more_body": not is_last})
+        message: Message = {"type": "http.response.body", "body": content, "more_body": not is_last}
+        if self._recipient.handover.reports:
+            message["onward"] = {"emitted": self._teller.emitted(), "id": self._teller.id}
+        await send(message)
         self._sending_since = None
 
 

@@ -46,8 +46,9 @@ export async function* stream(path, body, signal) {
       const frames = (rest + value).split("\n\n");
       rest = frames.pop();
       for (const frame of frames) {
-        if (!frame.startsWith("data: ")) continue; // a comment, which keeps the connection alive
-        const data = frame.slice("data: ".length);
+        const line = frame.split("\n").find((each) => each.startsWith("data: "));
+        if (!line) continue; // a comment, which keeps the connection alive
+        const data = line.slice("data: ".length);
         if (data === "[DONE]") return;
         const event = JSON.parse(data);
         if (event.error) throw failed(event.error);

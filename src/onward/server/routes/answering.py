@@ -9,16 +9,19 @@ from starlette.responses import Response
 
 from onward.completion import Completion
 from onward.errors import OnwardError
-from onward.openai import Body
+from onward.openai import AnswerKey, Body
 from onward.server.client import Client, read_body
 from onward.server.gate import access_of
+from onward.server.handover import Handover
 from onward.server.json_answer import rendered
 from onward.server.models import ServedModel
-from onward.server.service import Service, Submission
-from onward.server.sse import Events, EventStream, Streams
+from onward.server.service import Service
+from onward.server.sse import EventStream, Streams
+from onward.server.submission import Submission
+from onward.server.told import Events
 
-# A body as it came, to what it asks for.
-Read = Callable[[bytes], tuple[ServedModel, Body]]
+# A body as it came, and the key of its answer, to what it asks for.
+Read = Callable[[bytes, AnswerKey], tuple[ServedModel, Body]]
 # Makes the events of a stream, and the whole answer.
 MakeEvents = Callable[[Submission], Events]
 MakeAnswer = Callable[[Submission, Sequence[Completion]], dict[str, Any]]
@@ -33,6 +36,7 @@ async def answer(
         OnwardError: what is wrong with the body, or with the engine.
     """
     access = access_of(request.scope)
+    handover = Handover.of(request.scope)
     try:
         raw = await read_body(request, service.settings)
     except ClientDisconnect:
@@ -41,18 +45,20 @@ async def answer(
         access.fields["body"] = raw.decode("utf-8", "replace")
     client = Client(request.receive)
     try:
-        submission = await service.submit(client, partial(read, raw))
+        recipient = await service.submit(client, partial(read, raw), handover)
     except BaseException:
         client.close()
         raise
 
+    submission = recipient.submission
+
     def ended() -> None:
         client.close()
-        service.ended(submission)
+        service.ended(recipient)
         access.fields |= submission.facts()
 
     if submission.body.stream:
-        return EventStream(submission, events(submission), client, streams, ended)
+        return EventStream(recipient, events(submission), client, streams, ended)
     try:
         completions = await submission.completions()
         content = await service.in_thread(lambda: rendered(whole(submission, completions)))

@@ -11,12 +11,13 @@ from onward import __version__
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece
 from onward.errors import OnwardError
-from onward.openai import AnswerStream, Body, answer_body, error_fields
+from onward.openai import AnswerKey, AnswerStream, Body, answer_body, error_fields
 from onward.openai.stream import as_json
 from onward.server.models import ServedModel
 from onward.server.routes.answering import answer
-from onward.server.service import Service, Submission, parsed
+from onward.server.service import Service, parsed
 from onward.server.sse import Streams
+from onward.server.submission import Submission
 
 
 def router(service: Service, streams: Streams) -> APIRouter:
@@ -42,10 +43,10 @@ def tokenizer_of(submission: Submission) -> Tokenizer:
     return tokenizer
 
 
-def _read(service: Service, url: str, raw: bytes) -> tuple[ServedModel, Body]:
+def _read(service: Service, url: str, raw: bytes, key: AnswerKey) -> tuple[ServedModel, Body]:
     fields = parsed(raw)
     served = service.models.find(fields.get("model"))
-    return served, served.reader.read(url, fields)
+    return served, served.reader.read(url, fields, key)
 
 
 def _whole(submission: Submission, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -55,14 +56,16 @@ def _whole(submission: Submission, completions: Sequence[Completion]) -> dict[st
 class _Chunks:
     """The chunks of an answer as events."""
 
+    singly = False
+
     def __init__(self, submission: Submission) -> None:
         self._chunks = AnswerStream(submission.body, tokenizer_of(submission), __version__)
 
-    def begin(self) -> list[str]:
-        return _events(self._chunks.begin())
+    def begin(self, at: int) -> list[str]:
+        return _events(self._chunks.begin(at))
 
-    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[str]:
-        return _events(self._chunks.pieces(at, pieces))
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        return [(told, _event(chunk)) for told, chunk in self._chunks.pieces(at, pieces)]
 
     def end(self, at: int, completion: Completion) -> list[str]:
         return _events(self._chunks.end(at, completion))
@@ -75,4 +78,8 @@ class _Chunks:
 
 
 def _events(chunks: Sequence[str]) -> list[str]:
-    return [f"data: {chunk}\n\n" for chunk in chunks]
+    return list(map(_event, chunks))
+
+
+def _event(chunk: str) -> str:
+    return f"data: {chunk}\n\n"

@@ -10,13 +10,14 @@ from starlette.responses import Response
 from onward import __version__
 from onward.completion import Completion, Piece
 from onward.errors import OnwardError
-from onward.openai import Body, ResponseBody, ResponseStream, read_response, response_body
+from onward.openai import AnswerKey, Body, ResponseBody, ResponseStream, read_response, response_body
 from onward.openai.stream import as_json
 from onward.server.models import ServedModel
 from onward.server.routes.answering import answer
 from onward.server.routes.completions import tokenizer_of
-from onward.server.service import Service, Submission, parsed
+from onward.server.service import Service, parsed
 from onward.server.sse import Streams
+from onward.server.submission import Submission
 
 
 def router(service: Service, streams: Streams) -> APIRouter:
@@ -29,10 +30,10 @@ def router(service: Service, streams: Streams) -> APIRouter:
     return routes
 
 
-def _read(service: Service, raw: bytes) -> tuple[ServedModel, Body]:
+def _read(service: Service, raw: bytes, key: AnswerKey) -> tuple[ServedModel, Body]:
     fields = parsed(raw)
     served = service.models.find(fields.get("model"))
-    return served, read_response(served.reader, fields)
+    return served, read_response(served.reader, fields, key)
 
 
 def _body(submission: Submission) -> ResponseBody:
@@ -47,14 +48,20 @@ def _whole(submission: Submission, completions: Sequence[Completion]) -> dict[st
 class _Events:
     """The events of a response, each with its name."""
 
+    singly = True
+
     def __init__(self, submission: Submission) -> None:
         self._stream = ResponseStream(_body(submission), tokenizer_of(submission), __version__)
 
-    def begin(self) -> list[str]:
+    def begin(self, at: int) -> list[str]:
         return _written(self._stream.begin())
 
-    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[str]:
-        return _written(self._stream.pieces(pieces))
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        events = []
+        for whole, piece in enumerate(pieces):
+            told = _written(self._stream.pieces([piece]))
+            events += [(whole + (event is told[-1]), event) for event in told]
+        return events
 
     def end(self, at: int, completion: Completion) -> list[str]:
         return _written(self._stream.end(completion))

@@ -1,0 +1,77 @@
+"""What the bits of a text depend on beside its request: the model, what computes it, and what that was built from."""
+
+import functools
+import hashlib
+import json
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+from onward import native
+from onward.cache import RowAdapter
+from onward.errors import RequestError
+from onward.models import Model
+from onward.sessions.fingerprint import computed_by, fingerprint
+
+# The parts of a fingerprint, in order, as an error calls them.
+PARTS = (
+    "the model (its config, weights or quantization)",
+    "the device or the instruction set",
+    "the build (Onward or its kernels)",
+    "the version of torch",
+    "the adapter",
+)
+_DIGITS = 8  # of each part
+_FINGERPRINT = re.compile("-".join([f"[0-9a-f]{{{_DIGITS}}}"] * len(PARTS)))
+
+
+def bits_fingerprint(model: Model, adapter: RowAdapter | None = None) -> str:
+    """A short text that is the same where the same requests give the same bits.
+
+    Of each of `PARTS` 8 hexadecimal digits, joined by "-". Of the weights a sample is read (`sessions.fingerprint`).
+    The version of torch counts, for torch computes what no kernel does.
+    """
+    parts = [
+        json.dumps(fingerprint(model), sort_keys=True),
+        f"{computed_by(model)} {platform.machine()}",
+        f"{_sources()} {_kernels()}",
+        torch.__version__,
+        "" if adapter is None else adapter.digest,
+    ]
+    return "-".join(hashlib.blake2b(part.encode(), digest_size=_DIGITS // 2).hexdigest() for part in parts)
+
+
+def check_same_bits(theirs: str, ours: str) -> None:
+    """Raise `RequestError` unless two fingerprints are equal, and say what differs."""
+    if theirs == ours:
+        return
+    if not isinstance(theirs, str) or not _FINGERPRINT.fullmatch(theirs):
+        raise RequestError(f"a fingerprint is a text such as {ours!r} (Engine.fingerprint); got {theirs!r}")
+    pairs = zip(PARTS, theirs.split("-"), ours.split("-"), strict=True)
+    differ = " and ".join(name for name, left, right in pairs if left != right)
+    raise RequestError(
+        f"the text was begun by another engine than this, and would not go on with the same bits: {differ} differ: "
+        "resume it where the fingerprints are equal, or submit it anew"
+    )
+
+
+def _kernels() -> str:
+    """A hash of the library whose kernels run; "" without one."""
+    library = native.library()
+    return "" if library is None else _hash_of((library.path,))
+
+
+def _sources() -> str:
+    """A hash of Onward's own modules: a version may have been changed."""
+    folder = Path(__file__).parents[1]
+    return _hash_of(tuple(sorted(folder.rglob("*.py"))))
+
+
+@functools.cache
+def _hash_of(files: tuple[Path, ...]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

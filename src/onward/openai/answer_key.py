@@ -1,0 +1,51 @@
+"""What an answer is told apart by, and all that is drawn for it beside its tokens."""
+
+import hashlib
+import os
+import re
+import time
+from dataclasses import dataclass
+from typing import Self
+
+from onward.errors import RequestError
+
+_TEXT = re.compile("[0-9a-f]{32}")
+_MILLISECOND_DIGITS = 12  # of 32; the others are drawn
+
+
+@dataclass(frozen=True)
+class AnswerKey:
+    """Fixes an answer's id, when it was created, the ids of its items, and the seed of a body that gives none.
+
+    So the same body with the same key gives the same answer, on any server of the same model.
+
+    text: 32 hexadecimal digits: milliseconds since 1970, then 80 random bits, as in a UUID of version 7 (RFC 9562).
+
+    Raises:
+        RequestError: another text.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not _TEXT.fullmatch(self.text):
+            raise RequestError(f"the key of an answer is 32 hexadecimal digits (AnswerKey.new()); got {self.text!r}")
+
+    @classmethod
+    def new(cls) -> Self:
+        milliseconds = time.time_ns() // 1_000_000
+        return cls(f"{milliseconds:0{_MILLISECOND_DIGITS}x}{os.urandom(10).hex()}")
+
+    @property
+    def created(self) -> int:
+        """Seconds since 1970."""
+        return int(self.text[:_MILLISECOND_DIGITS], 16) // 1000
+
+    @property
+    def seed(self) -> int:
+        """53 bits, which JavaScript's numbers hold."""
+        return int(self.derived("seed"), 16) >> 75
+
+    def derived(self, what: str) -> str:
+        """32 hexadecimal digits that tell a part of the answer from others."""
+        return hashlib.blake2b(f"{self.text} {what}".encode(), digest_size=16).hexdigest()

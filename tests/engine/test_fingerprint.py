@@ -1,0 +1,92 @@
+"""What a fingerprint tells apart, and what it does not."""
+
+import dataclasses
+
+import pytest
+import torch
+from checked_engine import CheckedEngine
+
+import onward
+from demo_adapters import demo_adapter
+from onward import LanguageModel
+from onward.engine.fingerprint import PARTS
+from onward.errors import RequestError
+from onward.testing import ByteTokenizer, tiny_model
+
+
+def fingerprint(model):
+    with CheckedEngine(LanguageModel(model, ByteTokenizer())) as engine:
+        return engine.fingerprint
+
+
+def test_equal_models_have_one_and_others_another():
+    first = fingerprint(tiny_model(seed=7))
+    assert fingerprint(tiny_model(seed=7)) == first
+    assert fingerprint(dataclasses.replace(tiny_model(seed=7), new_blocks=None)) == first, "blocks change no bits"
+    others = {fingerprint(tiny_model(seed=8)), fingerprint(tiny_model("llama", seed=7)), fingerprint(_quantized())}
+    assert len(others) == 3
+    assert first not in others
+    for other in others:
+        assert [left == right for left, right in zip(first.split("-"), other.split("-"), strict=True)] == [
+            False,
+            *[True] * (len(PARTS) - 1),
+        ]
+
+
+def _quantized():
+    return onward.quantize(LanguageModel(tiny_model(seed=7), ByteTokenizer()), "int8").model
+
+
+def test_weights_that_change_are_seen():
+    model = tiny_model(seed=7)
+    with CheckedEngine(LanguageModel(model, ByteTokenizer())) as engine:
+        before = engine.fingerprint
+        assert engine.fingerprint == before
+        with torch.no_grad():
+            for tensor in torch.utils._pytree.tree_leaves(model.params):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.mul_(1.5)
+        assert engine.fingerprint != before
+
+
+def test_another_instruction_set_is_seen_and_named():
+    if "portable" not in onward.native.available_isas() or onward.native.isa() in ("portable", "none"):
+        pytest.skip("there is one instruction set")
+    chosen = onward.native.isa()
+    with CheckedEngine(LanguageModel(tiny_model(seed=7), ByteTokenizer())) as engine:
+        here = engine.fingerprint
+        try:
+            onward.ops.choose("portable")
+            there = engine.fingerprint
+        finally:
+            onward.ops.choose(chosen)
+        assert engine.fingerprint == here
+        with pytest.raises(RequestError, match=r"the device or the instruction set .* differ: resume it where"):
+            engine.resume("abc", emitted=[], fingerprint=there, max_new_tokens=1)
+        assert engine.resume("abc", emitted=[], fingerprint=here, max_new_tokens=1).result(60)
+
+
+def test_adapters_count_for_those_who_ask_for_them(tmp_path):
+    demo = onward.load("demo")
+    demo.load_adapter("one", demo_adapter(tmp_path / "one", 1))
+    demo.load_adapter("two", demo_adapter(tmp_path / "two", 2))
+    options = {"max_new_tokens": 4, "temperature": 0.0}
+    with CheckedEngine(demo) as engine:
+        plain, one, two = (engine.fingerprint_with(name) for name in (None, "one", "two"))
+        assert engine.fingerprint == plain
+        assert len({plain, one, two}) == 3
+        assert engine.resume("Once", emitted=[], adapter="one", fingerprint=one, **options).result(60)
+        for wrong in (plain, two):
+            with pytest.raises(RequestError, match="and would not go on with the same bits: the adapter differ"):
+                engine.resume("Once", emitted=[], adapter="one", fingerprint=wrong, **options)
+        with pytest.raises(RequestError, match="three"):
+            engine.fingerprint_with("three")
+
+
+@pytest.mark.parametrize("text", ["", "abc", "12345678", 7])
+def test_what_is_no_fingerprint_is_refused(text):
+    with (
+        CheckedEngine(LanguageModel(tiny_model(seed=7), ByteTokenizer())) as engine,
+        pytest.raises(RequestError, match="a fingerprint is a text such as"),
+    ):
+        engine.resume("abc", emitted=[], fingerprint=text, temperature=0.0)

@@ -1,0 +1,169 @@
+"""A request that comes again with its Idempotency-Key gets the same answer, and joins one that still runs."""
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+from live_server import SECONDS, LiveServer
+from test_operations import LONG, leave, opened, until
+
+import onward
+from onward.openai import AnswerKey
+from onward.server.kept import KeptAnswers
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "n": 2}),
+    (TEXT, {"prompt": ["The fox", "The owl"], "max_tokens": 8, "logprobs": 1}),
+    (RESPONSES, {"input": "Hi", "max_output_tokens": 8}),
+]
+Start = Callable[..., LiveServer]
+
+
+def sent(server: LiveServer, url: str, body: Any, key: str, **headers: str) -> httpx2.Response:
+    return server.post(url, body, headers={"idempotency-key": key, **headers})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("url", "body"), BODIES)
+def test_the_same_body_gets_the_same_answer(server: LiveServer, url: str, body: dict[str, Any], stream: bool) -> None:
+    body, key = {**body, "stream": stream}, AnswerKey.new().text
+    tokens = server.engines["demo"].stats().tokens
+    first = sent(server, url, body, key)
+    assert first.status_code == 200
+    decoded = server.engines["demo"].stats().tokens - tokens
+    second = sent(server, url, body, key)
+    if stream:
+        assert data_of(second.text) == data_of(first.text) or url != RESPONSES
+        assert ids_of(first.text) == ids_of(second.text)
+    else:
+        assert second.content == first.content
+    assert server.engines["demo"].stats().tokens - tokens == decoded, "nothing is decoded again"
+    other = server.post(url, body)
+    assert ids_of(other.text) != ids_of(first.text)
+
+
+def data_of(text: str) -> list[str]:
+    return [line for line in text.split("\n") if line.startswith("data: ")]
+
+
+def ids_of(text: str) -> set[str]:
+    bodies = [line[6:] for line in data_of(text) if line != "data: [DONE]"] or [text]
+    heads = [json.loads(body) for body in bodies]
+    return {head.get("response", head)["id"] for head in heads if "id" in head.get("response", head)}
+
+
+def test_it_joins_one_that_runs(server: LiveServer) -> None:
+    key = AnswerKey.new().text
+    with ThreadPoolExecutor() as pool:
+        together = [pool.submit(sent, server, TEXT, {**LONG, "max_tokens": 300}, key) for _ in range(5)]
+        answers = {future.result(SECONDS).content for future in together}
+    assert len(answers) == 1
+    server.wait_idle()
+    assert server.engines["demo"].stats().running == 0
+
+
+def test_another_body_is_refused(server: LiveServer) -> None:
+    url, body = BODIES[0]
+    assert sent(server, url, body, "a-key").status_code == 200
+    for changed in ({**body, "max_tokens": 11}, {**body, "seed": 1}, {**body, "stream": True}):
+        answer = sent(server, url, changed, "a-key")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "idempotency_key_reused")
+    assert sent(server, RESPONSES, {"input": "Hi"}, "a-key").status_code == 422
+    assert sent(server, url, {**body, "max_tokens": 11}, "another-key").status_code == 200
+    # Another caller's keys are others.
+    assert sent(server, url, {**body, "max_tokens": 11}, "a-key", authorization="Bearer x").status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", "with a space", "x" * 256])
+def test_a_key_that_is_none_is_refused(server: LiveServer, key: str) -> None:
+    url, body = BODIES[0]
+    answer = sent(server, url, body, key)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_idempotency_key")
+
+
+def test_a_refused_body_may_be_mended(server: LiveServer) -> None:
+    url, body = BODIES[0]
+    assert sent(server, url, {**body, "n": 0}, "to-be-mended").status_code == 400
+    assert sent(server, url, body, "to-be-mended").status_code == 200
+
+
+def test_who_left_finds_the_rest(server: LiveServer) -> None:
+    """A client that leaves cancels its request; it comes again, and what was emitted is not decoded again."""
+    key = AnswerKey.new().text
+    engine = server.engines["demo"]
+    with httpx2.stream(
+        "POST",
+        f"{server.url}{TEXT}",
+        json={**LONG, "stream": True},
+        headers={"idempotency-key": key},
+        timeout=SECONDS,
+    ) as stream:
+        lines = stream.iter_lines()
+        for _ in range(400):
+            next(lines)
+    server.wait_idle()
+    before = engine.stats().tokens
+    whole = sent(server, TEXT, {**LONG, "stream": True}, key)
+    assert data_of(whole.text)[-1] == "data: [DONE]"
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in data_of(whole.text)[:-1])
+    assert text == engine.lm.generate(LONG["prompt"], max_new_tokens=900, ignore_eos=True, temperature=1.0, seed=1).text
+    assert engine.stats().tokens - before < 850
+
+
+def test_a_stream_that_was_cut_is_taken_up_without_decoding_it_again(server: LiveServer) -> None:
+    engine = server.engines["demo"]
+    response = opened(server, TEXT, LONG)
+    last = ""
+    for _ in range(600):
+        line = response.readline().decode()
+        last = line.removeprefix("id: ").strip() if line.startswith("id: ") else last
+    leave(response)
+    server.wait_idle()
+    before = engine.stats().tokens
+    rest = server.post(TEXT, {**LONG, "stream": True}, headers={"last-event-id": last})
+    assert data_of(rest.text)[-1] == "data: [DONE]"
+    assert engine.stats().tokens - before < 800
+
+
+def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
+    key = AnswerKey.new().text
+    body = {**LONG, "max_tokens": 400, "stream": True}
+    with httpx2.stream(
+        "POST", f"{server.url}{TEXT}", json=body, headers={"idempotency-key": key}, timeout=SECONDS
+    ) as first:
+        lines = first.iter_lines()
+        next(lines)
+        got: list[str] = []
+        reader = threading.Thread(target=lambda: got.append(sent(server, TEXT, body, key).text))
+        reader.start()
+        until(lambda: any(len(submission.clients) == 2 for submission in server.app.service.live) or bool(got))
+    reader.join(SECONDS)
+    assert data_of(got[0])[-1] == "data: [DONE]"
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in data_of(got[0])[:-1])
+    lm = server.engines["demo"].lm
+    assert text == lm.generate(LONG["prompt"], max_new_tokens=400, ignore_eos=True, temperature=1.0, seed=1).text
+
+
+def test_what_is_kept_is_bounded_and_does_not_stay() -> None:
+    now = [0.0]
+    kept = KeptAnswers(10.0, lambda: now[0])
+    key = AnswerKey.new()
+    assert kept.of("a", key).key == key
+    now[0] = 9.0
+    assert kept.of("a", AnswerKey.new()).key == key
+    now[0] = 11.0
+    assert kept.of("a", AnswerKey.new()).key != key
+    for number in range(3000):
+        kept.of(str(number), key)
+    assert len(kept) <= 1025
+
+
+def test_keys_are_of_one_server(start: Start, lm: onward.LanguageModel) -> None:
+    url, body = BODIES[0]
+    servers = [start({"demo": lm}, idempotency_seconds=0) for _ in range(2)]
+    assert len({sent(server, url, body, "key").content for server in servers for _ in range(2)}) == 4

@@ -1,0 +1,321 @@
+"""A stream that broke goes on after any of its events, here or on another server, with what it would have sent."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from live_server import SECONDS, LiveServer
+
+import onward
+from onward.openai import AnswerKey
+from onward.server import App, Settings, create_app
+from onward.testing import ByteTokenizer, tiny_model
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ASKED = [{"role": "user", "content": "Does it rain in Oslo?"}]
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+TOOLS = {"tools": [TOOL], "tool_choice": "required"}
+RESPONSE_TOOLS = {"tools": [{"type": "function", **TOOL["function"]}], "tool_choice": "required"}
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": ASKED, "max_tokens": 12}),
+    "usage": (CHAT, {"messages": ASKED, "max_tokens": 5, "stream_options": {"include_usage": True}}),
+    "greedy": (CHAT, {"messages": ASKED, "max_tokens": 8, "temperature": 0}),
+    "logprobs": (CHAT, {"messages": ASKED, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}),
+    "ids": (CHAT, {"messages": ASKED, "max_tokens": 6, "return_token_ids": True, "seed": 3}),
+    "n": (CHAT, {"messages": ASKED, "max_tokens": 6, "n": 3}),
+    "beams": (CHAT, {"messages": ASKED, "max_tokens": 6, "beams": 2}),
+    "tools": (CHAT, {"messages": ASKED, "max_tokens": 30, **TOOLS}),
+    "text": (TEXT, {"prompt": "The fox", "max_tokens": 9, "stop": ["e"]}),
+    "texts": (TEXT, {"prompt": ["The fox", "The owl"], "max_tokens": 5, "n": 2, "echo": True}),
+    "text logprobs": (TEXT, {"prompt": ["The fox", "An owl"], "max_tokens": 5, "logprobs": 1}),
+    "response": (RESPONSES, {"input": "Hi", "max_output_tokens": 8}),
+    "response logprobs": (
+        RESPONSES,
+        {"input": "Hi", "max_output_tokens": 6, "include": ["message.output_text.logprobs"], "top_logprobs": 1},
+    ),
+    "response tools": (RESPONSES, {"input": "Hi", "max_output_tokens": 30, **RESPONSE_TOOLS}),
+}
+
+
+class Frames(list[str]):
+    """The frames of a stream, each with its id."""
+
+    @classmethod
+    def of(cls, response: httpx2.Response) -> "Frames":
+        assert response.status_code == 200, response.text
+        return cls(frame for frame in response.text.split("\n\n") if frame and not frame.startswith(":"))
+
+    def id(self, at: int) -> str:
+        first, _ = self[at].split("\n", 1)
+        assert first.startswith("id: ")
+        return first.removeprefix("id: ")
+
+    @property
+    def data(self) -> list[Any]:
+        said = [frame.split("data: ", 1)[1] for frame in self]
+        return [text if text == "[DONE]" else json.loads(text) for text in said]
+
+
+def taken_up(server: LiveServer, body: str, last: str | None = None, **fields: Any) -> Frames:
+    url, asked = BODIES[body]
+    headers = {} if last is None else {"last-event-id": last}
+    return Frames.of(server.post(url, {**asked, "stream": True, **fields}, headers=headers))
+
+
+def said(chunks: list[Any]) -> dict[str, Any]:
+    """What chunks add up to: a string of JSON for all that may come in several."""
+    added: dict[str, Any] = {}
+    for chunk in chunks:
+        if not isinstance(chunk, dict):
+            added["done"] = True
+            continue
+        added.setdefault("head", {name: chunk[name] for name in ("id", "object", "created", "model", "seed")})
+        if chunk.get("usage"):
+            added["usage"] = {name: value for name, value in chunk["usage"].items() if not name.endswith("_details")}
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            assert index not in added.get("reasons", {}), "nothing comes after a text's end"
+            _add(added, f"{index}", {**choice.get("delta", {}), "text": choice.get("text", "")})
+            for name in ("logprobs", "token_ids"):
+                for entry in _listed(choice.get(name)):
+                    added.setdefault(f"{index} {name}", []).append(entry)
+            if choice["finish_reason"] is not None:
+                added.setdefault("reasons", {})[index] = choice["finish_reason"]
+    return added
+
+
+def _add(added: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _add(added, f"{name} {key}", inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _add(added, f"{name} {inner['index']}", {key: one for key, one in inner.items() if key != "index"})
+    else:
+        added[name] = added.get(name, "") + (value or "")
+
+
+def _listed(entries: Any) -> list[Any]:
+    if entries is None or isinstance(entries, list):
+        return entries or []
+    if entries.get("content") is not None:
+        return list(entries["content"])
+    return list(zip(*(entries[name] for name in ("tokens", "token_logprobs", "text_offset", "ids")), strict=True))
+
+
+@pytest.fixture(scope="module")
+def another(lm: onward.LanguageModel) -> Iterator[LiveServer]:
+    """A server that has seen nothing."""
+    with LiveServer({"demo": lm}) as live:
+        yield live
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_after_any_event_on_any_server(server: LiveServer, another: LiveServer, body: str) -> None:
+    whole = taken_up(server, body)
+    is_response = BODIES[body][0] == RESPONSES
+    places = range(0, len(whole), 1 + len(whole) // 12)
+    for at in places:
+        rest = taken_up((server, another)[at % 2], body, whole.id(at))
+        if is_response:
+            assert _without_cached(rest) == _without_cached(Frames(whole[at + 1 :]))
+        else:
+            assert said(whole.data[: at + 1] + rest.data) == said(whole.data)
+            again = taken_up(another, body, rest.id(0)) if len(rest) > 1 else Frames()
+            assert not again or said(whole.data[: at + 1] + rest.data[:1] + again.data) == said(whole.data)
+    assert taken_up(another, body, whole.id(-1)) == []
+
+
+def _without_cached(frames: Frames) -> list[str]:
+    """The counts of the cache are those of a server."""
+    return [re.sub(r'"(cached_tokens|cache_write_tokens)":[0-9]+', "", frame) for frame in frames]
+
+
+def test_ids_of_events_are_all_different_and_short(server: LiveServer) -> None:
+    for body in BODIES:
+        frames = taken_up(server, body)
+        ids = [frames.id(at) for at in range(len(frames))]
+        assert len(set(ids)) == len(ids)
+        assert max(map(len, ids)) < 80
+        key = AnswerKey(ids[0].split(".")[0])
+        head = frames.data[0].get("response", frames.data[0])
+        assert head["id"].endswith(key.text)
+        assert head.get("created", head.get("created_at")) == key.created
+
+
+def test_openais_own_client_takes_a_stream_up(server: LiveServer) -> None:
+    options: Any = {"model": "demo", "messages": ASKED, "max_tokens": 20, "stream": True}
+    with server.openai() as client:
+        with client.chat.completions.with_streaming_response.create(**options) as response:
+            lines = [line for line in response.iter_lines() if line]
+        ids = [line.removeprefix("id: ") for line in lines if line.startswith("id: ")]
+        said_first = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+        text = "".join(choice["delta"].get("content", "") for choice in said_first)
+        begun = "".join(choice["delta"].get("content", "") for choice in said_first[:3])
+        rest = list(client.chat.completions.create(**options, extra_headers={"Last-Event-ID": ids[2]}))
+        assert begun + "".join(chunk.choices[0].delta.content or "" for chunk in rest) == text
+        assert rest[-1].choices[0].finish_reason == "length"
+        again = [
+            client.responses.create(model="demo", input="Hi", extra_headers={"Idempotency-Key": "one"})
+            for _ in range(2)
+        ]
+        assert again[0] == again[1]
+
+
+# ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "status", "code"),
+    [
+        ("12", {}, 400, "invalid_last_event_id"),
+        ("x" * 5000, {}, 400, "invalid_last_event_id"),
+        ("{key}.{asked}.{computed}.1;1", {}, 422, "last_event_id_mismatch"),
+        ("{key}.{asked}.{computed}.+", {}, 422, "last_event_id_mismatch"),
+        ("{key}.{asked}.{computed}.1", {"max_tokens": 11}, 422, "last_event_id_mismatch"),
+        ("{key}.{asked}.{computed}.1", {"n": 2}, 422, "last_event_id_mismatch"),
+        ("{key}.{asked}.00000000.1", {}, 409, "fingerprint_mismatch"),
+        ("{key}.{asked}.{computed}.1", {"stream": False}, 400, "invalid_value"),
+    ],
+)
+def test_an_id_of_something_else_is_refused(
+    server: LiveServer, last: str, fields: dict[str, Any], status: int, code: str
+) -> None:
+    key, asked, computed, _ = taken_up(server, "chat").id(1).split(".")
+    header = last.format(key=key, asked=asked, computed=computed)
+    url, body = BODIES["chat"]
+    answer = server.post(url, {**body, "stream": True, **fields}, headers={"last-event-id": header})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert len(answer.json()["error"]["message"]) < 300
+
+
+def test_a_server_of_another_model_refuses(server: LiveServer) -> None:
+    demo = server.engines["demo"].lm
+    other = onward.LanguageModel(tiny_model(seed=3), ByteTokenizer(), demo.chat_template)
+    same = onward.LanguageModel(demo.model, demo.tokenizer, demo.chat_template, demo.defaults.replace(top_k=3))
+    last = taken_up(server, "chat").id(0)
+    with LiveServer({"demo": other}) as another, LiveServer({"demo": same}) as configured:
+        url, body = BODIES["chat"]
+        for live, status in ((another, (409, 422)), (configured, (422,))):
+            answer = live.post(url, {**body, "stream": True}, headers={"last-event-id": last})
+            assert answer.status_code in status
+
+
+# ── in one process ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Caller:
+    """Calls an application as an ingress does."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def messages(self, url: str, body: Any, given: dict[str, Any] | None, stop: int | None = None) -> list[Any]:
+        """What it sends; up to the message numbered `stop`, where the caller leaves."""
+        sent: list[Any] = []
+        received = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        left = asyncio.Event()
+
+        async def receive() -> Any:
+            if received:
+                return received.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if stop is not None and len(sent) > stop:
+                left.set()
+                await asyncio.sleep(0)
+
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": url,
+            "raw_path": url.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(b"content-type", b"application/json"), (b"last-event-id", b"of nobody")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+            "http_version": "1.1",
+        }
+        if given is not None:
+            scope["onward"] = given
+        await asyncio.wait_for(self.app(scope, receive, send), SECONDS)
+        return sent
+
+
+def frames_of(messages: list[Any]) -> Frames:
+    text = b"".join(message["body"] for message in messages if message["type"] == "http.response.body").decode()
+    return Frames(frame for frame in text.split("\n\n") if frame)
+
+
+@pytest.mark.parametrize("body", ["chat", "logprobs", "n", "tools", "texts", "beams", "response"])
+def test_whoever_calls_in_process_hands_an_answer_from_one_to_another(lm: onward.LanguageModel, body: str) -> None:
+    url, asked = BODIES[body]
+    asked = {**asked, "stream": True}
+    with onward.Engine(lm) as one, onward.Engine(lm) as other:
+        apps = [Caller(create_app({"demo": engine}, Settings(access_log=False))) for engine in (one, other)]
+
+        async def handed_over() -> None:
+            key = AnswerKey.new().text
+            whole = await apps[0].messages(url, asked, {"answer": key})
+            bodies = [message for message in whole if message["type"] == "http.response.body"]
+            for stop in range(len(bodies)):
+                kept = bodies[: stop + 1]
+                texts = len(kept[0]["onward"]["emitted"])
+                emitted = [[id for part in kept for id in part["onward"]["emitted"][text]] for text in range(texts)]
+                given = {"answer": key, "emitted": emitted, "last_event_id": kept[-1]["onward"]["id"]}
+                rest = await apps[(stop + 1) % 2].messages(url, asked, given)
+                if url == RESPONSES:
+                    assert _without_cached(frames_of([*kept, *rest])) == _without_cached(frames_of(whole))
+                else:
+                    assert said(frames_of([*kept, *rest]).data) == said(frames_of(whole).data)
+                later = [part["onward"]["emitted"] for part in rest if part["type"] == "http.response.body"]
+                everything = [ids + [id for part in later for id in part[text]] for text, ids in enumerate(emitted)]
+                known = [[id for part in bodies for id in part["onward"]["emitted"][text]] for text in range(texts)]
+                assert everything == known
+
+        asyncio.run(handed_over())
+
+
+def test_the_same_key_gives_the_same_answer_in_one_piece(lm: onward.LanguageModel) -> None:
+    with onward.Engine(lm) as engine:
+        caller = Caller(create_app({"demo": engine}, Settings(access_log=False)))
+        for body in ("chat", "texts", "response"):
+            url, asked = BODIES[body]
+            given = {"answer": AnswerKey.new().text}
+            answers = []
+            for emitted in ({}, {"emitted": [[]] * (4 if body == "texts" else 1)}):
+                _, message = asyncio.run(caller.messages(url, asked, {**given, **emitted}))
+                answers.append(json.loads(message["body"]))
+            for answer in answers:
+                del answer["usage"]
+            assert answers[0] == answers[1]
+            assert answers[0]["id"].endswith(given["answer"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"answer": "abc"}, "the key of an answer is 32 hexadecimal digits"),
+        ({"anser": "abc"}, "scope['onward'] has answer, emitted and last_event_id; got 'anser'"),
+        ({"emitted": [[1], [2]]}, "emitted has ids of 2 texts, and the body asks for 1"),
+        ({"emitted": [[10**9]]}, "emitted must hold ids"),
+    ],
+)
+def test_a_callers_mistakes_are_told(lm: onward.LanguageModel, given: dict[str, Any], message: str) -> None:
+    with onward.Engine(lm) as engine:
+        caller = Caller(create_app({"demo": engine}, Settings(access_log=False)))
+        start, answer = asyncio.run(caller.messages(CHAT, {**BODIES["chat"][1], "stream": True}, given))
+        assert start["status"] == 400
+        assert message in json.loads(answer["body"])["error"]["message"]

@@ -11,7 +11,7 @@ BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test lint types contracts unit clients eval-test browser page sanitize bench peers compare demo-model clean \
+.PHONY: help demo docs test lint types contracts unit clients eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
 	wheel wheel-test workflows
 
 help: ## what there is
@@ -42,6 +42,9 @@ clients: $(VENV)/.installed-dev $(VENV)/.installed-clients ## clients that peopl
 
 eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval ## the numbers of lm-evaluation-harness, beside its own class
 	@$(BIN)/pytest tests/integrations
+
+test-cluster: $(VENV)/.installed-dev $(VENV)/.installed-cluster ## replicas on Ray, killed and stopped in the middle of texts
+	@RAY_AUTH_MODE=disabled $(BIN)/pytest tests/cluster
 
 # Debian's Chromium comes by apt-get where this is root; elsewhere it has to be there.
 browser:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from typing import Any
 
 import onward
@@ -110,28 +111,36 @@ def _engine_alone(engine: onward.Engine, clients: int, tokens: int) -> None:
 
 
 async def _clients(url: str, clients: int, options: dict[str, Any]) -> None:
-    host, _, port = url.removeprefix("http://").partition(":")
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, sys.stdin.readline):
-        streams = [_stream(host, int(port), _body(number) | options) for number in range(clients)]
-        print(json.dumps({"headers_ms": statistics.median(await asyncio.gather(*streams))}), flush=True)
+        streams = [_stream(url, _body(number) | options) for number in range(clients)]
+        headers, first = zip(*await asyncio.gather(*streams), strict=True)
+        medians = {"headers_ms": statistics.median(headers), "first_token_ms": statistics.median(first)}
+        print(json.dumps(medians), flush=True)
 
 
-async def _stream(host: str, port: int, body: dict[str, Any]) -> float:
-    """Read one stream to its end; milliseconds until its headers were there."""
+async def _stream(url: str, body: dict[str, Any]) -> tuple[float, float]:
+    """Read one stream to its end; milliseconds until its headers and until its first token were there."""
     began = time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, port)
+    at = urllib.parse.urlsplit(url)
+    host, path = at.hostname, f"{at.path}/v1/completions"
+    reader, writer = await asyncio.open_connection(host, at.port)
     content = json.dumps(body | {"stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
     writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     received = await reader.read(2**16)
     headers_ms = (time.perf_counter() - began) * 1e3
-    while more := await reader.read(2**16):
+    first_ms = 0.0
+    while True:
+        if not first_ms and b"data: " in received:
+            first_ms = (time.perf_counter() - began) * 1e3
+        if not (more := await reader.read(2**16)):
+            break
         received += more
     assert received.count(b'"finish_reason":"length"') == 1, received[:2000]
     assert b"data: [DONE]" in received
     writer.close()
-    return headers_ms
+    return headers_ms, first_ms
 
 
 if __name__ == "__main__":

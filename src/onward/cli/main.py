@@ -17,6 +17,7 @@ from onward.cli.batch import batch
 from onward.cli.bench import bench
 from onward.cli.chat import chat
 from onward.cli.convert import convert
+from onward.cli.deploy import deploy
 from onward.cli.evaluate import evaluate
 from onward.cli.flags import with_flags
 from onward.cli.generate import generate
@@ -69,6 +70,7 @@ _command = partial(app.command, cls=GroupedCommand)
 _command(epilog='Example: onward generate "Once upon a time" -n 200 -t 0.8 --seed 7')(with_flags(generate))
 _command(epilog='Example: onward chat demo --system "You answer in one sentence."')(with_flags(chat))
 _command(epilog="Example: onward serve Qwen/Qwen3-0.6B --quantize int8 --port 8000")(with_flags(serve))
+_command(epilog="Example: onward deploy Qwen/Qwen3-0.6B --replicas 4 --quantize int8")(with_flags(deploy))
 _command(epilog="Example: onward batch requests.jsonl results.jsonl -m Qwen/Qwen3-0.6B")(with_flags(batch))
 _command(epilog="Example: onward score --file story.txt")(with_flags(score))
 _command("eval", epilog="Example: onward eval arc_easy hellaswag --limit 100 -m Qwen/Qwen3-0.6B")(with_flags(evaluate))

@@ -3,6 +3,19 @@
 What needs Ray is imported where it is used (extra `onward[cluster]`).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from onward.cluster.retries import RetryOptions
 
-__all__ = ["RetryOptions"]
+if TYPE_CHECKING:
+    from onward.cluster.deployment import DeployOptions, build_app
+
+__all__ = ["DeployOptions", "RetryOptions", "build_app"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from onward.cluster import deployment
+
+    return getattr(deployment, name)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from onward.errors import RequestError
 from onward.server.app import App
@@ -29,7 +30,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def config_of(app: App) -> uvicorn.Config:
+def config_of(app: ASGIApp) -> uvicorn.Config:
     """How uvicorn serves the application."""
     return uvicorn.Config(
         app,

@@ -1,0 +1,81 @@
+"""What passes between an ingress and a replica: a request on the way there, parts of its answer on the way back."""
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+# The ids of each text of an answer, those of the body's first request first.
+Emitted = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An HTTP request as it came, and what makes its answer the same wherever it is made.
+
+    answer_key: fixes the answer's id, time and seed. emitted: what its texts have emitted in attempts before; None:
+    nothing, or nobody knows. last_event_id: of what the client has of a stream. See `onward.server.handover`.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+    answer_key: str
+    emitted: Emitted | None = None
+    last_event_id: str | None = None
+
+    @property
+    def named_headers(self) -> dict[str, str]:
+        """The headers by lower-case name."""
+        return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.headers}
+
+
+@dataclass(frozen=True)
+class Item:
+    """What an answer brought since the last item; a replica that is well sends one every half second, maybe empty.
+
+    replica: its name. fingerprint: what the bits of its texts depend on. messages: of ASGI.
+    """
+
+    replica: str
+    fingerprint: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass
+class Route:
+    """Where a call is to go, and where it went.
+
+    key: what requests of one beginning have in common; None: nothing. avoid: replicas that failed it. replica: the one
+    that has it; None as long as none has.
+    """
+
+    key: str | None = None
+    avoid: frozenset[str] = field(default_factory=frozenset)
+    replica: str | None = None
+
+
+class ReplicaLostError(Exception):
+    """A replica is gone or silent. died: whether its process is known to be gone."""
+
+    def __init__(self, reason: str, *, died: bool) -> None:
+        super().__init__(reason)
+        self.died = died
+
+
+class Replicas(Protocol):
+    """The replicas that an ingress calls."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Those that take requests now."""
+        ...
+
+    def serve(self, call: Call, route: Route) -> AsyncGenerator[Item, None]:
+        """Have one of them serve a call; closing the generator ends it there. `route.replica` says who has it.
+
+        Raises:
+            ReplicaLostError: the replica is gone.
+        """
+        ...

@@ -1,0 +1,232 @@
+"""The ingress: an ASGI application over replicas, whose clients do not notice when one of them is lost.
+
+A request is tried on a replica. When that one dies, is silent or leaves, another makes the same answer: the ingress has
+fixed its seed, id and time, and every replica of one fingerprint gives the same bits. The client gets what it does not
+have.
+"""
+
+import asyncio
+import contextlib
+import enum
+import hashlib
+import time
+from dataclasses import replace
+from typing import Any
+
+from onward.cluster.answer import Answer, DivergedError, Send
+from onward.cluster.call import Call, Item, ReplicaLostError, Replicas, Route
+from onward.cluster.repeats import Repeats
+from onward.cluster.retries import Quarantine, RetryBudget, RetryOptions
+from onward.cluster.routing import routing_key
+from onward.errors import EngineBusyError, EngineError, OnwardError
+from onward.openai import AnswerKey, BodyError
+from onward.server.log import log
+
+# Seconds that a request waits for a replica to be there at all.
+_WAIT = 60.0
+_BUSY = (429, 503)
+
+
+class _Outcome(enum.Enum):
+    """How an attempt ended that lost no replica."""
+
+    WHOLE = enum.auto()
+    BUSY = enum.auto()  # the replica takes no more
+    LEAVING = enum.auto()  # the replica is to end, and others are there
+
+
+class Ingress:
+    """An ASGI application that forwards requests to replicas.
+
+    replicas: whom it calls. options: what it tries. max_body: the most bytes of a request. max_requests: the most
+    requests at once; more are refused. repeats: remembers what came with an Idempotency-Key.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        options: RetryOptions,
+        max_body: int = 8 * 2**20,
+        max_requests: int = 4096,
+        repeats: Repeats | None = None,
+    ) -> None:
+        self._replicas, self._options = replicas, options
+        self._max_body, self._max_requests = max_body, max_requests
+        self._budget, self._quarantine = RetryBudget(options), Quarantine(options)
+        self._repeats = Repeats(600.0) if repeats is None else repeats
+        self.inside = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return await _live(receive, send)
+        answer = Answer(send)
+        self.inside += 1
+        try:
+            if self.inside > self._max_requests:
+                raise EngineBusyError("the ingress has as many requests as it takes; try again in 1 s", 1.0)
+            body = await self._read_body(receive)
+            if body is not None:
+                await self._until_gone(receive, self._serve(self._call_of(scope, body), answer))
+        except OnwardError as error:
+            await answer.fail(error, getattr(error, "retry_after", None))
+        finally:
+            self.inside -= 1
+
+    async def _read_body(self, receive: Any) -> bytes | None:
+        """The body; None when the client leaves before it is whole."""
+        parts: list[bytes] = []
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            if sum(map(len, parts)) > self._max_body:
+                raise BodyError(f"a body has {self._max_body} bytes at most", code="body_too_large", status=413)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _call_of(self, scope: Any, body: bytes) -> Call:
+        headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
+        call = Call(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, "")
+        if last := call.named_headers.get(
+            "last-event-id"
+        ):  # which begins with the key; the application checks the rest
+            with contextlib.suppress(OnwardError):
+                return replace(call, answer_key=AnswerKey(last.partition(".")[0]).text)
+        key = self._repeats.answer_key(call.named_headers, _digest(call.path, body), time.monotonic())
+        return replace(call, answer_key=key)
+
+    async def _until_gone(self, receive: Any, serving: Any) -> None:
+        """Serve, and stop when the client leaves."""
+
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.ensure_future(serving), asyncio.ensure_future(gone())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _serve(self, call: Call, answer: Answer) -> None:
+        """Try until the answer is whole.
+
+        Raises:
+            OnwardError: it will not be.
+        """
+        digest = _digest(call.path, call.body)
+        key = routing_key(call.named_headers, call.body)
+        avoid: frozenset[str] = frozenset()
+        lost = 0
+        self._budget.came()
+        if self._quarantine.holds(digest, time.monotonic()):
+            raise EngineError("two replicas died while they served this request: it is refused for a while")
+        while True:
+            route = Route(key, avoid)
+            answer.begin()
+            try:
+                outcome = await self._attempt(call, route, answer)
+                if outcome is _Outcome.WHOLE:
+                    return
+            except ReplicaLostError as error:
+                lost += 1
+                self._note(error, digest, route, lost)
+            except DivergedError:
+                if not self._others(route):
+                    raise
+            if route.replica is not None:
+                avoid |= {route.replica}
+            call = replace(call, emitted=answer.emitted, last_event_id=answer.last_event_id)
+
+    def _note(self, error: ReplicaLostError, digest: bytes, route: Route, lost: int) -> None:
+        """A replica was lost.
+
+        Raises:
+            EngineError: the request is not tried again.
+        """
+        now = time.monotonic()
+        log("replica lost", replica=route.replica, reason=str(error), lost=lost)
+        if error.died and route.replica is not None:
+            self._quarantine.note_death(digest, route.replica, now)
+        if self._quarantine.holds(digest, now):
+            raise EngineError("two replicas died while they served this request") from error
+        if lost >= self._options.attempts:
+            raise EngineError(f"{lost} replicas were lost while they served this request: {error}") from error
+        if not self._budget.take():
+            raise EngineError(f"a replica was lost, and too many requests are tried again: {error}") from error
+
+    async def _attempt(self, call: Call, route: Route, answer: Answer) -> _Outcome:
+        """Have one replica serve the call.
+
+        Raises:
+            ReplicaLostError: it is gone, or silent for too long.
+            DivergedError: it makes another answer.
+        """
+        items = self._replicas.serve(call, route)
+        try:
+            while not answer.ended:
+                item = await self._next(items, route)
+                route.replica = item.replica
+                if _is_busy(item) and (answer.started or self._others(route)):
+                    return _Outcome.BUSY
+                await answer.tell(item)
+                if not answer.ended and route.replica not in self._replicas.names and self._others(route):
+                    return _Outcome.LEAVING
+            return _Outcome.WHOLE
+        finally:
+            # A replica that hangs does not answer, and nobody waits for it: what it may still send is never read.
+            closing = asyncio.ensure_future(items.aclose())
+            _closing.add(closing)
+            closing.add_done_callback(_closing.discard)
+
+    async def _next(self, items: Any, route: Route) -> Item:
+        coming = asyncio.ensure_future(anext(items))
+        since = time.monotonic()
+        try:
+            while True:
+                seconds = _WAIT if route.replica is None else self._options.silence
+                left = since + seconds - time.monotonic()
+                if left <= 0:
+                    break
+                # A call that finds its replica meanwhile has less time from then on.
+                done, _ = await asyncio.wait([coming], timeout=min(left, self._options.silence))
+                if done:
+                    return coming.result()  # type: ignore[no-any-return]
+        except StopAsyncIteration:
+            raise ReplicaLostError("the replica's answer broke off", died=False) from None
+        finally:
+            coming.cancel()
+            with contextlib.suppress(BaseException):
+                coming.exception() if coming.done() else None
+        if route.replica is None:
+            raise EngineError(f"no replica was there within {_WAIT:g} s")
+        raise ReplicaLostError(f"replica {route.replica} was silent for {self._options.silence:g} s", died=False)
+
+    def _others(self, route: Route) -> bool:
+        """Whether there are replicas that have not failed the call."""
+        return bool(self._replicas.names - route.avoid - {route.replica})
+
+
+# Generators that are being closed: a task that nobody holds may be collected.
+_closing: set[Any] = set()
+
+
+def _digest(path: str, body: bytes) -> bytes:
+    return hashlib.blake2b(path.encode() + b" " + body).digest()
+
+
+def _is_busy(item: Item) -> bool:
+    return any(message["type"] == "http.response.start" and message["status"] in _BUSY for message in item.messages)
+
+
+async def _live(receive: Any, send: Send) -> None:
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return

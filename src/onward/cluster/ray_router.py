@@ -1,0 +1,64 @@
+"""Ray Serve's choice of a replica, made by `Ring`."""
+
+from typing import Any
+
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+
+from onward.cluster import here
+from onward.cluster.call import Route
+from onward.cluster.routing import Ring
+
+
+class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
+    """Sends a call to the replica that `Ring` names for its `Route`, an argument of the call called `route`.
+
+    It runs in the process of the ingress, and writes there into the route who has the call. Of Ray's router for
+    sessions it keeps how calls wait and are tried again where a replica takes no more.
+    """
+
+    # A replica whose processor is busy takes longer than a tenth of a second to say how much it has to do.
+    queue_len_response_deadline_s = 1.0
+    max_queue_len_response_deadline_s = 2.0
+
+    def initialize_state(self, affinity: bool = True, **others: Any) -> None:
+        super().initialize_state(**others)
+        self._ring, self._affinity = Ring(), affinity
+        self._ring.update([_name(replica) for replica in self._replica_id_set])
+        here.ROUTERS[str(self._deployment_id)] = self
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The replicas that take calls now."""
+        return self._ring.replicas
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        super().update_replicas(replicas)
+        self._ring.update([_name(replica.replica_id) for replica in replicas])
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        route = _route_of(pending_request)
+        if route is None or not candidate_replicas:
+            return [candidate_replicas] if candidate_replicas else []
+        pending_request.routing_context.should_backoff = True
+        by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
+        ranked = self._ring.order(route.key, self._load, route.avoid, affinity=self._affinity)
+        return [[by_name[name]] for name in ranked if name in by_name]
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        super().on_request_routed(pending_request, replica_id, result)
+        route = _route_of(pending_request)
+        if route is not None:
+            route.replica = _name(replica_id)
+
+    def _load(self, name: str) -> float:
+        ids = (replica for replica in self._replica_id_set if _name(replica) == name)
+        return next((self._replica_queue_len_cache.get(replica) or 0 for replica in ids), 0)
+
+
+def _name(replica_id: Any) -> str:
+    return str(replica_id.unique_id)
+
+
+def _route_of(pending_request: Any) -> Route | None:
+    route = None if pending_request is None else pending_request.kwargs.get("route")
+    return route if isinstance(route, Route) else None

@@ -1,0 +1,116 @@
+"""A client of a deployment that reads a stream event by event."""
+
+import http.client
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+STORY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0.5, "seed": 10, "stream": True}
+
+
+@dataclass
+class Stream:
+    """What a client got. pid: of the replica that began it. last_id: of the last event."""
+
+    status: int = 0
+    pid: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
+    last_id: str = ""
+    is_whole: bool = False
+
+    @property
+    def said(self) -> list[Any]:
+        """All that was said of each text, however the events cut it: their parts in a row, then the usage."""
+        texts: dict[int, list[Any]] = {}
+        for choice in (choice for event in self.events for choice in event.get("choices", ())):
+            parts = texts.setdefault(choice["index"], ["", [], None])
+            parts[0] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            logprobs = choice.get("logprobs") or {}
+            parts[1] += zip(*(logprobs[name] for name in sorted(logprobs)), strict=True)
+            parts[2] = choice["finish_reason"] or parts[2]
+        others = [event.get("usage", event) for event in self.events if not event.get("choices")]
+        for usage in others:
+            usage.pop("prompt_tokens_details", None)  # what a cache held is a replica's own
+        return [sorted(texts.items()), others]
+
+
+def read(
+    port: int,
+    body: dict[str, Any],
+    at: int = -1,
+    act: Callable[[Stream], None] = lambda stream: None,
+    headers: dict[str, str] | None = None,
+    path: str = "/v1/completions",
+) -> Stream:
+    """Ask, and call `act` once `at` events have come. A connection that breaks ends the stream, and is no error."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
+    stream = Stream()
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
+        if at == 0:
+            act(stream)
+        answer = connection.getresponse()
+        stream.status = answer.status
+        where = answer.getheader("x-onward-replica")
+        stream.pid = int(where.split()[-1]) if where else 0
+        while line := answer.readline():
+            if line.startswith(b"id: "):
+                stream.last_id = line[4:].decode().strip()
+            elif line == b"data: [DONE]\n":
+                stream.is_whole = True
+            elif line.startswith(b"data: "):
+                stream.events.append(json.loads(line[6:]))
+                if len(stream.events) == at:
+                    act(stream)
+    except (http.client.HTTPException, OSError):
+        pass
+    finally:
+        connection.close()
+    return stream
+
+
+def signal_it(number: int) -> Callable[[Stream], None]:
+    """Send a signal to the replica that serves the stream."""
+
+    def act(stream: Stream) -> None:
+        assert stream.pid, "the answer says who made it"
+        os.kill(stream.pid, number)
+
+    return act
+
+
+def undisturbed(port: int, body: dict[str, Any], path: str = "/v1/completions") -> Stream:
+    """What is said when nothing happens. Replicas that were lost before may still be on their way back."""
+    end = time.monotonic() + 60
+    while True:
+        stream = read(port, body, path=path)
+        if stream.is_whole or time.monotonic() > end:
+            return stream
+        time.sleep(0.5)
+
+
+def check_same(got: Stream, expected: Stream) -> None:
+    assert expected.is_whole
+    assert "error" not in got.events[-1], got.events[-1]
+    assert got.said == expected.said
+    assert got.is_whole
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ancestors(pid: int) -> list[int]:
+    """The processes that a process descends from, the nearest first."""
+    found = []
+    while pid > 1:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found

@@ -1,0 +1,302 @@
+"""An answer that several attempts make is the one that a single one makes; whatever is lost, and when."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onward.cluster.bridge import served
+from onward.cluster.call import Call, Item, ReplicaLostError, Route
+from onward.cluster.ingress import Ingress
+from onward.cluster.repeats import Repeats
+from onward.cluster.retries import RetryOptions
+
+EVENTS = [f"data: {at}\n\n".encode() for at in range(6)]
+STREAM = b"".join(EVENTS)
+SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+
+
+async def streaming(scope: Any, receive: Any, send: Any) -> None:
+    """An application whose events come one at a time, with comments between, after the last one that was told."""
+    assert (await receive())["body"] == b"body"
+    begun = scope["onward"]
+    first = int(begun.get("last_event_id", -1)) + 1
+    assert [list(ids) for ids in begun.get("emitted", [range(first)])] == [list(range(first))], "it knows what was told"
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for at in range(first, len(EVENTS)):
+        told = {"id": str(at), "emitted": [[at]]}
+        body = b": waiting\n\n" + EVENTS[at]
+        await send({"type": "http.response.body", "body": body, "more_body": True, "onward": told})
+        await asyncio.sleep(0.002)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def whole(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 201, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": b'{"a": ', "more_body": True})
+    await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b"1}", "more_body": False})
+
+
+async def busy(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 429, "headers": [(b"retry-after", b"1")]})
+    await send({"type": "http.response.body", "body": b"busy", "more_body": False})
+
+
+Fault = tuple[str, int]  # what happens, after how many items
+
+
+class Fakes:
+    """Replicas in this process. faults: of each attempt in turn; further attempts have none."""
+
+    def __init__(
+        self, faults: list[Fault], names: tuple[str, ...] = ("a", "b", "c", "d"), apps: dict[str, Any] | None = None
+    ) -> None:
+        self.faults, self.all, self.apps = list(faults), names, apps or {}
+        self.gone: set[str] = set()
+        self.calls: list[tuple[str, Call]] = []
+        self.fingerprints: dict[str, str] = {}
+        self.app: Callable[..., Any] = streaming
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.all) - self.gone
+
+    async def serve(self, call: Call, route: Route) -> AsyncGenerator[Item, None]:
+        name = min(self.names, key=lambda name: (name in route.avoid, name))
+        route.replica = name
+        self.calls.append((name, call))
+        fault, after = self.faults.pop(0) if self.faults else ("", 0)
+        count = 0
+        app, fingerprint = self.apps.get(name, self.app), self.fingerprints.get(name, "same")
+        async for item in served(app, call, name, fingerprint, gather=0.0):
+            if fault and count == after:
+                if fault == "die":
+                    self.gone.add(name)
+                    raise ReplicaLostError("died", died=True)
+                if fault == "break off":
+                    return
+                if fault == "hang":
+                    await asyncio.sleep(60)
+                if fault == "leave":
+                    self.gone.add(name)
+            count += 1
+            yield item
+
+
+class Got:
+    """What a client has got."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    async def send(self, message: Any) -> None:
+        assert not self.messages or self.messages[-1].get("more_body", True), "nothing comes after the end"
+        self.messages.append(message)
+
+    @property
+    def status(self) -> int:
+        (status,) = [message["status"] for message in self.messages if message["type"] == "http.response.start"]
+        return int(status)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.messages[-1].get("more_body") is False
+
+
+def ask(replicas: Fakes, **options: Any) -> Got:
+    """Ask an ingress of its own. options: of `RetryOptions`."""
+    return ask_at(Ingress(replicas, RetryOptions(**{"silence": 1.0, **options})))
+
+
+def ask_at(ingress: Ingress, body: bytes = b"body", **headers: str) -> Got:
+    got = Got()
+    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+
+    async def run() -> None:
+        bodies = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if bodies:
+                return bodies.pop()
+            return await asyncio.Event().wait()
+
+        await asyncio.wait_for(ingress({**SCOPE, "headers": named}, receive, got.send), 20)
+
+    asyncio.run(run())
+    return got
+
+
+def without_comments(body: bytes) -> bytes:
+    return body.replace(b": waiting\n\n", b"")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["die", "break off", "leave"]), st.integers(0, 8)), max_size=3),
+    st.sampled_from([streaming, whole]),
+)
+def test_whatever_is_lost_the_client_gets_one_whole_answer(faults: list[Fault], app: Any) -> None:
+    replicas = Fakes(faults)
+    replicas.app = app
+    got = ask(replicas, attempts=4, quarantine=0.0)
+    deaths = sum(fault == "die" for fault, _ in faults)
+    if got.status == (200 if app is streaming else 201) and deaths < 2:
+        assert without_comments(got.body) == (STREAM if app is streaming else b'{"a": 1}')
+    assert got.is_whole
+    assert len({call.answer_key for _, call in replicas.calls}) == 1
+
+
+@pytest.mark.parametrize("after", range(8))
+@pytest.mark.parametrize("fault", ["die", "leave", "break off", "hang"])
+def test_a_fault_at_every_place(fault: str, after: int) -> None:
+    replicas = Fakes([(fault, after)])
+    got = ask(replicas, silence=0.2)
+    assert (got.status, without_comments(got.body)) == (200, STREAM)
+    assert len(replicas.calls) <= 2
+    assert len({name for name, _ in replicas.calls}) == len(replicas.calls), "another replica goes on"
+
+
+def test_a_replica_that_leaves_alone_serves_to_the_end() -> None:
+    replicas = Fakes([("leave", 1)], names=("a",))
+    assert without_comments(ask(replicas).body) == STREAM
+    assert len(replicas.calls) == 1
+
+
+def test_a_busy_replica_is_passed_over_and_the_last_one_says_so() -> None:
+    replicas = Fakes([], apps={"a": busy, "b": busy})
+    assert without_comments(ask(replicas).body) == STREAM
+    assert [name for name, _ in replicas.calls] == ["a", "b", "c"]
+    replicas = Fakes([], names=("a", "b"), apps={"a": busy, "b": busy})
+    got = ask(replicas)
+    assert (got.status, got.body) == (429, b"busy")
+
+
+def test_another_fingerprint_does_not_go_on() -> None:
+    replicas = Fakes([("die", 3)])
+    replicas.fingerprints = {"b": "other", "c": "other"}
+    got = ask(replicas)
+    assert without_comments(got.body) == STREAM
+    assert [name for name, _ in replicas.calls] == ["a", "b", "c", "d"]
+    replicas = Fakes([("die", 3)], names=("a", "b"))
+    replicas.fingerprints = {"b": "other"}
+    got = ask(replicas)
+    assert STREAM.startswith(without_comments(got.body).split(b'data: {"error"')[0])
+    assert b"another model, another build or another processor" in got.body
+
+
+def test_an_answer_that_differs_is_never_told() -> None:
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"whole", "more_body": True})
+        await asyncio.sleep(0.01)
+        await send({"type": "http.response.body", "body": b" answer", "more_body": False})
+
+    def answering(status: int, body: bytes) -> Any:
+        async def other(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+        return other
+
+    for status, body in ((200, b"other answer"), (200, b"who"), (500, b"whole answer")):
+        replicas = Fakes([("die", 1)], names=("a", "b"), apps={"a": slow, "b": answering(status, body)})
+        got = ask(replicas)
+        assert (got.status, got.body, got.is_whole) == (200, b"whole", True)
+    replicas = Fakes([("die", 1)], names=("a", "b"), apps={"a": slow, "b": answering(200, b"whole answer")})
+    assert ask(replicas).body == b"whole answer"
+
+
+def test_attempts_end_and_a_request_that_kills_is_refused() -> None:
+    got = ask(Fakes([("break off", 0)] * 9), attempts=3)
+    assert got.status == 503
+    assert b"3 replicas were lost" in got.body
+    replicas = Fakes([("die", 0)] * 9)
+    got = ask(replicas, attempts=3)
+    assert b"two replicas died while they served this request" in got.body
+    assert len(replicas.calls) == 2
+    got = ask(Fakes([("die", 0)]), retry_burst=0)
+    assert b"too many requests are tried again" in got.body
+
+
+def test_an_answer_that_began_as_a_stream_ends_with_an_event() -> None:
+    got = ask(Fakes([("die", 3), ("die", 3)]))
+    assert got.status == 200
+    assert without_comments(got.body).startswith(EVENTS[0])
+    assert b'data: {"error": {' in got.body
+    assert got.is_whole
+
+
+def test_a_client_that_leaves_ends_its_call() -> None:
+    left = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await receive()
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+
+    async def run() -> None:
+        replicas = Fakes([])
+        replicas.app = endless
+        messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"body", "more_body": False}]
+
+        async def receive() -> Any:
+            await asyncio.sleep(0.05)
+            return messages.pop()
+
+        ingress = Ingress(replicas, RetryOptions())
+        await asyncio.wait_for(ingress(SCOPE, receive, Got().send), 10)
+        await asyncio.wait_for(left.wait(), 10)
+        assert ingress.inside == 0
+
+    asyncio.run(run())
+
+
+def test_what_comes_again_has_the_key_of_its_answer() -> None:
+    replicas = Fakes([])
+    replicas.app = whole
+    ingress = Ingress(replicas, RetryOptions(), repeats=Repeats(600.0))
+
+    def keys(**headers: str) -> str:
+        assert ask_at(ingress, **headers).status == 201
+        return replicas.calls[-1][1].answer_key
+
+    first = keys(idempotency_key="k")
+    assert keys(idempotency_key="k") == first
+    assert keys() != first
+    assert keys(idempotency_key="other") != first
+    assert keys(idempotency_key="k", authorization="somebody else") != first
+    got = ask_at(ingress, b"another", idempotency_key="k")
+    assert (got.status, b"idempotency_key_reused" in got.body) == (422, True)
+
+
+def test_repeats_are_forgotten() -> None:
+    repeats = Repeats(10.0)
+    headers = {"idempotency-key": "k"}
+    first = repeats.answer_key(headers, b"a", 0.0)
+    assert repeats.answer_key(headers, b"a", 10.0) == first
+    assert repeats.answer_key(headers, b"b", 10.1) != first
+    for at in range(20_000):
+        repeats.answer_key({"idempotency-key": str(at)}, b"a", 11.0)
+    assert len(repeats._kept) == 10_000
+
+
+def test_a_stream_that_is_taken_up_again_has_the_key_of_its_beginning() -> None:
+    replicas = Fakes([])
+    replicas.app = whole
+    ask_at(Ingress(replicas, RetryOptions()), last_event_id=f"{'0a' * 16}.11111111.22222222.3")
+    assert replicas.calls[-1][1].answer_key == "0a" * 16
+
+
+def test_a_body_that_is_too_large() -> None:
+    got = ask_at(Ingress(Fakes([]), RetryOptions(), max_body=3))
+    assert (got.status, b"body_too_large" in got.body) == (413, True)

@@ -1,0 +1,99 @@
+"""A machine of a cluster is lost, or what keeps the cluster together, in the middle of a text."""
+
+import contextlib
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from streams import STORY, Stream, ancestors, check_same, free_port, read, undisturbed
+
+pytest.importorskip("ray")
+with warnings.catch_warnings(action="ignore"):  # of Ray's own
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    from onward.cluster.deployment import DeployOptions, application
+    from onward.cluster.running import running
+    from onward.errors import RequestError
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+
+# A replica takes all of a machine but the first, on which the proxy and the ingress are.
+OPTIONS = DeployOptions(replicas=2, cpus=2, threads=1, retries={"silence": 4.0})
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **small})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def port(cluster: Any) -> Iterator[int]:
+    """Of Ray's own proxy, with the ingress as a deployment."""
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": (free := free_port())})
+        serve.run(application(OPTIONS), name="onward", route_prefix="/")
+        yield free
+    finally:
+        ray.shutdown()
+
+
+def test_a_machine_that_is_lost(port: int) -> None:
+    def kill_machine(stream: Stream) -> None:
+        raylets = [pid for pid in ancestors(stream.pid) if b"raylet" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(raylets[0], signal.SIGKILL)
+
+    expected = undisturbed(port, STORY)
+    got = read(port, STORY, 20, kill_machine)
+    check_same(got, expected)
+
+
+def test_a_client_whose_ingress_is_lost_takes_its_stream_up_again(port: int) -> None:
+    expected = undisturbed(port, STORY)
+
+    def kill_ingress(stream: Stream) -> None:
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+                if file.read().startswith(b"ray::ServeReplica:onward:Ingress") and os.getpid() in ancestors(int(pid)):
+                    os.kill(int(pid), signal.SIGKILL)
+
+    first = read(port, STORY, 20, kill_ingress)
+    assert not first.is_whole
+    end = time.monotonic() + 60
+    while True:
+        rest = read(port, STORY, headers={"Last-Event-ID": first.last_id})
+        if rest.status == 200 or time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    assert rest.is_whole
+    first.events += rest.events
+    assert first.said == expected.said
+
+
+def test_streams_go_on_without_the_clusters_memory(port: int, cluster: Any) -> None:
+    expected = undisturbed(port, STORY)
+    got = read(port, STORY, 20, lambda _: cluster.head_node.kill_gcs_server())
+    check_same(got, expected)
+
+
+def test_an_address_that_does_not_answer() -> None:
+    for address in (f"127.0.0.1:{free_port()}", f"ray://127.0.0.1:{free_port()}"):
+        with pytest.raises(RequestError, match="no Ray cluster answers at"), running(OPTIONS, address=address, port=0):
+            pass
+    with pytest.raises(RequestError, match="is HOST:PORT"), running(OPTIONS, address="nowhere", port=0):
+        pass

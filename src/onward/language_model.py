@@ -416,13 +416,16 @@ class LanguageModel:
         acquired = slots.acquire((), len(ids))
         assert acquired is not None, "new slots have room"
         slot, parts = acquired[0], []
-        for start in range(0, len(ids), self.prefill_chunk):
-            some = tokens[:, start : start + self.prefill_chunk]
+        start = 0
+        while start < len(ids):
+            some = tokens[:, start : start + slots.piece(slot, start, min(self.prefill_chunk, len(ids) - start))]
             offsets = torch.tensor([start], dtype=torch.int32, device=self.model.device)
+            slots.ready([slot], [start], some.shape[1])
             view = slots.view_of([slot], some.shape[1])
             logits, cache = self.model(some, offsets, view.cache)
             slots.put(view, cache)
-            slots.advance(slot, start + some.shape[1], lambda first, last: ids[first:last])
+            start += some.shape[1]
+            slots.advance(slot, start, lambda first, last: ids[first:last])
             parts.append(logits[0].to(device="cpu", dtype=torch.float32))
         return torch.cat(parts)
 

@@ -49,8 +49,11 @@ def text(ids):
 class House:
     """Two rows that share blocks, and cached blocks, in a memory that is nearly full."""
 
-    def __init__(self):
+    def __init__(self, window=None):
         self.memory = WrittenBlocks(9, SIZE)
+        if window is not None:
+            self.memory.windows = WrittenBlocks(9, SIZE)
+            self.memory.windows.window = window
         self.slots = PagedSlots(self.memory, max_len=32, cached_blocks=2, warm_blocks=1, block=SIZE)
         cached = self.row([7, 7, 7, 7, 7, 7])
         self.slots.release(cached, [7] * 6)
@@ -61,9 +64,19 @@ class House:
 
     def row(self, ids):
         slot, reused = self.slots.acquire(ids, len(ids))
+        self.slots.ready([slot], [reused], len(ids) - reused)
         for at in range(reused, len(ids)):
             self.memory.write(slot, at, tuple(ids[: at + 1]))
+            if self.memory.windows is not None:
+                self.memory.windows.texts[slot.windows[at // SIZE]][at % SIZE] = tuple(ids[: at + 1])
         return slot
+
+    def assert_window(self, slot, ids):
+        """The slot has what a token after these ids sees."""
+        window = 0 if self.memory.windows is None else self.memory.windows.window
+        for at in range(max(0, len(ids) - window + 1), len(ids)) if window else ():
+            texts = self.memory.windows.texts[slot.windows[at // SIZE]]
+            assert texts[at % SIZE] == tuple(ids[: at + 1])
 
 
 CHANGES = {
@@ -80,11 +93,12 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_that_is_cut_short_at_any_line_loses_nothing(change):
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_change_that_is_cut_short_at_any_line_loses_nothing(change, window):
     line = 0
     while True:
         line += 1
-        house = House()
+        house = House(window)
         slots, memory = house.slots, house.memory
         more = interrupted(lambda house=house: CHANGES[change](house), line)
         slots.check()
@@ -92,12 +106,18 @@ def test_a_change_that_is_cut_short_at_any_line_loses_nothing(change):
             if slot in slots._slots:
                 kept = min(slot.length, 10)
                 assert memory.read(slot, kept) == text(house.ids)[:kept]
+                if slots.holds(slot, kept):
+                    house.assert_window(slot, house.ids[:kept])
+                else:
+                    assert change == "truncate", "only what was cut may lack its window"
         table = slots.view([house.two, house.two])
+        table = table if window is None else table[0]
         assert table.tolist() == [house.two.blocks + [memory.count] * (8 - len(house.two.blocks))] * 2
         for ids in ([*range(11), 1], [7] * 7):
             slot, reused = slots.acquire(ids, 8) or (None, 0)
             if slot is not None:
                 assert memory.read(slot, reused) == text(ids)[:reused]
+                house.assert_window(slot, ids[:reused])
                 slots.release(slot)
         for slot in list(slots._slots):  # what was made, and whose maker never learnt of it, too
             slots.release(slot, house.ids[: min(slot.length, 4)] if slot in (house.one, house.two) else ())

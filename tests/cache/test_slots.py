@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 import time
 
 import pytest
@@ -407,6 +408,14 @@ def test_a_block_that_has_no_more_use_is_one_of_the_few_that_keep_their_memory()
         slots.release(slot)  # as many as may keep their memory
     slots.note(longer, [0, 0, 1, 2])
     slots.check()
+
+
+def test_memory_goes_with_its_slots():
+    memory, slots = slots_over()
+    slots.release(filled(slots, [1, 2, 3]), [1, 2, 3])
+    kept = weakref.ref(memory)
+    del memory, slots
+    assert kept() is None, "it does not wait for the collector"
 
 
 def test_threads_share_without_losing_a_block():

@@ -15,11 +15,12 @@ class WrittenBlocks:
         self.texts = [[None] * size for _ in range(count)]
         self.copies, self.given_back, self.tables = [], [], []
         self.fails = False
-        self.states = None
+        self.states = self.windows = None
+        self.block_nbytes = 1
 
-    def view(self, table):
+    def view(self, table, *more):
         self.tables.append(table)
-        return table
+        return (table, *more) if more else table
 
     def copy(self, source, to, positions):
         if self.fails:

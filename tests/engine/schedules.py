@@ -10,7 +10,9 @@ from checked_engine import CheckedEngine
 
 import onward
 from onward import LanguageModel, Speculator
+from onward.cache import PagedSlots
 from onward.constraints import mask_of
+from onward.ops.blocks import BLOCK
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 REQUESTS = 120  # of each model
@@ -32,6 +34,7 @@ MODELS = {
     "qwen3": lambda: tiny_model("qwen3", seed=7),
     "llama": lambda: tiny_model("llama", seed=3, num_hidden_layers=1),
     "mistral": lambda: tiny_model("mistral", seed=5, sliding_window=40),
+    "sliding": lambda: tiny_model("gemma3", seed=5, sliding_window=50, num_hidden_layers=3),
     "qwen2": lambda: tiny_model("qwen2", seed=2, num_key_value_heads=1),
     "recurrent": lambda: tiny_model("qwen3_5", seed=4, num_hidden_layers=3),
     "recurrent, dense": lambda: dataclasses.replace(tiny_model("qwen3next", seed=6), new_blocks=None),
@@ -194,7 +197,8 @@ class Schedule:
     def engine(self):
         memory, new_blocks = None, model(self.name).new_blocks
         if self.blocks is not None and new_blocks is not None:
-            memory = self.blocks * new_blocks(1).block_nbytes
+            one = PagedSlots(new_blocks(1), max_len=256, cached_blocks=0)
+            memory = self.blocks * one.blocks_for(3 * BLOCK) // 3 * one.unit_nbytes  # with windows and states
         return CheckedEngine(
             lm(self.name, self.chunk),
             max_sequences=self.max_sequences,

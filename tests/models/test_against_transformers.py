@@ -7,6 +7,8 @@ import torch
 from transformers_reference import CASES, NEW_TOKENS, PROMPT_LENGTHS, TOLERANCE, Case, Expected, build, expect, save
 
 import onward
+from onward.cache import PagedSlots
+from onward.ops.blocks import BLOCK
 from onward.testing import poison
 
 
@@ -75,7 +77,9 @@ def test_greedy_tokens_are_those_of_transformers_from_a_saved_session(judged, tm
 
 def test_greedy_tokens_are_those_of_transformers_after_preemption(judged):
     """Three texts begin in a block each, and there are four blocks for the two that each needs in the end."""
-    memory = 4 * judged.lm.model.new_blocks(1).block_nbytes
+    one = PagedSlots(judged.lm.model.new_blocks(1), max_len=256, cached_blocks=0)
+    begun, another = one.blocks_for(BLOCK), one.blocks_for(2 * BLOCK) - one.blocks_for(BLOCK)
+    memory = (3 * begun + another) * one.unit_nbytes
     with onward.Engine(judged.lm, cache_memory=memory, overcommit=100.0) as engine:
         options = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
         running = [engine.submit(expected.prompt, **options) for expected in judged.expected]

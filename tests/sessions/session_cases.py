@@ -62,7 +62,8 @@ def spoil(session: Session) -> None:
     slots, slot = session._text._slots, session._text._slot
     assert isinstance(slots, PagedSlots)
     cache = slots.view([slot])
-    for number, block in enumerate(slot.blocks):
-        held = max(0, len(session.tokens) - number * BLOCK)
-        for layer in (*cache.keys, *cache.values):
+    slides = [slots._memory.windows is not None and shape.window is not None for shape in slots._memory.shapes]
+    for layer, of_window in zip((*cache.keys, *cache.values), slides * 2, strict=True):
+        for number, block in slot.windows.items() if of_window else enumerate(slot.blocks):
+            held = max(0, len(session.tokens) - number * BLOCK)
             layer[block, :, held:] = float("nan")

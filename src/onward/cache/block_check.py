@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from onward.cache.block_pool import BlockPool
 from onward.cache.slot import Slot, digest_of
+from onward.cache.windows import WindowPool
 
 
 def check_pool(pool: BlockPool, held: Sequence[Sequence[int]]) -> None:
@@ -16,7 +17,8 @@ def check_pool(pool: BlockPool, held: Sequence[Sequence[int]]) -> None:
     states = Counter([*pool.warm, *pool.cold, *cached, *holders])
     assert sorted(states) == list(range(len(pool.holders))), "a block is neither free nor cached nor held"
     assert max(states.values(), default=1) == 1, "a block is in two of free, cached and held"
-    assert len(cached) <= pool.cached_blocks, f"{len(cached)} blocks are cached, above {pool.cached_blocks}"
+    kept = len(cached) * pool.price
+    assert kept <= pool.most_cached, f"{kept} blocks are cached, above {pool.most_cached}"
     assert len(pool.warm) <= 2 * pool.warm_blocks, f"{len(pool.warm)} free blocks keep their memory"
     order = {node: place for place, node in enumerate(pool.cached)}
     nodes = list(pool.trie)
@@ -55,3 +57,25 @@ def check_slots(pool: BlockPool, slots: Sequence[Slot], size: int) -> None:
             assert node.parent is parent, f"{slot} noted block {block}, which follows another"
             parent = node
         assert slot.findable or all(pool.nodes[block] is None for block in slot.blocks), f"{slot} is not to be found"
+
+
+def check_windows(pool: BlockPool, windows: WindowPool, slots: Sequence[Slot]) -> None:
+    """Each window block is free, cached or held, once; slots have no more than is reserved, and write their own."""
+    holders = Counter(block for slot in slots for block in slot.windows.values())
+    assert windows.holders == [holders[block] for block in range(len(windows.holders))], "holders are counted wrong"
+    cached = [node.window for node in windows.cached]
+    states = Counter([*windows.warm, *windows.cold, *(block for block in cached if block is not None), *holders])
+    assert sorted(states) == list(range(len(windows.holders))), "a window block is neither free nor cached nor held"
+    assert max(states.values(), default=1) == 1, "a window block is in two of free, cached and held"
+    assert list(windows.cached.values()) == sorted(windows.cached.values()), "the oldest does not go first"
+    kept = {node.window: node for node in pool.trie if node.window is not None}
+    found = {block: node for block, node in enumerate(windows.nodes) if node is not None}
+    assert kept == found, "a node has a window block that is not known as its own"
+    assert windows.reserved == sum(slot.most_windows for slot in slots), "what is reserved is counted wrong"
+    for slot in slots:
+        assert len(slot.windows) <= slot.most_windows, f"{slot} has more window blocks than are reserved"
+        assert all(0 <= index < len(slot.blocks) for index in slot.windows), f"{slot} has window blocks past its end"
+        for index, block in slot.windows.items():
+            if index >= slot.sealed:
+                assert windows.holders[block] == 1, f"{slot} may write window block {block}, which others hold"
+                assert windows.nodes[block] is None, f"{slot} may write window block {block}, which can be found"

@@ -4,49 +4,34 @@ A block is free, held by one slot or several, or cached: nobody holds it, but it
 block that can be found holds its parent in the trie too. So what nobody holds can always be evicted, leaves first.
 """
 
+import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from onward.cache.block_trie import BlockNode, BlockTrie, Tokens
+from onward.cache.budget import Budget
 from onward.cache.states import StateMemory, StatePool
 
+if TYPE_CHECKING:
+    from onward.cache.windows import WindowPool
 
-class BlockMemory(Protocol):
-    """Memory for `count` blocks of keys and values, numbered from 0.
 
-    Block number `count` is spare: it holds nothing, and padding may write there. states: the memory of recurrent
-    layers; None without such.
-    """
+class CountedBlocks(Protocol):
+    """Memory for `count` blocks of some layers, numbered from 0. block_nbytes: bytes of one."""
 
     @property
     def count(self) -> int: ...
 
     @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def states(self) -> StateMemory | None: ...
-
-    def view(self, table: Tensor, rows: Tensor = ..., /) -> Any:
-        """The cache that a forward gets. table: int32 [B, M], the block of each row's m-th run of positions. rows:
-        int32 [B], the slot of each row's states, where there are such."""
-        ...
+    def block_nbytes(self) -> int: ...
 
     def copy(self, source: int, to: int, positions: int) -> None:
         """Copy the first `positions` positions of block `source` to block `to`, all layers."""
-        ...
-
-    def read(self, blocks: Sequence[int], positions: int, state: int | None, /) -> Any:
-        """The first positions of a row that lies in these blocks, and what its slot of states holds, if it has one, as
-        a dense cache of one row of its own."""
-        ...
-
-    def write(self, blocks: Sequence[int], cache: Any, positions: int, state: int | None, /) -> None:
-        """Copy the first positions of a dense cache of one row into these blocks, and its states into their slot."""
         ...
 
     def give_back(self, blocks: Sequence[int]) -> None:
@@ -54,30 +39,77 @@ class BlockMemory(Protocol):
         ...
 
 
-class BlockPool:
-    """Counts of blocks, and the order in which they are evicted.
+class WindowMemory(CountedBlocks, Protocol):
+    """Memory for the blocks of sliding layers. window: how many positions a token of them sees, itself included."""
 
-    Args:
-        size: positions of a block.
-        cached_blocks: the most blocks that are kept though nobody holds them.
-        warm_blocks: how many free blocks keep their memory, so that short texts one after another do not give it back
-            and fault it in again each; up to twice as many do, since memory is given back in batches.
+    @property
+    def window(self) -> int: ...
 
-    states: who has recurrent states; those of a node go with its block.
-    holders: how many hold each block. nodes: its node in the trie, if it can be found.
+
+class BlockMemory(CountedBlocks, Protocol):
+    """Memory for the blocks of a model: those of the layers that keep the whole text, and two others.
+
+    Block number `count` of each kind is spare: it holds nothing, and padding may write there. windows: the memory of
+    sliding layers, states: of recurrent ones; None without such.
     """
 
-    def __init__(self, memory: BlockMemory, size: int, cached_blocks: int, warm_blocks: int, states: StatePool) -> None:
-        self._memory = memory
-        self.states = states
-        self.trie = BlockTrie(size)
-        self.cached_blocks, self.warm_blocks = cached_blocks, warm_blocks
-        self.holders = [0] * memory.count
-        self.nodes: list[BlockNode | None] = [None] * memory.count
-        # Least recently used first; what is let go with or after a child comes behind it, so the first is a leaf.
-        self.cached: OrderedDict[BlockNode, None] = OrderedDict()
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def windows(self) -> WindowMemory | None: ...
+
+    @property
+    def states(self) -> StateMemory | None: ...
+
+    def view(self, table: Tensor, *more: Tensor) -> Any:
+        """The cache that a forward gets. table: int32 [B, M], the block of each row's m-th run of positions. more: the
+        same of the sliding layers, and int32 [B], the slot of each row's states, where there are such."""
+        ...
+
+    def read(self, place: "Place", positions: int, /) -> Any:
+        """The first positions of a row as a dense cache of one row of its own; zeros where the place has nothing."""
+        ...
+
+    def write(self, place: "Place", cache: Any, positions: int, /) -> None:
+        """Copy the first positions of a dense cache of one row to a place, as far as the place has blocks for them."""
+        ...
+
+
+class Place(Protocol):
+    """Where a row lies. blocks: in order of position. windows: those of the sliding layers, by their index in that
+    order. state: the slot of its recurrent states; None without such layers."""
+
+    @property
+    def blocks(self) -> Sequence[int]: ...
+
+    @property
+    def windows(self) -> Mapping[int, int]: ...
+
+    @property
+    def state(self) -> int | None: ...
+
+
+class BlockAccounts(ABC):
+    """Which blocks of a memory are free, which somebody holds, and which are cached.
+
+    price: of a block, in units of the budget. warm_blocks: how many free blocks keep their memory, so that short texts
+    one after another do not give it back and fault it in again each; up to twice as many do, since memory is given back
+    in batches.
+
+    holders: how many hold each block. nodes: its node in the trie, if it can be found. cached: nodes whose block nobody
+    holds, with the time when it was used last; the oldest first.
+    """
+
+    def __init__(self, memory: CountedBlocks | None, price: int, warm_blocks: int, budget: Budget) -> None:
+        count = 0 if memory is None else memory.count
+        self.price, self.warm_blocks = price, warm_blocks
+        self.holders = [0] * count
+        self.nodes: list[BlockNode | None] = [None] * count
+        self.cached: OrderedDict[BlockNode, int] = OrderedDict()
         self.warm: list[int] = []
-        self.cold = list(range(memory.count - 1, -1, -1))
+        self.cold = list(range(count - 1, -1, -1))
+        self._counted, self._budget = memory, budget
 
     @property
     def free(self) -> int:
@@ -85,12 +117,29 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """How many blocks `take` can give."""
+        """How many blocks `take` can give, as far as the budget does."""
         return len(self.warm) + len(self.cold) + len(self.cached)
+
+    @property
+    def used(self) -> int:
+        """How many are held or cached."""
+        return len(self.holders) - len(self.warm) - len(self.cold)
+
+    @property
+    def held(self) -> int:
+        return self.used - len(self.cached)
+
+    @property
+    def oldest(self) -> int:
+        """When the block that is evicted next was used last."""
+        return next(iter(self.cached.values()))
 
     def take(self) -> int:
         """A block of the caller's own: a free one, or else the least recently used of the cached ones."""
-        block = self.warm.pop() if self.warm else self.cold.pop() if self.cold else self._evict()
+        self._budget.make_room(self.price)
+        if not self.free:
+            self.evict()
+        block = self.warm.pop() if self.warm else self.cold.pop()
         self.holders[block] = 1
         return block
 
@@ -104,57 +153,41 @@ class BlockPool:
             self.holders[block] += 1
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """One holder less; `settle` says what becomes of blocks that have none."""
+        """One holder less; `let_go` says what becomes of blocks that have none."""
         for block in blocks:
             self.holders[block] -= 1
 
-    def settle(self, blocks: Sequence[int], path: Sequence[BlockNode] = ()) -> None:
-        """After `drop`: blocks that nobody holds become cached, or free where they cannot be found.
-
-        Args:
-            blocks: in order of position.
-            path: nodes that were used just now, each the parent of the next; they are behind those of `blocks`.
-        """
-        for node in reversed(path):
-            if not self.holders[node.block]:
-                self.cached[node] = None
-                self.cached.move_to_end(node)
-        for block in reversed(blocks):
+    def let_go(self, blocks: Iterable[int]) -> None:
+        """After `drop`: blocks that nobody holds become cached, or free where they cannot be found. Those that come
+        first are evicted first."""
+        for block in blocks:
             own = self.nodes[block]
             if self.holders[block]:
                 continue
             if own is None:
                 self.warm.append(block)
-            else:
-                self.cached.setdefault(own)
-        while len(self.cached) > self.cached_blocks:
-            self.warm.append(self._evict())
-        self._cool()
+            elif own not in self.cached:
+                self.cached[own] = next(self._budget.clock)
 
     def touch(self, node: BlockNode) -> None:
-        """The node was used just now; those above it are held."""
+        """The block of a node was used just now, if nobody holds it."""
         if node in self.cached:
+            self.cached[node] = next(self._budget.clock)
             self.cached.move_to_end(node)
 
-    def publish(self, parent: BlockNode, tokens: Tokens, block: int) -> BlockNode:
-        """Let a block be found. A leaf that holds the first of these tokens, and no others, has no more use."""
-        assert self.nodes[block] is None, f"block {block} can be found as the block of another text"
-        shorter = self.trie.shorter(parent, tokens)
-        if shorter is not None:
-            del self.cached[shorter]
-            self.warm.append(self._unlink(shorter))
-            self._cool()
-        node = self.nodes[block] = self.trie.insert(parent, tokens, block)
-        return node
+    def evict(self) -> None:
+        """Free the least recently used of the cached blocks."""
+        node, _ = self.cached.popitem(last=False)
+        self.warm.append(self._unlink(node))
 
-    def unpublish(self, leaf: BlockNode) -> None:
-        """A held block can be found no more."""
-        self._unlink(leaf)
+    def cool(self) -> None:
+        """Give back the memory of free blocks where too many keep it."""
+        if len(self.warm) > 2 * self.warm_blocks:
+            self._give_back(self.warm_blocks)
 
-    def forget(self, held: Iterable[Sequence[int]]) -> None:
+    def recount(self, held: Iterable[Iterable[int]]) -> None:
         """Nothing can be found any more; only these blocks of each holder are held, and no other keeps its memory."""
         count = len(self.holders)
-        self.trie = BlockTrie(self.trie.size)
         self.cached.clear()
         self.nodes[:] = [None] * count
         self.holders[:] = [0] * count
@@ -166,25 +199,93 @@ class BlockPool:
         self.cold[:] = [block for block in range(count - 1, -1, -1) if not self.holders[block] and block in cold]
         self._give_back(0)
 
-    def _evict(self) -> int:
-        node, _ = self.cached.popitem(last=False)
-        return self._unlink(node)
-
+    @abstractmethod
     def _unlink(self, node: BlockNode) -> int:
-        self.states.drop(node)
-        self.trie.remove(node)
-        self.nodes[node.block] = None
-        return node.block
-
-    def _cool(self) -> None:
-        """Give memory back once twice as many free blocks keep theirs as are to."""
-        if len(self.warm) > 2 * self.warm_blocks:
-            self._give_back(self.warm_blocks)
+        """Let the block of a node be found no more; returns it."""
 
     def _give_back(self, warm: int) -> None:
         """Keep the memory of the `warm` free blocks that were used last; the others return theirs."""
         cooled = sorted(self.warm[: len(self.warm) - warm])
-        if cooled:
-            self._memory.give_back(cooled)
+        if cooled and self._counted is not None:
+            self._counted.give_back(cooled)
             del self.warm[: len(cooled)]
             self.cold.extend(reversed(cooled))
+
+
+class BlockPool(BlockAccounts):
+    """The blocks of the layers that keep the whole text, with the trie in which they are found.
+
+    What nobody holds is a set of whole branches, and what is let go with or after a child comes behind it. So the first
+    of the cached is a leaf.
+
+    Args:
+        size: positions of a block.
+        windows, states: who has blocks of sliding layers and recurrent states; those of a node go with its block.
+    """
+
+    def __init__(
+        self,
+        memory: CountedBlocks,
+        size: int,
+        warm_blocks: int,
+        budget: Budget,
+        windows: "WindowPool",
+        states: StatePool,
+    ) -> None:
+        super().__init__(memory, budget.prices.block, warm_blocks, budget)
+        self.windows, self.states = windows, states
+        self.trie = BlockTrie(size)
+        budget.blocks = weakref.proxy(self)
+
+    @property
+    def most_cached(self) -> int:
+        """How many units the blocks may take that nobody holds."""
+        return self._budget.most_cached
+
+    def settle(self, blocks: Sequence[int], path: Sequence[BlockNode] = ()) -> None:
+        """After `drop`: blocks that nobody holds become cached, or free where they cannot be found.
+
+        Args:
+            blocks: in order of position.
+            path: nodes that were used just now, each the parent of the next; they are behind those of `blocks`.
+        """
+        for node in reversed(path):
+            if not self.holders[node.block]:
+                self.cached.setdefault(node, 0)
+                self.touch(node)
+        self.let_go(reversed(blocks))
+        self._budget.trim()
+
+    def publish(self, parent: BlockNode, tokens: Tokens, block: int) -> BlockNode:
+        """Let a block be found. A leaf that holds the first of these tokens, and no others, has no more use."""
+        assert self.nodes[block] is None, f"block {block} can be found as the block of another text"
+        shorter = self.trie.shorter(parent, tokens)
+        if shorter is not None:
+            del self.cached[shorter]
+            self.warm.append(self._unlink(shorter))
+            self.cool()
+            self.windows.cool()
+        node = self.nodes[block] = self.trie.insert(parent, tokens, block)
+        return node
+
+    def unpublish(self, node: BlockNode) -> None:
+        """A held block can be found no more, and so can none of those that follow it, which nobody holds."""
+        below = [*node.children]
+        for child in below:
+            below.extend(child.children)
+        for child in reversed(below):
+            del self.cached[child]
+            self.warm.append(self._unlink(child))
+        self._unlink(node)
+
+    def forget(self, held: Iterable[Iterable[int]]) -> None:
+        """Nothing can be found any more; only these blocks of each holder are held, and no other keeps its memory."""
+        self.trie = BlockTrie(self.trie.size)
+        self.recount(held)
+
+    def _unlink(self, node: BlockNode) -> int:
+        self.states.drop(node)
+        self.windows.lose(node)
+        self.trie.remove(node)
+        self.nodes[node.block] = None
+        return node.block

@@ -16,18 +16,20 @@ Tokens = tuple[int, ...]
 class BlockNode:
     """A block that can be found.
 
-    children: ordered by their tokens, none of which are the first tokens of another child. state: the slot of the
+    children: ordered by their tokens, none of which are the first tokens of another child. window: the block of the
+    sliding layers with the same positions; None where there are none, or it is kept no more. state: the slot of the
     recurrent states of some of its last positions, None where none are kept; state_end: how many positions of the text
     they have seen.
     """
 
-    __slots__ = ("block", "children", "parent", "state", "state_end", "tokens")
+    __slots__ = ("block", "children", "parent", "state", "state_end", "tokens", "window")
 
     def __init__(self, tokens: Tokens, block: int, parent: "BlockNode | None") -> None:
         self.tokens = tokens
         self.block = block
         self.parent = parent
         self.children: list[BlockNode] = []
+        self.window: int | None = None
         self.state: int | None = None
         self.state_end = 0
 

@@ -11,37 +11,50 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.cache.buffers import is_lazy, lazy_zeros
+from onward.cache.block_pool import Place
+from onward.cache.buffers import lazy_zeros
 from onward.cache.kv import KVCache
+from onward.cache.layer_blocks import LayerBlocks, WindowBlocks
 from onward.cache.shape import LayerShape
 from onward.cache.states import LayerState, StateMemory, StateShape, of_layer
 from onward.errors import RequestError
-from onward.native import give_back_pages
 from onward.ops.blocks import BLOCK
 from onward.reprs import described, in_bytes
 
 
 class KVBlocks:
-    """Memory for N blocks of keys and values of every layer; a block takes memory when it is first written.
+    """Memory for blocks of keys and values of every layer; a block takes memory when it is first written.
 
-    count: N. block_nbytes: bytes of a block, all layers. device: where it lies. states: the memory of recurrent layers;
-    None without such.
+    count: how many blocks there are of the layers that keep the whole text. block_nbytes: bytes of one, all these
+    layers. windows: the memory for blocks of the sliding layers, whose numbers are others; None without such. device:
+    where it lies. states: the memory of recurrent layers; None without such.
 
-    There is one block more, number N, which holds nothing. Tables name it where a row has no block: what pads rows that
-    run together may be written there.
+    There is one block more of each kind, number `count`, which holds nothing. Tables name it where a row has no block:
+    what pads rows that run together may be written there.
     """
 
-    def __init__(self, buffer: Tensor, shapes: Sequence[LayerShape], states: StateMemory | None = None) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        shapes: Sequence[LayerShape],
+        states: StateMemory | None = None,
+        of_windows: Tensor | None = None,
+    ) -> None:
         """buffer: [N + 1, features of a position * 64]: a block is one run of memory, the keys of each layer, then the
-        values."""
-        self.count: int = buffer.shape[0] - 1
-        self.device = buffer.device
-        self.block_nbytes: int = buffer[:1].nbytes
+        values. of_windows: the same of the sliding layers, in a number of blocks of its own; without it `buffer` has
+        all layers, and these keep the whole text too."""
         self.shapes = tuple(shapes)
         self.states = states
-        self._buffer = buffer
-        layers = _layers(buffer, self.shapes)
-        self._keys, self._values = layers[: len(shapes)], layers[len(shapes) :]
+        self.windows: WindowBlocks | None = None
+        self._slides = slides = [of_windows is not None and shape.window is not None for shape in shapes]
+        self._whole = LayerBlocks(buffer, [shape for shape, own in zip(shapes, slides, strict=True) if not own])
+        self.count, self.block_nbytes, self.device = self._whole.count, self._whole.block_nbytes, self._whole.device
+        kinds = [iter(self._whole.layers)]
+        if of_windows is not None:
+            self.windows = WindowBlocks(of_windows, [shape for shape in shapes if shape.window is not None])
+            kinds.append(iter(self.windows.layers))
+        layers = [next(kinds[own]) for own in slides]
+        self._keys, self._values = tuple(keys for keys, _ in layers), tuple(values for _, values in layers)
 
     @classmethod
     def new(
@@ -67,83 +80,105 @@ class KVBlocks:
         dtype: torch.dtype,
         device: torch.device | str,
         states: Sequence[StateShape] = (),
+        windows: int | None = None,
     ) -> "KVBlocks":
         """Memory for `count` blocks of these layers, and for the recurrent ones that `states` names, of as many texts
         if that is not too many. On the CPU a large one takes memory only as it is written.
 
+        windows: the number of blocks of the layers that slide; `count` by default.
+
         Raises:
             RequestError: the system refuses so much.
         """
-        block = BLOCK * sum(shape.features for shape in shapes)
+        whole = [shape for shape in shapes if shape.window is None]
+        block, of_windows = _block_of(whole), None
         # A block's parts lie apart by no more than their size: its first position touches all of its huge pages, and
         # its last one needs no more.
-        memory = StateMemory(states, count, dtype, device, block * dtype.itemsize) if states else None
-        return cls(lazy_zeros((count + 1, block), dtype, torch.device(device), huge_pages=True), shapes, memory)
+        buffer = lazy_zeros((count + 1, block), dtype, torch.device(device), huge_pages=True)
+        if len(whole) < len(shapes):
+            size = (1 + (count if windows is None else windows), _block_of(shapes) - block)
+            of_windows = lazy_zeros(size, dtype, torch.device(device), huge_pages=True)
+        memory = StateMemory(states, count, dtype, device, _block_of(shapes) * dtype.itemsize) if states else None
+        return cls(buffer, shapes, memory, of_windows)
 
     def __repr__(self) -> str:
-        return described(self, f"{self.count} blocks of {BLOCK} positions", f"{in_bytes(self.block_nbytes)} each")
+        facts = [f"{self.count} blocks of {BLOCK} positions", f"{in_bytes(self.block_nbytes)} each"]
+        if self.windows is not None:
+            facts.append(f"{self.windows.count} of sliding layers, {in_bytes(self.windows.block_nbytes)} each")
+        return described(self, *facts)
 
-    def view(self, table: Tensor, rows: Tensor | None = None) -> "PagedKVCache":
+    def view(self, table: Tensor, *more: Tensor) -> "PagedKVCache":
         """The cache of rows whose blocks the table int32 [B, M] names, over this memory.
 
         Every view has the same tensors, so that a program need not be bound anew to the next one.
 
-        rows: int32 [B], the slot of each row's states, where there are recurrent layers.
+        more: the table of the sliding layers' blocks, where there are such; then int32 [B], the slot of each row's
+            states, where there are recurrent layers.
         """
-        if table.dim() != 2 or table.dtype != torch.int32 or table.stride(1) != 1:
+        wanted = (self.windows is not None) + (self.states is not None)
+        if len(more) != wanted:
             raise RequestError(
-                f"a table of blocks must be int32 [B, M] with contiguous rows; got {table.dtype} {list(table.shape)}"
+                "a view names the blocks of sliding layers where there are such, and a slot of states for each row "
+                f"where there are recurrent layers: {wanted} tensors beside the table; got {len(more)}"
             )
-        if (rows is None) != (self.states is None):
-            raise RequestError("a view names a slot of states for each row where there are recurrent layers, else none")
-        states = () if rows is None or self.states is None else (*self.states.tensors, rows)
-        return PagedKVCache(self._keys, self._values, table, states)
+        windows = more[:1] if self.windows is not None else ()
+        for each in (table, *windows):
+            if each.dim() != 2 or each.dtype != torch.int32 or each.stride(1) != 1:
+                raise RequestError(
+                    f"a table of blocks must be int32 [B, M] with contiguous rows; got {each.dtype} {list(each.shape)}"
+                )
+        states = () if self.states is None else (*self.states.tensors, more[-1])
+        return PagedKVCache(self._keys, self._values, table, states, windows=windows)
 
-    def read(self, blocks: Sequence[int], positions: int, state: int | None = None) -> KVCache:
-        """A copy of the first `positions` positions of a row that lies in these blocks, as a dense cache of one row.
-
-        state: the slot of its states, where there are recurrent layers.
-        """
-        used = list(blocks[: -(-positions // BLOCK)])
-        rows = [_side_by_side(layer[used])[:, :, :positions].contiguous() for layer in (*self._keys, *self._values)]
-        states = () if state is None or self.states is None else self.states.read(state)
+    def read(self, place: Place, positions: int) -> KVCache:
+        """A copy of the first `positions` positions of a row, as a dense cache of one row. Sliding layers have those
+        for which there are blocks, and zeros before them."""
+        rows = [
+            _side_by_side(layer, self._blocks_of(place, positions, slides))[:, :, :positions].contiguous()
+            for layer, slides in zip((*self._keys, *self._values), self._slides * 2, strict=True)
+        ]
+        states = () if place.state is None or self.states is None else self.states.read(place.state)
         return KVCache(tuple(rows[: len(self._keys)]), tuple(rows[len(self._keys) :]), states)
 
-    def write(self, blocks: Sequence[int], cache: KVCache, positions: int, state: int | None = None) -> None:
-        """Copy the first `positions` positions of a dense cache of one row into these blocks, and its states into a
-        slot of states."""
-        for number, block in enumerate(blocks[: -(-positions // BLOCK)]):
-            first, last = number * BLOCK, min((number + 1) * BLOCK, positions)
-            for own, layer in zip((*self._keys, *self._values), (*cache.keys, *cache.values), strict=True):
-                own[block, :, : last - first] = layer[0, :, first:last]
-        if state is not None and self.states is not None:
-            self.states.write(state, cache.states)
+    def write(self, place: Place, cache: KVCache, positions: int) -> None:
+        """Copy the first `positions` positions of a dense cache of one row to a place, as far as it has blocks for
+        them, and its states."""
+        ours, theirs = (*self._keys, *self._values), (*cache.keys, *cache.values)
+        for own, layer, slides in zip(ours, theirs, self._slides * 2, strict=True):
+            for number, block in enumerate(self._blocks_of(place, positions, slides)):
+                first, last = number * BLOCK, min((number + 1) * BLOCK, positions)
+                if block is not None:
+                    own[block, :, : last - first] = layer[0, :, first:last]
+        if place.state is not None and self.states is not None:
+            self.states.write(place.state, cache.states)
+
+    def _blocks_of(self, place: Place, positions: int, slides: bool) -> list[int | None]:
+        """The blocks of a layer's first positions; None where the place has none."""
+        count = -(-positions // BLOCK)
+        return [place.windows.get(index) for index in range(count)] if slides else list(place.blocks[:count])
 
     def copy(self, source: int, to: int, positions: int) -> None:
-        """Copy the first `positions` positions of block `source` to block `to`, all layers."""
-        for layer in (*self._keys, *self._values):
-            layer[to, :, :positions] = layer[source, :, :positions]
+        """Copy the first `positions` positions of block `source` to block `to`, all layers that keep the whole text."""
+        self._whole.copy(source, to, positions)
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Let the system take the memory of blocks that hold nothing; they need no other preparation to be used again.
 
         Memory of another device than the CPU, and a small one, stays as it is.
         """
-        if not is_lazy(self._buffer.nbytes, self._buffer.device):
-            return
-        block = self._buffer[:1].nbytes
-        for first, count in _runs(sorted(set(blocks))):
-            give_back_pages(self._buffer.data_ptr() + first * block, count * block)
+        self._whole.give_back(blocks)
 
 
 class PagedKVCache(NamedTuple):
-    """Keys and values of every layer in blocks, and a table of the rows; a pytree of tensors. `KVBlocks.view` makes it.
+    """Keys and values of every layer in blocks, and tables of the rows; a pytree of tensors. `KVBlocks.view` makes it.
 
     keys, values: a tensor [N, G, 64, D] a layer: N blocks, G key/value heads, 64 positions, D features.
     table: int32 [B, M], the block of each row's positions 64 m … 64 m + 63. Entries past the block of a row's last
         position are never read, and entries of a block at or past the row's offset neither.
     states: of the recurrent layers, if there are any (`onward.cache.states`), and int32 [B], the slot of each row.
     adapters: int32 [B], the index of each row's adapter, where some row has one (docs/adapters.md).
+    windows: a table of the sliding layers' blocks, if these lie in blocks of their own. Entries before a row's window
+        are never read either.
     """
 
     keys: tuple[Tensor, ...]
@@ -151,6 +186,7 @@ class PagedKVCache(NamedTuple):
     table: Tensor
     states: tuple[Tensor, ...] = ()
     adapters: tuple[Tensor, ...] = ()
+    windows: tuple[Tensor, ...] = ()
 
     def __repr__(self) -> str:
         shape = list(self.keys[0].shape) if self.keys else []
@@ -174,22 +210,26 @@ class PagedKVCache(NamedTuple):
         if self.states:
             state = ("blocks", "places", "positions or heads", "features")
             dims += [*[state] * (len(self.states) - 2), ("blocks", "places"), ("rows",)]
-        return [*dims, *[("rows",)] * len(self.adapters)]
+        return [*dims, *[("rows",)] * len(self.adapters), *[("rows", "row's blocks")] * len(self.windows)]
 
     def blank(self) -> "PagedKVCache":
         """An empty cache of as many rows and positions, over memory of its own."""
-        layer = self.keys[0]
-        shapes = [
-            LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
-            for keys, values in zip(self.keys, self.values, strict=True)
-        ]
-        blocks = KVBlocks.of(shapes, count=self.table.numel(), dtype=layer.dtype, device=layer.device)
-        table = torch.arange(blocks.count, dtype=torch.int32, device=layer.device).view(self.table.shape)
-        if not self.states:
-            return blocks.view(table)
+        count, device = self.table.numel(), self.table.device
+        buffers: dict[int, Tensor] = {}  # by the memory that layers lie in together
+        layers = []
+        for leaf in (*self.keys, *self.values):
+            memory = leaf.untyped_storage().data_ptr()
+            if memory not in buffers:
+                buffers[memory] = lazy_zeros(((count + 1) * leaf.stride(0),), leaf.dtype, leaf.device, huge_pages=True)
+            layers.append(
+                buffers[memory].as_strided((count + 1, *leaf.shape[1:]), leaf.stride(), leaf.storage_offset())
+            )
+        table = torch.arange(count, dtype=torch.int32, device=device).view(self.table.shape)
         states = [_blank_slots(tensor, self.batch) for tensor in self.states[:-1]]
-        rows = torch.arange(self.batch, dtype=torch.int32, device=layer.device)
-        return blocks.view(table)._replace(states=(*states, rows))
+        if states:
+            states.append(torch.arange(self.batch, dtype=torch.int32, device=device))
+        keys, values = tuple(layers[: len(self.keys)]), tuple(layers[len(self.keys) :])
+        return PagedKVCache(keys, values, table, tuple(states), windows=(table,) * len(self.windows))
 
     def state(self, layer: int) -> LayerState:
         """The states of a recurrent layer."""
@@ -210,24 +250,22 @@ class PagedKVCache(NamedTuple):
     ) -> Tensor:
         """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`KVCache.attend`)."""
         keys, values = self.keys[layer], self.values[layer]
+        # A sliding layer is one that attends within a window.
+        table = self.table if window is None or not self.windows else self.windows[0]
         if k is not None:
-            ops.write_cache(keys, k, offsets, self.table)
+            ops.write_cache(keys, k, offsets, table)
         if isinstance(v, int):
             values = keys[..., :v]
         elif v is not None:
-            ops.write_cache(values, v, offsets, self.table)
+            ops.write_cache(values, v, offsets, table)
         return ops.cached_attention(
-            q, keys, values, offsets, table=self.table, window=window, scale=scale, sinks=sinks, softcap=softcap
+            q, keys, values, offsets, table=table, window=window, scale=scale, sinks=sinks, softcap=softcap
         )
 
 
-def _layers(buffer: Tensor, shapes: Sequence[LayerShape]) -> tuple[Tensor, ...]:
-    """The keys of each layer [N + 1, G, 64, D], then the values, as views of the buffer."""
-    widths = [(shape.num_kv_heads, shape.key_dim) for shape in shapes]
-    widths += [(shape.num_kv_heads, shape.value_dim) for shape in shapes]
-    parts = torch.split(buffer, [heads * BLOCK * width for heads, width in widths], dim=1)
-    count = len(buffer)  # not -1: a part may have no features
-    return tuple(part.view(count, heads, BLOCK, width) for part, (heads, width) in zip(parts, widths, strict=True))
+def _block_of(shapes: Sequence[LayerShape]) -> int:
+    """How many numbers a block of these layers has."""
+    return BLOCK * sum(shape.features for shape in shapes)
 
 
 def _blank_slots(tensor: Tensor, count: int) -> Tensor:
@@ -236,17 +274,10 @@ def _blank_slots(tensor: Tensor, count: int) -> Tensor:
     return blank.as_strided((count, *tensor.shape[1:]), tensor.stride())
 
 
-def _side_by_side(blocks: Tensor) -> Tensor:
-    """[m, G, 64, D] -> [1, G, 64 m, D]."""
-    return blocks.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-
-def _runs(sorted_blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, count) of each run of neighbouring blocks."""
-    runs: list[tuple[int, int]] = []
-    for block in sorted_blocks:
-        if runs and sum(runs[-1]) == block:
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
-        else:
-            runs.append((block, 1))
-    return runs
+def _side_by_side(layer: Tensor, blocks: Sequence[int | None]) -> Tensor:
+    """Blocks of a layer [N, G, 64, D] -> [1, G, 64 m, D]; zeros where there is none."""
+    rows = layer.new_zeros((layer.shape[1], len(blocks), *layer.shape[2:]))
+    for index, block in enumerate(blocks):
+        if block is not None:
+            rows[:, index] = layer[block]
+    return rows.flatten(1, 2).unsqueeze(0)

@@ -39,11 +39,25 @@ class Slot:
     blocks: in order of position. length: positions reserved. sealed: how many of the first blocks are final: others may
     see them, and the slot does not write them. noted: how many of the first blocks can be found. note_at: the number of
     ids at which `note` has something to do. findable: whether its text may be found at all. stamp: changes with blocks.
-    state: the slot of its recurrent states; None without recurrent layers. adapter: that its keys and values are
-    computed with.
+    windows: the blocks of sliding layers that it has, by their index among `blocks`. most_windows: how many of them it
+    may have. state: the slot of its recurrent states; None without recurrent layers. adapter: that its keys and values
+    are computed with.
     """
 
-    __slots__ = ("adapter", "blocks", "findable", "length", "note_at", "noted", "sealed", "stamp", "state", "thread")
+    __slots__ = (
+        "adapter",
+        "blocks",
+        "findable",
+        "length",
+        "most_windows",
+        "note_at",
+        "noted",
+        "sealed",
+        "stamp",
+        "state",
+        "thread",
+        "windows",
+    )
 
     def __init__(self, blocks: list[int], length: int, sealed: int, adapter: RowAdapter | None = None) -> None:
         self.adapter = adapter
@@ -51,6 +65,8 @@ class Slot:
         self.noted = 0
         self.note_at = 0
         self.findable = True
+        self.windows: dict[int, int] = {}
+        self.most_windows = 0
         self.state: int | None = None
         self.stamp = next(_stamps)
         self.thread = threading.get_ident()
@@ -59,6 +75,11 @@ class Slot:
         """Let the slot lie in these blocks."""
         self.stamp = next(_stamps)  # first: an interrupt between the two must not leave a table that is out of date
         self.blocks = blocks
+
+    def place_windows(self, windows: dict[int, int]) -> None:
+        """Let its sliding layers have these blocks."""
+        self.stamp = next(_stamps)
+        self.windows = windows
 
     def void(self) -> None:
         """The slot was released: it has no blocks any more, and no stamp by which a table could be its own."""

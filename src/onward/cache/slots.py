@@ -13,13 +13,15 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from onward.cache.block_check import check_slots
+from onward.cache.block_check import check_slots, check_windows
 from onward.cache.block_pool import BlockMemory, BlockPool
 from onward.cache.block_tables import BlockTables
-from onward.cache.block_trie import NO_MATCH, BlockNode
+from onward.cache.block_trie import NO_MATCH, BlockNode, Match
+from onward.cache.budget import Budget, Prices
 from onward.cache.slot import NEVER, RowAdapter, Slot, digest_of, index_of
 from onward.cache.states import StatePool
 from onward.cache.view import View
+from onward.cache.windows import WindowPool
 from onward.checks import check_whole
 from onward.errors import ContextOverflowError, RequestError
 from onward.forks import renew_in_forks
@@ -38,11 +40,15 @@ class PagedSlots:
     anew from what the slots hold, and forgets what could be found. In a forked child the slots of the parent's other
     threads are let go.
 
+    Room is counted in blocks. Where there are sliding layers or recurrent states a block is a unit of memory, and a
+    text takes as many as all that it holds is worth (`onward.cache.budget`).
+
     Args:
         max_len: the most positions of a slot.
         cached_blocks: the most blocks kept that nobody holds; 0: none.
         warm_blocks: how many free blocks keep their memory (`BlockPool`).
         block: positions of a block.
+        nbytes: the most memory that all together take; by default as much as there is.
 
     whole: False, for any rows make a cache of their own (`onward.decoding.slots.Slots`).
     shares_rows: whether there are kernels: they read once what rows of one slot share, torch copies it for each.
@@ -60,6 +66,7 @@ class PagedSlots:
         cached_blocks: int,
         warm_blocks: int = _WARM_BLOCKS,
         block: int = BLOCK,
+        nbytes: int | None = None,
     ) -> None:
         check_whole("max_len", max_len, low=1)
         check_whole("cached_blocks", cached_blocks, low=0)
@@ -72,9 +79,11 @@ class PagedSlots:
         self._memory = memory
         if memory.states is not None:
             cached_blocks = -(-cached_blocks // 2)  # their states may take as much
-        self._states = StatePool(memory.states, cached_blocks)
-        self._pool = BlockPool(memory, block, cached_blocks, warm_blocks, self._states)
-        self._tables = BlockTables(memory, self.blocks_for(max_len))
+        self._budget = budget = _budget(memory, cached_blocks, nbytes)
+        self._states = StatePool(memory.states, cached_blocks, budget)
+        self._windows = WindowPool(memory.windows, block, warm_blocks, budget)
+        self._pool = BlockPool(memory, block, warm_blocks, budget, self._windows, self._states)
+        self._tables = BlockTables(memory, -(-max_len // block))
         self._slots: dict[Slot, None] = {}
         self._key: object = None
         self._changing = False
@@ -90,51 +99,65 @@ class PagedSlots:
     @property
     def total(self) -> int:
         """How many blocks there are: free + cached + held."""
-        return self._memory.count
+        return self._budget.total
 
     @property
     def free(self) -> int:
         """Blocks that nobody holds and whose text cannot be found."""
         with self.lock:
             self._mend()
-            return self._pool.free
+            return self._budget.available - self._budget.cached
 
     @property
     def cached(self) -> int:
         """Blocks that nobody holds and whose text can be found; they give way to who needs room."""
         with self.lock:
             self._mend()
-            return len(self._pool.cached)
+            return self._budget.cached
 
     @property
     def held(self) -> int:
-        """Blocks that some slot holds, or several."""
+        """Blocks that some slot holds, or several, or that are reserved for it."""
         with self.lock:
             self._mend()
-            return self.total - self._pool.available
+            return self.total - self._budget.available
 
     @property
     def available(self) -> int:
         """Blocks that can be had now: free and cached ones."""
         with self.lock:
             self._mend()
-            return self._pool.available
+            return self._budget.available
+
+    @property
+    def unit_nbytes(self) -> int:
+        """The bytes of a block."""
+        return self._budget.prices.unit
 
     def blocks_for(self, length: int) -> int:
-        """How many blocks hold `length` positions."""
-        return -(-length // self.block)
+        """How many blocks a slot of `length` positions takes."""
+        prices, count = self._budget.prices, self._count(length)
+        return count * prices.block + self._windows.most(count) * prices.window + prices.state
 
     def shared_blocks(self, positions: int) -> int:
         """How many blocks a fork at so many positions shares with the slot that it is a fork of."""
-        return positions // self.block
+        return positions // self.block * self._budget.prices.block
 
     def blocks_of(self, slots: Sequence[Slot]) -> int:
         """How many blocks these slots hold together."""
-        return len({block for slot in slots for block in slot.blocks})
+        prices = self._budget.prices
+        blocks = len({block for slot in slots for block in slot.blocks}) * prices.block
+        return blocks + sum(slot.most_windows * prices.window + prices.state for slot in slots)
 
     def can_hold(self, length: int) -> bool:
         """Whether `length` positions could ever be reserved: with no other slot there."""
-        return length <= self.max_len and self.blocks_for(length) <= self.total
+        count, windows = self._count(length), self._windows
+        there_are = count <= len(self._pool.holders) and windows.most(count) <= len(windows.holders)
+        return there_are and self.blocks_for(length) <= self.total and length <= self.max_len
+
+    def _count(self, length: int) -> int:
+        """How many blocks hold `length` positions of the layers that keep all."""
+        return -(-length // self.block)
 
     # Slots
 
@@ -158,43 +181,61 @@ class PagedSlots:
         self._check_length(length)
         with self.lock:
             self._mend()
-            pool = self._pool
+            pool, count = self._pool, self._count(length)
             limit = min(len(ids) - 1, length)
             match = pool.trie.match(ids, limit, digest_of(adapter)) if reuse and limit > 0 else NO_MATCH
-            (path, partial, common), kept = self._states.reusable(match, self.block)
-            shared = [node.block for node in path]
-            count = self.blocks_for(length) - len(shared)
-            if self._states.is_full or count > pool.available - sum(not pool.holders[block] for block in shared):
+            match, kept = self._reusable(match)
+            if match.partial is not None and not self._has_room(match, count):
+                match, kept = self._reusable(Match(match.path, None, 0))
+            if not self._has_room(match, count):
                 return None
             self._changing = True
-            state = (
-                self._states.take() if kept is None else self._states.fork_kept(kept)
-            )  # a block may go with its node
-            pool.hold(shared)
+            path, partial, common = match
+            reused = len(path) * self.block + common
+            source = None if partial is None else partial.window
+            pool.hold(node.block for node in path)
+            slot = Slot([node.block for node in path], length, sealed=len(path), adapter=adapter)
+            self._windows.reserve(slot, self._windows.most(count))
+            self._windows.begin(
+                slot, reused, {at: node.window for at, node in enumerate(path) if node.window is not None}
+            )
             if partial is not None:
                 pool.touch(partial)
-                # The block to copy from may be the only one there is to take. Then its text lies where it is wanted.
-                first = pool.take()
-                if first != partial.block:
-                    self._memory.copy(partial.block, first, common)
-                blocks = [*shared, first, *(pool.take() for _ in range(count - 1))]
-            else:
-                blocks = [*shared, *(pool.take() for _ in range(count))]
-            slot = Slot(blocks, length, sealed=len(path), adapter=adapter)
-            slot.state = state
+            slot.state = self._states.take() if kept is None else self._states.fork_kept(kept)
+            if source is not None:
+                self._windows.copy_part(slot, reused, source)
+            own = [pool.take() for _ in range(count - len(path))]
+            # The block to copy from may be the only one there was to take. Then its text lies where it is wanted.
+            if partial is not None and own[0] != partial.block:
+                self._memory.copy(partial.block, own[0], common)
+            slot.place([*slot.blocks, *own])
             self._add(slot, noted=len(path))
-            reused = len(path) * self.block + common
             if reuse:
                 self.lookups += len(ids)
                 self.hits += reused
             self._changing = False
             return slot, reused
 
+    def _reusable(self, match: Match) -> tuple[Match, BlockNode | None]:
+        """The longest part of a match that a text can go on from, and the node that keeps recurrent states of it."""
+        while True:
+            seen = self._windows.reusable(match)
+            match, kept = self._states.reusable(seen, self.block)
+            if match == seen:
+                return match, kept
+
+    def _has_room(self, match: Match, count: int) -> bool:
+        """Whether a slot of so many blocks can be had now that begins with a match."""
+        # What is only cached now will be held, and one more window block as long as it is copied from.
+        cached = sum(not self._pool.holders[node.block] for node in match.path)
+        copied = match.partial is not None and match.partial.window is not None
+        return self._fits(count - len(match.path) + cached, self._windows.most(count) + copied, 1)
+
     def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
         """Another slot whose first `positions` positions hold what those of `slot` do, with `length` reserved.
 
         Full blocks are shared: neither slot writes them from now on. The part of a block and recurrent states are
-        copied. None: no room now, or `slot` has the states of so many positions no more.
+        copied. None: no room now, or `slot` has the window or the states of so many positions no more.
 
         Raises:
             ContextOverflowError: there will never be room.
@@ -205,22 +246,38 @@ class PagedSlots:
             self._mend(slot)
             pool = self._pool
             full, part = divmod(positions, self.block)
-            count = self.blocks_for(length) - full
-            if count > pool.available or self._states.is_full or not self._states.holds(slot.state, positions):
+            count = self._count(length)
+            if not self._fits(count - full, self._windows.most(count), 1) or not self.holds(slot, positions):
                 return None
             self._changing = True
-            shared = slot.blocks[:full]
+            shared, nodes = slot.blocks[:full], self._nodes(slot)
             pool.hold(shared)
-            own = [pool.take() for _ in range(count)]
+            fork = Slot(shared, length, sealed=full, adapter=slot.adapter)
+            self._windows.reserve(fork, self._windows.most(count))
+            self._windows.fork(slot, fork, positions, nodes)
+            own = [pool.take() for _ in range(count - full)]
             if part:
                 self._memory.copy(slot.blocks[full], own[0], part)
             slot.sealed = max(slot.sealed, full)
-            fork = Slot([*shared, *own], length, sealed=full, adapter=slot.adapter)
+            fork.place([*shared, *own])
             fork.state = self._states.fork(slot.state)
             fork.findable = slot.findable
             self._add(fork, noted=min(slot.noted, full))
             self._changing = False
             return fork
+
+    def _fits(self, blocks: int, windows: int, states: int) -> bool:
+        """Whether so many more of each can be had now."""
+        if blocks > self._pool.available or not self._windows.can_reserve(windows):
+            return False
+        if states and self._states.is_full:
+            return False
+        prices = self._budget.prices
+        return blocks * prices.block + windows * prices.window + states * prices.state <= self._budget.available
+
+    def _nodes(self, slot: Slot) -> list[BlockNode | None]:
+        """The nodes of the slot's noted blocks."""
+        return [self._pool.nodes[block] for block in slot.blocks[: slot.noted]]
 
     def reserve(self, slot: Slot, length: int) -> bool:
         """Let the slot have `length` positions or more. False: no room now, and nothing has changed.
@@ -231,20 +288,25 @@ class PagedSlots:
         self._check_length(length)
         with self.lock:
             self._mend(slot)
-            count = self.blocks_for(length) - len(slot.blocks)
-            if count > self._pool.available:
+            count = self._count(length) - len(slot.blocks)
+            windows = max(slot.most_windows, self._windows.most(self._count(length)))
+            if not self._fits(max(count, 0), windows - slot.most_windows, 0):
                 return False
             self._changing = True
             if count > 0:
                 slot.place([*slot.blocks, *(self._pool.take() for _ in range(count))])
             slot.length = max(slot.length, length)
+            self._windows.reserve(slot, windows)
             self._changing = False
             return True
 
     def holds(self, slot: Slot, positions: int) -> bool:
-        """Whether the slot could go on from so many positions, which it has held: it could not where the recurrent
-        states of so many are not there any more."""
-        return self._states.holds(slot.state, positions)
+        """Whether the slot could go on from so many positions, which it has held: it could not where the blocks of the
+        window before them, or the recurrent states of so many, are not there any more."""
+        if not self._states.holds(slot.state, positions):
+            return False
+        with self.lock:
+            return self._windows.holds(slot, positions, self._nodes(slot))
 
     def truncate(self, slot: Slot, positions: int) -> None:
         """Keep the first `positions` positions; those after them will be reserved and written anew.
@@ -264,18 +326,21 @@ class PagedSlots:
             cut = kept[-1] if part else None
             if cut is not None and pool.holders[cut] > 1:
                 freed = sum(pool.holders[block] == 1 for block in dropped)
-                if pool.available + freed == 0:
+                if not self._fits(1 - freed, 0, 0):
                     raise ContextOverflowError(
                         f"cutting the text at {positions} positions takes a block, since another text shares the one "
                         f"there; all {self.total} blocks are in use. Try again when another text has ended"
                     )
             self._changing = True
+            nodes = self._nodes(slot)
             slot.noted, slot.sealed = min(slot.noted, full), min(slot.sealed, len(kept))
-            slot.note_at = (slot.noted + 1) * self.block if slot.findable else NEVER
+            slot.note_at = (slot.noted + 1) * self.block if self._is_noted(slot) else NEVER
             slot.length = positions  # first: what is past it is dropped by `_forget` too
             slot.place(kept)
+            self._windows.cut(slot, positions, nodes)
             pool.drop(dropped)
             pool.settle(dropped)
+            self._windows.own_last(slot, positions)
             if cut is not None:
                 self._own_last(slot, cut, part)
             slot.sealed = min(slot.sealed, full)
@@ -287,7 +352,7 @@ class PagedSlots:
         node = pool.nodes[cut]
         if pool.holders[cut] == 1 and node is None:
             return
-        if not pool.available:  # nobody else holds it, then, and no leaf below it is left
+        if not self._fits(1, 0, 0):  # nobody else holds it, then
             assert node is not None
             pool.unpublish(node)
             return
@@ -312,10 +377,18 @@ class PagedSlots:
             return
         with self.lock:
             self._mend(slot)
+            self._changing = True
             if slot.findable:
-                self._changing = True
                 self._note(slot, ids)
-                self._changing = False
+            self._pass_on(slot, len(ids))
+            self._changing = False
+
+    def _pass_on(self, slot: Slot, positions: int) -> None:
+        """Let go of what only positions before these needed."""
+        if self._windows.memory is not None:
+            self._windows.pass_on(slot, positions)
+            self._budget.trim()
+            slot.note_at = (positions // self.block + 1) * self.block  # also of a slot whose text is not to be found
 
     def _note(self, slot: Slot, ids: Sequence[int]) -> None:
         assert len(ids) <= slot.length, (len(ids), slot.length)
@@ -328,6 +401,7 @@ class PagedSlots:
             if pool.trie.starting_with(parent, tokens) is not None:
                 break
             parent = pool.publish(parent, tokens, slot.blocks[slot.noted])
+            self._windows.publish(slot, slot.noted, parent)
             slot.noted += 1
         slot.sealed = max(slot.sealed, full)
         slot.note_at = (full + 1) * size
@@ -358,6 +432,7 @@ class PagedSlots:
             if slot.findable:
                 path = self._publish_rest(slot, ids)
             self._leave_states(slot, len(ids), path)
+            self._windows.release(slot, path)
             pool.settle(slot.blocks, path)
             slot.void()
             self._changing = False
@@ -369,13 +444,15 @@ class PagedSlots:
         """
         pool, size = self._pool, self.block
         parent, path = self._last_noted(slot), []
-        for index in range(slot.noted, self.blocks_for(len(ids))):
+        for index in range(slot.noted, self._count(len(ids))):
             tokens = tuple(ids[index * size : (index + 1) * size])
             node = pool.trie.starting_with(parent, tokens)
             if node is None:
                 if pool.holders[slot.blocks[index]]:  # its holder does not hold the parent
                     break
                 node = pool.publish(parent, tokens, slot.blocks[index])
+            if len(node.tokens) == len(tokens):  # else the node's block holds more than the slot's
+                self._windows.publish(slot, index, node)
             path.append(node)
             parent = node
         return path
@@ -383,7 +460,7 @@ class PagedSlots:
     def _leave_states(self, slot: Slot, count: int, path: list[BlockNode]) -> None:
         """Let the node of the last of `count` positions keep the slot's states, or give them back. path: the nodes
         after the noted ones."""
-        is_found = slot.findable and count > 0 and slot.noted + len(path) == self.blocks_for(count)
+        is_found = slot.findable and count > 0 and slot.noted + len(path) == self._count(count)
         if slot.state is None or not (is_found and self._states.most_kept and self._states.holds(slot.state, count)):
             self._states.give_back(slot.state)
             return
@@ -402,8 +479,38 @@ class PagedSlots:
                 for slot in slots:
                     self._mend(slot)
                 states = [slot.state for slot in slots if slot.state is not None]
-                cache = self._tables.view([slot.blocks for slot in slots], stamps, states, adapters)
+                cache = self._tables.view(slots, stamps, states, adapters)
             return cache
+
+    def ready(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> None:
+        """See that there are blocks for what a forward writes: `tokens` positions of each slot from its first on.
+
+        Raises:
+            ContextOverflowError: more positions than `piece` allowed, and no room for the blocks of their sliding
+                layers.
+        """
+        if self._windows.memory is None:
+            return
+        for slot, first in zip(slots, firsts, strict=True):
+            missing = self._windows.missing(slot, first, first + tokens)
+            if missing:
+                self._mend(slot)
+                if not self._reserve_windows(slot, len(slot.windows) + len(missing)):
+                    raise ContextOverflowError(
+                        f"{tokens} positions at once take more blocks of sliding layers than are left: process fewer"
+                    )
+                self._changing = True
+                self._windows.provide(slot, missing)
+                self._changing = False
+
+    def _reserve_windows(self, slot: Slot, count: int) -> bool:
+        """Let a slot have so many window blocks. False: there is no room now."""
+        more = count - slot.most_windows
+        if more > 0:
+            if not self._fits(0, more, 0):
+                return False
+            self._windows.reserve(slot, count)
+        return True
 
     def view_of(self, slots: Sequence[Slot], tokens: int) -> View:
         """The same with the row of each slot."""
@@ -429,23 +536,35 @@ class PagedSlots:
         """How many tokens a row a forward over these slots may process, each from what it has computed on, if any of
         them may be taken back."""
         room = self.max_len - max(computed)
+        if self._windows.memory is not None:
+            room = min(room, self.block)
         return room if self._states.memory is None else min(room, STATE_BLOCK)
 
-    def piece(self, first: int, count: int) -> int:
-        """How many of `count` ids of a prompt, from position `first` on, to process at once: where recurrent states are
-        kept those up to the last end of a block, for only there they are."""
+    def piece(self, slot: Slot, first: int, count: int) -> int:
+        """How many of `count` ids of a prompt, from position `first` on, to process at once: where layers slide as many
+        as there are blocks for, which are reserved; where recurrent states are kept those up to the last end of a
+        block, for only there they are."""
+        while count > self.block:
+            with self.lock:
+                self._mend(slot)
+                missing = self._windows.missing(slot, first, first + count)
+                if self._reserve_windows(slot, len(slot.windows) + len(missing)):
+                    break
+            count = max(self.block, count // 2)
         end = (first + count) // self.block * self.block
         return end - first if self._states.most_kept and end > first else count
 
     def read(self, slot: Slot, positions: int) -> Any:
         """A copy of the first positions of a slot, as a dense cache of one row."""
         with self.lock:
-            return self._memory.read(slot.blocks, positions, slot.state)
+            return self._memory.read(slot, positions)
 
     def write(self, slot: Slot, cache: Any, positions: int) -> None:
         """Take the first positions of a dense cache of one row into a slot that nobody shares."""
         with self.lock:
-            self._memory.write(slot.blocks, cache, positions, slot.state)
+            seen = self._windows.seen(positions)
+            self.ready([slot], [seen.start * self.block], positions - seen.start * self.block)
+            self._memory.write(slot, cache, positions)
 
     def use(self, key: object) -> None:
         """Say which weights fill the blocks from now on. Another key than before: nothing can be found.
@@ -470,6 +589,8 @@ class PagedSlots:
         with self.lock:
             self._mend()
             check_slots(self._pool, list(self._slots), self.block)
+            check_windows(self._pool, self._windows, list(self._slots))
+            self._budget.check()
             self._states.check([slot.state for slot in self._slots])
 
     def renew(self) -> None:
@@ -488,8 +609,16 @@ class PagedSlots:
         if not self.can_hold(length):
             raise ContextOverflowError(
                 f"{length} positions were to be reserved; a text can have {self.max_len} at most, and all "
-                f"{self.total} blocks together hold {self.total * self.block}. Ask for fewer, or provide a larger cache"
+                f"{self.total} blocks together hold {self._longest}. Ask for fewer, or provide a larger cache"
             )
+
+    @property
+    def _longest(self) -> int:
+        """The positions of the longest text that all blocks together hold."""
+        prices, count = self._budget.prices, len(self._pool.holders)
+        while count and self.blocks_for(count * self.block) > self.total:
+            count -= max(1, (self.blocks_for(count * self.block) - self.total) // (prices.block + prices.window))
+        return count * self.block
 
     def _mend(self, slot: Slot | None = None) -> None:
         """Make the accounts anew if the last change was cut short; see that `slot` is held."""
@@ -502,14 +631,19 @@ class PagedSlots:
     def _forget(self) -> None:
         self._changing = True
         for slot in self._slots:
-            if len(slot.blocks) > self.blocks_for(slot.length):
-                slot.place(slot.blocks[: self.blocks_for(slot.length)])
+            if len(slot.blocks) > self._count(slot.length):
+                slot.place(slot.blocks[: self._count(slot.length)])
         self._pool.forget(slot.blocks for slot in self._slots)
+        self._windows.forget(list(self._slots))
         self._states.forget([slot.state for slot in self._slots])
         for slot in self._slots:
             slot.noted = 0
-            slot.note_at = self.block if slot.findable else NEVER
+            slot.note_at = self.block if self._is_noted(slot) else NEVER
         self._changing = False
+
+    def _is_noted(self, slot: Slot) -> bool:
+        """Whether `note` has something to do for the slot at all."""
+        return slot.findable or self._windows.memory is not None
 
     def _last_noted(self, slot: Slot) -> BlockNode:
         """The node of the slot's last noted block; the root of its adapter's texts before there is one."""
@@ -520,6 +654,16 @@ class PagedSlots:
 
     def _add(self, slot: Slot, noted: int) -> Slot:
         slot.noted = noted
-        slot.note_at = (noted + 1) * self.block if slot.findable else NEVER
+        slot.note_at = (noted + 1) * self.block if self._is_noted(slot) else NEVER
         self._slots[slot] = None
         return slot
+
+
+def _budget(memory: BlockMemory, cached_blocks: int, nbytes: int | None) -> Budget:
+    prices = Prices.of(memory)
+    total = memory.count * prices.block
+    if memory.windows is not None:
+        total += memory.windows.count * prices.window
+    if memory.states is not None:
+        total += memory.states.count * prices.state
+    return Budget(prices, total if nbytes is None else min(total, nbytes // prices.unit), cached_blocks)

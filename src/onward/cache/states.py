@@ -4,6 +4,7 @@ Each slot has two places, for the states of two blocks of 16 positions, and `hel
 So the states of the last 16 positions at least are there, and taking tokens back lowers an offset as it does elsewhere.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onward.cache.block_trie import NO_MATCH, BlockNode, Match
+from onward.cache.budget import Budget
 from onward.cache.buffers import lazy_zeros
 from onward.ops.state import STATE_BLOCK
 
@@ -121,12 +123,19 @@ class StatePool:
     lets go of them first.
     """
 
-    def __init__(self, memory: StateMemory | None, cached_blocks: int) -> None:
+    def __init__(self, memory: StateMemory | None, cached_blocks: int, budget: Budget) -> None:
         self.memory = memory
+        self._budget = budget
+        budget.states = weakref.proxy(self)
         self.free = list(range(0 if memory is None else memory.count))[::-1]
         affordable = 0 if memory is None else cached_blocks * memory.block_nbytes // memory.nbytes
         self.most_kept = 0 if memory is None else min(affordable, memory.count // 2)
         self.kept: OrderedDict[BlockNode, None] = OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """How many slots texts and nodes have."""
+        return 0 if self.memory is None else self.memory.count - len(self.free)
 
     @property
     def is_full(self) -> bool:
@@ -137,6 +146,7 @@ class StatePool:
         """A slot that holds nothing."""
         if self.memory is None:
             return None
+        self._budget.make_room(self._budget.prices.state)
         if not self.free:
             self.drop(next(iter(self.kept)))
         slot = self.free.pop()
@@ -170,23 +180,31 @@ class StatePool:
 
     def snapshot(self, node: BlockNode, source: int, end: int) -> None:
         """Let a node keep a copy of the states of a text, if there is room for one."""
-        if self.most_kept and not self.is_full and self.memory is not None:
+        if self.most_kept and self._can_copy and self.memory is not None:
             slot = self.fork(source)
             assert slot is not None
             self.keep(node, slot, end)
 
     def fork_kept(self, node: BlockNode) -> int:
-        """A slot that holds what a node keeps; the very one of the node where there is no other."""
-        slot = node.state
-        assert slot is not None
-        self.kept.move_to_end(node)
-        if not self.free and len(self.kept) == 1:
-            del self.kept[node]
-            node.state = None
-            return slot
-        copy = self.fork(slot)
+        """A slot that holds what a node keeps; the very one of the node where there is no room for another."""
+        source = node.state
+        assert source is not None
+        del self.kept[node]  # for now, so that making room takes another
+        node.state = None
+        if not self._can_copy:
+            return source
+        copy = self.fork(source)
         assert copy is not None
+        if self._budget.blocks.nodes[node.block] is node:
+            node.state = source
+            self.kept[node] = None
+        else:
+            self.free.append(source)
         return copy
+
+    @property
+    def _can_copy(self) -> bool:
+        return not self.is_full and self._budget.available >= self._budget.prices.state
 
     def drop(self, node: BlockNode) -> None:
         """Let a node keep no states."""

@@ -75,14 +75,15 @@ class Holdings:
     def _cache_bytes(self, positions: int, batch: int) -> int:
         import torch
 
-        from onward import KVCache
+        from onward.cache.shape import kept_positions, widest_window
+        from onward.cache.states import new_states
         from onward.models.architecture import states_of
 
-        shapes, states = self.config.cached, states_of(self.config)
-        # shapes alone, no memory
-        meta = torch.device("meta")
-        cache = KVCache.of(shapes, batch=batch, max_len=positions, dtype=self.dtype, device=meta, states=states)
-        return cache.nbytes
+        states = new_states(states_of(self.config), batch, self.dtype, torch.device("meta"))  # shapes alone, no memory
+        shapes = self.config.cached
+        window = widest_window(shapes)
+        numbers: int = sum(shape.features * kept_positions(shape, window, positions) for shape in shapes)
+        return sum(state.nbytes for state in states) + batch * numbers * int(self.dtype.itemsize)
 
     def _text_facts(self) -> list[Fact]:
         from onward.requests import generation_defaults

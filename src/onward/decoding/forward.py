@@ -143,7 +143,9 @@ def inputs(
         ids = [sequence.ids(sequence.computed, sequence.computed + tokens) for sequence, tokens in work]
     offsets = [sequence.computed for sequence, _ in work]
     longest = max(map(len, ids))
-    view = slots.view_of([sequence.slot for sequence, _ in work], longest)
+    of_rows = [sequence.slot for sequence, _ in work]
+    slots.ready(of_rows, offsets, longest)
+    view = slots.view_of(of_rows, longest)
     # Any valid id does as padding; the last is one.
     rows = [
         of_item if len(of_item) == longest else [*of_item, *[of_item[-1]] * (longest - len(of_item))] for of_item in ids
@@ -196,8 +198,10 @@ def _rows_processed(run: Run, slots: Slots, work: abc.Sequence[Work], device: to
     runs += [(sequence, sequence.computed, count - 1) for sequence, count in needing if count > 1]
     runs += [(sequence, sequence.computed, count) for sequence, count in work[len(needing) :]]
     ids = [token for sequence, first, count in runs for token in sequence.ids(first, first + count)]
-    view = slots.view_of([sequence.slot for sequence, _, count in runs for _ in range(count)], 1)
+    of_rows = [sequence.slot for sequence, _, count in runs for _ in range(count)]
     offsets = [position for _, first, count in runs for position in range(first, first + count)]
+    slots.ready(of_rows, offsets, 1)
+    view = slots.view_of(of_rows, 1)
     given = Inputs(
         torch.tensor(ids, dtype=torch.int32, device=device).unsqueeze(1),
         torch.tensor(offsets, dtype=torch.int32, device=device),

@@ -79,7 +79,7 @@ class AllTogether:
 
     def _piece(self, sequence: Sequence, pending: int) -> int:
         most = self._chunk if sequence.prompt_top is None else self._scored_chunk
-        return self._slots.piece(sequence.computed, min(pending, most))
+        return self._slots.piece(sequence.slot, sequence.computed, min(pending, most))
 
     def _begin(self) -> None:
         """Give slots to those that wait, in order, as long as there is room."""

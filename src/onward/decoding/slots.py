@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.cache import KVBlocks, KVCache, RowAdapter, length_of
+from onward.cache.budget import Prices
 from onward.cache.buffers import is_lazy
 from onward.cache.positions import copy_positions, position_dims
 from onward.cache.rows import copy_row, have_rows, row_dims
@@ -20,7 +21,7 @@ from onward.cache.slot import index_of
 from onward.cache.slots import PagedSlots
 from onward.cache.view import View
 from onward.errors import RequestError
-from onward.models import Cache, Model, padded_length
+from onward.models import Cache, Model, NewBlocks, padded_length
 from onward.models.weights_version import computation
 from onward.native.machine_memory import memory_limit
 from onward.ops.blocks import BLOCK
@@ -122,8 +123,13 @@ class Slots(Protocol):
         them may be taken back; None if unknown."""
         ...
 
-    def piece(self, first: int, count: int) -> int:
-        """How many of `count` ids of a prompt, from position `first` on, to process at once."""
+    def piece(self, slot: Slot, first: int, count: int) -> int:
+        """How many of `count` ids of a prompt, from position `first` of a slot on, to process at once."""
+        ...
+
+    def ready(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> None:
+        """See that a forward may write so many tokens of each slot from its first position on: as many as `piece` says,
+        or as `room` does. To be called before `view_of`."""
         ...
 
     def view_of(self, slots: Sequence[Slot], tokens: int) -> View:
@@ -280,8 +286,11 @@ class DenseSlots:
             return STATE_BLOCK if room is None else min(room, STATE_BLOCK)
         return room
 
-    def piece(self, first: int, count: int) -> int:
+    def piece(self, slot: DenseSlot, first: int, count: int) -> int:
         return count
+
+    def ready(self, slots: Sequence[DenseSlot], firsts: Sequence[int], tokens: int) -> None:
+        """A row has memory for all of its positions."""
 
     def view_of(self, slots: Sequence[DenseSlot], tokens: int) -> View:
         self._viewed = [(slot, slot.filled + tokens) for slot in slots]
@@ -420,25 +429,38 @@ class KeptSlots:
     def _shared(self, model: Model, length: int) -> PagedSlots:
         if self._slots is None or self._model is None or self._model() is not model:
             assert model.new_blocks is not None, "asked before"
-            nbytes = model.new_blocks(1).block_nbytes
-            kept = self.memory // nbytes
             # Memory that is never written is never allocated on the CPU, so all of the machine's may be asked for.
-            memory = memory_limit()
-            count = memory // nbytes if is_lazy(memory, model.device) else kept
-            blocks = _as_many_blocks(model.new_blocks, max(1, min(count, MOST_BLOCKS)))
-            self._slots = PagedSlots(blocks, max_len=longest_text(model, length), cached_blocks=min(kept, blocks.count))
+            limit = memory_limit()
+            limit = limit if is_lazy(limit, model.device) else self.memory
+            blocks = blocks_within(model.new_blocks, limit, MOST_BLOCKS, model.device)
+            self._slots = PagedSlots(
+                blocks,
+                max_len=longest_text(model, length),
+                cached_blocks=min(self.memory, limit) // Prices.of(blocks).unit,
+                nbytes=limit,
+            )
             self._model = weakref.ref(model)
         return self._slots
 
 
-def _as_many_blocks(new_blocks: Callable[[int], KVBlocks], count: int) -> KVBlocks:
-    """Memory of `count` blocks; of fewer where the system refuses so much, for a process may be limited."""
-    while count > 1:
+def blocks_within(new_blocks: NewBlocks, nbytes: int, most: int, device: torch.device) -> KVBlocks:
+    """Memory of at most so many bytes, and of at most `most` blocks of each kind, one at least.
+
+    On the CPU, where memory that is not written is not taken, each kind may have all of it, since slots bound them
+    together. Elsewhere both kinds have equally many. Where the system refuses so much, for a process may be limited, it
+    is less.
+    """
+    one = new_blocks(1)
+    whole, window = one.block_nbytes, 0 if one.windows is None else one.windows.block_nbytes
+    if device.type != "cpu":
+        whole = window = whole + window
+    count, windows = (max(1, min(nbytes // each, most)) if each else most for each in (whole, window))
+    while max(count, windows) > 1:
         try:
-            return new_blocks(count)
+            return new_blocks(count) if one.windows is None else new_blocks(count, windows)
         except RequestError:
-            count //= 2
-    return new_blocks(1)
+            count, windows = -(-count // 2), -(-windows // 2)
+    return one
 
 
 def dims_of(model: Model, cache: Cache, rows: int) -> Sequence[int] | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onward.cache import KVBlocks, LayerShape
+from onward.cache import KVBlocks, LayerShape, Slot
 from onward.distributed.links import Links
 from onward.distributed.memory import Tables
 from onward.distributed.messages import Forward, Kind
@@ -51,7 +51,7 @@ class Follower:
         elif kind is Kind.GIVE_BACK:
             self._memories[number].give_back(rest)
         elif kind is Kind.READ:
-            row = self._memories[number].read(rest[1:], rest[0])
+            row = self._memories[number].read(Slot(rest[1:], rest[0], 0), rest[0])
             for tensor in (*row.keys, *row.values):
                 self._links.send(tensor, 0)
             self._links.settle()
@@ -59,7 +59,7 @@ class Follower:
             row = empty_like_row(self._shapes, rest[0], self._hidden.dtype)
             for tensor in (*row.keys, *row.values):
                 self._links.receive(tensor, 0)
-            self._memories[number].write(rest[1:], row, rest[0])
+            self._memories[number].write(Slot(rest[1:], rest[0], 0), row, rest[0])
 
     def _forward(self, given: Forward) -> None:
         count = given.rows * given.tokens

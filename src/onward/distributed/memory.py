@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from onward.cache import KVBlocks, KVCache, LayerShape
+from onward.cache.block_pool import Place
 from onward.cache.buffers import lazy_zeros
 from onward.distributed.group import Group
 from onward.distributed.messages import Kind
@@ -35,11 +36,11 @@ class SplitBlocks(KVBlocks):
         super().give_back(blocks)
         self._group.tell(Kind.GIVE_BACK, self.number, *blocks)
 
-    def read(self, blocks: Sequence[int], positions: int, state: int | None = None) -> KVCache:
-        return self._group.read(self.number, blocks, positions, super().read(blocks, positions))
+    def read(self, place: Place, positions: int) -> KVCache:
+        return self._group.read(self.number, place.blocks, positions, super().read(place, positions))
 
-    def write(self, blocks: Sequence[int], cache: KVCache, positions: int, state: int | None = None) -> None:
-        super().write(blocks, self._group.write(self.number, blocks, positions, cache), positions)
+    def write(self, place: Place, cache: KVCache, positions: int) -> None:
+        super().write(place, self._group.write(self.number, place.blocks, positions, cache), positions)
 
 
 def new_blocks(group: Group, count: int) -> SplitBlocks:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onward import native
+from onward.cache.shape import without_windows
 from onward.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
 from onward.checkpoint.quantized import read_manifest
 from onward.distributed.exchange import Exchange, is_usable, new_file
@@ -60,7 +61,7 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
     checkpoint = open_checkpoint(settings.path)
     _check_readable(settings, checkpoint)
     architecture = read_config(checkpoint.config).serving(settings.context)
-    shapes = [tuple(part_of(architecture, settings, rank).cached) for rank in range(settings.world)]
+    shapes = [without_windows(part_of(architecture, settings, rank).cached) for rank in range(settings.world)]
     store, where = meet(0, settings.world, address)
     file = new_file(settings.world) if settings.tensor > 1 and address is None and is_usable() else None
     settings = replace(settings, exchange=None if file is None else str(file))
@@ -162,7 +163,7 @@ def _follow(settings: Settings, links: Links) -> None:
     run = rank_run(forward, params._replace(embed_tokens=Embedding(hidden)), part.hidden_size, settings.compile)
     links.tell([_digest(run.model)], [0])
     to = None if isinstance(part, Shard) else (links.rank + 1) % links.world
-    Follower(links, run, hidden, part.cached, -(-settings.context // BLOCK), to).serve()
+    Follower(links, run, hidden, without_windows(part.cached), -(-settings.context // BLOCK), to).serve()
 
 
 def _read(settings: Settings, part: Stage | Shard, layers: Callable[[int], LayersInPlace]) -> Any:

@@ -42,7 +42,7 @@ class Engine:
 
     lm: the model, with its tokenizer, template, defaults and draft.
     max_sequences: the most texts that run at once.
-    cache_memory: bytes of keys and values, of texts that run and of prefixes that are kept for others.
+    cache_memory: bytes of keys, values and recurrent states, of texts that run and of prefixes that are kept.
     max_waiting, max_waiting_tokens: the most requests that wait, and ids of their prompts. More are refused at once.
     max_step_ms: about how long a step may take, in milliseconds, while texts decode: prompts are cut accordingly. None:
         about 2.25 times as long as without prompts, but not less than 100 ms.

@@ -5,7 +5,7 @@ from torch import Tensor
 from onward.cache.slots import PagedSlots
 from onward.checks import check_whole
 from onward.decoding import DenseSlots, Slots
-from onward.decoding.slots import MOST_BLOCKS, dims_of
+from onward.decoding.slots import MOST_BLOCKS, blocks_within, dims_of
 from onward.errors import RequestError
 from onward.models import Model
 from onward.native.machine_memory import memory_limit
@@ -22,8 +22,8 @@ _UNKNOWN_CONTEXT = 4096
 def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> Slots:
     """Slots for an engine.
 
-    cache_memory: bytes; None takes what all sequences of full length need, and at most a quarter of the machine's
-        memory. A cache in blocks takes memory only as it is written.
+    cache_memory: bytes of keys, values and recurrent states; None takes what all sequences of full length need, and at
+        most a quarter of the machine's memory. A cache in blocks takes memory only as it is written.
 
     Raises:
         RequestError: so much memory holds not even one block.
@@ -34,14 +34,17 @@ def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> 
     context = _UNKNOWN_CONTEXT if model.max_seq_len is None else model.max_seq_len
     if model.new_blocks is None:
         return _dense(model, max_sequences, context, limit, cache_memory)
-    nbytes = model.new_blocks(1).block_nbytes
-    count = min(limit // nbytes, max_sequences * -(-context // BLOCK), MOST_BLOCKS)
-    if count < 1:
+    one = PagedSlots(model.new_blocks(1), max_len=context, cached_blocks=0)
+    unit = one.unit_nbytes
+    limit = min(limit, max_sequences * one.blocks_for(context) * unit)
+    if limit < (least := one.blocks_for(BLOCK) * unit):
         raise RequestError(
             f"cache_memory={cache_memory} bytes holds not even one block of {BLOCK} positions, which takes "
-            f"{in_bytes(nbytes)}: give more"
+            f"{in_bytes(least)}: give more"
         )
-    return PagedSlots(model.new_blocks(count), max_len=context, cached_blocks=count)
+    most = min(MOST_BLOCKS, max_sequences * -(-context // BLOCK))
+    blocks = blocks_within(model.new_blocks, limit, most, model.device)
+    return PagedSlots(blocks, max_len=context, cached_blocks=limit // unit, nbytes=limit)
 
 
 def _dense(model: Model, rows: int, context: int, limit: int, cache_memory: int | None) -> Slots:

@@ -200,7 +200,7 @@ class Serving:
             planned = self._policy.plan(rows)
             if all(self._has_room(row, tokens) for row, tokens in planned):
                 return [
-                    Work(row.sequence, self.slots.piece(row.computed, tokens))
+                    Work(row.sequence, self.slots.piece(row.sequence.slot, row.computed, tokens))
                     for row, tokens in planned
                     if self._of_sequence[row.sequence].error is None
                 ]

@@ -37,7 +37,8 @@ class EngineStats:
 
     waiting, running: requests. sequences: texts that run. waiting_tokens: ids of the prompts that wait.
     blocks: of the cache in all; blocks_used: held by texts that run; blocks_cached: kept for prompts that begin alike;
-        blocks_free: the others. A block has 64 positions; of a cache that is not paged it is a row.
+        blocks_free: the others. A block has 64 positions; of a cache that is not paged it is a row. Where layers slide
+        or are recurrent it is a unit of memory.
     hit_rate: of the ids of prompts, the share that did not have to be processed, for the cache held them.
     tokens_per_second, prompt_tokens_per_second: over the last half minute of work.
     steps, tokens, preemptions: counts. seconds: in each part of a step.

@@ -19,7 +19,7 @@ from onward.models.linear import (
     map_marked,
     marked_parts,
 )
-from onward.models.model import Cache, Forward, Model, Params
+from onward.models.model import Cache, Forward, Model, NewBlocks, Params
 from onward.models.packing import pack_layer, pack_params, stack_params
 from onward.models.run import ModelRun, check_backend, padded_length, reused_run
 from onward.models.scope import Scope, Tensors
@@ -35,6 +35,7 @@ __all__ = [
     "Linear",
     "Model",
     "ModelRun",
+    "NewBlocks",
     "Params",
     "Router",
     "Scope",

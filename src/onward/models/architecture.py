@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onward.cache import KVBlocks, KVCache, LayerShape, StateShape
+from onward.cache.shape import without_useless_windows
 from onward.models.model import Cache, Model, Params
 from onward.models.scope import Scope
 
@@ -101,7 +102,8 @@ def num_parameters(architecture: Architecture) -> int:
 def build_model(architecture: Architecture, params: Any, max_seq_len: int | None = None) -> Model:
     """A `Model` of this architecture over `params`, stock or packed, on their device and in their dtype."""
     dtype, device = params.embed_tokens.weight.dtype, params.embed_tokens.weight.device
-    architecture = architecture.serving(max_seq_len or architecture.max_position_embeddings)
+    max_seq_len = max_seq_len or architecture.max_position_embeddings
+    architecture = architecture.serving(max_seq_len)
     shapes = tuple(architecture.cached)
     states = states_of(architecture)
     return Model(
@@ -109,11 +111,11 @@ def build_model(architecture: Architecture, params: Any, max_seq_len: int | None
         params=params,
         new_cache=_NewCache(shapes, states, dtype, device),
         vocab_size=architecture.vocab_size,
-        max_seq_len=max_seq_len or architecture.max_position_embeddings,
+        max_seq_len=max_seq_len,
         selects_logits=True,
         device=device,
         num_parameters=num_parameters(architecture),
-        new_blocks=_NewBlocks(shapes, states, dtype, device),
+        new_blocks=_NewBlocks(without_useless_windows(shapes, max_seq_len), states, dtype, device),
     )
 
 
@@ -143,8 +145,10 @@ class _NewBlocks:
     dtype: torch.dtype
     device: torch.device
 
-    def __call__(self, count: int) -> KVBlocks:
-        return KVBlocks.of(self.shapes, count=count, dtype=self.dtype, device=self.device, states=self.states)
+    def __call__(self, count: int, windows: int | None = None) -> KVBlocks:
+        return KVBlocks.of(
+            self.shapes, count=count, dtype=self.dtype, device=self.device, states=self.states, windows=windows
+        )
 
 
 def named_params(architecture: Architecture) -> Any:

@@ -37,6 +37,8 @@ CPU = torch.device("cpu")
 Cache = Any
 Params = Any
 Forward = Callable[..., tuple[Tensor, Cache]]
+# (count) -> memory for so many blocks; where layers slide (count, windows=None), with so many blocks of these
+NewBlocks = Callable[..., KVBlocks]
 
 
 class NewCache(Protocol):
@@ -71,7 +73,7 @@ class Model:
     device: torch.device = CPU
     num_parameters: int | None = None
     compiles: bool = True
-    new_blocks: Callable[[int], KVBlocks] | None = None
+    new_blocks: NewBlocks | None = None
     why_eager: str = "the model says that it is not to be compiled"
 
     def __call__(

@@ -254,8 +254,11 @@ def _cached_definition(
     visible = key_at <= query_at.unsqueeze(2)  # [B, T, S]
     if window:
         visible &= key_at > query_at.unsqueeze(2) - window
-    # What lies past a row's end may be anything, NaN too, which no weight of 0 takes away.
-    empty = (key_at > query_at[:, -1:]).view(-1, 1, length, 1)
+    # What lies past a row's end, or before its window, may be anything, NaN too, which no weight of 0 takes away.
+    empty = key_at > query_at[:, -1:]
+    if window:
+        empty |= key_at <= query_at[:, :1] - window
+    empty = empty.view(-1, 1, length, 1)
     k, v = keys.masked_fill(empty, 0.0), values.masked_fill(empty, 0.0)
     mask = torch.zeros(visible.shape, device=q.device).masked_fill(~visible, float("-inf")).unsqueeze(1)
     out = reference(q, k, v, mask=mask, scale=scale, sinks=sinks, softcap=softcap or None)

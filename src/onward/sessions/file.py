@@ -1,7 +1,8 @@
 """A saved session: a safetensors file with the ids, the cache of their positions, and the model's fingerprint.
 
 tokens               int32 [N]
-cache.<leaf>         a tensor of the cache, its first N positions: [1, G, N, D] of a `KVCache`
+cache.<leaf>         a tensor of the cache, its first N positions: [1, G, N, D] of a `KVCache`; of sliding layers the
+                     last of these alone, from the block on that the next token sees first
 __metadata__         onward_session (the format's version), model (a fingerprint), computed_by, capacity, notes,
                      adapter (the digest of the one that the cache was computed with, where it had one), and sha256 (of
                      everything else)
@@ -21,7 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from onward.cache import KVCache
 from onward.cache.positions import first_positions, position_dims
+from onward.cache.shape import first_seen
 from onward.decoding.held import HeldCache
 from onward.errors import SessionError, one_line, warn
 from onward.files import write_whole
@@ -140,9 +143,10 @@ def _tensors(model: Model, session: SavedSession) -> tuple[dict[str, Tensor], in
     for name, leaf in leaves.items():
         if not isinstance(leaf, Tensor):
             raise SessionError(f"a cache is saved if it is a pytree of tensors; {name} is a {type(leaf).__name__}")
-    for (name, leaf), dim in zip(leaves.items(), _dims(model, held), strict=True):
+    dims, firsts = _dims(model, held), _firsts(model, held.cache, count)
+    for (name, leaf), dim, first in zip(leaves.items(), dims, firsts, strict=True):
         # A copy, since the session may write to its cache again, and two leaves may share memory.
-        filled = first_positions(leaf, dim, count).detach()
+        filled = _from(first, first_positions(leaf, dim, count), dim).detach()
         tensors[name] = filled.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return tensors, held.capacity
 
@@ -163,8 +167,10 @@ def _restored(file: Path, model: Model, tensors: Mapping[str, Tensor], count: in
     leaves, dims = _leaves(held.cache), _dims(model, held)
     if leaves.keys() != tensors.keys():
         raise SessionError(f"{str(file)!r} holds a cache of other tensors than this model's")
-    for (name, leaf), dim in zip(leaves.items(), dims, strict=True):
+    for (name, leaf), dim, first in zip(leaves.items(), dims, _firsts(model, held.cache, count), strict=True):
         target = first_positions(leaf, dim, count)
+        if target.shape != tensors[name].shape:  # files of before have all positions of sliding layers
+            target = _from(first, target, dim)
         if (target.shape, target.dtype) != (tensors[name].shape, tensors[name].dtype):
             raise SessionError(
                 f"{str(file)!r}: {name} is {tensors[name].dtype} {list(tensors[name].shape)}, but this model's cache "
@@ -183,6 +189,22 @@ def _dims(model: Model, held: HeldCache) -> list[int | None]:
     length = next(length for length in _PROBE_LENGTHS if length != held.capacity)
     dims = position_dims(held.cache, held.capacity, model.new_cache(1, length), length)
     return [None] * len(pytree.tree_leaves(held.cache)) if dims is None else dims
+
+
+def _firsts(model: Model, cache: Any, count: int) -> list[int]:
+    """The first position of each tensor of the cache that is stored: 0 but in sliding layers of a `KVCache`."""
+    leaves = len(pytree.tree_leaves(cache))
+    blocks = None if model.new_blocks is None else model.new_blocks(1)
+    if not isinstance(cache, KVCache) or blocks is None or blocks.windows is None:
+        return [0] * leaves
+    first = first_seen(blocks.windows.window, count)
+    of_layers = [0 if shape.window is None else first for shape in blocks.shapes] * 2  # of keys, then of values
+    return of_layers + [0] * (leaves - len(of_layers))
+
+
+def _from(first: int, tensor: Tensor, dim: int | None) -> Tensor:
+    """The positions of a tensor from `first` on, over the same memory. dim: None for a tensor that has none."""
+    return tensor if dim is None else tensor.narrow(dim, first, tensor.shape[dim] - first)
 
 
 # ── the file ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -145,8 +145,10 @@ class _ModelDrafts:
 
     def _catch_up(self, texts: abc.Sequence[Sequence]) -> None:
         """Process long pending texts chunk by chunk, up to the ids that the draft begins with."""
-        while work := [Work(text, self._chunk) for text in texts if text.pending > self._chunk]:
-            self._step(work)
+        while behind := [text for text in texts if text.pending > self._chunk]:
+            self._step([Work(text, self._slots.piece(text.slot, text.computed, self._chunk)) for text in behind])
+            for text in behind:
+                self._slots.advance(text.slot, text.computed, text.ids)
 
 
 def _with_target_vocabulary(run: Run, own: int, target: int) -> Run:

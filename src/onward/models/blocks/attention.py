@@ -90,7 +90,7 @@ class Attention:
         """What it keeps of a token."""
         if self.reads is not None:
             return None
-        return LayerShape(self.num_kv_heads, self.head_dim, self.head_dim)
+        return LayerShape(self.num_kv_heads, self.head_dim, self.head_dim, self.window)
 
     @property
     def widths(self) -> tuple[int, int, int]:

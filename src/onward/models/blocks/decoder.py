@@ -73,7 +73,13 @@ class Decoder:
     @cached_property
     def cached(self) -> tuple[LayerShape, ...]:
         """What a cache keeps of a token, for each of its layers."""
-        return tuple(shape for layer in self.layers if (shape := _attention_part(layer.cached)) is not None)
+        shapes = tuple(shape for layer in self.layers if (shape := _attention_part(layer.cached)) is not None)
+        for mixer in (layer.mixer for layer in self.layers):
+            if (reads := getattr(mixer, "reads", None)) is not None:
+                assert getattr(mixer, "window", None) == shapes[reads].window, (
+                    "a layer sees as far as the one whose keys it reads"
+                )
+        return shapes
 
     @cached_property
     def states(self) -> tuple[StateShape, ...]:

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward import ops
-from onward.cache import PagedKVCache
 from onward.models.hosted.library import NAME, NotHostedError, library
 from onward.models.hosted.step import HostedLayer, Step, current_step
 
@@ -38,18 +36,15 @@ def attend(
     step = current_step()
     layer, new = step.layer_of(key, value)
     if step.survey is not None:
-        _survey(step, module, attention_mask, keywords)
+        _survey(step, layer, module, attention_mask, keywords)
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
     place, cache = step.places[layer], step.cache
     assert cache is not None
     options: dict[str, Any] = {"window": step.layers[step.calls].window, "scale": scaling, "sinks": s_aux}
     options["softcap"] = softcap
     step.calls += 1
-    if new:
-        out = cache.attend(place, query, key, value, step.offsets, **options)
-    else:  # another layer's keys and values
-        table = cache.table if isinstance(cache, PagedKVCache) else None
-        out = ops.cached_attention(query, cache.keys[place], cache.values[place], step.offsets, table=table, **options)
+    # None: another layer's keys and values, which that one has stored.
+    out = cache.attend(place, query, key if new else None, value if new else None, step.offsets, **options)
     return out.transpose(1, 2), None
 
 
@@ -64,7 +59,7 @@ def mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **
     return stand_in
 
 
-def _survey(step: Step, module: Any, attention_mask: Tensor | None, keywords: dict[str, Any]) -> None:
+def _survey(step: Step, layer: int, module: Any, attention_mask: Tensor | None, keywords: dict[str, Any]) -> None:
     survey = step.survey
     assert survey is not None
     if not keywords.get("is_causal", getattr(module, "is_causal", True)):
@@ -76,6 +71,7 @@ def _survey(step: Step, module: Any, attention_mask: Tensor | None, keywords: di
         raise NotHostedError(f"its attention takes {', '.join(sorted(strange))}")
     window = keywords.get("sliding_window") if attention_mask is None else survey.windows[id(attention_mask)]
     survey.layers.append(HostedLayer(window))
+    survey.windows_of.setdefault(layer, set()).add(window)
 
 
 # Tensors that modules pass on to every function below them, and attention does not read.

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from onward.cache import KVBlocks, KVCache, LayerShape
+from onward.cache.shape import without_useless_windows
 from onward.errors import OnwardError, RequestError, one_line
 from onward.models.causal_lm import CausalLM
 from onward.models.hosted import attention, experts
 from onward.models.hosted.forward import HostedForward, HostedParams
 from onward.models.hosted.library import NAME, NotHostedError
 from onward.models.hosted.linears import HostedEmbedding, HostedHead, replace_linears
+from onward.models.hosted.step import Survey
 from onward.models.model import Model
 from onward.models.module import ModuleForward
 
@@ -79,7 +81,17 @@ def _take_over(module: Any, forward: HostedForward, device: torch.device) -> tup
     found = forward.survey(device)
     if len(found.dtypes) != 1:
         raise NotHostedError(f"its layers cache {len(found.dtypes)} dtypes")
-    return [found.cached[layer] for layer in sorted(found.cached)], found.dtypes.pop()
+    return _shapes(found), found.dtypes.pop()
+
+
+def _shapes(found: Survey) -> list[LayerShape]:
+    """What each layer caches, with its window. A module whose layers see the keys of one layer both through a window
+    and without has no windows: there the attention that sees a layer does not say whether it slides."""
+    windows = {layer: found.windows_of.get(layer, {None}) for layer in sorted(found.cached)}
+    if any(None in seen and len(seen) > 1 for seen in windows.values()):
+        windows = {layer: {None} for layer in windows}
+    widest = {layer: max((w for w in seen if w is not None), default=None) for layer, seen in windows.items()}
+    return [found.cached[layer]._replace(window=window) for layer, window in widest.items()]
 
 
 def _silence(module: Any) -> None:
@@ -113,7 +125,7 @@ def _hosted_model(plain: Model, forward: HostedForward, shapes: Sequence[LayerSh
         forward=forward,
         params=forward.params(),
         new_cache=partial(_new_cache, tuple(shapes), dtype, plain.device),
-        new_blocks=partial(_new_blocks, tuple(shapes), dtype, plain.device),
+        new_blocks=partial(_new_blocks, without_useless_windows(shapes, plain.max_seq_len), dtype, plain.device),
         selects_logits=True,
         compiles=True,
     )
@@ -125,8 +137,10 @@ def _new_cache(
     return KVCache.of(shapes, batch=batch, max_len=max_len, dtype=dtype, device=device)
 
 
-def _new_blocks(shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, count: int) -> KVBlocks:
-    return KVBlocks.of(shapes, count=count, dtype=dtype, device=device)
+def _new_blocks(
+    shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, count: int, windows: int | None = None
+) -> KVBlocks:
+    return KVBlocks.of(shapes, count=count, dtype=dtype, device=device, windows=windows)
 
 
 def _logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:

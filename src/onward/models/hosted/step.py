@@ -23,11 +23,12 @@ class HostedLayer(NamedTuple):
 class Survey:
     """What a first forward shows: the layers that cache something, in order, and how each layer attends.
 
-    cached: shape by layer index. layers: by the number of the call of attention. windows: by the id of
-    the stand-in for a mask. stand_ins: these, kept alive.
+    cached: shape by layer index. windows_of: what is seen of the keys of each layer. layers: by the number of the call
+    of attention. windows: by the id of the stand-in for a mask. stand_ins: these, kept alive.
     """
 
     cached: dict[int, LayerShape] = field(default_factory=dict)
+    windows_of: dict[int, set[int | None]] = field(default_factory=dict)
     layers: list[HostedLayer] = field(default_factory=list)
     windows: dict[int, int | None] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)

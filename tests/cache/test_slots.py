@@ -2,8 +2,8 @@
 
 import os
 import threading
-import weakref
 import time
+import weakref
 
 import pytest
 import torch

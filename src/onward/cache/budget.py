@@ -39,8 +39,8 @@ class Budget:
     """The accounts of all pools of one memory together.
 
     total: how many units there are. most_cached: how many the blocks may take that nobody holds.
-    blocks, windows, states: the pools, which say so when they are made. They are held weakly: their memory goes with the
-        slots, and does not wait for the collector.
+    blocks, windows, states: the pools, which say so when they are made. They are held weakly: their memory goes with
+        the slots, and does not wait for the collector.
     clock: counts; says what was used before what.
     """
 

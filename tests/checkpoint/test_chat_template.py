@@ -507,7 +507,7 @@ def test_what_a_template_says_is_passed_on():
         b"Hi",
         {"role": "user", "content": "Hi"},
         5,
-        iter([{"role": "user", "content": "Hi"}]),
+        pytest.param(iter([{"role": "user", "content": "Hi"}]), id="an iterator"),
         ["Hi"],
         [{}],
         [{"content": "Hi"}],

@@ -34,7 +34,11 @@ def subclasses(of: type[Exception]) -> Iterator[type[Exception]]:
 def test_the_drawn_tree_has_every_error_with_its_bases():
     for module in pkgutil.walk_packages(onward.__path__, "onward."):
         if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:  # an extra that is not installed
+                if error.name not in ("ray", "lm_eval", "pyarrow"):
+                    raise
     ours = [subclass for subclass in subclasses(OnwardError) if subclass.__module__.startswith("onward.")]
     defined = {error.__name__: [base.__name__ for base in error.__bases__] for error in ours}
     drawn = {name: [parent, *([built_in] if built_in else [])] for name, (parent, built_in) in drawn_tree().items()}

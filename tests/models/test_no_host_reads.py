@@ -123,8 +123,10 @@ def test_a_step_of_every_family_reads_nothing_on_the_host(as_on_a_gpu, family, o
     recurrent = bool(states_of(architecture_of(model)))
     cache = model.new_cache(2, 16)
     if paged:
-        rows = [torch.arange(2, dtype=torch.int32)] if recurrent else []
-        cache = model.new_blocks(4).view(torch.tensor([[3, 0], [1, -1]], dtype=torch.int32), *rows)
+        blocks, table = model.new_blocks(4), torch.tensor([[3, 0], [1, -1]], dtype=torch.int32)
+        more = [] if blocks.windows is None else [table]
+        more += [torch.arange(2, dtype=torch.int32)] if recurrent else []
+        cache = blocks.view(table, *more)
     ids, offsets = (
         torch.tensor([[5] * tokens, [6] * tokens], dtype=torch.int32),
         torch.tensor([0, 4], dtype=torch.int32),

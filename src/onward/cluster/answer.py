@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from onward.cluster.call import Emitted, Item
-from onward.errors import EngineError, OnwardError
+from onward.errors import OnwardError
 from onward.openai import error_fields, status_of
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
-class DivergedError(EngineError):
+class DivergedError(Exception):
     """An attempt makes another answer than the one that was begun."""
 
 

@@ -136,9 +136,9 @@ class Ingress:
             except ReplicaLostError as error:
                 lost += 1
                 self._note(error, digest, route, lost)
-            except DivergedError:
+            except DivergedError as error:
                 if not self._others(route):
-                    raise
+                    raise EngineError(str(error)) from error
             if route.replica is not None:
                 avoid |= {route.replica}
             call = replace(call, emitted=answer.emitted, last_event_id=answer.last_event_id)

@@ -89,6 +89,9 @@ def score_continuations(
         # The context is a text that draws a token which nobody reads. The others begin with what it has computed.
         first = Sequence(context, 1, sampling=SamplingParams(temperature=0.0))
         texts = [Sequence([*context, *ids], 0, prompt_top=top) for ids in some]
+        nothing: list[TokenLogprobs | None] = [None] * len(context)  # the ids of the context are not scored
+        for text in texts:
+            text.prompt_logprobs = nothing.copy()
         slots = kept.of(run.model, 1 + len(texts), max(text.longest for text in (first, *texts)))
         schedule = AllTogether(
             slots,
@@ -103,11 +106,7 @@ def score_continuations(
                 pass  # the sequences collect their logprobs
         finally:
             schedule.close()
-        nothing: list[TokenLogprobs | None] = [None] * len(context)
-        scores += [
-            Score([*context, *ids], nothing + text.prompt_logprobs[-len(ids) :])
-            for ids, text in zip(some, texts, strict=True)
-        ]
+        scores += [Score([*context, *ids], text.prompt_logprobs) for ids, text in zip(some, texts, strict=True)]
     return scores
 
 

@@ -1,5 +1,6 @@
 """Small GGUF models, written by llama.cpp's own package, and the twins they come from."""
 
+import re
 from pathlib import Path
 
 import gguf
@@ -7,10 +8,64 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from onward.checkpoint.gguf.families import gguf_name
 from onward.models import Scope, read_config
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_WINDOW = {"sliding_window": 9}
+_EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 1}
+_GEMMA = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64, **_WINDOW}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+_LONGROPE |= {"short_factor": [1.0 + at / 24 for at in range(24)], "long_factor": [2.0 + at for at in range(24)]}
+_YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LOCAL = {"rope_type": "default", "rope_theta": 150000.0}
+# What is tested: a name -> GGUF's architecture, that of config.json, and fields that differ from `CONFIG`.
+MODELS: dict[str, tuple[str, str, dict]] = {
+    "llama": ("llama", "Llama", {}),
+    "mixtral": ("llama", "Mixtral", {"num_local_experts": 4, **_EXPERTS}),
+    "qwen2": ("qwen2", "Qwen2", {}),
+    "qwen3": ("qwen3", "Qwen3", {}),
+    "qwen3moe": (
+        "qwen3moe",
+        "Qwen3Moe",
+        {"num_experts": 4, "moe_intermediate_size": 256, "norm_topk_prob": True, **_EXPERTS},
+    ),
+    "gemma2": ("gemma2", "Gemma2", {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0, **_GEMMA}),
+    "gemma3": ("gemma3", "Gemma3", {"rope_theta": 1e6, "num_hidden_layers": 6, **_GEMMA}),
+    "phi3": ("phi3", "Phi3", {"sliding_window": None}),
+    "phi3 for long texts": (
+        "phi3",
+        "Phi3",
+        {"rope_parameters": _LONGROPE | {"original_max_position_embeddings": 16}, **_WINDOW},
+    ),
+    "olmo2": ("olmo2", "Olmo2", {}),
+    "olmo3": (
+        "olmo2",
+        "Olmo3",
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": _YARN | {"attention_factor": 1.2}, "sliding_attention": _LOCAL},
+            **_WINDOW,
+        },
+    ),
+    "exaone4": ("exaone4", "Exaone4", {"layer_types": ["sliding_attention", "full_attention"], **_WINDOW}),
+    "glm4": ("glm4", "Glm4", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "granite": (
+        "granite",
+        "Granite",
+        {
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": ("smollm3", "SmolLM3", {"num_hidden_layers": 4, "rope_theta": 2e6}),
+    "seed_oss": ("seed_oss", "SeedOss", {"attention_bias": True, "attention_out_bias": False}),
+    "gpt-oss": (
+        "gpt-oss",
+        "GptOss",
+        {"num_local_experts": 4, "rope_parameters": _YARN | {"truncate": False}, **_WINDOW, **_EXPERTS},
+    ),
+}
 # Types that the package can write; of the others (K-quants) the tests draw the bytes of blocks.
 WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
 TYPES = (*WRITABLE, "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
@@ -81,26 +136,49 @@ def write_model(
     type: of all matrices; `types` of single ones, by their stock names. metadata: adds to the file's.
     split_after: the most tensors of a part (0: one file).
     """
-    config = CONFIG | {"architectures": [ARCHITECTURES[architecture]]} | changes
+    stored, ours, own = MODELS[architecture]
+    config = CONFIG | {"architectures": [f"{ours}ForCausalLM"]} | own | changes
     drawn = _Drawn(seed)
     read_config(config).read(Scope(drawn))
     options = {"split_max_tensors": split_after} if split_after else {}
-    writer = gguf.GGUFWriter(file, architecture, use_temp_file=False, **options)
-    _write_config(writer, config)
+    writer = gguf.GGUFWriter(file, stored, use_temp_file=False, **options)
+    _write_config(writer, stored, config)
     metadata(writer)
-    twin = {}
+    twin, stacks = {}, {}
     for at, (name, tensor) in enumerate(drawn.tensors.items()):
-        kind = (types or {}).get(name, type) if tensor.dim() == 2 else "F32"
+        kind = (types or {}).get(name, type) if tensor.dim() == 2 and not name.endswith(".bias") else "F32"
         raw = _raw(tensor, kind, seed + at)
         twin[name] = dequantized(raw, kind)
-        if architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if stored in ("llama", "granite", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
             raw = permuted(raw, config["head_dim"])
-        writer.add_tensor(gguf_name(name), raw, raw_dtype=Kind[kind])
+        if stored in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+            raw = raw + np.float32(1)
+        place, expert = gguf_name(name, stored, config["num_hidden_layers"])
+        if expert is None:
+            writer.add_tensor(place, raw, raw_dtype=Kind[kind])
+        else:
+            stacks.setdefault((place, kind), []).append(raw)
+    for (place, kind), parts in stacks.items():
+        writer.add_tensor(place, np.stack(parts), raw_dtype=Kind[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return config, twin
+
+
+def gguf_name(name: str, architecture: str, layers: int) -> tuple[str, int | None]:
+    """The name of a tensor as the package has it; of an expert's matrix that of all of them, and which it is."""
+    expert = re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name)
+    if expert is not None:
+        name = f"{expert[1]}.{expert[3]}"
+    # The converter calls Mixtral's experts by the names that Mistral's own files have.
+    name = re.sub(r"^model\.(layers\.\d+)\.block_sparse_moe\.experts\.", r"\1.feed_forward.experts.", name)
+    name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+    kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+    place = gguf.get_tensor_name_map(kinds[architecture], layers).get_name(name, try_suffixes=(".weight", ".bias"))
+    assert place is not None, f"the package has no name for {name}"
+    return place, None if expert is None else int(expert[2])
 
 
 def permuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
@@ -115,7 +193,8 @@ def _raw(tensor: torch.Tensor, type: str, seed: int) -> np.ndarray:
     return blocks_of(type, tuple(tensor.shape), seed)
 
 
-def _write_config(writer: gguf.GGUFWriter, config: dict) -> None:
+def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> None:
+    """The metadata that the converter makes of a config.json."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -125,5 +204,42 @@ def _write_config(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config.get("rope_theta", 10000.0))
+    for field, add in {
+        "num_experts": writer.add_expert_count,
+        "num_local_experts": writer.add_expert_count,
+        "num_experts_per_tok": writer.add_expert_used_count,
+        "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+    }.items():
+        if field in config:
+            add(config[field])
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"] or 0)
+    if "layer_types" in config:
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    rope = config.get("rope_parameters", {})
+    _write_rope(writer, config, rope.get("full_attention", rope))
+
+
+def _write_rope(writer: gguf.GGUFWriter, config: dict, rope: dict) -> None:
+    writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    original = rope.get("original_max_position_embeddings")
+    if original is not None:
+        writer.add_rope_scaling_orig_ctx_len(original)
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            values = np.array(rope[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", values)

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 import onward
 from onward.checkpoint.convert import convert
-from onward.checkpoint.gguf.families import gguf_name
 from onward.errors import RequestError
 from onward.models import FAMILIES as ARCHITECTURES
 from onward.quantization import quantize_folder
@@ -55,9 +54,7 @@ def test_int4_is_q4_0_with_the_same_numbers(tmp_path):
     convert(tmp_path / "int4", tmp_path / "model.gguf", "gguf")
     assert torch.equal(logits(tmp_path / "model.gguf"), logits(tmp_path / "int4"))
     (stored,) = (
-        tensor
-        for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
-        if tensor.name == gguf_name("model.layers.0.mlp.up_proj.weight")
+        tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors if tensor.name == "blk.0.ffn_up.weight"
     )
     assert stored.tensor_type.name == "Q4_0"
     up = onward.load(tmp_path / "int4").model.params.layers[0].feed_forward.up_proj.weight

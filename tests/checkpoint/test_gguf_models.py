@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from gguf_files import ARCHITECTURES, TYPES, write_model
+from gguf_files import MODELS, TYPES, write_model
 from safetensors.torch import save_file
 from tiny_checkpoint import refused
 
@@ -14,6 +14,7 @@ from onward.checkpoint.gguf import GgufCheckpoint
 from onward.errors import CheckpointError, ConfigError, OnwardWarning, RequestError, UnsupportedArchitectureError
 from onward.models import read_config
 from onward.models.rope import rotary_schedule
+from onward.ops import QuantizedWeight
 
 IDS = list(range(5, 45))
 
@@ -43,8 +44,10 @@ def test_every_type(tmp_path, type):
     assert_equal_logits(tmp_path / "m.gguf", *write_model(tmp_path / "m.gguf", "qwen3", type))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("tied", [False, True])
+# The package has no name for a head of Gemma 2, which is always tied.
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [(name, tied) for name in MODELS for tied in (False, True) if tied or name != "gemma2"]
+)
 def test_every_architecture(tmp_path, architecture, tied):
     file = tmp_path / "m.gguf"
     assert_equal_logits(file, *write_model(file, architecture, "Q8_0", tie_word_embeddings=tied))
@@ -146,6 +149,41 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
     checkpoint.tensors["blk.7.attn_k.weight"] = stored
     with refused(CheckpointError, "blk.7.attn_k.weight"):
         checkpoint.read_weights(config, dtype=None, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3moe", "gpt-oss"])
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_K", "MXFP4"])
+def test_experts_stay_in_the_bits_of_their_blocks(tmp_path, architecture, type):
+    _, twin = write_model(tmp_path / "m.gguf", architecture, type)
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    params = checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+    matrices = params.layers[0].feed_forward.down_proj.weight
+    names = [name for name in twin if name.endswith((".down_proj.weight", ".w2.weight"))]
+    for matrix, name in zip(matrices, names, strict=True):
+        assert isinstance(matrix, QuantizedWeight)
+        assert torch.equal(matrix.dequantize().float(), twin[name].to(torch.bfloat16).float())
+
+
+def test_experts_that_are_not_as_many_as_the_metadata_say_are_named(tmp_path):
+    write_model(tmp_path / "m.gguf", "qwen3moe", "Q8_0")
+    for count, words in ((3, ("4 experts", "say 3")), (5, ("[4, 256, 256]", "[5, 256, 256]"))):
+        checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+        checkpoint.files[0].metadata["qwen3moe.expert_count"] = count
+        router = checkpoint.tensors["blk.0.ffn_gate_inp.weight"]
+        rows = router.rows.new_zeros(count, router.rows.shape[1])
+        checkpoint.tensors[router.name] = router._replace(shape=(count, router.shape[1]), rows=rows)
+        with refused(CheckpointError, "_exps.weight", *words):
+            checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_floats_are_those_of_the_checkpoint_in_its_dtype(tmp_path, architecture):
+    """Norms too, to whose weights the converter adds 1 in float32."""
+    config, weights = write_model(tmp_path / "m.gguf", architecture, "F32", tie_word_embeddings=True)
+    folder = tmp_path / "twin"
+    twin_of(folder, config, weights)
+    ours, theirs = (onward.load(source, dtype="bfloat16") for source in (tmp_path / "m.gguf", folder))
+    assert torch.equal(logits_of(ours), logits_of(theirs))
 
 
 def test_what_cannot_be_asked_of_a_gguf_model(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint.gguf.blocks import dequantized
-from onward.checkpoint.gguf.families import FAMILIES, NUMBERS, GgufFamily
+from onward.checkpoint.gguf.families import FAMILIES, NUMBERS, WITH_KEY, GgufFamily
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.fields import positive_number
@@ -16,6 +16,8 @@ from onward.models.rope import Llama3, Unscaled
 
 # The three numbers of every published model whose file has `rope_freqs` (Llama 3.1 to 3.3): the file does not say them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+_LENGTHS = "short", "long"
 
 
 def family_of(metadata: Mapping[str, Any], where: object) -> GgufFamily:
@@ -31,6 +33,9 @@ def family_of(metadata: Mapping[str, Any], where: object) -> GgufFamily:
         raise UnsupportedArchitectureError(
             f"{where}: architecture {architecture!r} is not supported in GGUF; supported are {', '.join(FAMILIES)}"
         )
+    for (name, key), family in WITH_KEY.items():
+        if name == architecture and metadata.get(f"{name}.{key}"):
+            return family
     return FAMILIES[architecture]
 
 
@@ -42,7 +47,7 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
     """
     family, prefix = family_of(metadata, where), f"{metadata['general.architecture']}."
     config: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.config}
-    for field, key in NUMBERS.items():
+    for field, key in {**NUMBERS, **family.numbers}.items():
         if prefix + key in metadata:
             config[field] = _same_everywhere(metadata[prefix + key], f"{where}: {prefix}{key}")
     head_dim = head_dim_of(config)
@@ -55,7 +60,8 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
     for field, tensor in family.biases.items():
         config[field] = tensor in tensors
     config["rope_parameters"] = _rope(metadata, prefix, tensors, head_dim, where)
-    return config
+    behind = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    return config | dict(family.fields(behind, config))
 
 
 def _same_everywhere(value: Any, what: str) -> Any:
@@ -96,11 +102,19 @@ def _rope(
     if kind not in (None, "none"):
         rope |= {"rope_type": kind, "factor": said("scaling.factor")}
         rope |= {"original_max_position_embeddings": said("scaling.original_context_length")}
+    if kind == "yarn" and said("scaling.attn_factor") is not None:
+        rope["attention_factor"] = said("scaling.attn_factor")
+    if "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors:
+        rope |= {f"{length}_factor": _numbers(tensors[f"rope_factors_{length}.weight"]).tolist() for length in _LENGTHS}
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": said("scaling.original_context_length")}
     if "rope_freqs.weight" in tensors:
-        stored = tensors["rope_freqs.weight"]
-        divisors = dequantized(stored.type, stored.rows).flatten()
+        divisors = _numbers(tensors["rope_freqs.weight"])
         rope |= _llama3(divisors, positive_number(rope, "rope_theta", 10000.0), head_dim, where)
     return rope
+
+
+def _numbers(stored: GgufTensor) -> Tensor:
+    return dequantized(stored.type, stored.rows).flatten()
 
 
 def _llama3(divisors: Tensor, base: float, head_dim: int | None, where: object) -> dict[str, Any]:

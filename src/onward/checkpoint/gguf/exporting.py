@@ -23,8 +23,8 @@ from onward.models.rope import Llama3, Unscaled
 from onward.ops import QuantizedWeight
 from onward.ops.quantized_layout import GROUP
 
-# What a model of the Hugging Face layout is in GGUF, beside the families' own lines.
-_SAME = {"MistralForCausalLM": "llama"}
+# What is written: what these architectures of config.json are in GGUF.
+_WRITTEN = {FAMILIES[name].architecture: name for name in ("llama", "qwen2", "qwen3")} | {"MistralForCausalLM": "llama"}
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # GPT-2's expression, which `ByteLevel` applies by itself.
 _BYTE_LEVEL = SPLITTINGS["gpt-2"].expressions
@@ -36,11 +36,10 @@ def gguf_architecture(config: Mapping[str, Any]) -> str:
     Raises:
         RequestError: it has none that Onward reads.
     """
-    names = {family.architecture: name for name, family in FAMILIES.items()} | _SAME
     (architecture,) = config.get("architectures") or [None]
-    if architecture not in names:
-        raise RequestError(f"{architecture} cannot be written as GGUF; these can: {', '.join(names)}")
-    return names[architecture]
+    if architecture not in _WRITTEN:
+        raise RequestError(f"{architecture} cannot be written as GGUF; these can: {', '.join(_WRITTEN)}")
+    return _WRITTEN[architecture]
 
 
 def model_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -70,12 +69,12 @@ def model_tensors(config: Mapping[str, Any], weights: Mapping[str, Tensor | Quan
     Raises:
         RequestError: int8, or int4 whose rows are no whole groups: no type of GGUF holds these.
     """
-    permuted, head_dim = FAMILIES[gguf_architecture(config)].permuted, head_dim_of(config)
+    family, head_dim = FAMILIES[gguf_architecture(config)], head_dim_of(config)
     assert head_dim is not None, "an architecture was made of the config"
     tensors = {}
     for name, weight in weights.items():
-        turned = permuted and name.split(".")[-2] in ("q_proj", "k_proj")
-        tensors[gguf_name(name)] = _stored(name, weight, head_dim if turned else None)
+        turned = family.permuted and name.split(".")[-2] in ("q_proj", "k_proj")
+        tensors[gguf_name(name, family).tensor] = _stored(name, weight, head_dim if turned else None)
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = _llama3_divisors(rope, head_dim)

@@ -1,33 +1,33 @@
 """The table of GGUF's architectures: what config.json and the names of weights would be in the Hugging Face layout.
 
-A family that Onward reads from folders is read from GGUF by a line here.
+A family that Onward reads from folders is read from GGUF by a line here. What its files say in a way of their own a
+function of its line turns into fields of config.json; such functions are below the table's fields.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+# Makes fields of config.json out of (the metadata behind "{architecture}.", the fields that were read already).
+Fields = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
 class GgufFamily(NamedTuple):
     """architecture: the one of config.json. permuted: whether the converter reordered the rows of queries and keys for
     RoPE over pairs of neighbours, as it does for its LlamaModel and all that derive from it. config: fields that files
-    leave unsaid. biases: fields that say whether there are biases, and a tensor that is there then."""
+    leave unsaid. biases: fields that say whether there are biases, and a tensor that is there then. names, numbers:
+    lines of `LAYER` and `NUMBERS` of its own. norms_from_one: whether the converter added the 1 to the weights of norms
+    that the family's forward adds. fields: see `Fields`."""
 
     architecture: str
     permuted: bool = False
     config: Mapping[str, object] = {}
     biases: Mapping[str, str] = {}
+    names: Mapping[str, str] = {}
+    numbers: Mapping[str, str] = {}
+    norms_from_one: bool = False
+    fields: Fields = lambda metadata, config: {}
 
-
-# "llama" is Mistral's too: the two differ in a sliding window, which the converter leaves out.
-FAMILIES = {
-    "llama": GgufFamily(
-        "LlamaForCausalLM",
-        permuted=True,
-        biases={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
-    ),
-    "qwen2": GgufFamily("Qwen2ForCausalLM"),
-    "qwen3": GgufFamily("Qwen3ForCausalLM"),
-}
 
 # A field of config.json -> the key behind "{architecture}.".
 NUMBERS = {
@@ -40,30 +40,184 @@ NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
 }
+_EXPERTS = {"num_experts_per_tok": "expert_used_count"}
+_WINDOW = {"sliding_window": "attention.sliding_window"}
 
-# A weight's stock name without "model." and ".weight" -> that of GGUF; `model.layers.3.` is `blk.3.`.
+# A weight's stock name without "model." and ".weight" -> that of GGUF; `model.layers.3.` is `blk.3.`. The matrices of
+# all experts are one tensor.
 WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+}
+_AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
+_AFTER_BOTH = {**_AFTER_ATTENTION, "post_feedforward_layernorm": "post_ffw_norm"}
+_FOUR_NORMS = {**_AFTER_BOTH, "pre_feedforward_layernorm": "ffn_norm"}
+
+
+# ── what some files say in a way of their own ───────────────────────────────────────────────────────────────────
+
+
+def _layer_types(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have a window, where the file says it for each."""
+    slides = metadata.get("attention.sliding_window_pattern")
+    if slides is None or not hasattr(slides, "tolist"):
+        return {}
+    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides.tolist()]}
+
+
+def _gemma_scale(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The scale of scores, which no key has: that of a head but in the models of 27B, whose width makes it."""
+    of_27b = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
+    hidden, heads, layers = (config.get(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    if layers in of_27b.values() and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        return {"query_pre_attn_scalar": hidden // heads}
+    return {"query_pre_attn_scalar": config.get("head_dim")}
+
+
+def _gemma3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    sliding = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", 10000.0)}
+    ropes = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
+    return {**_gemma_scale(metadata, config), "rope_parameters": ropes}
+
+
+def _olmo3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = config["rope_parameters"]
+    ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": rope["rope_theta"]}}
+    return {**_layer_types(metadata, config), "rope_parameters": ropes}
+
+
+def _phi3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A window of 0 is none."""
+    return {"sliding_window": config.get("sliding_window") or None}
+
+
+def _gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "intermediate_size": metadata.get("expert_feed_forward_length", config.get("intermediate_size")),
+        "rope_parameters": config["rope_parameters"] | {"truncate": False},
+    }
+
+
+# "llama" is Mistral's too: the two differ in a sliding window, which the converter leaves out.
+FAMILIES = {
+    "llama": GgufFamily(
+        "LlamaForCausalLM",
+        permuted=True,
+        biases={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
+    ),
+    "qwen2": GgufFamily("Qwen2ForCausalLM"),
+    "qwen3": GgufFamily("Qwen3ForCausalLM"),
+    "qwen3moe": GgufFamily(
+        "Qwen3MoeForCausalLM",
+        config={"norm_topk_prob": True},
+        numbers=_EXPERTS | {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"},
+    ),
+    "gemma2": GgufFamily(
+        "Gemma2ForCausalLM",
+        config={"hidden_activation": "gelu_pytorch_tanh"},
+        names=_FOUR_NORMS,
+        numbers=_WINDOW
+        | {
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        norms_from_one=True,
+        fields=_gemma_scale,
+    ),
+    "gemma3": GgufFamily(
+        "Gemma3ForCausalLM",
+        config={"hidden_activation": "gelu_pytorch_tanh"},
+        names=_FOUR_NORMS,
+        numbers=_WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
+        norms_from_one=True,
+        fields=_gemma3,
+    ),
+    "phi3": GgufFamily("Phi3ForCausalLM", numbers=_WINDOW, fields=_phi3),
+    "olmo2": GgufFamily("Olmo2ForCausalLM", names=_AFTER_BOTH),
+    "exaone4": GgufFamily("Exaone4ForCausalLM", names=_AFTER_BOTH, numbers=_WINDOW, fields=_layer_types),
+    "glm4": GgufFamily(
+        "Glm4ForCausalLM",
+        biases={"attention_bias": "blk.0.attn_q.bias"},
+        names={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    ),
+    "granite": GgufFamily(
+        "GraniteForCausalLM",
+        permuted=True,
+        numbers={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+    ),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", permuted=True, config={"no_rope_layer_interval": 4}),
+    "seed_oss": GgufFamily(
+        "SeedOssForCausalLM",
+        biases={"attention_bias": "blk.0.attn_q.bias", "attention_out_bias": "blk.0.attn_output.bias"},
+        names=_AFTER_ATTENTION,
+    ),
+    "gpt-oss": GgufFamily(
+        "GptOssForCausalLM",
+        names=_AFTER_ATTENTION,
+        numbers=_EXPERTS | _WINDOW | {"num_local_experts": "expert_count"},
+        fields=_gpt_oss,
+    ),
+}
+# (architecture, a key behind it) -> the family of files that have such a key.
+WITH_KEY = {
+    ("llama", "expert_count"): GgufFamily(
+        "MixtralForCausalLM", permuted=True, numbers=_EXPERTS | {"num_local_experts": "expert_count"}
+    ),
+    ("olmo2", "attention.sliding_window"): GgufFamily(
+        "Olmo3ForCausalLM", names=_AFTER_BOTH, numbers=_WINDOW, fields=_olmo3
+    ),
 }
 
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
-def gguf_name(name: str) -> str:
-    """The GGUF name of a weight's stock name; the stock name itself where the table has none."""
+
+class GgufName(NamedTuple):
+    """A tensor, and which of the matrices that it stacks is meant; None: all of it."""
+
+    tensor: str
+    expert: int | None = None
+
+
+def gguf_name(name: str, family: GgufFamily) -> GgufName:
+    """Where the weight of a stock name lies; under the stock name itself where the table has none."""
     stem, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        stem, kind = name, "weight"
     stem = stem.removeprefix("model.")
     if stem in WHOLE:
-        return f"{WHOLE[stem]}.{kind}"
+        return GgufName(f"{WHOLE[stem]}.{kind}")
     layers, _, rest = stem.partition(".")
     number, _, part = rest.partition(".")
-    return f"blk.{number}.{LAYER[part]}.{kind}" if layers == "layers" and part in LAYER else name
+    match = _EXPERT.fullmatch(part)
+    part = part if match is None else f"{match[1]}.{match[3]}"
+    own = family.names.get(part, LAYER.get(part))
+    if layers != "layers" or own is None:
+        return GgufName(name)
+    return GgufName(f"blk.{number}.{own}.{kind}", None if match is None else int(match[2]))

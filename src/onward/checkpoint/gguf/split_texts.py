@@ -25,6 +25,7 @@ _MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _QWEN35 = rf"{_CONTRACTIONS}|{_MARKS}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = rf"{_cased()}|\p{{N}}|{_REST_SLASH}"
 _GPT4O = rf"{_cased(f'{_CONTRACTIONS}?')}|\p{{N}}{{1,3}}|{_REST_SLASH}"
+_SEED = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",  # Chinese and Japanese
@@ -54,6 +55,8 @@ SPLITTINGS = {
     "gpt-2": _GPT2_SPLITTING,
     "gpt2": _GPT2_SPLITTING,
     "olmo": _GPT2_SPLITTING,
+    "exaone4": _GPT2_SPLITTING,
+    "granite-docling": _GPT2_SPLITTING,
     "llama-bpe": _LLAMA3_SPLITTING,
     "llama3": _LLAMA3_SPLITTING,
     "llama-v3": _LLAMA3_SPLITTING,
@@ -72,4 +75,5 @@ SPLITTINGS = {
     "gpt-4o": Splitting((_GPT4O,)),
     "llama4": Splitting((_GPT4O,)),
     "deepseek-v3": Splitting(_DEEPSEEK3),
+    "seed-coder": Splitting((_SEED,)),
 }

@@ -18,7 +18,7 @@ from onward.ops import QuantizedWeight
 from onward.ops.quantized_layout import data_shape
 
 # Made into other fields of config.json, not weights.
-_NO_WEIGHTS = ("rope_freqs.weight",)
+_NO_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Weights that are converted at once, so that what lies between stays in a cache.
 _AT_ONCE = 2**20
 
@@ -77,20 +77,10 @@ class _GgufTensors:
     ) -> None:
         self._path, self._tensors, self._family, self._head_dim = path, tensors, family, head_dim
         self._dtype, self._device = dtype, device
-        self._taken: set[str] = set(_NO_WEIGHTS)
+        self._taken: dict[str, int] = dict.fromkeys(_NO_WEIGHTS, 1)  # how many parts of each tensor
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
-        stored = self._tensors.get(gguf_name(name))
-        if stored is None:
-            raise CheckpointError(
-                f"{self._path}: tensor {gguf_name(name)!r} of shape {list(shape)} is missing ({name!r} elsewhere)"
-            )
-        if stored.shape != shape:
-            raise CheckpointError(
-                f"{self._path}: tensor {stored.name!r} has shape {list(stored.shape)}, but the metadata makes it "
-                f"{list(shape)}"
-            )
-        self._taken.add(stored.name)
+        stored = self._stored(name, shape)
         packed = dtype is None and self._packs(stored)
         if self._device.type == "meta":
             return self._shape_of(stored, packed)
@@ -100,7 +90,28 @@ class _GgufTensors:
         values = float_rows(stored.type, rows)
         if values is None:
             values = self._values(stored, rows)
+        if self._family.norms_from_one and name.endswith("norm.weight"):
+            values = values.to(torch.float32) - 1
         return placed(self._path, stored.name, values.reshape(shape), dtype or self._dtype, self._device)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        """The tensor of a stock name, or the part of it that is one expert's; its shape is checked."""
+        tensor, expert = gguf_name(name, self._family)
+        stored = self._tensors.get(tensor)
+        if stored is None:
+            raise CheckpointError(
+                f"{self._path}: tensor {tensor!r} of shape {list(shape)} is missing ({name!r} elsewhere)"
+            )
+        whole = shape if expert is None else (max(stored.shape[0], expert + 1), *shape)
+        if stored.shape != whole:
+            raise CheckpointError(
+                f"{self._path}: tensor {stored.name!r} has shape {list(stored.shape)}, but the metadata makes it "
+                f"{list(whole)}"
+            )
+        self._taken[tensor] = self._taken.get(tensor, 0) + 1
+        if expert is None:
+            return stored
+        return stored._replace(shape=shape, rows=stored.rows[expert * shape[0] : (expert + 1) * shape[0]])
 
     def _packs(self, stored: GgufTensor) -> bool:
         """Whether a tensor stays in its blocks' bits. float32 asks for products that round nothing, and other devices
@@ -126,12 +137,18 @@ class _GgufTensors:
 
     def check_left(self) -> None:
         """Raise if a tensor was not taken: the file holds another architecture than it says."""
-        left = sorted(set(self._tensors) - self._taken)
+        left = sorted(set(self._tensors) - set(self._taken))
         if left:
             raise CheckpointError(
                 f"{self._path}: {len(left)} tensors are there that the architecture leaves no place for, {left[0]!r} "
                 "for one"
             )
+        for name, count in self._taken.items():
+            stored = self._tensors.get(name)
+            if stored is not None and len(stored.shape) == 3 and stored.shape[0] != count:
+                raise CheckpointError(
+                    f"{self._path}: tensor {name!r} has {stored.shape[0]} experts, but the metadata say {count}"
+                )
 
     def _stock_order(self, name: str, stored: GgufTensor) -> Tensor:
         """The rows, or a bias's numbers, as the stock checkpoint has them.

@@ -5,7 +5,7 @@ import random
 import torch
 
 from onward.decoding import AllTogether, DecodeStep, DenseSlots, SamplingChooser, Sequence, decode_loop
-from onward.decoding.slots import dims_of
+from onward.decoding.dense_slots import dims_of
 from onward.speculation import Speculator
 
 CPU = torch.device("cpu")

@@ -51,6 +51,17 @@ class Budget:
         self.windows: WindowPool
         self.states: StatePool
 
+    @classmethod
+    def of(cls, memory: "BlockMemory", most_cached: int, nbytes: int | None) -> "Budget":
+        """For so many bytes of a memory; by default for all of it."""
+        prices = Prices.of(memory)
+        total = memory.count * prices.block
+        if memory.windows is not None:
+            total += memory.windows.count * prices.window
+        if memory.states is not None:
+            total += memory.states.count * prices.state
+        return cls(prices, total if nbytes is None else min(total, nbytes // prices.unit), most_cached)
+
     @property
     def cached(self) -> int:
         """Units of what nobody holds and can be found. What lies where a slot has room reserved is not counted."""

@@ -14,14 +14,13 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from onward.cache.block_check import check_slots, check_windows
-from onward.cache.block_pool import BlockMemory, BlockPool
+from onward.cache.block_pool import BlockMemory
 from onward.cache.block_tables import BlockTables
-from onward.cache.block_trie import NO_MATCH, BlockNode, Match
-from onward.cache.budget import Budget, Prices
-from onward.cache.slot import NEVER, RowAdapter, Slot, digest_of, index_of
-from onward.cache.states import StatePool
+from onward.cache.block_trie import BlockNode, Match
+from onward.cache.pools import Pools
+from onward.cache.slot import NEVER, RowAdapter, Slot, index_of
+from onward.cache.texts import Texts
 from onward.cache.view import View
-from onward.cache.windows import WindowPool
 from onward.checks import check_whole
 from onward.errors import ContextOverflowError, RequestError
 from onward.forks import renew_in_forks
@@ -40,8 +39,7 @@ class PagedSlots:
     anew from what the slots hold, and forgets what could be found. In a forked child the slots of the parent's other
     threads are let go.
 
-    Room is counted in blocks. Where there are sliding layers or recurrent states a block is a unit of memory, and a
-    text takes as many as all that it holds is worth (`onward.cache.budget`).
+    Room is counted in blocks, as `onward.cache.pools` says.
 
     Args:
         max_len: the most positions of a slot.
@@ -77,12 +75,9 @@ class PagedSlots:
         self.block = block
         self.hits = self.lookups = 0
         self._memory = memory
-        if memory.states is not None:
-            cached_blocks = -(-cached_blocks // 2)  # their states may take as much
-        self._budget = budget = _budget(memory, cached_blocks, nbytes)
-        self._states = StatePool(memory.states, cached_blocks, budget)
-        self._windows = WindowPool(memory.windows, block, warm_blocks, budget)
-        self._pool = BlockPool(memory, block, warm_blocks, budget, self._windows, self._states)
+        self._pools = pools = Pools(memory, block, cached_blocks, warm_blocks, nbytes)
+        self._budget, self._pool, self._windows, self._states = pools.budget, pools.blocks, pools.windows, pools.states
+        self._texts = Texts(pools)
         self._tables = BlockTables(memory, -(-max_len // block))
         self._slots: dict[Slot, None] = {}
         self._key: object = None
@@ -136,8 +131,7 @@ class PagedSlots:
 
     def blocks_for(self, length: int) -> int:
         """How many blocks a slot of `length` positions takes."""
-        prices, count = self._budget.prices, self._count(length)
-        return count * prices.block + self._windows.most(count) * prices.window + prices.state
+        return self._pools.price(length)
 
     def shared_blocks(self, positions: int) -> int:
         """How many blocks a fork at so many positions shares with the slot that it is a fork of."""
@@ -145,19 +139,11 @@ class PagedSlots:
 
     def blocks_of(self, slots: Sequence[Slot]) -> int:
         """How many blocks these slots hold together."""
-        prices = self._budget.prices
-        blocks = len({block for slot in slots for block in slot.blocks}) * prices.block
-        return blocks + sum(slot.most_windows * prices.window + prices.state for slot in slots)
+        return self._pools.price_of(slots)
 
     def can_hold(self, length: int) -> bool:
         """Whether `length` positions could ever be reserved: with no other slot there."""
-        count, windows = self._count(length), self._windows
-        there_are = count <= len(self._pool.holders) and windows.most(count) <= len(windows.holders)
-        return there_are and self.blocks_for(length) <= self.total and length <= self.max_len
-
-    def _count(self, length: int) -> int:
-        """How many blocks hold `length` positions of the layers that keep all."""
-        return -(-length // self.block)
+        return length <= self.max_len and self._pools.can_hold(length)
 
     # Slots
 
@@ -181,13 +167,12 @@ class PagedSlots:
         self._check_length(length)
         with self.lock:
             self._mend()
-            pool, count = self._pool, self._count(length)
+            pool, count = self._pool, self._pools.count(length)
             limit = min(len(ids) - 1, length)
-            match = pool.trie.match(ids, limit, digest_of(adapter)) if reuse and limit > 0 else NO_MATCH
-            match, kept = self._reusable(match)
-            if match.partial is not None and not self._has_room(match, count):
-                match, kept = self._reusable(Match(match.path, None, 0))
-            if not self._has_room(match, count):
+            match, kept = self._texts.match(ids, limit if reuse else 0, adapter)
+            if match.partial is not None and not self._pools.fit_after(match, count):
+                match, kept = self._texts.reusable(Match(match.path, None, 0))
+            if not self._pools.fit_after(match, count):
                 return None
             self._changing = True
             path, partial, common = match
@@ -216,21 +201,6 @@ class PagedSlots:
             self._changing = False
             return slot, reused
 
-    def _reusable(self, match: Match) -> tuple[Match, BlockNode | None]:
-        """The longest part of a match that a text can go on from, and the node that keeps recurrent states of it."""
-        while True:
-            seen = self._windows.reusable(match)
-            match, kept = self._states.reusable(seen, self.block)
-            if match == seen:
-                return match, kept
-
-    def _has_room(self, match: Match, count: int) -> bool:
-        """Whether a slot of so many blocks can be had now that begins with a match."""
-        # What is only cached now will be held, and one more window block as long as it is copied from.
-        cached = sum(not self._pool.holders[node.block] for node in match.path)
-        copied = match.partial is not None and match.partial.window is not None
-        return self._fits(count - len(match.path) + cached, self._windows.most(count) + copied, 1)
-
     def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
         """Another slot whose first `positions` positions hold what those of `slot` do, with `length` reserved.
 
@@ -246,11 +216,11 @@ class PagedSlots:
             self._mend(slot)
             pool = self._pool
             full, part = divmod(positions, self.block)
-            count = self._count(length)
-            if not self._fits(count - full, self._windows.most(count), 1) or not self.holds(slot, positions):
+            count = self._pools.count(length)
+            if not self._pools.fit(count - full, self._windows.most(count), 1) or not self.holds(slot, positions):
                 return None
             self._changing = True
-            shared, nodes = slot.blocks[:full], self._nodes(slot)
+            shared, nodes = slot.blocks[:full], self._texts.nodes(slot)
             pool.hold(shared)
             fork = Slot(shared, length, sealed=full, adapter=slot.adapter)
             self._windows.reserve(fork, self._windows.most(count))
@@ -266,19 +236,6 @@ class PagedSlots:
             self._changing = False
             return fork
 
-    def _fits(self, blocks: int, windows: int, states: int) -> bool:
-        """Whether so many more of each can be had now."""
-        if blocks > self._pool.available or not self._windows.can_reserve(windows):
-            return False
-        if states and self._states.is_full:
-            return False
-        prices = self._budget.prices
-        return blocks * prices.block + windows * prices.window + states * prices.state <= self._budget.available
-
-    def _nodes(self, slot: Slot) -> list[BlockNode | None]:
-        """The nodes of the slot's noted blocks."""
-        return [self._pool.nodes[block] for block in slot.blocks[: slot.noted]]
-
     def reserve(self, slot: Slot, length: int) -> bool:
         """Let the slot have `length` positions or more. False: no room now, and nothing has changed.
 
@@ -288,9 +245,9 @@ class PagedSlots:
         self._check_length(length)
         with self.lock:
             self._mend(slot)
-            count = self._count(length) - len(slot.blocks)
-            windows = max(slot.most_windows, self._windows.most(self._count(length)))
-            if not self._fits(max(count, 0), windows - slot.most_windows, 0):
+            count = self._pools.count(length) - len(slot.blocks)
+            windows = max(slot.most_windows, self._windows.most(self._pools.count(length)))
+            if not self._pools.fit(max(count, 0), windows - slot.most_windows, 0):
                 return False
             self._changing = True
             if count > 0:
@@ -306,7 +263,7 @@ class PagedSlots:
         if not self._states.holds(slot.state, positions):
             return False
         with self.lock:
-            return self._windows.holds(slot, positions, self._nodes(slot))
+            return self._windows.holds(slot, positions, self._texts.nodes(slot))
 
     def truncate(self, slot: Slot, positions: int) -> None:
         """Keep the first `positions` positions; those after them will be reserved and written anew.
@@ -326,13 +283,13 @@ class PagedSlots:
             cut = kept[-1] if part else None
             if cut is not None and pool.holders[cut] > 1:
                 freed = sum(pool.holders[block] == 1 for block in dropped)
-                if not self._fits(1 - freed, 0, 0):
+                if not self._pools.fit(1 - freed, 0, 0):
                     raise ContextOverflowError(
                         f"cutting the text at {positions} positions takes a block, since another text shares the one "
                         f"there; all {self.total} blocks are in use. Try again when another text has ended"
                     )
             self._changing = True
-            nodes = self._nodes(slot)
+            nodes = self._texts.nodes(slot)
             slot.noted, slot.sealed = min(slot.noted, full), min(slot.sealed, len(kept))
             slot.note_at = (slot.noted + 1) * self.block if self._is_noted(slot) else NEVER
             slot.length = positions  # first: what is past it is dropped by `_forget` too
@@ -352,7 +309,7 @@ class PagedSlots:
         node = pool.nodes[cut]
         if pool.holders[cut] == 1 and node is None:
             return
-        if not self._fits(1, 0, 0):  # nobody else holds it, then
+        if not self._pools.fit(1, 0, 0):  # nobody else holds it, then
             assert node is not None
             pool.unpublish(node)
             return
@@ -379,7 +336,7 @@ class PagedSlots:
             self._mend(slot)
             self._changing = True
             if slot.findable:
-                self._note(slot, ids)
+                self._texts.note(slot, ids)
             self._pass_on(slot, len(ids))
             self._changing = False
 
@@ -389,30 +346,6 @@ class PagedSlots:
             self._windows.pass_on(slot, positions)
             self._budget.trim()
             slot.note_at = (positions // self.block + 1) * self.block  # also of a slot whose text is not to be found
-
-    def _note(self, slot: Slot, ids: Sequence[int]) -> None:
-        assert len(ids) <= slot.length, (len(ids), slot.length)
-        pool, size, full = self._pool, self.block, len(ids) // self.block
-        while slot.noted < len(slot.blocks) and pool.nodes[slot.blocks[slot.noted]] is not None:
-            slot.noted += 1  # by a slot that shares the block
-        parent = self._last_noted(slot)
-        while slot.noted < full:
-            tokens = tuple(ids[slot.noted * size : (slot.noted + 1) * size])
-            if pool.trie.starting_with(parent, tokens) is not None:
-                break
-            parent = pool.publish(parent, tokens, slot.blocks[slot.noted])
-            self._windows.publish(slot, slot.noted, parent)
-            slot.noted += 1
-        slot.sealed = max(slot.sealed, full)
-        slot.note_at = (full + 1) * size
-        self._keep_states(slot, full)
-
-    def _keep_states(self, slot: Slot, full: int) -> None:
-        """Let the node of the slot's last full block keep the recurrent states after it, if they are there."""
-        if slot.state is not None and slot.noted == full > 0 and self._states.holds(slot.state, full * self.block):
-            node = self._last_noted(slot)
-            if node.state is None:
-                self._states.snapshot(node, slot.state, full * self.block)
 
     def leave(self, slot: Slot, ids: Sequence[int] = ()) -> None:
         """`release` with the next call. It may come from the garbage collector, in the midst of any other method."""
@@ -426,46 +359,16 @@ class PagedSlots:
             self._changing = True
             path: list[BlockNode] = []
             if slot.findable:
-                self._note(slot, ids)
+                self._texts.note(slot, ids)
             del self._slots[slot]
             pool.drop(slot.blocks)
             if slot.findable:
-                path = self._publish_rest(slot, ids)
-            self._leave_states(slot, len(ids), path)
+                path = self._texts.leave(slot, ids)
+            self._texts.leave_states(slot, len(ids), path)
             self._windows.release(slot, path)
             pool.settle(slot.blocks, path)
             slot.void()
             self._changing = False
-
-    def _publish_rest(self, slot: Slot, ids: Sequence[int]) -> list[BlockNode]:
-        """Let the blocks after the noted ones be found, unless a slot holds them; return the nodes of these ids.
-
-        Where there is a block with the same text already, the trie's path leads over that one.
-        """
-        pool, size = self._pool, self.block
-        parent, path = self._last_noted(slot), []
-        for index in range(slot.noted, self._count(len(ids))):
-            tokens = tuple(ids[index * size : (index + 1) * size])
-            node = pool.trie.starting_with(parent, tokens)
-            if node is None:
-                if pool.holders[slot.blocks[index]]:  # its holder does not hold the parent
-                    break
-                node = pool.publish(parent, tokens, slot.blocks[index])
-            if len(node.tokens) == len(tokens):  # else the node's block holds more than the slot's
-                self._windows.publish(slot, index, node)
-            path.append(node)
-            parent = node
-        return path
-
-    def _leave_states(self, slot: Slot, count: int, path: list[BlockNode]) -> None:
-        """Let the node of the last of `count` positions keep the slot's states, or give them back. path: the nodes
-        after the noted ones."""
-        is_found = slot.findable and count > 0 and slot.noted + len(path) == self._count(count)
-        if slot.state is None or not (is_found and self._states.most_kept and self._states.holds(slot.state, count)):
-            self._states.give_back(slot.state)
-            return
-        node = path[-1] if path else self._last_noted(slot)
-        self._states.keep(node, slot.state, count)
 
     # What a forward gets, and what can be found
 
@@ -507,7 +410,7 @@ class PagedSlots:
         """Let a slot have so many window blocks. False: there is no room now."""
         more = count - slot.most_windows
         if more > 0:
-            if not self._fits(0, more, 0):
+            if not self._pools.fit(0, more, 0):
                 return False
             self._windows.reserve(slot, count)
         return True
@@ -609,16 +512,8 @@ class PagedSlots:
         if not self.can_hold(length):
             raise ContextOverflowError(
                 f"{length} positions were to be reserved; a text can have {self.max_len} at most, and all "
-                f"{self.total} blocks together hold {self._longest}. Ask for fewer, or provide a larger cache"
+                f"{self.total} blocks together hold {self._pools.longest}. Ask for fewer, or provide a larger cache"
             )
-
-    @property
-    def _longest(self) -> int:
-        """The positions of the longest text that all blocks together hold."""
-        prices, count = self._budget.prices, len(self._pool.holders)
-        while count and self.blocks_for(count * self.block) > self.total:
-            count -= max(1, (self.blocks_for(count * self.block) - self.total) // (prices.block + prices.window))
-        return count * self.block
 
     def _mend(self, slot: Slot | None = None) -> None:
         """Make the accounts anew if the last change was cut short; see that `slot` is held."""
@@ -631,8 +526,8 @@ class PagedSlots:
     def _forget(self) -> None:
         self._changing = True
         for slot in self._slots:
-            if len(slot.blocks) > self._count(slot.length):
-                slot.place(slot.blocks[: self._count(slot.length)])
+            if len(slot.blocks) > self._pools.count(slot.length):
+                slot.place(slot.blocks[: self._pools.count(slot.length)])
         self._pool.forget(slot.blocks for slot in self._slots)
         self._windows.forget(list(self._slots))
         self._states.forget([slot.state for slot in self._slots])
@@ -645,25 +540,8 @@ class PagedSlots:
         """Whether `note` has something to do for the slot at all."""
         return slot.findable or self._windows.memory is not None
 
-    def _last_noted(self, slot: Slot) -> BlockNode:
-        """The node of the slot's last noted block; the root of its adapter's texts before there is one."""
-        pool = self._pool
-        node = pool.nodes[slot.blocks[slot.noted - 1]] if slot.noted else pool.trie.root(digest_of(slot.adapter))
-        assert node is not None, "what a slot holds and noted can be found"
-        return node
-
     def _add(self, slot: Slot, noted: int) -> Slot:
         slot.noted = noted
         slot.note_at = (noted + 1) * self.block if self._is_noted(slot) else NEVER
         self._slots[slot] = None
         return slot
-
-
-def _budget(memory: BlockMemory, cached_blocks: int, nbytes: int | None) -> Budget:
-    prices = Prices.of(memory)
-    total = memory.count * prices.block
-    if memory.windows is not None:
-        total += memory.windows.count * prices.window
-    if memory.states is not None:
-        total += memory.states.count * prices.state
-    return Budget(prices, total if nbytes is None else min(total, nbytes // prices.unit), cached_blocks)

@@ -2,14 +2,16 @@
 
 from onward.decoding.beam import BeamOptions, BeamStep, Search
 from onward.decoding.choose import Chooser, SamplingChooser, Select, SelectChooser
+from onward.decoding.dense_slots import DenseSlots
 from onward.decoding.detokenizer import StreamingDetokenizer
 from onward.decoding.driver import decode, stream
 from onward.decoding.forward import Work
 from onward.decoding.inferencer import DecodeOutput, FilledCache, Inferencer, ModelInferencer, PrefillOutput
+from onward.decoding.kept_slots import KeptSlots, slots_for
 from onward.decoding.loop import Emission, Schedule, decode_loop
 from onward.decoding.schedule import AllTogether
 from onward.decoding.sequence import FinishReason, Sequence, StoppedBy, StopWhen
-from onward.decoding.slots import DenseSlots, KeptSlots, Slots, slots_for
+from onward.decoding.slots import Slots
 from onward.decoding.step import DecodeStep, Step
 from onward.decoding.tensors import generate
 from onward.decoding.text import NoText, StopStrings, TextStream

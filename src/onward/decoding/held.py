@@ -12,7 +12,9 @@ from onward.cache.slot import Slot as PagedSlot
 from onward.cache.slot import digest_of
 from onward.cache.slots import PagedSlots
 from onward.checks import check_whole
-from onward.decoding.slots import DenseSlots, Slot, Slots, slots_for
+from onward.decoding.dense_slots import DenseSlots
+from onward.decoding.kept_slots import slots_for
+from onward.decoding.slots import Slot, Slots
 from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Model
 from onward.models.weights_version import WeightsVersion

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from onward.cache import length_of
 from onward.checks import check_whole
+from onward.decoding.dense_slots import DenseSlots
 from onward.decoding.driver import chooser_of
 from onward.decoding.loop import decode_loop
 from onward.decoding.schedule import AllTogether
 from onward.decoding.sequence import Sequence
-from onward.decoding.slots import DenseSlots
 from onward.decoding.step import DecodeStep
 from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Model, ModelRun, reused_run

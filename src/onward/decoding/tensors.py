@@ -10,11 +10,11 @@ from torch import Tensor
 
 from onward.checks import check_whole
 from onward.decoding.choose import SamplingChooser
+from onward.decoding.kept_slots import slots_for
 from onward.decoding.loop import decode_loop
 from onward.decoding.room import check_room
 from onward.decoding.schedule import AllTogether
 from onward.decoding.sequence import Sequence
-from onward.decoding.slots import slots_for
 from onward.decoding.step import DecodeStep
 from onward.errors import RequestError
 from onward.models import Model, reused_run

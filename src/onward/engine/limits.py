@@ -5,7 +5,8 @@ from torch import Tensor
 from onward.cache.slots import PagedSlots
 from onward.checks import check_whole
 from onward.decoding import DenseSlots, Slots
-from onward.decoding.slots import MOST_BLOCKS, blocks_within, dims_of
+from onward.decoding.dense_slots import dims_of
+from onward.decoding.kept_slots import MOST_BLOCKS, blocks_within
 from onward.errors import RequestError
 from onward.models import Model
 from onward.native.machine_memory import memory_limit

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.fleet.replica import Clock, SimulatedEngine, Text
@@ -53,19 +53,6 @@ class Plan:
     blocks: int = 1024
 
 
-class Remembering(Ring):
-    """The ring, which walks once around for each key that it is asked for: the answers are the same."""
-
-    def update(self, replicas: Collection[str]) -> None:
-        self._known: dict[str, list[str]] = {}
-        super().update(replicas)
-
-    def _around(self, key: str) -> list[str]:
-        if key not in self._known:
-            self._known[key] = super()._around(key)
-        return self._known[key]
-
-
 class Fleet:
     """Runs arrivals through replicas until all are over.
 
@@ -78,7 +65,7 @@ class Fleet:
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
-        self._ring, self._budget = Remembering(), RetryBudget(plan.options)
+        self._ring, self._budget = Ring(), RetryBudget(plan.options)
         self._at: dict[str, dict[Text, Arrival]] = {}
         self._engines: dict[str, SimulatedEngine] = {}
         self._wake: dict[str, float] = {}
@@ -131,7 +118,7 @@ class Fleet:
         ranked = self._ring.order(
             arrival.key, lambda name: self._engines[name].load, arrival.avoid, affinity=self._plan.affinity
         )
-        for name in ranked[:3]:
+        for name in itertools.islice(ranked, 3):
             text = Text(arrival.prompt, arrival.new, arrival.blocks, emitted=arrival.emitted)
             if self._engines[name].offer(text, now):
                 self._at[name][text] = arrival

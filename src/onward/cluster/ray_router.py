@@ -1,5 +1,6 @@
 """Ray Serve's choice of a replica, made by `Ring`."""
 
+from itertools import islice
 from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
@@ -7,6 +8,9 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from onward.cluster import here
 from onward.cluster.call import Route
 from onward.cluster.routing import Ring
+
+# Replicas that are asked in turn whether they take a call, before it waits a little and the router chooses anew.
+_ASKED = 16
 
 
 class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
@@ -41,18 +45,15 @@ class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
             return [candidate_replicas] if candidate_replicas else []
         pending_request.routing_context.should_backoff = True
         by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
-        ranked = self._ring.order(route.key, self._load, route.avoid, affinity=self._affinity)
-        return [[by_name[name]] for name in ranked if name in by_name]
+        loads = {_name(replica): self._replica_queue_len_cache.get(replica) or 0 for replica in self._replica_id_set}
+        ranked = self._ring.order(route.key, lambda name: loads.get(name, 0), route.avoid, affinity=self._affinity)
+        return [[by_name[name]] for name in islice(ranked, _ASKED) if name in by_name]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         super().on_request_routed(pending_request, replica_id, result)
         route = _route_of(pending_request)
         if route is not None:
             route.replica = _name(replica_id)
-
-    def _load(self, name: str) -> float:
-        ids = (replica for replica in self._replica_id_set if _name(replica) == name)
-        return next((self._replica_queue_len_cache.get(replica) or 0 for replica in ids), 0)
 
 
 def _name(replica_id: Any) -> str:

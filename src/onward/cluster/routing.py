@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 # Places of each replica on the ring: with 64 the largest share of keys is some 1.3 times the mean.
@@ -28,6 +28,7 @@ class Ring:
 
     def __init__(self) -> None:
         self._replicas: frozenset[str] = frozenset()
+        self._hashes: dict[str, list[int]] = {}
         self._places: list[tuple[int, str]] = []
         self._turn = 0
 
@@ -40,13 +41,15 @@ class Ring:
         """Say which replicas there are."""
         if self._replicas != set(replicas):
             self._replicas = frozenset(replicas)
-            places = ((_hash(f"{replica} {at}"), replica) for replica in replicas for at in range(_PLACES))
-            self._places = sorted(places)
+            known, self._hashes = self._hashes, {}
+            for replica in self._replicas:
+                self._hashes[replica] = known.get(replica) or [_hash(f"{replica} {at}") for at in range(_PLACES)]
+            self._places = sorted((place, replica) for replica, places in self._hashes.items() for place in places)
 
     def order(
         self, key: str | None, load: Callable[[str], float], avoid: Collection[str] = (), *, affinity: bool = True
-    ) -> list[str]:
-        """All replicas, the best for a request first.
+    ) -> Iterator[str]:
+        """All replicas, the best for a request first. They are looked for one by one: the first cost little.
 
         Args:
             key: what `routing_key` made of the request; None: it has none, and the least loaded is the best.
@@ -55,21 +58,38 @@ class Ring:
             affinity: False: the least loaded is the best for every request.
         """
         loads = {replica: load(replica) for replica in self._replicas}
+        bound = math.inf
         if key is None or not affinity:
-            self._turn += 1  # equal loads take turns
-            turn = sorted(self._replicas)
-            turn = turn[self._turn % max(1, len(turn)) :] + turn[: self._turn % max(1, len(turn))]
-            ranked = sorted(turn, key=loads.__getitem__)
+            order = self._least_loaded_first(loads)
         else:
+            order = self._around(key)
             bound = math.ceil(_BOUND * (sum(loads.values()) + 1) / max(1, len(loads)))
-            ranked = sorted(self._around(key), key=lambda replica: loads[replica] >= bound)
-        return sorted(ranked, key=lambda replica: replica in avoid)
+        later: list[str] = []
+        for replica in order:
+            if replica in avoid or loads[replica] >= bound:
+                later.append(replica)
+            else:
+                yield replica
+        yield from sorted(later, key=lambda replica: (replica in avoid, loads[replica] >= bound))
 
-    def _around(self, key: str) -> list[str]:
+    def _least_loaded_first(self, loads: Mapping[str, float]) -> Iterator[str]:
+        """Equal loads take turns."""
+        self._turn += 1
+        names = sorted(loads)
+        first = self._turn % max(1, len(names))
+        return iter(sorted([*names[first:], *names[:first]], key=loads.__getitem__))
+
+    def _around(self, key: str) -> Iterator[str]:
         """The replicas in the order of their places from that of the key on."""
         first = bisect.bisect(self._places, (_hash(key), ""))
-        around = itertools.chain(self._places[first:], self._places[:first])
-        return list(dict.fromkeys(replica for _, replica in around))
+        seen = set()
+        for at in itertools.chain(range(first, len(self._places)), range(first)):
+            _, replica = self._places[at]
+            if replica not in seen:
+                seen.add(replica)
+                yield replica
+            if len(seen) == len(self._replicas):
+                return
 
 
 def routing_key(headers: Mapping[str, str], body: bytes) -> str | None:

@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="measure, and write it there")
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals")
+    parser.add_argument("--warm", type=float, default=60.0, help="seconds before them, which count in no figure")
+    parser.add_argument("--plans", nargs="+", metavar="PART", help="simulate only those whose name has a PART")
     parser.add_argument("--rate", type=float, default=0.4, help="requests a second for each replica")
     parser.add_argument("--markdown", type=Path, metavar="PATH")
     options = parser.parse_args()
@@ -47,7 +49,7 @@ def main() -> None:
     clock = fit(runs["fit"].steps)
     lines = [*_fit_lines(clock, runs), "", *_held_out_lines(clock, runs["held out"], measured["sequences"]), ""]
     print(*lines, sep="\n", flush=True)
-    for line in _fleet_lines(clock, options.replicas, options.rate, options.seconds):
+    for line in _fleet_lines(clock, options):
         lines.append(line)
         print(line, flush=True)
     lines += ["", f"{time.perf_counter() - began:.0f} s on one core"]
@@ -100,12 +102,16 @@ def _beside(name: str, measured: float, simulated: float) -> str:
 # ── fleets ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _fleet_lines(clock: StepTime, replicas: int, rate: float, seconds: float) -> Iterator[str]:
-    plan = Plan(replicas)
-    every = rate * replicas
-    yield f"SIMULATED: {replicas:,} replicas, {every:,.0f} requests/s for {seconds:.0f} s, of the shape in workload.py"
+def _fleet_lines(clock: StepTime, options: argparse.Namespace) -> Iterator[str]:
+    seconds, warm = options.seconds, options.warm
+    plan = Plan(options.replicas, warm=warm)
+    every = options.rate * options.replicas
+    yield (
+        f"SIMULATED: {options.replicas:,} replicas, {every:,.0f} requests/s for {seconds:.0f} s after {warm:.0f} s, "
+        "of the shape in workload.py"
+    )
     yield f"{'':34}{'useful/s':>9}{'first p50':>10}{'p99':>8}{'gap p99':>9}{'cached':>8}{'retries':>8}{'failed':>8}"
-    storm = replace(plan, deaths=[(seconds / 2, 0.3)], patience=_FIRST, again=2)
+    storm = replace(plan, deaths=[(warm + seconds / 2, 0.3)], patience=_FIRST, again=2)
     plans = {
         "affinity": plan,
         "least loaded": replace(plan, affinity=False),
@@ -116,7 +122,9 @@ def _fleet_lines(clock: StepTime, replicas: int, rate: float, seconds: float) ->
         "30 % die at once, no budget": replace(storm, budget=False),
     }
     for name, each in plans.items():
-        arrivals = trace(rate * replicas, seconds)
+        if options.plans and not any(part in name for part in options.plans):
+            continue
+        arrivals = trace(every, warm + seconds)
         yield _fleet_line(name, Fleet(each, clock).run(arrivals), seconds)
 
 

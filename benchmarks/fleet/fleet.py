@@ -35,7 +35,8 @@ class Plan:
     """replicas: how many. failures: of them a second in all, each back after `restart` seconds. silence: until a loss
     is noticed. patience: seconds to the first token after which a client leaves and, up to `again` times, asks anew.
     resume: whether another replica goes on from what was emitted, or begins anew. budget: the retries of all together;
-    None: every loss is tried again. deaths: (when, share of the replicas that die at once).
+    None: every loss is tried again. deaths: (when, share of the replicas that die at once). warm: seconds at the
+    beginning that count in no figure, for caches begin empty.
     """
 
     replicas: int
@@ -49,6 +50,7 @@ class Plan:
     patience: float = 20.0
     again: int = 0
     deaths: Sequence[tuple[float, float]] = ()
+    warm: float = 0.0
     max_sequences: int = 16
     blocks: int = 1024
 
@@ -56,8 +58,8 @@ class Plan:
 class Fleet:
     """Runs arrivals through replicas until all are over.
 
-    requests: all that were asked, those too that a client asked anew. retries, exhausted: attempts after a loss, and
-    losses for which the budget had none.
+    requests: all that were asked since it is warm, those too that a client asked anew. retries, exhausted: attempts
+    after a loss, and losses for which the budget had none.
     """
 
     def __init__(self, plan: Plan, clock: Clock, seed: int = 0) -> None:
@@ -85,12 +87,20 @@ class Fleet:
             self._post(self._random.expovariate(self._plan.failures), self._fail_one)
         for at, share in self._plan.deaths:
             self._post(at, lambda now, share=share: self._fail_share(share, now))
+        self._post(self._plan.warm, self._count_from_here)
         self._open += len(arrivals)
         while self._open and self._events:
             self.now, _, event = heapq.heappop(self._events)
             event(self.now)
         self.retired += self._engines.values()
         return self
+
+    def _count_from_here(self, now: float) -> None:
+        self.retired, self.requests = [], []
+        self.retries = self.exhausted = self.deaths = 0
+        for engine in self._engines.values():
+            engine.gaps.clear()
+            engine.prompt_tokens = engine.cached_tokens = 0
 
     def _post(self, at: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), event))

@@ -1,10 +1,11 @@
 """A fleet of replicas, simulated with the engine's policy, the router and the budget of retries as they are.
 
-    python -m benchmarks.fleet --measure .benchmarks/fleet.json     (two runs of the real engine: minutes)
+    python -m benchmarks.fleet --measure .benchmarks/fleet.json         (two runs of the real engine: minutes)
+    python -m benchmarks.fleet --measure-pair .benchmarks/fleet.json    (two replicas of `onward deploy`: minutes)
     python -m benchmarks.fleet .benchmarks/fleet.json [--markdown PAGE]
 
-The first fits nothing; it writes what was measured. The second fits the time of a step from the first run, predicts the
-second run, and simulates fleets of replicas of that speed.
+The first two fit nothing; they write what was measured. The third fits the time of a step from a run, predicts the
+other one and what the two replicas did, and simulates fleets of replicas of that speed.
 """
 
 import argparse
@@ -14,25 +15,29 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.checkpoints import random_checkpoint
 from benchmarks.fleet.fleet import Arrival, Fleet, Plan
 from benchmarks.fleet.measured import Run, run_all
+from benchmarks.fleet.pair import REPLICAS, SEQUENCES, measure_pair
 from benchmarks.fleet.step import StepTime, error, fit
 from benchmarks.fleet.workload import trace
 from benchmarks.serve.figures import quantile
 
 # Seconds to the first token, and of the mean gap of a request, within which it is of use to its client.
 _FIRST, _GAP = 10.0, 0.25
+# Fleets by which two replicas are predicted.
+_FLEETS = 9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=Path)
     parser.add_argument("--measure", action="store_true", help="measure, and write it there")
+    parser.add_argument("--measure-pair", action="store_true", help="measure two replicas, and add it there")
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals")
     parser.add_argument("--warm", type=float, default=60.0, help="seconds before them, which count in no figure")
@@ -43,11 +48,19 @@ def main() -> None:
     if options.measure:
         run_all(str(random_checkpoint()), "int8", options.measured, sequences=16, count=60, rate=0.9)
         return
+    if options.measure_pair:
+        measure_pair(options.measured, count=40, rate=0.5)
+        return
     began = time.perf_counter()
     measured = json.loads(options.measured.read_text())
     runs = {name: Run.read(fields) for name, fields in measured["runs"].items()}
+    lines = [*_pair_lines(runs["fit of the pair"], runs["pair"]), ""] if "pair" in runs else []
+    if "fit" not in runs:
+        print(*lines, sep="\n")
+        return
     clock = fit(runs["fit"].steps)
-    lines = [*_fit_lines(clock, runs), "", *_held_out_lines(clock, runs["held out"], measured["sequences"]), ""]
+    lines += [*_fit_lines(clock, {name: runs[name] for name in ("fit", "held out")}), ""]
+    lines += [*_held_out_lines(clock, runs["held out"], measured["sequences"]), ""]
     print(*lines, sep="\n", flush=True)
     for line in _fleet_lines(clock, options):
         lines.append(line)
@@ -80,17 +93,38 @@ def _fit_lines(clock: StepTime, runs: dict[str, Run]) -> Iterator[str]:
 def _held_out_lines(clock: StepTime, run: Run, sequences: int) -> Iterator[str]:
     """The other run of the real engine, predicted from its arrivals."""
     arrivals = [Arrival(one.at, one.prompt, one.new) for one in run.asked]
-    plan = Plan(1, patience=0, max_sequences=sequences, blocks=10**6)
-    fleet = Fleet(plan, clock).run(arrivals)
+    fleet = Fleet(Plan(1, patience=0, max_sequences=sequences, blocks=10**6), clock).run(arrivals)
+    yield f"{len(arrivals)} requests of another run of the real engine, predicted (ms)"
+    yield from _compared(run, arrivals, _gaps(fleet))
+
+
+def _pair_lines(alone: Run, run: Run) -> Iterator[str]:
+    """Two replicas behind the ingress, predicted from the steps of an engine that had another one beside it.
+
+    Which replica a request goes to depends on their names, which are random: predictions are those of several fleets.
+    """
+    clock = fit(alone.steps)
+    plan = Plan(REPLICAS, patience=0, max_sequences=SEQUENCES, blocks=10**6)
+    arrivals, gaps = [], Counter[int]()
+    for number in range(_FLEETS):
+        asked = [Arrival(one.at, one.prompt, one.new, f"{number} {at}") for at, one in enumerate(run.asked)]
+        gaps += _gaps(Fleet(plan, clock).run(asked))
+        arrivals += asked
+    yield from _fit_lines(clock, {"an engine beside another": alone})
+    yield ""
+    yield f"{len(run.asked)} requests to {REPLICAS} replicas of `onward deploy`, predicted by {_FLEETS} fleets (ms)"
+    yield from _compared(run, arrivals, gaps)
+
+
+def _compared(run: Run, arrivals: Sequence[Arrival], simulated: Counter[int]) -> Iterator[str]:
     first = [tokens[0] - one.at for tokens, one in zip(run.tokens, run.asked, strict=True)]
     gaps = [after - before for tokens in run.tokens for before, after in itertools.pairwise(tokens)]
-    yield f"{len(arrivals)} requests of another run of the real engine, predicted (ms)"
     yield f"{'':28}{'measured':>10}{'simulated':>11}{'error':>8}"
     for share in (0.5, 0.99):
         said = quantile([_first(arrival) for arrival in arrivals], share)
         yield _beside(f"first token, p{100 * share:.0f}", quantile(first, share), said)
     for share in (0.5, 0.99):
-        yield _beside(f"gap, p{100 * share:.0f}", quantile(gaps, share), _of_counts(_gaps(fleet), share))
+        yield _beside(f"gap, p{100 * share:.0f}", quantile(gaps, share), _of_counts(simulated, share))
     ends = max(tokens[-1] for tokens in run.tokens), max(arrival.last or 0.0 for arrival in arrivals)
     yield _beside("all", *ends)
 

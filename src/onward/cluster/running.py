@@ -77,6 +77,7 @@ def _start(http_options: dict[str, Any], deployed: Any, route_prefix: str | None
 def _serving(ingress: Ingress, listener: socket.socket) -> Iterator[None]:
     """The ingress in a thread of this process."""
     server = Server(config_of(ingress))
+    listener.listen()  # who connects before the thread accepts waits, and is not refused
     thread = threading.Thread(target=server.run, args=([listener],), name="onward-ingress")
     thread.start()
     try:

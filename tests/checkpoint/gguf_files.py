@@ -58,6 +58,29 @@ MODELS: dict[str, tuple[str, str, dict]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "granitemoe": ("granitemoe", "GraniteMoe", {"num_local_experts": 4, "logits_scaling": 2.0, **_EXPERTS}),
+    "lfm2": (
+        "lfm2",
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+        | {"norm_eps": 1e-6, "rope_theta": 1e6},
+    ),
+    "glm4moe": (
+        "glm4moe",
+        "Glm4Moe",
+        {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "smollm3": ("smollm3", "SmolLM3", {"num_hidden_layers": 4, "rope_theta": 2e6}),
     "seed_oss": ("seed_oss", "SeedOss", {"attention_bias": True, "attention_out_bias": False}),
     "gpt-oss": (
@@ -89,7 +112,7 @@ class _Drawn:
         self.tensors: dict[str, torch.Tensor] = {}
         self._random = torch.Generator().manual_seed(seed)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         self.tensors[name] = torch.randn(shape, generator=self._random) * 0.05 + (len(shape) == 1)
         return self.tensors[name]
 
@@ -149,10 +172,12 @@ def write_model(
         kind = (types or {}).get(name, type) if tensor.dim() == 2 and not name.endswith(".bias") else "F32"
         raw = _raw(tensor, kind, seed + at)
         twin[name] = dequantized(raw, kind)
-        if stored in ("llama", "granite", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if stored in ("llama", "granite", "granitemoe", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
             raw = permuted(raw, config["head_dim"])
         if stored in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             raw = raw + np.float32(1)
+        if len(raw.shape) == 3 and raw.shape[1] == 1:
+            raw = raw[:, 0]  # a convolution's
         place, expert = gguf_name(name, stored, config["num_hidden_layers"])
         if expert is None:
             writer.add_tensor(place, raw, raw_dtype=Kind[kind])
@@ -173,7 +198,9 @@ def gguf_name(name: str, architecture: str, layers: int) -> tuple[str, int | Non
     if expert is not None:
         name = f"{expert[1]}.{expert[3]}"
     # The converter calls Mixtral's experts by the names that Mistral's own files have.
-    name = re.sub(r"^model\.(layers\.\d+)\.block_sparse_moe\.experts\.", r"\1.feed_forward.experts.", name)
+    name = re.sub(r"^model\.(layers\.\d+)\.block_sparse_moe\.experts\.w", r"\1.feed_forward.experts.w", name)
+    name = name.replace("block_sparse_moe.experts", "mlp.experts")
+    name = name.replace("_correction_bias", "_correction.bias")
     name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
     kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     place = gguf.get_tensor_name_map(kinds[architecture], layers).get_name(name, try_suffixes=(".weight", ".bias"))
@@ -200,7 +227,10 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    heads = config["num_key_value_heads"]
+    if architecture == "lfm2":
+        heads = [heads if kind == "full_attention" else 0 for kind in config["layer_types"]]
+    writer.add_head_count_kv(heads)
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -209,6 +239,12 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
         "num_local_experts": writer.add_expert_count,
         "num_experts_per_tok": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "n_routed_experts": writer.add_expert_count,
+        "n_shared_experts": writer.add_expert_shared_count,
+        "first_k_dense_replace": writer.add_leading_dense_block_count,
+        "routed_scaling_factor": writer.add_expert_weights_scale,
+        "norm_topk_prob": writer.add_expert_weights_norm,
+        "conv_L_cache": writer.add_shortconv_l_cache,
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
         "attention_multiplier": writer.add_attention_scale,
@@ -222,7 +258,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"] or 0)
-    if "layer_types" in config:
+    if "layer_types" in config and architecture != "lfm2":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     rope = config.get("rope_parameters", {})
     _write_rope(writer, config, rope.get("full_attention", rope))

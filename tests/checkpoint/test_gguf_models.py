@@ -176,6 +176,19 @@ def test_experts_that_are_not_as_many_as_the_metadata_say_are_named(tmp_path):
             checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
 
 
+def test_layers_that_look_further_ahead_are_left_out(tmp_path):
+    write_model(tmp_path / "m.gguf", "glm4moe", "Q8_0")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata |= {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    norm = checkpoint.tensors["output_norm.weight"]
+    checkpoint.tensors["blk.2.nextn.enorm.weight"] = norm
+    params = checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+    assert len(params.layers) == 2
+    checkpoint.tensors["blk.3.nextn.enorm.weight"] = norm
+    with refused(CheckpointError, "blk.3.nextn.enorm.weight"):
+        checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize("architecture", MODELS)
 def test_floats_are_those_of_the_checkpoint_in_its_dtype(tmp_path, architecture):
     """Norms too, to whose weights the converter adds 1 in float32."""

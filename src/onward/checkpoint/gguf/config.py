@@ -48,7 +48,7 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
     family, prefix = family_of(metadata, where), f"{metadata['general.architecture']}."
     config: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.config}
     for field, key in {**NUMBERS, **family.numbers}.items():
-        if prefix + key in metadata:
+        if key is not None and prefix + key in metadata:
             config[field] = _same_everywhere(metadata[prefix + key], f"{where}: {prefix}{key}")
     head_dim = head_dim_of(config)
     value_length = _same_everywhere(metadata.get(prefix + "attention.value_length"), f"{where}: value_length")
@@ -57,7 +57,7 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
     if "token_embd.weight" in tensors:
         config["vocab_size"] = tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    for field, tensor in family.biases.items():
+    for field, tensor in family.parts.items():
         config[field] = tensor in tensors
     config["rope_parameters"] = _rope(metadata, prefix, tensors, head_dim, where)
     behind = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}

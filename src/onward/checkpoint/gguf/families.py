@@ -15,16 +15,16 @@ Fields = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 class GgufFamily(NamedTuple):
     """architecture: the one of config.json. permuted: whether the converter reordered the rows of queries and keys for
     RoPE over pairs of neighbours, as it does for its LlamaModel and all that derive from it. config: fields that files
-    leave unsaid. biases: fields that say whether there are biases, and a tensor that is there then. names, numbers:
-    lines of `LAYER` and `NUMBERS` of its own. norms_from_one: whether the converter added the 1 to the weights of norms
-    that the family's forward adds. fields: see `Fields`."""
+    leave unsaid. parts: fields that say whether there are biases or norms, and a tensor that is there then. names,
+    numbers: lines of `WHOLE`, `LAYER` and `NUMBERS` of its own; None: a field that `fields` reads. norms_from_one:
+    whether the converter added the 1 to the weights of norms that the family's forward adds. fields: see `Fields`."""
 
     architecture: str
     permuted: bool = False
     config: Mapping[str, object] = {}
-    biases: Mapping[str, str] = {}
+    parts: Mapping[str, str] = {}
     names: Mapping[str, str] = {}
-    numbers: Mapping[str, str] = {}
+    numbers: Mapping[str, str | None] = {}
     norms_from_one: bool = False
     fields: Fields = lambda metadata, config: {}
 
@@ -41,10 +41,16 @@ NUMBERS = {
     "max_position_embeddings": "context_length",
 }
 _EXPERTS = {"num_experts_per_tok": "expert_used_count"}
+_GRANITE = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 _WINDOW = {"sliding_window": "attention.sliding_window"}
 
-# A weight's stock name without "model." and ".weight" -> that of GGUF; `model.layers.3.` is `blk.3.`. The matrices of
-# all experts are one tensor.
+# A weight's stock name without "model." and ".weight" -> that of GGUF, with its end where that is another;
+# `model.layers.3.` is `blk.3.`. The matrices of all experts are one tensor.
 WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -66,10 +72,34 @@ LAYER = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
     "block_sparse_moe.experts.w3": "ffn_up_exps",
     "block_sparse_moe.experts.w2": "ffn_down_exps",
+}
+_LFM2 = {
+    "embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+}
+_GRANITE_EXPERTS = {
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
+    "block_sparse_moe.experts.up_proj": "ffn_up_exps",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
 }
 _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _AFTER_BOTH = {**_AFTER_ATTENTION, "post_feedforward_layernorm": "post_ffw_norm"}
@@ -82,9 +112,9 @@ _FOUR_NORMS = {**_AFTER_BOTH, "pre_feedforward_layernorm": "ffn_norm"}
 def _layer_types(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers have a window, where the file says it for each."""
     slides = metadata.get("attention.sliding_window_pattern")
-    if slides is None or not hasattr(slides, "tolist"):
+    if slides is None or isinstance(slides, int):
         return {}
-    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides.tolist()]}
+    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
 
 
 def _gemma_scale(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +143,26 @@ def _phi3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
     return {"sliding_window": config.get("sliding_window") or None}
 
 
+def _lfm2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without heads of keys are convolutions."""
+    heads = metadata.get("attention.head_count_kv")
+    counts = [heads] if heads is None or isinstance(heads, int) else list(heads)
+    return {
+        "num_key_value_heads": max((int(count) for count in counts if count), default=None),
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "norm_eps": config.get("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _glm4_moe(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that look further ahead come behind the others, and are counted with them."""
+    layers, ahead = metadata.get("block_count"), metadata.get("nextn_predict_layers", 0)
+    if isinstance(layers, int) and isinstance(ahead, int):
+        layers -= ahead
+    return {"num_hidden_layers": layers, "num_nextn_predict_layers": ahead}
+
+
 def _gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "intermediate_size": metadata.get("expert_feed_forward_length", config.get("intermediate_size")),
@@ -125,7 +175,7 @@ FAMILIES = {
     "llama": GgufFamily(
         "LlamaForCausalLM",
         permuted=True,
-        biases={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
+        parts={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
@@ -159,24 +209,43 @@ FAMILIES = {
     "exaone4": GgufFamily("Exaone4ForCausalLM", names=_AFTER_BOTH, numbers=_WINDOW, fields=_layer_types),
     "glm4": GgufFamily(
         "Glm4ForCausalLM",
-        biases={"attention_bias": "blk.0.attn_q.bias"},
+        parts={"attention_bias": "blk.0.attn_q.bias"},
         names={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     ),
-    "granite": GgufFamily(
-        "GraniteForCausalLM",
+    "granite": GgufFamily("GraniteForCausalLM", permuted=True, numbers=_GRANITE),
+    "granitemoe": GgufFamily(
+        "GraniteMoeForCausalLM",
         permuted=True,
-        numbers={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
+        names=_GRANITE_EXPERTS,
+        numbers=_GRANITE | _EXPERTS | {"num_local_experts": "expert_count"},
     ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", permuted=True, config={"no_rope_layer_interval": 4}),
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",
-        biases={"attention_bias": "blk.0.attn_q.bias", "attention_out_bias": "blk.0.attn_output.bias"},
+        parts={"attention_bias": "blk.0.attn_q.bias", "attention_out_bias": "blk.0.attn_output.bias"},
         names=_AFTER_ATTENTION,
+    ),
+    "lfm2": GgufFamily(
+        "Lfm2ForCausalLM",
+        names=_LFM2,
+        numbers={"num_key_value_heads": None, "conv_L_cache": "shortconv.l_cache"},
+        fields=_lfm2,
+    ),
+    "glm4moe": GgufFamily(
+        "Glm4MoeForCausalLM",
+        parts={"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},
+        names=_AFTER_ATTENTION,
+        numbers=_EXPERTS
+        | {
+            "num_hidden_layers": None,
+            "n_routed_experts": "expert_count",
+            "n_shared_experts": "expert_shared_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "first_k_dense_replace": "leading_dense_block_count",
+            "routed_scaling_factor": "expert_weights_scale",
+            "norm_topk_prob": "expert_weights_norm",
+        },
+        fields=_glm4_moe,
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
@@ -211,8 +280,9 @@ def gguf_name(name: str, family: GgufFamily) -> GgufName:
     if kind not in ("weight", "bias"):
         stem, kind = name, "weight"
     stem = stem.removeprefix("model.")
-    if stem in WHOLE:
-        return GgufName(f"{WHOLE[stem]}.{kind}")
+    whole = family.names.get(stem, WHOLE.get(stem))
+    if whole is not None:
+        return GgufName(f"{whole}.{kind}")
     layers, _, rest = stem.partition(".")
     number, _, part = rest.partition(".")
     match = _EXPERT.fullmatch(part)
@@ -220,4 +290,5 @@ def gguf_name(name: str, family: GgufFamily) -> GgufName:
     own = family.names.get(part, LAYER.get(part))
     if layers != "layers" or own is None:
         return GgufName(name)
-    return GgufName(f"blk.{number}.{own}.{kind}", None if match is None else int(match[2]))
+    end = "" if own.endswith(".bias") else f".{kind}"
+    return GgufName(f"blk.{number}.{own}{end}", None if match is None else int(match[2]))

@@ -1,6 +1,6 @@
 """The weights of a GGUF model under their stock names: blocks repacked into formats of ours, or as floats."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def read_gguf_weights(
     chosen = _default_dtype(tensors) if dtype is None else dtype
     reader = _GgufTensors(path, tensors, family, head_dim, chosen, device)
     params = config.read(Scope(reader), each_layer)
-    reader.check_left()
+    reader.check_left([prefix.replace("model.layers.", "blk.") for prefix in getattr(config, "unread", ())])
     return params
 
 
@@ -103,14 +103,15 @@ class _GgufTensors:
                 f"{self._path}: tensor {tensor!r} of shape {list(shape)} is missing ({name!r} elsewhere)"
             )
         whole = shape if expert is None else (max(stored.shape[0], expert + 1), *shape)
-        if stored.shape != whole:
+        # The converter takes out what has one element, of the weights of convolutions.
+        if stored.shape not in (whole, tuple(size for size in whole if size > 1)):
             raise CheckpointError(
                 f"{self._path}: tensor {stored.name!r} has shape {list(stored.shape)}, but the metadata makes it "
                 f"{list(whole)}"
             )
         self._taken[tensor] = self._taken.get(tensor, 0) + 1
         if expert is None:
-            return stored
+            return stored._replace(shape=shape)
         return stored._replace(shape=shape, rows=stored.rows[expert * shape[0] : (expert + 1) * shape[0]])
 
     def _packs(self, stored: GgufTensor) -> bool:
@@ -135,9 +136,10 @@ class _GgufTensors:
         except CheckpointError as error:
             raise CheckpointError(f"{self._path}: tensor {stored.name!r}: {error}") from error
 
-    def check_left(self) -> None:
-        """Raise if a tensor was not taken: the file holds another architecture than it says."""
-        left = sorted(set(self._tensors) - set(self._taken))
+    def check_left(self, unread: Sequence[str]) -> None:
+        """Raise if a tensor was not taken: the file holds another architecture than it says. unread: what the names of
+        tensors begin with that a file may have beside the model."""
+        left = sorted(name for name in set(self._tensors) - set(self._taken) if not name.startswith(tuple(unread)))
         if left:
             raise CheckpointError(
                 f"{self._path}: {len(left)} tensors are there that the architecture leaves no place for, {left[0]!r} "

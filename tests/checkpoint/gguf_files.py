@@ -15,6 +15,15 @@ _EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 1}
 _GEMMA = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64, **_WINDOW}
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 _LONGROPE |= {"short_factor": [1.0 + at / 24 for at in range(24)], "long_factor": [2.0 + at for at in range(24)]}
+_DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "full_attention_interval": 2,
+    "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LOCAL = {"rope_type": "default", "rope_theta": 150000.0}
 # What is tested: a name -> GGUF's architecture, that of config.json, and fields that differ from `CONFIG`.
@@ -27,6 +36,15 @@ MODELS: dict[str, tuple[str, str, dict]] = {
         "qwen3moe",
         "Qwen3Moe",
         {"num_experts": 4, "moe_intermediate_size": 256, "norm_topk_prob": True, **_EXPERTS},
+    ),
+    "qwen35": ("qwen35", "Qwen3_5", _DELTA),
+    "qwen35 with as many keys": ("qwen35", "Qwen3_5", _DELTA | {"linear_num_key_heads": 4}),
+    "qwen35moe": (
+        "qwen35moe",
+        "Qwen3_5Moe",
+        _DELTA
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+        | {"shared_expert_intermediate_size": 256},
     ),
     "gemma2": ("gemma2", "Gemma2", {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0, **_GEMMA}),
     "gemma3": ("gemma3", "Gemma3", {"rope_theta": 1e6, "num_hidden_layers": 6, **_GEMMA}),
@@ -174,7 +192,14 @@ def write_model(
         twin[name] = dequantized(raw, kind)
         if stored in ("llama", "granite", "granitemoe", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
             raw = permuted(raw, config["head_dim"])
-        if stored in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        if stored.startswith("qwen35") and ".linear_attn." in name:
+            raw = of_delta(name, raw, kind, config)
+            if raw is None:  # blocks that the order would cut: what is drawn is what the file has
+                raw = _raw(tensor, kind, seed + at)
+                keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+                parts = twin[name].view(len(tensor), heads // keys, keys, -1)
+                twin[name] = parts.transpose(1, 2).reshape(tensor.shape)
+        elif stored in ("gemma2", "gemma3", "qwen35", "qwen35moe") and name.endswith("norm.weight"):
             raw = raw + np.float32(1)
         if len(raw.shape) == 3 and raw.shape[1] == 1:
             raw = raw[:, 0]  # a convolution's
@@ -199,6 +224,9 @@ def gguf_name(name: str, architecture: str, layers: int) -> tuple[str, int | Non
         name = f"{expert[1]}.{expert[3]}"
     # The converter calls Mixtral's experts by the names that Mistral's own files have.
     name = re.sub(r"^model\.(layers\.\d+)\.block_sparse_moe\.experts\.w", r"\1.feed_forward.experts.w", name)
+    name = name.replace(".dt_bias", ".dt_proj.bias")
+    if name.endswith(".A_log"):
+        return f"blk.{name.split('.')[2]}.ssm_a", None
     name = name.replace("block_sparse_moe.experts", "mlp.experts")
     name = name.replace("_correction_bias", "_correction.bias")
     name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
@@ -206,6 +234,38 @@ def gguf_name(name: str, architecture: str, layers: int) -> tuple[str, int | Non
     place = gguf.get_tensor_name_map(kinds[architecture], layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert place is not None, f"the package has no name for {name}"
     return place, None if expert is None else int(expert[2])
+
+
+def of_delta(name: str, raw: np.ndarray, kind: str, config: dict) -> np.ndarray | None:
+    """A weight of Gated DeltaNet as the converter writes it: value heads in turns, and the rate itself. None: that
+    would move parts of blocks."""
+    keys, heads, width = (config[f"linear_{field}"] for field in ("num_key_heads", "num_value_heads", "value_head_dim"))
+
+    def in_turns(values: np.ndarray, features: int) -> np.ndarray:
+        parts = values.reshape(keys, heads // keys, features, *values.shape[1:])
+        return np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(values.shape)
+
+    part = name.partition(".linear_attn.")[2].removesuffix(".weight")
+    if part == "A_log":
+        raw = -np.exp(raw)
+    if part in ("A_log", "dt_bias", "in_proj_a", "in_proj_b"):
+        return in_turns(raw, 1)
+    if part == "in_proj_z":
+        return in_turns(raw, width)
+    if part in ("in_proj_qkv", "conv1d"):
+        first = 2 * keys * config["linear_key_head_dim"]
+        return np.concatenate((raw[:first], in_turns(raw[first:], width)))
+    if part == "out_proj":
+        weights, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+        if width % weights:
+            return None
+        blocks = raw.view(np.uint8).reshape(len(raw), -1, size).swapaxes(0, 1)
+        return (
+            np.ascontiguousarray(in_turns(blocks, width // weights).swapaxes(0, 1))
+            .reshape(len(raw), -1)
+            .view(raw.dtype)
+        )
+    return raw
 
 
 def permuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
@@ -245,6 +305,12 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
         "routed_scaling_factor": writer.add_expert_weights_scale,
         "norm_topk_prob": writer.add_expert_weights_norm,
         "conv_L_cache": writer.add_shortconv_l_cache,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "linear_conv_kernel_dim": writer.add_ssm_conv_kernel,
+        "linear_key_head_dim": writer.add_ssm_state_size,
+        "linear_num_key_heads": writer.add_ssm_group_count,
+        "linear_num_value_heads": writer.add_ssm_time_step_rank,
+        "full_attention_interval": writer.add_full_attention_interval,
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
         "attention_multiplier": writer.add_attention_scale,
@@ -254,6 +320,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
     }.items():
         if field in config:
             add(config[field])
+    if "linear_value_head_dim" in config:
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if "sliding_window" in config:

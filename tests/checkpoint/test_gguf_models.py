@@ -53,6 +53,20 @@ def test_every_architecture(tmp_path, architecture, tied):
     assert_equal_logits(file, *write_model(file, architecture, "Q8_0", tie_word_embeddings=tied))
 
 
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_K"])
+def test_an_order_of_columns_moves_blocks_or_cuts_them(tmp_path, type):
+    """Blocks of 32 weights keep their bits; those of 256 are cut by heads of 64, and become floats."""
+    file = tmp_path / "m.gguf"
+    config, twin = write_model(file, "qwen35", type)
+    assert_equal_logits(file, config, twin)
+    checkpoint = GgufCheckpoint(file)
+    params = checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+    weight = params.layers[0].mixer.out_proj.weight
+    assert isinstance(weight, QuantizedWeight) == (type == "Q4_0")
+    whole = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+    assert torch.equal(whole, twin["model.layers.0.linear_attn.out_proj.weight"].to(torch.bfloat16))
+
+
 def test_biases_are_reordered_as_their_rows_are(tmp_path):
     file = tmp_path / "m.gguf"
     assert_equal_logits(file, *write_model(file, "llama", "F32", attention_bias=True))

@@ -73,7 +73,7 @@ def model_tensors(config: Mapping[str, Any], weights: Mapping[str, Tensor | Quan
     assert head_dim is not None, "an architecture was made of the config"
     tensors = {}
     for name, weight in weights.items():
-        turned = family.permuted and name.split(".")[-2] in ("q_proj", "k_proj")
+        turned = gguf_architecture(config) == "llama" and name.split(".")[-2] in ("q_proj", "k_proj")
         tensors[gguf_name(name, family).tensor] = _stored(name, weight, head_dim if turned else None)
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":

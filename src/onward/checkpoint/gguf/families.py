@@ -8,19 +8,32 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 # Makes fields of config.json out of (the metadata behind "{architecture}.", the fields that were read already).
 Fields = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
+class Order(NamedTuple):
+    """Where the stock rows and columns of a weight lie among the stored ones: int64 [N], int64 [K]; None: as stored."""
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+
+# (a stock name, the fields of config.json, how many rows the weight has) -> its order.
+Orders = Callable[[str, Mapping[str, Any], int], Order]
+
+
 class GgufFamily(NamedTuple):
-    """architecture: the one of config.json. permuted: whether the converter reordered the rows of queries and keys for
-    RoPE over pairs of neighbours, as it does for its LlamaModel and all that derive from it. config: fields that files
+    """architecture: the one of config.json. order: of weights that the converter reordered. config: fields that files
     leave unsaid. parts: fields that say whether there are biases or norms, and a tensor that is there then. names,
     numbers: lines of `WHOLE`, `LAYER` and `NUMBERS` of its own; None: a field that `fields` reads. norms_from_one:
     whether the converter added the 1 to the weights of norms that the family's forward adds. fields: see `Fields`."""
 
     architecture: str
-    permuted: bool = False
+    order: Orders = lambda name, config, rows: Order()
     config: Mapping[str, object] = {}
     parts: Mapping[str, str] = {}
     names: Mapping[str, str] = {}
@@ -41,6 +54,13 @@ NUMBERS = {
     "max_position_embeddings": "context_length",
 }
 _EXPERTS = {"num_experts_per_tok": "expert_used_count"}
+_DELTA = {
+    "num_hidden_layers": None,
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
 _GRANITE = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
@@ -81,6 +101,22 @@ LAYER = {
     "block_sparse_moe.experts.w3": "ffn_up_exps",
     "block_sparse_moe.experts.w2": "ffn_down_exps",
 }
+_QWEN35 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
 _LFM2 = {
     "embedding_norm": "token_embd_norm",
     "operator_norm": "attn_norm",
@@ -104,6 +140,38 @@ _GRANITE_EXPERTS = {
 _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _AFTER_BOTH = {**_AFTER_ATTENTION, "post_feedforward_layernorm": "post_ffw_norm"}
 _FOUR_NORMS = {**_AFTER_BOTH, "pre_feedforward_layernorm": "ffn_norm"}
+
+
+# ── what the converter reorders ────────────────────────────────────────────────────────────────────────────────
+
+
+def _pairs_to_halves(name: str, config: Mapping[str, Any], rows: int) -> Order:
+    """The two halves of each head of queries and keys, which RoPE rotates with each other, lie row by row together, as
+    the converter's LlamaModel puts them and all that derive from it."""
+    if name.split(".")[-2] not in ("q_proj", "k_proj"):
+        return Order()
+    return Order(torch.arange(rows).view(-1, config["head_dim"] // 2, 2).transpose(1, 2).flatten())
+
+
+def _value_heads(name: str, config: Mapping[str, Any], rows: int) -> Order:
+    """Of the value heads that share a key head the first of all groups come first, then the second, and so on."""
+    part = name.partition(".linear_attn.")[2].removesuffix(".weight")
+    if not part:
+        return Order()
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if groups == heads:
+        return Order()
+    of_heads = torch.arange(heads).view(heads // groups, groups).T.flatten()
+    width = config["linear_value_head_dim"]
+    of_features = (of_heads.unsqueeze(1) * width + torch.arange(width)).flatten()
+    if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        return Order(of_heads)
+    if part == "out_proj":
+        return Order(None, of_features)
+    if part == "norm":
+        return Order()
+    others = rows - heads * width  # queries and keys come first, where there are some
+    return Order(torch.cat((torch.arange(others), others + of_features)))
 
 
 # ── what some files say in a way of their own ───────────────────────────────────────────────────────────────────
@@ -155,12 +223,23 @@ def _lfm2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _glm4_moe(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_ahead(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers that look further ahead come behind the others, and are counted with them."""
     layers, ahead = metadata.get("block_count"), metadata.get("nextn_predict_layers", 0)
     if isinstance(layers, int) and isinstance(ahead, int):
         layers -= ahead
     return {"num_hidden_layers": layers, "num_nextn_predict_layers": ahead}
+
+
+def _qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    heads, features = metadata.get("ssm.time_step_rank"), metadata.get("ssm.inner_size")
+    width = features // heads if isinstance(features, int) and isinstance(heads, int) and heads else None
+    return {
+        **_without_ahead(metadata, config),
+        "num_nextn_predict_layers": None,
+        "linear_value_head_dim": width,
+        "full_attention_interval": metadata.get("full_attention_interval", 4),
+    }
 
 
 def _gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +253,7 @@ def _gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
 FAMILIES = {
     "llama": GgufFamily(
         "LlamaForCausalLM",
-        permuted=True,
+        order=_pairs_to_halves,
         parts={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
@@ -183,6 +262,28 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         config={"norm_topk_prob": True},
         numbers=_EXPERTS | {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"},
+    ),
+    "qwen35": GgufFamily(
+        "Qwen3_5ForCausalLM",
+        order=_value_heads,
+        names=_QWEN35,
+        numbers=_DELTA,
+        norms_from_one=True,
+        fields=_qwen35,
+    ),
+    "qwen35moe": GgufFamily(
+        "Qwen3_5MoeForCausalLM",
+        order=_value_heads,
+        names=_QWEN35,
+        numbers=_DELTA
+        | _EXPERTS
+        | {
+            "num_experts": "expert_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        norms_from_one=True,
+        fields=_qwen35,
     ),
     "gemma2": GgufFamily(
         "Gemma2ForCausalLM",
@@ -212,14 +313,14 @@ FAMILIES = {
         parts={"attention_bias": "blk.0.attn_q.bias"},
         names={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     ),
-    "granite": GgufFamily("GraniteForCausalLM", permuted=True, numbers=_GRANITE),
+    "granite": GgufFamily("GraniteForCausalLM", order=_pairs_to_halves, numbers=_GRANITE),
     "granitemoe": GgufFamily(
         "GraniteMoeForCausalLM",
-        permuted=True,
+        order=_pairs_to_halves,
         names=_GRANITE_EXPERTS,
         numbers=_GRANITE | _EXPERTS | {"num_local_experts": "expert_count"},
     ),
-    "smollm3": GgufFamily("SmolLM3ForCausalLM", permuted=True, config={"no_rope_layer_interval": 4}),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", order=_pairs_to_halves, config={"no_rope_layer_interval": 4}),
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",
         parts={"attention_bias": "blk.0.attn_q.bias", "attention_out_bias": "blk.0.attn_output.bias"},
@@ -245,7 +346,7 @@ FAMILIES = {
             "routed_scaling_factor": "expert_weights_scale",
             "norm_topk_prob": "expert_weights_norm",
         },
-        fields=_glm4_moe,
+        fields=_without_ahead,
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
@@ -257,7 +358,7 @@ FAMILIES = {
 # (architecture, a key behind it) -> the family of files that have such a key.
 WITH_KEY = {
     ("llama", "expert_count"): GgufFamily(
-        "MixtralForCausalLM", permuted=True, numbers=_EXPERTS | {"num_local_experts": "expert_count"}
+        "MixtralForCausalLM", order=_pairs_to_halves, numbers=_EXPERTS | {"num_local_experts": "expert_count"}
     ),
     ("olmo2", "attention.sliding_window"): GgufFamily(
         "Olmo3ForCausalLM", names=_AFTER_BOTH, numbers=_WINDOW, fields=_olmo3
@@ -290,5 +391,5 @@ def gguf_name(name: str, family: GgufFamily) -> GgufName:
     own = family.names.get(part, LAYER.get(part))
     if layers != "layers" or own is None:
         return GgufName(name)
-    end = "" if own.endswith(".bias") else f".{kind}"
+    end = "" if own.endswith(".bias") or own == "ssm_a" else f".{kind}"
     return GgufName(f"blk.{number}.{own}{end}", None if match is None else int(match[2]))

@@ -137,11 +137,20 @@ class GgufCheckpoint:
         each_layer: Callable[[Any], Any] = lambda layer: layer,
     ) -> Any:
         """`read_gguf_weights` of this model."""
-        family = family_of(self._metadata, self.path)
-        head_dim = head_dim_of(self.config)
-        assert head_dim is not None, "an architecture was made of it"
+        family, fields = family_of(self._metadata, self.path), self.config
+        fields = fields | {"head_dim": head_dim_of(fields)}
+        counted = self._metadata.get(f"{self._metadata['general.architecture']}.block_count", 0)
+        unread = [f"blk.{layer}." for layer in range(fields["num_hidden_layers"], counted)]  # they look further ahead
         return read_gguf_weights(
-            self.path, self.tensors, family, config, head_dim, dtype=dtype, device=device, each_layer=each_layer
+            self.path,
+            self.tensors,
+            family,
+            fields,
+            config,
+            unread=unread,
+            dtype=dtype,
+            device=device,
+            each_layer=each_layer,
         )
 
     def page_releaser(self) -> Callable[[], None]:

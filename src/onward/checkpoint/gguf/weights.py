@@ -27,9 +27,10 @@ def read_gguf_weights(
     path: Path,
     tensors: Mapping[str, GgufTensor],
     family: GgufFamily,
+    fields: Mapping[str, Any],
     config: Architecture,
-    head_dim: int,
     *,
+    unread: Sequence[str] = (),
     dtype: torch.dtype | None,
     device: torch.device,
     each_layer: Callable[[Any], Any] = lambda layer: layer,
@@ -40,8 +41,9 @@ def read_gguf_weights(
         path: the file, for errors.
         tensors: by GGUF's names.
         family: whose names and order of rows the file has.
+        fields: of config.json.
         config: says which weights there are, and of which shapes.
-        head_dim: features of a query.
+        unread: what the names of tensors begin with that the file has beside the model.
         dtype: of norms, biases and activations. None takes bfloat16 where there are blocks, else the embedding's.
         device: where they go. On "meta" no weight is read.
         each_layer: converts each layer (packs it, say) as soon as it is read.
@@ -50,9 +52,9 @@ def read_gguf_weights(
         CheckpointError: a tensor is missing or mis-shaped, has infinite scales, or is none of the architecture's.
     """
     chosen = _default_dtype(tensors) if dtype is None else dtype
-    reader = _GgufTensors(path, tensors, family, head_dim, chosen, device)
+    reader = _GgufTensors(path, tensors, family, fields, chosen, device)
     params = config.read(Scope(reader), each_layer)
-    reader.check_left([prefix.replace("model.layers.", "blk.") for prefix in getattr(config, "unread", ())])
+    reader.check_left(unread)
     return params
 
 
@@ -71,28 +73,39 @@ class _GgufTensors:
         path: Path,
         tensors: Mapping[str, GgufTensor],
         family: GgufFamily,
-        head_dim: int,
+        fields: Mapping[str, Any],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._path, self._tensors, self._family, self._head_dim = path, tensors, family, head_dim
+        self._path, self._tensors, self._family, self._fields = path, tensors, family, fields
         self._dtype, self._device = dtype, device
         self._taken: dict[str, int] = dict.fromkeys(_NO_WEIGHTS, 1)  # how many parts of each tensor
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
         stored = self._stored(name, shape)
-        packed = dtype is None and self._packs(stored)
+        order = self._family.order(name, self._fields, shape[0])
+        packed = dtype is None and self._packs(stored) and _moves_blocks(order.columns, stored)
         if self._device.type == "meta":
             return self._shape_of(stored, packed)
-        rows = self._stock_order(name, stored)
+        rows = stored.rows if len(stored.shape) > 1 else stored.rows.reshape(-1, stored.type.size)
+        rows = rows if order.rows is None else rows[order.rows]
         if packed:
-            return self._packed(stored, rows)
+            return self._packed(stored, rows if order.columns is None else _with_blocks(rows, order.columns, stored))
         values = float_rows(stored.type, rows)
         if values is None:
             values = self._values(stored, rows)
-        if self._family.norms_from_one and name.endswith("norm.weight"):
-            values = values.to(torch.float32) - 1
-        return placed(self._path, stored.name, values.reshape(shape), dtype or self._dtype, self._device)
+        if order.columns is not None:
+            values = values[:, order.columns]
+        return placed(
+            self._path, stored.name, self._as_stock(name, values).reshape(shape), dtype or self._dtype, self._device
+        )
+
+    def _as_stock(self, name: str, values: Tensor) -> Tensor:
+        """The numbers of the stock checkpoint, where the converter computed others."""
+        if name.endswith(".A_log"):
+            return (-values.to(torch.float32)).log()
+        own = name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
+        return values.to(torch.float32) - 1 if own and self._family.norms_from_one else values
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         """The tensor of a stock name, or the part of it that is one expert's; its shape is checked."""
@@ -152,17 +165,6 @@ class _GgufTensors:
                     f"{self._path}: tensor {name!r} has {stored.shape[0]} experts, but the metadata say {count}"
                 )
 
-    def _stock_order(self, name: str, stored: GgufTensor) -> Tensor:
-        """The rows, or a bias's numbers, as the stock checkpoint has them.
-
-        The converter puts the two halves of each head, which RoPE rotates with each other, row by row together.
-        """
-        rows = stored.rows if len(stored.shape) > 1 else stored.rows.reshape(-1, stored.type.size)
-        if self._family.permuted and name.split(".")[-2] in ("q_proj", "k_proj"):
-            pairs = rows.reshape(-1, self._head_dim // 2, 2, rows.shape[1])
-            return pairs.transpose(1, 2).reshape(rows.shape)
-        return stored.rows
-
     def _values(self, stored: GgufTensor, rows: Tensor) -> Tensor:
         """Blocks as floats [N, K] of the model's dtype."""
         inputs = rows.shape[1] // stored.type.size * stored.type.weights
@@ -176,3 +178,20 @@ class _GgufTensors:
                 )
             values[first : first + step] = dequantized(stored.type, part)
         return values
+
+
+def _moves_blocks(columns: Tensor | None, stored: GgufTensor) -> bool:
+    """Whether an order of columns moves whole blocks."""
+    if columns is None:
+        return True
+    weights = stored.type.weights
+    if len(columns) % weights:
+        return False
+    blocks = columns.view(-1, weights)
+    return bool((blocks[:, 0] % weights == 0).all() and (blocks == blocks[:, :1] + torch.arange(weights)).all())
+
+
+def _with_blocks(rows: Tensor, columns: Tensor, stored: GgufTensor) -> Tensor:
+    """Rows whose blocks are in this order of columns."""
+    blocks = columns.view(-1, stored.type.weights)[:, 0] // stored.type.weights
+    return rows.view(len(rows), -1, stored.type.size)[:, blocks].flatten(1)

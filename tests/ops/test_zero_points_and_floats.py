@@ -113,3 +113,23 @@ def test_every_number_of_e4m3():
     expected = codes.view(torch.float8_e4m3fn).float()
     assert torch.equal(weight.rows(torch.arange(16)), expected)
     assert torch.equal(ops.linear(torch.eye(256), weight).T, expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_expert_is_a_feed_forward(form, name):
+    if form == "definition":
+        pytest.skip("the definition's sums are torch's, whose order depends on the shape")
+    sizes = {"gate": (128, 256), "up": (128, 256), "down": (256, 128)}
+    parts = {
+        part: [drawn(name, *size, seed=10 * at + expert)[0] for expert in range(3)]
+        for at, (part, size) in enumerate(sizes.items())
+    }
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(5)) / 16
+    chosen = torch.randint(0, 3, (40, 1), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    stacks = {part: ops.QuantizedExperts.stack(weights) for part, weights in parts.items()}
+    got = ops.experts(x, chosen, torch.ones(40, 1), **stacks)
+    for index in range(3):
+        gate, up, down = (parts[part][index] for part in sizes)
+        rows = x[chosen[:, 0] == index]
+        hidden = ops.swiglu(ops.linear(rows, gate), ops.linear(rows, up))
+        assert torch.equal(got[chosen[:, 0] == index], ops.linear(hidden, down))

@@ -28,7 +28,7 @@ class Calibration:
     seed: of what is drawn. ids: texts of your own, ids [count, length] of one length, in place of the model's.
     """
 
-    texts: int = 64
+    texts: int = 32
     length: int = 256
     seed: int = 0
     ids: Tensor | None = None

@@ -61,7 +61,8 @@ def quantize_with_feedback(weight: Tensor, hessian: Tensor, format: str) -> Roun
             f"a weight {[rows, inputs]} wants a finite Hessian {[inputs, inputs]} of its inputs; "
             f"got {list(hessian.shape)}{'' if hessian.isfinite().all() else ' with infinities or NaNs'}"
         )
-    result = Rounded(nearest, error, relative_output_error(weight, nearest, hessian))
+    size = _energy(weight, hessian)
+    result = Rounded(nearest, error, _relative(_error_energy(weight, nearest, hessian), size))
     order = _order(hessian.diagonal(), layout.GROUP if format == "int4" else inputs)
     factor = _inverse_factor(hessian[order][:, order])
     if factor is None:
@@ -69,7 +70,7 @@ def quantize_with_feedback(weight: Tensor, hessian: Tensor, format: str) -> Roun
     parts = [_rounded(part, factor, order, format) for part in torch.split(weight, _ROWS)]
     q, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     fed = QuantizedWeight.pack(format, q, scales, weight.dtype)
-    output_error = relative_output_error(weight, fed, hessian)
+    output_error = _relative(_error_energy(weight, fed, hessian), size)
     if not output_error < result.relative_output_error:
         return result
     return Rounded(fed, relative_rms_error(weight, fed), output_error)
@@ -77,14 +78,26 @@ def quantize_with_feedback(weight: Tensor, hessian: Tensor, format: str) -> Roun
 
 def relative_output_error(weight: Tensor, quantized: QuantizedWeight, hessian: Tensor) -> float:
     """sqrt(tr(E H E^T) / tr(W H W^T)): the relative RMS error of the outputs; 0 where they are all zeros."""
-    error = size = 0.0
-    values = quantized.dequantize()
-    for stock, rounded in zip(torch.split(weight, _ROWS), torch.split(values, _ROWS), strict=True):
-        exact = stock.to(torch.float32)
-        change = exact - rounded.to(torch.float32)
-        error += float(((change @ hessian) * change).sum(dtype=torch.float64))
-        size += float(((exact @ hessian) * exact).sum(dtype=torch.float64))
+    return _relative(_error_energy(weight, quantized, hessian), _energy(weight, hessian))
+
+
+def _relative(error: float, size: float) -> float:
     return math.sqrt(max(error, 0.0) / size) if size > 0 else 0.0
+
+
+def _error_energy(weight: Tensor, quantized: QuantizedWeight, hessian: Tensor) -> float:
+    """tr(E H E^T)."""
+    values = quantized.dequantize()
+    return sum(
+        _energy(stock.to(torch.float32) - rounded.to(torch.float32), hessian)
+        for stock, rounded in zip(torch.split(weight, _ROWS), torch.split(values, _ROWS), strict=True)
+    )
+
+
+def _energy(weight: Tensor, hessian: Tensor) -> float:
+    """tr(W H W^T)."""
+    parts = (part.to(torch.float32) for part in torch.split(weight, _ROWS))
+    return sum(float(((part @ hessian) * part).sum(dtype=torch.float64)) for part in parts)
 
 
 def _order(energy: Tensor, group: int) -> Tensor:

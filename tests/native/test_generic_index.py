@@ -92,3 +92,16 @@ def test_large_gathers_are_shared_out(isa: str) -> None:
     # gather along the last dimension: one index for each place, the row's own coordinate beside it.
     columns = torch.randint(0, 300, (500, 60), generator=torch.Generator().manual_seed(2))
     assert torch.equal(index(x, [torch.arange(500)[:, None], columns]), x.gather(1, columns))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_selected_columns_of_long_rows_are_torchs(isa: str, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    """More rows and columns than a thread takes at once, so that a share begins in the middle of a row."""
+    native.set_num_threads(3)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 11, 700, generator=generator).mul(100).to(dtype)
+    columns = torch.randint(-700, 700, (1001,), generator=generator).to(index_dtype)
+    want = x[..., columns.long()]
+    for layout in ("plain", "reversed", "spread"):
+        assert torch.equal(index(laid_out(x, layout), [None, None, columns]), want)

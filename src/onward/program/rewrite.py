@@ -17,6 +17,7 @@ from onward.program.lowering import adapters, fused
 from onward.program.lowering.builder import Builder
 from onward.program.nodes import Node, Trace
 from onward.program.packed_params import PackedParams
+from onward.program.selections import share_selections
 from onward.program.uses import Uses
 
 ops = torch.ops.onward
@@ -41,7 +42,7 @@ Item = Node | Joined
 
 def rewrite(trace: Trace, packed: PackedParams | None = None) -> list[Item]:
     """The nodes of a trace as ops, without those that nobody needs, joined where one kernel serves several."""
-    nodes = needed(trace, canonicalise(trace, packed))
+    nodes = share_selections(needed(trace, canonicalise(trace, packed)), _returned(trace))
     uses = Uses(nodes)
     return join_heads(join_residuals(join_updates(join_linears(nodes, uses)), uses), uses)
 
@@ -53,8 +54,7 @@ def touched(node: Node) -> Iterator[Storage]:
 
 def needed(trace: Trace, nodes: list[Node]) -> list[Node]:
     """Those of the nodes whose results are read. What a node writes into the cache counts as read."""
-    assert trace.logits is not None
-    needed_storages = {array.storage for array in (trace.logits, *trace.returned_cache)}
+    needed_storages = _returned(trace)
     needed_nodes = []
     for node in reversed(nodes):
         changed = {array.storage for array in node.writes}
@@ -63,6 +63,12 @@ def needed(trace: Trace, nodes: list[Node]) -> list[Node]:
             needed_nodes.append(node)
             needed_storages.update(array.storage for array in node.reads())
     return needed_nodes[::-1]
+
+
+def _returned(trace: Trace) -> set[Storage]:
+    """The storages of the logits and of the cache that a forward returns."""
+    assert trace.logits is not None
+    return {array.storage for array in (trace.logits, *trace.returned_cache)}
 
 
 def join_linears(nodes: list[Node], uses: Uses) -> list[Item]:

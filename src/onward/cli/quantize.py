@@ -63,6 +63,9 @@ def quantize(
     formats = " and ".join(sorted({report.format for report in reports}))
     sizes = f"{len(reports)} matrices, {size / 1e6:,.1f} MB in {formats}, {bits:.2f} bits a weight"
     typer.echo(f"{sizes}: {destination}")
+    nearest = sum(report.relative_output_error is None for report in reports)
+    if calibrate and nearest:
+        typer.echo(f"{nearest} of them rounded to nearest: tables of their own, and experts that got too few tokens")
 
 
 def _show(report: "TensorReport") -> None:

@@ -66,6 +66,21 @@ class ExpertLinear(NamedTuple):
             return self.weight
         return stack_experts(self.weight)
 
+    def sum_of(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        shares: Tensor,
+        gate: "ExpertLinear | None",
+        up: "ExpertLinear",
+        **activation: Any,
+    ) -> Tensor:
+        """`ops.experts` of x float [..., D] with these as the last of each expert's layers; `activation` as there."""
+        return ops.experts(
+            x, chosen, shares, None if gate is None else gate.together, up.together, self.together,
+            gate_bias=None if gate is None else gate.bias, up_bias=up.bias, down_bias=self.bias, **activation,
+        )  # fmt: skip
+
 
 class ShortConv(NamedTuple):
     """A causal convolution of each of C channels with K weights of its own, in some families with bias [C].

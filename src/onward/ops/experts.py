@@ -143,6 +143,18 @@ def format_code(format: str, data: Tensor) -> Format:
     return PACKED_FORMATS[data.dtype] if format == "packed" else quantized.FORMATS[format]
 
 
+def activated(gate: Tensor | None, up: Tensor, activation: str, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """What an expert's last product reads, by the definition: of float32 gate and up [..., I]; as `experts` says."""
+    if gate is None:
+        return up.relu().square()
+    if activation == "swiglu":
+        return F.silu(gate) * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
+
+
 # ── the operator ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -167,10 +179,10 @@ class _Experts(NamedTuple):
         gate_bias, up_bias, down_bias = (None if bias is None else bias[index].to(torch.float32) for bias in self[3:6])
         x = self._as_read(x, dtype)
         hidden = F.linear(x, matrix(self.up, index, self.format, inner, width), up_bias)
-        if self.gate is None:
-            hidden = hidden.relu().square()
-        else:
-            hidden = self._gated(F.linear(x, matrix(self.gate, index, self.format, inner, width), gate_bias), hidden)
+        gate = None
+        if self.gate is not None:
+            gate = F.linear(x, matrix(self.gate, index, self.format, inner, width), gate_bias)
+        hidden = activated(gate, hidden, self.activation, self.alpha, self.limit)
         return F.linear(self._as_read(hidden, dtype), matrix(self.down, index, self.format, width, inner), down_bias)
 
     def _as_read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,14 +192,6 @@ class _Experts(NamedTuple):
             # Rounding has no gradient: that of the unrounded x passes through.
             return x + (rounded - x).detach() if x.requires_grad else rounded
         return x.to(dtype).to(torch.float32) if dtype == torch.bfloat16 else x
-
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.activation == "swiglu":
-            return F.silu(gate) * up
-        if self.activation == "clamped_swiglu":
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-            return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
-        return F.gelu(gate, approximate="tanh" if self.activation == "geglu_tanh" else "none") * up
 
 
 def _definition(x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tensor:

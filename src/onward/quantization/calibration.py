@@ -78,7 +78,7 @@ def calibrated_params(model: Model, ids: Tensor, quantizer: ParamsQuantizer) -> 
 
     A tied embedding is rounded for the inputs that it gets as the head of the unquantized model: it errs more as a
     table, but there it costs a tenth of what it costs as the head (benchmarks/LOG.md). Embeddings of their own
-    are rounded to nearest, and so are the matrices of experts, of which each sees few tokens.
+    are rounded to nearest, and so are the experts that get fewer tokens than they have inputs.
 
     Raises:
         RequestError: the model is of no built-in family.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from onward.checkpoint.quantized import parameter_name
 from onward.errors import RequestError
@@ -118,7 +119,8 @@ class ParamsQuantizer:
         Args:
             under: the path of these params in those of the model.
             hessians: for paths of `Linear` in these params the Hessian of the inputs, for error feedback
-                (`onward.quantization.feedback`). All other matrices are rounded to nearest.
+                (`onward.quantization.feedback`); an expert's path ends in its number. All other matrices are rounded
+                to nearest.
         """
         known = {} if hessians is None else hessians
 
@@ -133,7 +135,8 @@ class ParamsQuantizer:
             if isinstance(part, ExpertLinear):
                 choice = self._choice(name)
                 experts = [
-                    self._quantize(f"{name}.{index}", weight, choice) for index, weight in enumerate(part.matrices)
+                    self._quantize(f"{name}.{index}", weight, choice, known.get((*path, pytree.SequenceKey(index))))
+                    for index, weight in enumerate(part.matrices)
                 ]
                 return part._replace(weight=QuantizedExperts.stack(experts))
             source = _tied_to(part.weight, self._embeddings)

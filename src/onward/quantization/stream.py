@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from onward.errors import RequestError
-from onward.models import Linear, Model, architecture_of, map_marked
+from onward.models import Model, architecture_of, map_marked
 from onward.models.blocks import Decoder, Positions
+from onward.quantization.watch import Watch
 
 # The most tokens of a forward.
 MOST_TOKENS = 4096
@@ -69,21 +70,24 @@ class Stream:
             self.advance(number, layers[number])
 
     def hessians(self, index: int, params: Any) -> dict[tuple[Any, ...], Tensor]:
-        """The Hessian of the inputs of each `Linear` of the layer, by its path. Those of the same input share one."""
-        watch = _Watch()
+        """The Hessian of the inputs of each `Linear` of the layer, by its path. Those of the same input share one.
+
+        Of experts by the path and the expert's number, of those that got tokens enough (`Watch.hessians`).
+        """
+        watch = Watch()
         watched = map_marked(watch.watched, params)
         for batch in self.batches:
             self._run(index, watched, batch)
             watch.end_forward()
-        return watch.hessians
+        return watch.hessians()
 
     def hessian_of_head(self, params: Any) -> dict[tuple[Any, ...], Tensor]:
         """The same of the head, behind the last layer."""
-        watch = _Watch()
+        watch = Watch()
         for batch in self.batches:
             watch.see((), self._decoder.norm(params.norm, batch.hidden))
             watch.end_forward()
-        return watch.hessians
+        return watch.hessians()
 
     def logprobs(self, params: Any) -> Iterator[Tensor]:
         """float32 [T, V] of each text, behind the last layer."""
@@ -97,40 +101,3 @@ class Stream:
         return batch._replace(
             hidden=layer(params, batch.hidden, batch.positions, batch.cache, place, batch.given[index])
         )
-
-
-class _Watch:
-    """Sums the Hessians of inputs. hessians: by the paths of their layers."""
-
-    def __init__(self) -> None:
-        self.hessians: dict[tuple[Any, ...], Tensor] = {}
-        self._inputs: list[tuple[Tensor, Tensor]] = []
-
-    def watched(self, path: tuple[Any, ...], part: Any) -> Any:
-        return _WatchedLinear(part, path, self) if isinstance(part, Linear) else part
-
-    def see(self, path: tuple[Any, ...], x: Tensor) -> None:
-        """x [..., K] is the input of the layer at `path`."""
-        for seen, hessian in self._inputs:
-            if seen is x:
-                self.hessians[path] = hessian
-                return
-        flat = x.reshape(-1, x.shape[-1]).to(torch.float32)
-        if path not in self.hessians:
-            self.hessians[path] = flat.new_zeros(x.shape[-1], x.shape[-1])
-        self._inputs.append((x, self.hessians[path].addmm_(flat.T, flat)))
-
-    def end_forward(self) -> None:
-        self._inputs.clear()
-
-
-class _WatchedLinear(NamedTuple):
-    """A linear layer that shows its inputs to a watch."""
-
-    part: Linear
-    path: tuple[Any, ...]
-    watch: _Watch
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.watch.see(self.path, x)
-        return self.part(x)

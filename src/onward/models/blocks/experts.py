@@ -140,9 +140,7 @@ class Experts:
 
     def mixed(self, params: ExpertsParams, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """The sum of the chosen experts, [..., D]."""
-        gate, up, down = params.gate_proj, params.up_proj, params.down_proj
-        return ops.experts(
-            x, chosen, shares, None if gate is None else gate.together, up.together, down.together,
-            gate_bias=None if gate is None else gate.bias, up_bias=up.bias, down_bias=down.bias,
+        return params.down_proj.sum_of(
+            x, chosen, shares, params.gate_proj, params.up_proj,
             activation=self.activation, alpha=self.alpha, limit=self.limit,
         )  # fmt: skip

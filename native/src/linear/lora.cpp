@@ -25,7 +25,6 @@ constexpr int64_t kRanksTogether = 4;  // dot products that share one pass over 
 constexpr int64_t kRowsTogether = 4;   // neighbouring rows of one slot that share one pass over a and b
 constexpr int64_t kFewRows = 32;       // so few are cut singly, for the threads to share
 constexpr int64_t kBlocks = 8;         // runs of 16 outputs of a row that are summed together
-constexpr int64_t kAhead = 1 << 10;    // bytes
 // Runs of 16 numbers in a cache line: to ask for a line with each run of it would cost as much as its sum.
 template <class W>
 constexpr int64_t kRunsOfLine = 64 / (16 * int64_t(sizeof(W)));
@@ -63,9 +62,9 @@ f32x16 weights(const int8_t* p, int64_t n) {
 }
 
 // t[r, j] = factors[j] * sum over k of a[j, k] * x[r, k] for `ranks` neighbouring rows of a and `rows` of x. A dot
-// product's order does not depend on how many are computed together.
+// product's order does not depend on how many are computed together. next: rows of a that will be read afterwards.
 template <class T, class W, int64_t rows, int64_t ranks>
-void dots(const T* x, int64_t x_stride, const W* a, const float* factors, int64_t inputs, float* t,
+void dots(const T* x, int64_t x_stride, const W* a, const W* next, const float* factors, int64_t inputs, float* t,
           int64_t t_stride) {
   f32x16 sums[rows][ranks];
   for (auto& of_row : sums) {
@@ -76,7 +75,7 @@ void dots(const T* x, int64_t x_stride, const W* a, const float* factors, int64_
     f32x16 v[rows];
     for (int64_t r = 0; r < rows; ++r) v[r] = load_first(x + r * x_stride + k, n);
     for (int64_t j = 0; j < ranks; ++j) {
-      if (k / 16 % kRunsOfLine<W> == 0) prefetch(reinterpret_cast<const char*>(a + j * inputs + k) + kAhead);
+      if (k / 16 % kRunsOfLine<W> == 0) prefetch(next + j * inputs + k);
       const f32x16 w = weights(a + j * inputs + k, n);
       for (int64_t r = 0; r < rows; ++r) sums[r][j] = fma(w, v[r], sums[r][j]);
     }
@@ -90,13 +89,13 @@ void dots(const T* x, int64_t x_stride, const W* a, const float* factors, int64_
 }
 
 template <class T, class W, int64_t rows>
-void dots_of(int64_t ranks, const T* x, int64_t x_stride, const W* a, const float* factors, int64_t inputs, float* t,
-             int64_t t_stride) {
+void dots_of(int64_t ranks, const T* x, int64_t x_stride, const W* a, const W* next, const float* factors,
+             int64_t inputs, float* t, int64_t t_stride) {
   switch (ranks) {
-    case 1: return dots<T, W, rows, 1>(x, x_stride, a, factors, inputs, t, t_stride);
-    case 2: return dots<T, W, rows, 2>(x, x_stride, a, factors, inputs, t, t_stride);
-    case 3: return dots<T, W, rows, 3>(x, x_stride, a, factors, inputs, t, t_stride);
-    default: return dots<T, W, rows, kRanksTogether>(x, x_stride, a, factors, inputs, t, t_stride);
+    case 1: return dots<T, W, rows, 1>(x, x_stride, a, next, factors, inputs, t, t_stride);
+    case 2: return dots<T, W, rows, 2>(x, x_stride, a, next, factors, inputs, t, t_stride);
+    case 3: return dots<T, W, rows, 3>(x, x_stride, a, next, factors, inputs, t, t_stride);
+    default: return dots<T, W, rows, kRanksTogether>(x, x_stride, a, next, factors, inputs, t, t_stride);
   }
 }
 
@@ -110,13 +109,15 @@ void inner(const Call& c, const OnwardLora& o, int64_t first, int64_t last, int6
     const T* x = static_cast<const T*>(c.x) + row * c.x_stride;
     const W* a = static_cast<const W*>(o.a) + s * o.a_stride + j * c.inputs;
     const float* factors = o.factors == nullptr ? nullptr : o.factors + s * o.rank + j;
+    const W* next = a + kRanksTogether * c.inputs;
+    if (ranks <= kRanksTogether && end < c.rows) next = static_cast<const W*>(o.a) + c.slot(end) * o.a_stride;
     float* to = t + row * o.rank + j;
     if (end - row == kRowsTogether) {
-      dots_of<T, W, kRowsTogether>(ranks, x, c.x_stride, a, factors, c.inputs, to, o.rank);
+      dots_of<T, W, kRowsTogether>(ranks, x, c.x_stride, a, next, factors, c.inputs, to, o.rank);
       continue;
     }
     for (int64_t r = 0; r < end - row; ++r) {
-      dots_of<T, W, 1>(ranks, x + r * c.x_stride, c.x_stride, a, factors, c.inputs, to + r * o.rank, o.rank);
+      dots_of<T, W, 1>(ranks, x + r * c.x_stride, c.x_stride, a, next, factors, c.inputs, to + r * o.rank, o.rank);
     }
   }
 }
@@ -132,8 +133,8 @@ void add_products(const OnwardLora& o, const float* t, int64_t row, int64_t s, i
   }
   for (int64_t j = 0; j < o.ranks[s]; ++j) {
     for (int64_t c = 0; c < blocks; ++c) {
-      // What the next outputs will read.
-      if (c % kRunsOfLine<W> == 0) prefetch(b + j * o.outputs + 16 * (blocks + c));
+      // What the next outputs but one will read.
+      if (c % kRunsOfLine<W> == 0) prefetch(b + j * o.outputs + 16 * (2 * blocks + c));
       const f32x16 w = weights(b + j * o.outputs + 16 * c, n - 16 * c);
       for (int64_t r = 0; r < rows; ++r) sums[r][c] = fma(splat(t[(row + r) * o.rank + j]), w, sums[r][c]);
     }

@@ -112,8 +112,10 @@ def seconds_to_first_token(commands: dict[str, list[str]], rounds: int) -> dict[
 
 def _until_first_line(command: Iterable[str], log: Path) -> float:
     log.parent.mkdir(parents=True, exist_ok=True)
+    # With the compiled modules that an installation has; the first round, which does not count, may write them.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with log.open("w") as errors:
-        process = subprocess.Popen(list(command), stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(list(command), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         assert process.stdout is not None
         with process, process.stdout:
             line = process.stdout.readline()

@@ -98,7 +98,7 @@ class Vocabulary:
 
     def byte_level(self) -> tokenizers.Tokenizer:
         splitting = SPLITTINGS[self._splitting()]
-        merges = [self._pair(text) for text in self._get("merges", list)]
+        merges = self._pairs(self._get("merges", list))
         model = models.BPE(self._ids(_UNUSED), merges, ignore_merges=splitting.whole_words)
         tokenizer = tokenizers.Tokenizer(model)
         if splitting.nfc:
@@ -127,11 +127,13 @@ class Vocabulary:
         )
         return tokenizer
 
-    def _pair(self, merge: str) -> tuple[str, str]:
-        left, _, right = merge.partition(" ")
-        if not left or not right:
-            raise TokenizerError(f"{self._where}: the merge {merge!r} is no pair of tokens")
-        return left, right
+    def _pairs(self, merges: list[str]) -> list[tuple[str, str]]:
+        """There are hundreds of thousands: one look at all, and another only where one is wrong."""
+        pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+        if not all(map(all, pairs)):
+            wrong = next(merge for merge, pair in zip(merges, pairs, strict=True) if not all(pair))
+            raise TokenizerError(f"{self._where}: the merge {wrong!r} is no pair of tokens")
+        return pairs
 
     def _mark_added(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Tokens that are never merged from a text's pieces: those that mark turns, say."""

@@ -139,21 +139,36 @@ OPTIONAL = [
 ]
 
 
-# Those whose layers are named one by one: tests/models/test_mamba2.py reads their configs.
-_LISTED = ("BambaForCausalLM", "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM")
+# What a family wants beside CONFIG: of hybrids one layer at least must attend, and by default it is the fourth or none;
+# heads that share a latent are as many as those of keys.
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+_NEEDED = {
+    "BambaForCausalLM": _MAMBA | {"attn_layer_indices": [0]},
+    "GraniteMoeHybridForCausalLM": _MAMBA | {"layer_types": ["attention", "mamba"], "num_local_experts": 0},
+    "NemotronHForCausalLM": {
+        "hybrid_override_pattern": "M*", "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 8,
+        "layer_norm_epsilon": 1e-6,
+    },
+}  # fmt: skip
+_NEEDED_BY_KIN = {
+    ("Qwen3Next", "Qwen3_5"): {"full_attention_interval": 2},
+    ("Deepseek", "Glm4MoeLite", "Mistral4"): {"num_key_value_heads": 4},
+}
 
 
-@pytest.mark.parametrize(
-    "architecture", [name for name in FAMILIES if name.endswith("ForCausalLM") and name not in _LISTED]
-)
+def needed(architecture):
+    kin = [fields for names, fields in _NEEDED_BY_KIN.items() if architecture.startswith(names)]
+    return _NEEDED.get(architecture, kin[0] if kin else {})
+
+
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name.endswith("ForCausalLM")])
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_null_is_as_absent(name, architecture):
-    # Of hybrid families one layer at least must attend, and by default it is the fourth.
-    few_layers = {"full_attention_interval": 2} if architecture.startswith(("Qwen3Next", "Qwen3_5")) else {}
-    latent = ("Deepseek", "Glm4MoeLite", "Mistral4")  # heads that share a latent are as many as those of keys
-    few_layers |= {"num_key_value_heads": 4} if architecture.startswith(latent) else {}
-    absent = read_config(config(architectures=[architecture], **few_layers | {name: ...}))
-    assert read_config(config(architectures=[architecture], **few_layers | {name: None})) == absent
+    fields = {"architectures": [architecture]} | needed(architecture)
+    if name == "layer_types" and name in fields:
+        pytest.skip("this family's layers are named one by one")
+    absent = read_config(config(**fields | {name: ...}))
+    assert read_config(config(**fields | {name: None})) == absent
 
 
 def test_heads_are_a_multiple_of_key_value_heads():

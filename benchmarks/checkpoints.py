@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from onward.models import Scope, num_parameters, parameter_shapes, read_config
+from onward.models import Scope, parameter_shapes, read_config
+from onward.models.architecture import states_of
 
 QWEN3_0_6B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -51,7 +52,58 @@ GEMMA3_1B = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
-SHAPES = {"qwen3-0.6b": QWEN3_0_6B, "gemma3-1b": GEMMA3_1B}
+# From memory of the public model.
+QWEN3_5_0_8B = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "full_attention_interval": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+EXPERTS = QWEN3_0_6B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 384,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+# Qwen3-30B-A3B has 48 layers.
+QWEN3_30B_A3B_CUT = EXPERTS | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "tie_word_embeddings": False,
+}
+SHAPES = {
+    "qwen3-0.6b": QWEN3_0_6B,
+    "gemma3-1b": GEMMA3_1B,
+    "qwen3.5-0.8b": QWEN3_5_0_8B,
+    "experts": EXPERTS,
+    "qwen3-30b-a3b-cut": QWEN3_30B_A3B_CUT,
+}
 
 
 class _RandomTensors:
@@ -129,18 +181,35 @@ def trained_tokenizer(size: int = 151_643) -> Tokenizer:
 
 
 def weight_bytes_per_token(config: dict = QWEN3_0_6B, precision: str = "bf16") -> int:
-    """Bytes of weights that one token reads in Onward's layouts: all but an untied embedding's other rows."""
+    """Bytes of weights that one token reads in Onward's layouts: all but an untied embedding's other rows and the
+    experts that it did not choose."""
     shape = read_config(config)
-    looked_up = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    read = num_parameters(shape) - looked_up
-    if precision == "bf16":
-        return 2 * read
-    if precision == "int8":
-        rows = sum(size[0] for size in parameter_shapes(shape).values() if len(size) == 2)
-        return read + 4 * (rows if shape.tie_word_embeddings else rows - shape.vocab_size)  # a float32 scale for each
-    return read * 9 // 16  # 32 of 4 bits and a float16 scale
+    chosen = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
+    total = 0.0
+    for name, size in parameter_shapes(shape).items():
+        if "embed_tokens" in name and not shape.tie_word_embeddings:
+            continue
+        count = torch.Size(size).numel()
+        routes = name.endswith("mlp.gate.weight")
+        if precision == "bf16" or len(size) != 2 or routes:
+            stored = 2.0 * count
+        elif precision == "int8":
+            stored = count + 4 * size[0]  # a float32 scale for each row
+        else:
+            stored = count * 9 / 16  # 32 of 4 bits and a float16 scale
+        total += stored * (chosen if ".experts." in name else 1)
+    return round(total)
 
 
 def cache_bytes_per_position(config: dict = QWEN3_0_6B) -> int:
-    """Bytes of a bf16 cache that a token reads for each position before it."""
+    """Bytes of a bf16 cache that a token reads for each position before it that all layers see."""
     return 2 * sum(layer.features for layer in read_config(config).cached)
+
+
+def cache_bytes(position: int, config: dict = QWEN3_0_6B) -> int:
+    """Bytes that the token at `position` reads of a bf16 cache: of a sliding layer its window, of a recurrent one the
+    float32 state itself."""
+    shape = read_config(config)
+    seen = sum(layer.features * min(position, layer.window or position) for layer in shape.cached)
+    state = config.get("linear_key_head_dim", 0) * config.get("linear_value_head_dim", 0)
+    return 2 * seen + 4 * state * sum(layer.heads for layer in states_of(shape))

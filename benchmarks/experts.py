@@ -12,74 +12,11 @@ import json
 import statistics
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import onward
-from benchmarks.checkpoints import QWEN3_0_6B, cache_bytes_per_position
+from benchmarks.checkpoints import EXPERTS, cache_bytes, weight_bytes_per_token
 from benchmarks.decode import NEW_TOKENS, PROMPTS, measure, onward_contestant
+from benchmarks.drawn import random_model
 from benchmarks.machine import description
-from onward.models import (
-    Embedding,
-    ExpertLinear,
-    Model,
-    Scope,
-    build_model,
-    marked_parts,
-    pack_layer,
-    pack_params,
-    read_config,
-)
-from onward.quantization import quantize_params
-
-CONFIG = QWEN3_0_6B | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 384,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-}
-
-
-class _Noise:
-    """Random weights, all cut from one pool: drawing billions would take a minute."""
-
-    def __init__(self) -> None:
-        self._pool = torch.randn(1 << 26, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
-        self._at = 0
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        count = torch.Size(shape).numel()
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=torch.bfloat16)
-        if count > len(self._pool):
-            return self._pool.repeat(count // len(self._pool) + 1)[:count].view(shape)
-        self._at = (self._at + 7919) % (len(self._pool) - count + 1)
-        return self._pool[self._at : self._at + count].view(shape)
-
-
-def random_model(precision: str) -> Model:
-    architecture = read_config(CONFIG)
-
-    def convert(part: Any) -> Any:
-        return part if precision == "bf16" else quantize_params(part, precision)[0]
-
-    params = architecture.read(Scope(_Noise()), lambda layer: pack_layer(convert(layer)))
-    rest = convert(params._replace(layers=()))
-    return build_model(architecture, pack_params(rest)._replace(layers=params.layers))
-
-
-def bytes_per_token(model: Model) -> int:
-    """Bytes of weights that a token reads: all but the rows of the embedding and the experts that it did not choose."""
-    share = CONFIG["num_experts_per_tok"] / CONFIG["num_experts"]
-    total = 0.0
-    for part in marked_parts(model.params):
-        if not isinstance(part, Embedding):
-            data = part.weight if isinstance(part.weight, Tensor) else part.weight.data
-            total += data.nbytes * (share if isinstance(part, ExpertLinear) else 1)
-    return round(total)
 
 
 def main() -> None:
@@ -90,14 +27,14 @@ def main() -> None:
     arguments = parser.parse_args()
     result: dict[str, Any] = {"machine": description()}
     for precision in arguments.precisions:
-        model = random_model(precision)
+        model = random_model(precision, EXPERTS)
         lm = onward.LanguageModel(model)
         samples, bandwidth = measure({"onward": onward_contestant(lm)}, arguments.rounds, model.vocab_size)
-        limit, weights = statistics.median(bandwidth), bytes_per_token(model)
+        limit, weights = statistics.median(bandwidth), weight_bytes_per_token(EXPERTS, precision)
         row = result[precision] = {"read_bandwidth_gb_s": round(limit / 1e9, 1), "weight_bytes_per_token": weights}
         for length in PROMPTS:
             seconds = statistics.median(samples["onward"].token[length])
-            read = weights + cache_bytes_per_position(CONFIG) * (length + NEW_TOKENS // 2)
+            read = weights + cache_bytes(length + NEW_TOKENS // 2, EXPERTS)
             row[f"decode_after_{length}"] = round(1 / seconds, 2)
             row[f"share_of_limit_after_{length}"] = round(read / seconds / limit, 3)
             row[f"prefill_{length}"] = round(length / statistics.median(samples["onward"].prefill[length]), 1)

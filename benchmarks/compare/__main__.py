@@ -3,9 +3,9 @@
     make peers                                  (installs them, each into an environment of its own)
     python -m benchmarks.compare [options]
 
-Qwen3-0.6B's shape, batch 1, greedy, fresh prompts. The contenders of a precision take turns within every round, the
-others stopped meanwhile, and the read bandwidth of the machine is measured between rounds. Medians. The last line
-is one JSON object. See benchmarks/README.md.
+Qwen3-0.6B's shape or another one (--shape), batch 1, greedy, fresh prompts. The contenders of a precision take turns
+within every round, the others stopped meanwhile, and the read bandwidth of the machine is measured between rounds.
+Medians. The last line is one JSON object. See benchmarks/README.md.
 """
 
 import argparse
@@ -16,8 +16,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.checkpoints import SHAPES
 from benchmarks.compare import report, table
-from benchmarks.compare.contenders import CONTENDERS, OURS, PRECISIONS, Contender, NotAvailableError
+from benchmarks.compare.contenders import (
+    CONTENDERS,
+    DEFAULT_SHAPE,
+    OURS,
+    PRECISIONS,
+    Contender,
+    NotAvailableError,
+    contenders_of,
+)
 from benchmarks.compare.measure import (
     Plan,
     contender_command,
@@ -37,15 +46,15 @@ EXTRAS = ("start", "batch", "demo")
 def main() -> None:
     options = _options()
     plan = _plan(options)
-    chosen, missing = _available(options.precisions, options.contenders)
+    chosen, missing = _available(options.shape, options.precisions, options.contenders)
     for label, reason in missing.items():
         print(f"missing: {label}: {reason}")
     reports, checks = [], []
-    result: dict = {"machine": description(), "plan": dataclasses.asdict(plan)}
+    result: dict = {"machine": description(), "shape": options.shape, "plan": dataclasses.asdict(plan)}
     result["missing"] = missing
     for precision in options.precisions:
         contenders = [contender for contender in chosen if contender.precision == precision]
-        found = report.precision_report(precision, measure_precision(contenders, plan))
+        found = report.precision_report(precision, measure_precision(contenders, plan), options.shape)
         print(*table.precision_lines(found), "", sep="\n", flush=True)
         reports.append(found)
         checks += found.checks()
@@ -65,6 +74,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(dict.fromkeys(contender.name for contender in CONTENDERS))
+    parser.add_argument("--shape", choices=SHAPES, default=DEFAULT_SHAPE, help="others are drawn in memory (README)")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--contenders", nargs="+", choices=names, default=names, help=f"{OURS} is always among them")
     parser.add_argument("--rounds", type=int, default=Plan.rounds)
@@ -74,7 +84,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--extras", nargs="*", choices=EXTRAS, default=list(EXTRAS), help="what else is measured")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON there too")
     parser.add_argument("--picture", type=Path, metavar="PATH", help="draw an SVG there")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.shape != DEFAULT_SHAPE:
+        options.extras = []
+    return options
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -82,10 +95,10 @@ def _plan(options: argparse.Namespace) -> Plan:
     return dataclasses.replace(plan, threads=options.threads, long=not options.no_long)
 
 
-def _available(precisions: Sequence[str], names: Sequence[str]) -> tuple[list[Contender], dict[str, str]]:
+def _available(shape: str, precisions: Sequence[str], names: Sequence[str]) -> tuple[list[Contender], dict[str, str]]:
     """Those that were asked for and have their models; and of the others the reason."""
     chosen, missing = [], {}
-    for contender in CONTENDERS:
+    for contender in contenders_of(shape):
         if contender.precision not in precisions or contender.name not in (*names, OURS):
             continue
         try:

@@ -1,15 +1,17 @@
 """Who is compared, in which environment, on which files."""
 
+import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.checkpoints import checkpoint_with_tokenizer, random_checkpoint
+from benchmarks.checkpoints import SHAPES, checkpoint_with_tokenizer, random_checkpoint
 
 HOME = Path(".benchmarks")
 PRECISIONS = ("bf16", "int8", "int4")
 OURS = "onward"
+DEFAULT_SHAPE = "qwen3-0.6b"
 
 
 class NotAvailableError(RuntimeError):
@@ -24,6 +26,7 @@ class Contender:
     environment: the folder under .benchmarks/peers; None for this environment.
     weights: the precision in its own words; None where it reads the checkpoint itself.
     variant: another way of running it, which the worker knows.
+    shape: a name in SHAPES. All but the default are drawn where they are needed, from the config alone.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Contender:
     environment: str | None = None
     weights: str | None = None
     variant: str = ""
+    shape: str = DEFAULT_SHAPE
 
     @property
     def label(self) -> str:
@@ -52,23 +56,26 @@ class Contender:
         """Its model's files, converted on first use. Raises NotAvailableError."""
         if not self.installed:
             raise NotAvailableError("not installed (make peers)")
+        if self.worker == "onward_drawn":
+            return drawn_config(self.shape)
         if self.weights is None:
             return random_checkpoint()
         if self.worker in ("llama_cpp", "onward"):  # both read the same file
-            path = HOME / "models" / f"qwen3-0.6b-llama_cpp-{self.weights}.gguf"
+            path = HOME / "models" / f"{self.shape}-llama_cpp-{self.weights}.gguf"
         else:
-            path = HOME / "models" / f"qwen3-0.6b-{self.worker}-{self.weights}"
+            path = HOME / "models" / f"{self.shape}-{self.worker}-{self.weights}"
         if not path.exists():
             self._convert(path)
         return path
 
     def _convert(self, path: Path) -> None:
         print(f"converting the checkpoint for {self.label} …", file=sys.stderr, flush=True)
-        source = checkpoint_with_tokenizer()
+        drawn = self.shape != DEFAULT_SHAPE and self.worker == "llama_cpp"
+        source = drawn_config(self.shape) if drawn else checkpoint_with_tokenizer(self.shape, SHAPES[self.shape])
         # Under another name until it is whole.
         unfinished = path.with_name(f"unfinished-{path.name}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        module = f"benchmarks.compare.models.{_CONVERTERS[self.worker]}"
+        module = f"benchmarks.compare.models.{'drawn_gguf' if drawn else _CONVERTERS[self.worker]}"
         log = path.with_name(f"{path.name}.log")
         with log.open("w") as output:
             # GGUF is written with the names that Onward reads it by, so by Onward's Python.
@@ -78,6 +85,14 @@ class Contender:
         if status:
             raise NotAvailableError(f"the conversion failed: see {log}")
         unfinished.rename(path)
+
+
+def drawn_config(shape: str) -> Path:
+    """A file with the config of a model that is drawn."""
+    path = HOME / "models" / f"{shape}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(SHAPES[shape], indent=2))
+    return path
 
 
 _CONVERTERS = {"llama_cpp": "gguf", "onward": "gguf", "openvino": "openvino", "onnxruntime": "onnxruntime"}
@@ -111,3 +126,12 @@ CONTENDERS = [
     Contender("openvino", "int4", "openvino", "openvino", "int4"),
     Contender("onnxruntime", "int4", "onnxruntime", "onnxruntime", "int4"),
 ]
+
+
+def contenders_of(shape: str) -> list[Contender]:
+    """Who is compared on a shape: of the others than the default, those whose files are made without the network."""
+    if shape == DEFAULT_SHAPE:
+        return CONTENDERS
+    ours = [Contender(OURS, precision, "onward_drawn", shape=shape) for precision in PRECISIONS]
+    peers = [replace(peer, shape=shape) for peer in CONTENDERS if peer.name in ("llama.cpp", "openvino")]
+    return ours + peers

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint
+from benchmarks.checkpoints import QWEN3_0_6B, SHAPES, random_checkpoint
 from benchmarks.compare.contenders import OURS, Contender
 from benchmarks.compare.process import Worker, worker_command
 from benchmarks.compare.turns import Turns, progress
@@ -132,8 +132,8 @@ class Course(Turns):
 
 
 def measure_precision(contenders: Sequence[Contender], plan: Plan) -> Session:
-    """Decode after 32, 512 and 4,000 tokens and prefill, everyone in turns."""
-    course = Course(plan)
+    """Decode after 32, 512 and 4,000 tokens and prefill, everyone in turns; all of one shape."""
+    course = Course(plan, SHAPES[contenders[0].shape]["vocab_size"])
     try:
         for contender in contenders:
             course.enter(contender.label, contender_command(contender, plan))

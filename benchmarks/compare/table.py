@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.compare.report import (
-    BANDWIDTH_TARGETS,
     DECODES,
     FIGURES,
-    RATIO_TARGETS,
     Check,
     PrecisionReport,
 )
@@ -32,7 +30,7 @@ def precision_lines(report: PrecisionReport) -> Iterator[str]:
     yield _row("limit: weights and cache", [number(report.limits.get(figure)) for figure in DECODES])
     yield _row("Onward, of the limit", [percent(report.share_of_limit(figure)) for figure in DECODES])
     yield _row("Onward / best peer", [times(report.ratio(figure)) for figure in FIGURES])
-    yield _row("wanted", [f">= {RATIO_TARGETS[report.precision][figure]:.2f}x" for figure in FIGURES])
+    yield _row("wanted", [f">= {report.wanted_ratio(figure):.2f}x" for figure in FIGURES])
     yield _row("", [_verdict(report, figure) for figure in FIGURES])
 
 
@@ -40,9 +38,9 @@ def _verdict(report: PrecisionReport, figure: str) -> str:
     ratio = report.ratio(figure)
     if ratio is None:
         return "-"
-    met = ratio >= RATIO_TARGETS[report.precision][figure]
+    met = ratio >= report.wanted_ratio(figure)
     if figure == "decode_after_32":
-        met = met and (report.share_by_weights() or 0) >= BANDWIDTH_TARGETS[report.precision]
+        met = met and (report.share_by_weights() or 0) >= report.wanted_share()
     return "met" if met else "not met"
 
 

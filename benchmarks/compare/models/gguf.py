@@ -59,7 +59,7 @@ def bf16_as_float32(bits: np.ndarray) -> np.ndarray:
 
 
 # Where float16 numbers stand in a block, and what a weight of about 1 makes them.
-SCALES_AT = {"Q4_K": {0: 1 / 200, 2: 1 / 27}, "Q6_K": {208: 1 / 1200}}
+SCALES_AT = {"Q4_K": {0: 1 / 200, 2: 1 / 27}, "Q6_K": {208: 1 / 1200}, "Q4_0": {0: 1 / 4}, "Q8_0": {0: 1 / 64}}
 
 
 def type_of(name: str, recipe: str, layers: int) -> str:
@@ -90,7 +90,7 @@ def main() -> None:
     for tensor, shape, values in bf16_tensors(checkpoint / "model.safetensors"):
         stored = gguf_name(tensor, FAMILIES[config["model_type"]]).tensor
         kind = type_of(stored, name, config["num_hidden_layers"]) if len(shape) == 2 else "F32"
-        if kind in SCALES_AT:
+        if kind in ("Q4_K", "Q6_K"):
             raw = drawn_blocks(shape, kind, random)
         else:
             raw = gguf.quantize(bf16_as_float32(values).reshape(shape), GGMLQuantizationType[kind])

@@ -15,6 +15,21 @@ _EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 1}
 _GEMMA = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64, **_WINDOW}
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 _LONGROPE |= {"short_factor": [1.0 + at / 24 for at in range(24)], "long_factor": [2.0 + at for at in range(24)]}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 96,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 _DELTA = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 64,
@@ -45,6 +60,19 @@ MODELS: dict[str, tuple[str, str, dict]] = {
         _DELTA
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
         | {"shared_expert_intermediate_size": 256},
+    ),
+    "deepseek2": (
+        "deepseek2",
+        "DeepseekV3",
+        _LATENT
+        | {"norm_topk_prob": True, "n_group": 2, "topk_group": 2}
+        | {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek2 with one matrix for keys and values": (
+        "deepseek2",
+        "DeepseekV2",
+        _LATENT
+        | {"q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     ),
     "gemma2": ("gemma2", "Gemma2", {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0, **_GEMMA}),
     "gemma3": ("gemma3", "Gemma3", {"rope_theta": 1e6, "num_hidden_layers": 6, **_GEMMA}),
@@ -204,7 +232,9 @@ def write_model(
         if len(raw.shape) == 3 and raw.shape[1] == 1:
             raw = raw[:, 0]  # a convolution's
         place, expert = gguf_name(name, stored, config["num_hidden_layers"])
-        if expert is None:
+        if name.endswith("kv_b_proj.weight") and config["q_lora_rank"]:
+            _write_latent(writer, place, twin, name, config)
+        elif expert is None:
             writer.add_tensor(place, raw, raw_dtype=Kind[kind])
         else:
             stacks.setdefault((place, kind), []).append(raw)
@@ -234,6 +264,14 @@ def gguf_name(name: str, architecture: str, layers: int) -> tuple[str, int | Non
     place = gguf.get_tensor_name_map(kinds[architecture], layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert place is not None, f"the package has no name for {name}"
     return place, None if expert is None else int(expert[2])
+
+
+def _write_latent(writer: gguf.GGUFWriter, place: str, twin: dict, name: str, config: dict) -> None:
+    """What makes keys and values of latents as newer converters write it: apart, and that of keys transposed."""
+    whole = twin[name].view(config["num_attention_heads"], -1, config["kv_lora_rank"]).numpy()
+    content = config["qk_nope_head_dim"]
+    writer.add_tensor(place.replace("kv_b", "k_b"), np.ascontiguousarray(whole[:, :content].swapaxes(1, 2)))
+    writer.add_tensor(place.replace("kv_b", "v_b"), np.ascontiguousarray(whole[:, content:]))
 
 
 def of_delta(name: str, raw: np.ndarray, kind: str, config: dict) -> np.ndarray | None:
@@ -291,8 +329,11 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
     if architecture == "lfm2":
         heads = [heads if kind == "full_attention" else 0 for kind in config["layer_types"]]
     writer.add_head_count_kv(heads)
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    if architecture == "deepseek2":
+        _write_latent_config(writer, config)
+    else:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     for field, add in {
         "num_experts": writer.add_expert_count,
@@ -332,6 +373,25 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
     _write_rope(writer, config, rope.get("full_attention", rope))
 
 
+def _write_latent_config(writer: gguf.GGUFWriter, config: dict) -> None:
+    """Widths as newer converters write them: of the latent, and of what is computed of it apart."""
+    keys, values = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+        writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+        writer.add_value_length(config["kv_lora_rank"])
+        writer.add_key_length_mla(keys)
+        writer.add_value_length_mla(values)
+    else:
+        writer.add_key_length(keys)
+        writer.add_value_length(values)
+    sigmoid = config["architectures"] == ["DeepseekV3ForCausalLM"]
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+
+
 def _write_rope(writer: gguf.GGUFWriter, config: dict, rope: dict) -> None:
     writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
@@ -341,6 +401,8 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict, rope: dict) -> None:
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
         if "attention_factor" in rope:
             writer.add_rope_scaling_attn_factors(rope["attention_factor"])
     if rope.get("rope_type") == "longrope":

@@ -52,7 +52,8 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
             config[field] = _same_everywhere(metadata[prefix + key], f"{where}: {prefix}{key}")
     head_dim = head_dim_of(config)
     value_length = _same_everywhere(metadata.get(prefix + "attention.value_length"), f"{where}: value_length")
-    if value_length is not None and value_length != head_dim:
+    of_one_width = family.numbers.get("head_dim", NUMBERS["head_dim"]) is not None
+    if of_one_width and value_length is not None and value_length != head_dim:
         raise ConfigError(f"{where}: keys of {head_dim} and values of {value_length} numbers differ")
     if "token_embd.weight" in tensors:
         config["vocab_size"] = tensors["token_embd.weight"].shape[0]

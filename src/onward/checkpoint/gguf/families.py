@@ -67,6 +67,15 @@ _GRANITE = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+_DEEPSEEK_EXPERTS = _EXPERTS | {
+    "num_hidden_layers": None,
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
 _WINDOW = {"sliding_window": "attention.sliding_window"}
 
 # A weight's stock name without "model." and ".weight" -> that of GGUF, with its end where that is another;
@@ -116,6 +125,14 @@ _QWEN35 = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_LATENT = {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
 }
 _LFM2 = {
     "embedding_norm": "token_embd_norm",
@@ -231,6 +248,33 @@ def _without_ahead(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> di
     return {"num_hidden_layers": layers, "num_nextn_predict_layers": ahead}
 
 
+def _deepseek(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """V2 where experts are chosen by softmax, else V3, which GLM-4.7-Flash and Kimi K2 are too. The widths of heads are
+    those before the keys and values are computed of the latent."""
+    rotary = metadata.get("rope.dimension_count")
+    keys = metadata.get("attention.key_length_mla", metadata.get("attention.key_length"))
+    content = keys - rotary if isinstance(keys, int) and isinstance(rotary, int) else None
+    rope = {name: value for name, value in config["rope_parameters"].items() if name != "partial_rotary_factor"}
+    multiplier = metadata.get("rope.scaling.yarn_log_multiplier")
+    if multiplier is not None:
+        rope |= {"mscale": round(10 * multiplier, 6), "mscale_all_dim": round(10 * multiplier, 6)}
+    by_softmax = metadata.get("expert_gating_func", _BY_SOFTMAX) == _BY_SOFTMAX
+    groups = config.get("n_group", 1)
+    of_v2 = {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"} if by_softmax else {}
+    return {
+        **_without_ahead(metadata, config),
+        "architectures": ["DeepseekV2ForCausalLM" if by_softmax else "DeepseekV3ForCausalLM"],
+        "num_key_value_heads": config.get("num_attention_heads"),
+        "q_lora_rank": config.get("q_lora_rank"),
+        "qk_nope_head_dim": content,
+        "v_head_dim": metadata.get("attention.value_length_mla", metadata.get("attention.value_length")),
+        "n_group": groups,
+        "topk_group": config.get("topk_group", 1),
+        "rope_parameters": rope,
+        **of_v2,
+    }
+
+
 def _qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     heads, features = metadata.get("ssm.time_step_rank"), metadata.get("ssm.inner_size")
     width = features // heads if isinstance(features, int) and isinstance(heads, int) and heads else None
@@ -248,6 +292,9 @@ def _gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
         "rope_parameters": config["rope_parameters"] | {"truncate": False},
     }
 
+
+# llama.cpp's number of softmax among the functions that choose experts.
+_BY_SOFTMAX = 1
 
 # "llama" is Mistral's too: the two differ in a sliding window, which the converter leaves out.
 FAMILIES = {
@@ -336,17 +383,23 @@ FAMILIES = {
         "Glm4MoeForCausalLM",
         parts={"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},
         names=_AFTER_ATTENTION,
-        numbers=_EXPERTS
-        | {
-            "num_hidden_layers": None,
-            "n_routed_experts": "expert_count",
-            "n_shared_experts": "expert_shared_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-            "first_k_dense_replace": "leading_dense_block_count",
-            "routed_scaling_factor": "expert_weights_scale",
-            "norm_topk_prob": "expert_weights_norm",
-        },
+        numbers=_DEEPSEEK_EXPERTS,
         fields=_without_ahead,
+    ),
+    "deepseek2": GgufFamily(
+        "DeepseekV3ForCausalLM",
+        names=_LATENT,
+        numbers=_DEEPSEEK_EXPERTS
+        | {
+            "head_dim": None,
+            "num_key_value_heads": None,
+            "q_lora_rank": "attention.q_lora_rank",
+            "kv_lora_rank": "attention.kv_lora_rank",
+            "qk_rope_head_dim": "rope.dimension_count",
+            "n_group": "expert_group_count",
+            "topk_group": "expert_group_used_count",
+        },
+        fields=_deepseek,
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",

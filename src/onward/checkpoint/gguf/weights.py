@@ -19,6 +19,7 @@ from onward.ops.quantized_layout import data_shape
 
 # Made into other fields of config.json, not weights.
 _NO_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_LATENT = ".kv_b_proj.weight"
 # Weights that are converted at once, so that what lies between stays in a cache.
 _AT_ONCE = 2**20
 
@@ -82,6 +83,8 @@ class _GgufTensors:
         self._taken: dict[str, int] = dict.fromkeys(_NO_WEIGHTS, 1)  # how many parts of each tensor
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
+        if name.endswith(_LATENT) and gguf_name(name, self._family).tensor not in self._tensors:
+            return self._latent(name, shape)
         stored = self._stored(name, shape)
         order = self._family.order(name, self._fields, shape[0])
         packed = dtype is None and self._packs(stored) and _moves_blocks(order.columns, stored)
@@ -99,6 +102,33 @@ class _GgufTensors:
         return placed(
             self._path, stored.name, self._as_stock(name, values).reshape(shape), dtype or self._dtype, self._device
         )
+
+    def _latent(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The matrix [H (K + V), R] that makes keys and values of latents, out of one for keys, [H, R, K], and one for
+        values, [H, V, R]."""
+        parts = []
+        for part in ("k_b", "v_b"):
+            tensor = gguf_name(name, self._family).tensor.replace("kv_b", part)
+            stored = self._tensors.get(tensor)
+            if stored is None or len(stored.shape) != 3:
+                raise CheckpointError(
+                    f"{self._path}: tensor {tensor!r} of {shape[1]} latents is missing ({name!r} elsewhere)"
+                )
+            self._taken[tensor] = stored.shape[0]
+            if self._device.type == "meta":
+                continue
+            values = float_rows(stored.type, stored.rows)
+            parts.append((self._values(stored, stored.rows) if values is None else values).view(stored.shape))
+        if self._device.type == "meta":
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        keys, values = parts
+        if len(keys) != len(values) or shape != (len(keys) * (keys.shape[2] + values.shape[1]), keys.shape[1]):
+            raise CheckpointError(
+                f"{self._path}: {name!r} is made of {list(keys.shape)} and {list(values.shape)}, but the metadata make "
+                f"it {list(shape)}"
+            )
+        whole = torch.cat((keys.transpose(1, 2), values), 1).reshape(shape)
+        return placed(self._path, name, whole, self._dtype, self._device)
 
     def _as_stock(self, name: str, values: Tensor) -> Tensor:
         """The numbers of the stock checkpoint, where the converter computed others."""

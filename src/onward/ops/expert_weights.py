@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
+from onward.native import advise_huge_pages
 from onward.ops import quantized_layout as layout
 from onward.ops.linear import Weight
 from onward.ops.operators import shapes, usable_library
@@ -66,7 +67,10 @@ class QuantizedExperts:
         kinds = {(weight.format, weight.shape, weight.dtype) for weight in weights}
         if len(kinds) != 1:
             raise RequestError(f"the weights of experts have one format, shape and dtype; got {kinds}")
-        data = torch.stack([weight.data for weight in weights])
+        data = first.data.new_empty((len(weights), *first.data.shape))
+        if data.device.type == "cpu":
+            advise_huge_pages(data.data_ptr(), data.nbytes)
+        torch.stack([weight.data for weight in weights], out=data)
         return cls(data, first.format, (len(weights), *first.shape), first.dtype)
 
     def expert(self, index: int) -> QuantizedWeight:

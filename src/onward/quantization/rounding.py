@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from onward.errors import RequestError
-from onward.native import Library
+from onward.native import Library, advise_huge_pages
 from onward.ops import quantized_layout as layout
 from onward.ops.operators import DTYPES, usable_library
 from onward.ops.quantized import ROUNDED_FORMATS, QuantizedWeight
@@ -214,7 +214,10 @@ def _row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _empty(weight: Tensor, format: str) -> Tensor:
-    return weight.new_empty(layout.data_shape(format, (weight.shape[0], weight.shape[1])), dtype=torch.uint8)
+    data = weight.new_empty(layout.data_shape(format, (weight.shape[0], weight.shape[1])), dtype=torch.uint8)
+    if data.device.type == "cpu":
+        advise_huge_pages(data.data_ptr(), data.nbytes)
+    return data
 
 
 def _largest(weight: Tensor) -> float:

@@ -1,11 +1,14 @@
 """A GGUF model is the model that it was made from."""
 
+import contextlib
 import json
 
 import numpy as np
 import pytest
 import torch
 from gguf_files import MODELS, TYPES, write_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tiny_checkpoint import refused
 
@@ -188,6 +191,40 @@ def test_experts_that_are_not_as_many_as_the_metadata_say_are_named(tmp_path):
         checkpoint.tensors[router.name] = router._replace(shape=(count, router.shape[1]), rows=rows)
         with refused(CheckpointError, "_exps.weight", *words):
             checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+
+
+VALUES = st.one_of(
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(-1, 8),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=8),
+    st.lists(st.integers(-1, 8), max_size=4).map(lambda values: np.array(values, np.int32)),
+    st.lists(st.text(max_size=3), max_size=3),
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for number, name in enumerate(MODELS):
+        write_model(folder / f"{number}.gguf", name, "F32", tie_word_embeddings=True)
+    return [folder / f"{number}.gguf" for number in range(len(MODELS))]
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_metadata_of_any_kind_are_read_or_refused(checkpoints, data):
+    """The files of every family, with some of their numbers replaced or gone."""
+    checkpoint = GgufCheckpoint(data.draw(st.sampled_from(checkpoints)))
+    metadata = checkpoint.files[0].metadata
+    for key in data.draw(st.lists(st.sampled_from(sorted(key for key in metadata if "." in key)), max_size=3)):
+        if data.draw(st.booleans()):
+            metadata[key] = data.draw(VALUES)
+        else:
+            metadata.pop(key, None)
+    with contextlib.suppress(ConfigError, CheckpointError, UnsupportedArchitectureError):
+        checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("meta"))
 
 
 def test_layers_that_look_further_ahead_are_left_out(tmp_path):

@@ -34,7 +34,8 @@ def family_of(metadata: Mapping[str, Any], where: object) -> GgufFamily:
             f"{where}: architecture {architecture!r} is not supported in GGUF; supported are {', '.join(FAMILIES)}"
         )
     for (name, key), family in WITH_KEY.items():
-        if name == architecture and metadata.get(f"{name}.{key}"):
+        value = metadata.get(f"{name}.{key}")
+        if name == architecture and isinstance(value, int) and value:
             return family
     return FAMILIES[architecture]
 
@@ -97,7 +98,7 @@ def _rope(
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": said("freq_base")}
     rotated = said("dimension_count")
-    if type(rotated) is int and head_dim is not None and rotated != head_dim:
+    if type(rotated) is int and head_dim and rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
     kind = said("scaling.type")
     if kind not in (None, "none"):

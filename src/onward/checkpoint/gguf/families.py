@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,10 +195,21 @@ def _value_heads(name: str, config: Mapping[str, Any], rows: int) -> Order:
 # ── what some files say in a way of their own ───────────────────────────────────────────────────────────────────
 
 
+def _number(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """A number of the metadata; the default where it is none."""
+    value = metadata.get(key, default)
+    return value if isinstance(value, int | float) else default
+
+
+def _list(value: Any) -> list[Any] | None:
+    """The values of an array; None for what is none."""
+    return list(value) if isinstance(value, np.ndarray | list) else None
+
+
 def _layer_types(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers have a window, where the file says it for each."""
-    slides = metadata.get("attention.sliding_window_pattern")
-    if slides is None or isinstance(slides, int):
+    slides = _list(metadata.get("attention.sliding_window_pattern"))
+    if slides is None:
         return {}
     return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
 
@@ -212,7 +224,7 @@ def _gemma_scale(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict
 
 
 def _gemma3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    sliding = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", 10000.0)}
+    sliding = {"rope_type": "default", "rope_theta": _number(metadata, "rope.freq_base_swa", 10000.0)}
     ropes = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
     return {**_gemma_scale(metadata, config), "rope_parameters": ropes}
 
@@ -231,10 +243,12 @@ def _phi3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
 def _lfm2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers without heads of keys are convolutions."""
     heads = metadata.get("attention.head_count_kv")
-    counts = [heads] if heads is None or isinstance(heads, int) else list(heads)
+    counts = _list(heads)
+    if counts is not None:
+        heads = max((int(count) for count in counts if isinstance(count, np.integer)), default=None)
     return {
-        "num_key_value_heads": max((int(count) for count in counts if count), default=None),
-        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "num_key_value_heads": heads,
+        "layer_types": None if counts is None else ["full_attention" if count else "conv" for count in counts],
         "norm_eps": config.get("rms_norm_eps"),
         "block_auto_adjust_ff_dim": False,
     }
@@ -242,7 +256,7 @@ def _lfm2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
 
 def _without_ahead(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers that look further ahead come behind the others, and are counted with them."""
-    layers, ahead = metadata.get("block_count"), metadata.get("nextn_predict_layers", 0)
+    layers, ahead = _number(metadata, "block_count"), _number(metadata, "nextn_predict_layers", 0)
     if isinstance(layers, int) and isinstance(ahead, int):
         layers -= ahead
     return {"num_hidden_layers": layers, "num_nextn_predict_layers": ahead}
@@ -251,14 +265,14 @@ def _without_ahead(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> di
 def _deepseek(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """V2 where experts are chosen by softmax, else V3, which GLM-4.7-Flash and Kimi K2 are too. The widths of heads are
     those before the keys and values are computed of the latent."""
-    rotary = metadata.get("rope.dimension_count")
-    keys = metadata.get("attention.key_length_mla", metadata.get("attention.key_length"))
+    rotary = _number(metadata, "rope.dimension_count")
+    keys = _number(metadata, "attention.key_length_mla", _number(metadata, "attention.key_length"))
     content = keys - rotary if isinstance(keys, int) and isinstance(rotary, int) else None
     rope = {name: value for name, value in config["rope_parameters"].items() if name != "partial_rotary_factor"}
-    multiplier = metadata.get("rope.scaling.yarn_log_multiplier")
-    if multiplier is not None:
+    multiplier = _number(metadata, "rope.scaling.yarn_log_multiplier")
+    if isinstance(multiplier, float):
         rope |= {"mscale": round(10 * multiplier, 6), "mscale_all_dim": round(10 * multiplier, 6)}
-    by_softmax = metadata.get("expert_gating_func", _BY_SOFTMAX) == _BY_SOFTMAX
+    by_softmax = _number(metadata, "expert_gating_func", _BY_SOFTMAX) == _BY_SOFTMAX
     groups = config.get("n_group", 1)
     of_v2 = {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"} if by_softmax else {}
     return {
@@ -267,7 +281,7 @@ def _deepseek(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "num_key_value_heads": config.get("num_attention_heads"),
         "q_lora_rank": config.get("q_lora_rank"),
         "qk_nope_head_dim": content,
-        "v_head_dim": metadata.get("attention.value_length_mla", metadata.get("attention.value_length")),
+        "v_head_dim": _number(metadata, "attention.value_length_mla", _number(metadata, "attention.value_length")),
         "n_group": groups,
         "topk_group": config.get("topk_group", 1),
         "rope_parameters": rope,
@@ -276,19 +290,19 @@ def _deepseek(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 
 
 def _qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    heads, features = metadata.get("ssm.time_step_rank"), metadata.get("ssm.inner_size")
+    heads, features = _number(metadata, "ssm.time_step_rank"), _number(metadata, "ssm.inner_size")
     width = features // heads if isinstance(features, int) and isinstance(heads, int) and heads else None
     return {
         **_without_ahead(metadata, config),
         "num_nextn_predict_layers": None,
         "linear_value_head_dim": width,
-        "full_attention_interval": metadata.get("full_attention_interval", 4),
+        "full_attention_interval": _number(metadata, "full_attention_interval", 4),
     }
 
 
 def _gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "intermediate_size": metadata.get("expert_feed_forward_length", config.get("intermediate_size")),
+        "intermediate_size": _number(metadata, "expert_feed_forward_length", config.get("intermediate_size")),
         "rope_parameters": config["rope_parameters"] | {"truncate": False},
     }
 

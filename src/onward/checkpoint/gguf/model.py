@@ -139,8 +139,9 @@ class GgufCheckpoint:
         """`read_gguf_weights` of this model."""
         family, fields = family_of(self._metadata, self.path), self.config
         fields = fields | {"head_dim": head_dim_of(fields)}
-        counted = self._metadata.get(f"{self._metadata['general.architecture']}.block_count", 0)
-        unread = [f"blk.{layer}." for layer in range(fields["num_hidden_layers"], counted)]  # they look further ahead
+        ahead = self._metadata.get(f"{self._metadata['general.architecture']}.nextn_predict_layers", 0)
+        ahead, first = ahead if isinstance(ahead, int) else 0, fields["num_hidden_layers"]
+        unread = [f"blk.{layer}." for layer in range(first, first + ahead)]  # they look further ahead
         return read_gguf_weights(
             self.path,
             self.tensors,

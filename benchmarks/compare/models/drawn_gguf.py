@@ -3,8 +3,8 @@
 python -m benchmarks.compare.models.drawn_gguf CONFIG DESTINATION BF16|Q8_0|Q4_0
 
 Every matrix takes the format, but routers and what is smaller than one block are float32, as llama.cpp's own converter
-has them. Blocks are drawn, with weights of a checkpoint's size; so are the vocabulary and the names' tensors, which
-are those that Onward reads, by the names that the `gguf` package gives them.
+has them. Blocks are drawn, with weights of a checkpoint's size, and so is the vocabulary. The tensors are those that
+Onward reads, under the names that the `gguf` package gives them.
 """
 
 import json

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.utils.tqdm import tqdm
 
 from onward.adapters import Adapter, merged_params
 from onward.checkpoint import Checkpoint, GgufCheckpoint, page_releaser, read_weights
@@ -29,24 +28,32 @@ class LayersInPlace:
 
     def __init__(self, count: int, show: bool, tell: Callable[[float], None] | None) -> None:
         self._count, self._done, self._tell = count, 0, tell
-        self._bar: Any = tqdm(  # type: ignore[no-untyped-call]
-            total=count, desc="Loading weights", unit="layer", disable=not show, delay=_BAR_DELAY_S, leave=False
-        )
+        self._bar = _bar(count) if show else None
 
     def __enter__(self) -> "LayersInPlace":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def advance(self) -> None:
         """One more; what follows the last layer (a head, say) counts for none."""
         if self._done == self._count:
             return
         self._done += 1
-        self._bar.update()
+        if self._bar is not None:
+            self._bar.update()
         if self._tell is not None:
             self._tell(self._done / self._count)
+
+
+def _bar(count: int) -> Any:
+    from huggingface_hub.utils.tqdm import tqdm  # which takes a tenth of a second
+
+    return tqdm(  # type: ignore[no-untyped-call]
+        total=count, desc="Loading weights", unit="layer", delay=_BAR_DELAY_S, leave=False
+    )
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def test_shards_come_from_the_commit_of_their_index(hub, cache, folder, monkeypa
         calls.append(path)
         return path
 
-    monkeypatch.setattr("onward.checkpoint.source.snapshot_download", publish_a_new_version_in_between)
+    monkeypatch.setattr("onward.checkpoint.hub.snapshot_download", publish_a_new_version_in_between)
     assert same_weights(onward.load(REPO), whole)
     assert len(calls) == 2
 
@@ -493,3 +493,9 @@ def test_a_gguf_file_that_is_not_there_is_named(hub, cache, tmp_path):
         onward.load(REPO)
     with refused(SourceError, "no file inside"):
         onward.load(f"{REPO}:../whole.gguf")
+
+
+def test_a_model_on_the_disk_does_not_wait_for_the_hubs_client():
+    code = "import sys, onward; onward.load('demo'); print('huggingface_hub' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

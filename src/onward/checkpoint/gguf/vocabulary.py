@@ -4,7 +4,9 @@ Two kinds: "gpt2" (byte-level BPE; `tokenizer.ggml.pre` names how texts are cut)
 bytes for what is no piece; its merges follow from the scores).
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,7 @@ class Vocabulary:
         return config
 
     def tokenizer(self) -> JsonTokenizer:
-        with _named_errors(self._where):
+        with _named_errors(self._where), _without_collections():
             inner = _KINDS[self.kind](self)
             self._mark_added(inner)
         return JsonTokenizer(inner, self.config, self._where)
@@ -165,6 +167,19 @@ _KINDS: dict[str, Callable[[Vocabulary], tokenizers.Tokenizer]] = {
     "gpt2": Vocabulary.byte_level,
     "llama": Vocabulary.sentencepiece,
 }
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """No cyclic garbage is looked for. Hundreds of thousands of pairs would have all objects of the process, torch's
+    too, looked through several times, which takes longer than to make them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _merges(ids: Mapping[str, int], scores: list[float], types: list[int]) -> Iterator[tuple[str, str]]:

@@ -102,7 +102,8 @@ def load(
         pipeline: over how many processes to spread the layers (docs/sharding.md). The tokens are the same.
         tensor: over how many to spread the heads and columns of each layer, for one machine. The tokens are the same.
         address: "host:port" where this process waits for the others, each of which calls
-            `onward.distributed.run_rank`. None starts them on this machine.
+            `onward.distributed.run_rank`. None starts them on this machine, "ray" on the Ray cluster that this process
+            is in.
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
@@ -153,7 +154,7 @@ def load(
                 quantize,
                 compile,
                 context,
-                None if address else num_threads(),
+                None if address not in (None, "ray") else num_threads(),
             )
             model = load_ranks(settings, in_place, address)
         else:

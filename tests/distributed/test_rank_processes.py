@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import onward
+from onward.distributed import heartbeat
 from onward.errors import CheckpointError, RankError
 from onward.testing import random_checkpoint
 
@@ -64,6 +65,39 @@ def test_a_dead_rank_is_an_error(options: dict[str, int], tmp_path: Path) -> Non
         lm.generate(PROMPT)
     assert time.monotonic() - began < SOON
     await_end(pids)
+
+
+@pytest.mark.parametrize("options", [{"pipeline": 3}, {"tensor": 2}])
+def test_a_rank_that_hangs_is_an_error(
+    options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENCE", 3.0)
+    folder = random_checkpoint(tmp_path, num_hidden_layers=3, max_position_embeddings=2**15)
+    lm = onward.load(folder, **options)
+    pids = pids_of(lm)
+    stream = lm.stream(PROMPT, max_new_tokens=10_000, ignore_eos=True)
+    next(stream)
+    os.kill(pids[-1], signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(RankError, match=f"rank {len(pids)} has not been heard of for 3 s"):
+        for _ in stream:
+            pass
+    with pytest.raises(RankError, match="has not been heard of"):
+        lm.generate(PROMPT)
+    assert time.monotonic() - began < SOON
+    await_end(pids)
+
+
+def test_ranks_that_have_nothing_to_do_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "SILENCE", 2.5)
+    folder = random_checkpoint(tmp_path, num_hidden_layers=3)
+    lm = onward.load(folder, pipeline=2)
+    (pid,) = pids_of(lm)
+    expected = lm.generate(PROMPT, max_new_tokens=8).token_ids
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(4.5)
+    os.kill(pid, signal.SIGCONT)
+    assert lm.generate(PROMPT, max_new_tokens=8).token_ids == expected
 
 
 def test_a_program_that_ends_leaves_no_rank(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class RanksForward(ABC):
 
     @torch.no_grad()
     def _checked(self, whole: Part, cache: PagedKVCache) -> Tensor:
-        with self.group.lock:
+        with self.group.exchanging():
             self._begun = False
             try:
                 return self._run(whole, cache)

@@ -4,16 +4,17 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import torch
 
 from onward.cache import KVCache, LayerShape
+from onward.distributed.heartbeat import Watch
 from onward.distributed.links import Links
 from onward.distributed.messages import Kind
-from onward.distributed.processes import Processes
+from onward.distributed.processes import Started
 from onward.distributed.rows import Splits, empty_like_row
 from onward.errors import RankError
 
@@ -22,7 +23,8 @@ class Group:
     """All ranks, as rank 0 has them. They end when nobody holds it any more.
 
     shapes: what each rank's layers cache. memories: the number of each memory of blocks, by the address of its keys.
-    processes: of the others, where this process has started them. splits: how rows are spread over ranks.
+    processes: of the others, where this process has started them. splits: how rows are spread over ranks. A rank that
+    hangs while this one waits for it breaks the group.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class Group:
         links: Links,
         shapes: Sequence[tuple[LayerShape, ...]],
         dtype: torch.dtype,
-        processes: Processes | None,
+        processes: Started | None,
         splits: Splits,
     ) -> None:
         self.links, self.shapes, self.dtype, self.processes = links, shapes, dtype, processes
@@ -42,7 +44,9 @@ class Group:
         self._splits = splits
         self._forgotten: deque[int] = deque()
         self._pid = os.getpid()
-        self.close = weakref.finalize(self, _close, links, self.others, processes, self._pid)
+        hung = _Hung(links, processes)
+        self._hung, self._watch = hung, Watch(links.store, self.others, hung)
+        self.close = weakref.finalize(self, _close, links, self.others, processes, self._pid, self._watch)
 
     def __reduce__(self) -> NoReturn:
         raise RankError("a model over several ranks belongs to its process: load it again instead of copying it")
@@ -72,6 +76,22 @@ class Group:
         if self.broken:
             raise RankError(self.broken)
 
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """What the ranks do together, one thing at a time.
+
+        Raises:
+            RankError: one of them hangs.
+        """
+        with self.lock, self._watch.waiting():
+            try:
+                yield
+            except Exception as error:
+                if not self._hung.why:
+                    raise
+                self.broke(self._hung.why)
+                raise RankError(self.broken) from error
+
     def new_memory(self, count: int) -> int:
         """Have all others make memory for so many blocks; its number."""
         with self.lock:
@@ -85,12 +105,12 @@ class Group:
 
     def broke(self, why: str) -> None:
         """Refuse everything from now on, and end the others: what the ranks send each other is out of step."""
-        self.broken = self.broken or why
+        self.broken = self.broken or self._hung.why or why
         self.close()
 
     def read(self, number: int, blocks: Sequence[int], positions: int, own: KVCache) -> KVCache:
         """A row of a memory, of all ranks' layers. own: rank 0's."""
-        with self.lock:
+        with self.exchanging():
             self.tell(Kind.READ, number, positions, *blocks)
             rows = [empty_like_row(shapes, positions, self.dtype) for shapes in self.shapes[1:]]
             for rank, row in zip(self.others, rows, strict=True):
@@ -101,7 +121,7 @@ class Group:
     def write(self, number: int, blocks: Sequence[int], positions: int, row: KVCache) -> KVCache:
         """Give the others their layers of a row; returns rank 0's."""
         own, *parts = self._splits.parts(row, self.shapes)
-        with self.lock:
+        with self.exchanging():
             self.tell(Kind.WRITE, number, positions, *blocks)
             for rank, part in zip(self.others, parts, strict=True):
                 for tensor in (*part.keys, *part.values):
@@ -110,9 +130,24 @@ class Group:
         return own
 
 
-def _close(links: Links, others: Sequence[int], processes: Processes | None, pid: int) -> None:
+class _Hung:
+    """Ends the waiting for a rank that hangs: connections close. why: is known before they do; "" while all is well."""
+
+    def __init__(self, links: Links, processes: Started | None) -> None:
+        self._links, self._processes, self.why = links, processes, ""
+
+    def __call__(self, why: str) -> None:
+        self.why = why
+        if self._processes is not None:
+            self._processes.kill()
+        else:
+            self._links.abort()
+
+
+def _close(links: Links, others: Sequence[int], processes: Started | None, pid: int, watch: Watch) -> None:
     if os.getpid() != pid:  # the parent's connections are not a forked child's to close
         return
+    watch.close()
     with suppress(RankError):  # one may have ended, and then all do
         links.tell([Kind.END], others)
     if processes is not None:

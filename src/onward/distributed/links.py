@@ -31,14 +31,15 @@ class Links:
 
     Sends do not wait for the receiver: two ranks may send to each other at once.
 
-    rank: its number. world: how many there are. exchange: for what ranks of one machine gather; None: by gloo, too.
+    rank: its number. world: how many there are. store: where they met. exchange: for what ranks of one machine gather;
+    None: by gloo, too.
     """
 
     exchange: Exchange | None = None
 
     def __init__(self, rank: int, world: int, store: Store, hostname: str | None) -> None:
         """hostname: of the interface to use; None lets gloo find one."""
-        self.rank, self.world, self._store = rank, world, store
+        self.rank, self.world, self.store = rank, world, store
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _FOREVER
         if hostname is not None:
@@ -93,9 +94,13 @@ class Links:
     def fail(self, error: BaseException) -> None:
         """Leave last words for rank 0, and hang up."""
         with suppress(Exception):
-            self._store.set(f"error/{self.rank}", f"{type(error).__name__}: {one_line(error)}")
+            self.store.set(f"error/{self.rank}", f"{type(error).__name__}: {one_line(error)}")
         self._unsettled.clear()
         self._group = None
+
+    def abort(self) -> None:
+        """End all waiting with an error, from another thread."""
+        self._group.abort()
 
     def _send(self, x: Tensor, to: int, tag: int) -> None:
         with self._checked():
@@ -121,8 +126,8 @@ class Links:
         while self.rank == 0 and time.monotonic() < until:
             with suppress(RuntimeError):
                 for rank in others:
-                    if self._store.check([f"error/{rank}"]):
-                        return f"rank {rank} has failed: {self._store.get(f'error/{rank}').decode()}"
+                    if self.store.check([f"error/{rank}"]):
+                        return f"rank {rank} has failed: {self.store.get(f'error/{rank}').decode()}"
             time.sleep(0.05)
         return f"rank {self.rank} has lost another rank, which has ended or cannot be reached ({one_line(error)})"
 

@@ -5,11 +5,28 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 from onward.errors import RankError
 
 # How long a rank may take to end after it was told to, in seconds.
 _END = 5.0
+
+
+class Started(Protocol):
+    """The other ranks, where rank 0 has started them."""
+
+    def check(self) -> None:
+        """Raise `RankError` if one has ended."""
+        ...
+
+    def kill(self) -> None:
+        """End all at once: one of them hangs."""
+        ...
+
+    def end(self) -> None:
+        """Wait until all have ended, and kill those that do not."""
+        ...
 
 
 class Processes:
@@ -35,13 +52,15 @@ class Processes:
         return [process.pid for process in self._processes]
 
     def check(self) -> None:
-        """Raise `RankError` if one has ended."""
         for rank, process in enumerate(self._processes, start=1):
             if (code := process.poll()) is not None:
                 raise RankError(f"rank {rank} has ended with status {code}; what it wrote to stderr says why")
 
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
     def end(self) -> None:
-        """Wait until all have ended, and kill those that do not."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()

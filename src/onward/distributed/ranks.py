@@ -19,10 +19,12 @@ from onward.distributed.follower import Follower
 from onward.distributed.forward import RanksForward, rank_run
 from onward.distributed.gather import key_of
 from onward.distributed.group import Group
+from onward.distributed.heartbeat import beat
 from onward.distributed.links import Links, await_all, meet
 from onward.distributed.memory import new_blocks, new_cache
 from onward.distributed.pipeline import PipelineForward
-from onward.distributed.processes import Processes
+from onward.distributed.processes import Processes, Started
+from onward.distributed.ray_ranks import RayRanks, address_here
 from onward.distributed.rows import ByHeads, ByLayers
 from onward.distributed.settings import Settings
 from onward.distributed.shard import Ranks, Shard, ShardParams, shard_of
@@ -53,7 +55,7 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
     Args:
         layers: the display of so many layers.
         address: "host:port" where the other ranks, which somebody else starts, find this one (`run_rank`). None starts
-            them on this host.
+            them on this host, "ray" on the Ray cluster that this process is in.
 
     Raises:
         RequestError: the model cannot be split so. RankError: a rank does not come, or fails.
@@ -62,11 +64,11 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
     _check_readable(settings, checkpoint)
     architecture = read_config(checkpoint.config).serving(settings.context)
     shapes = [without_windows(part_of(architecture, settings, rank).cached) for rank in range(settings.world)]
-    store, where = meet(0, settings.world, address)
+    store, where = meet(0, settings.world, address_here() if address == "ray" else address)
     file = new_file(settings.world) if settings.tensor > 1 and address is None and is_usable() else None
     settings = replace(settings, exchange=None if file is None else str(file))
     store.set("settings", settings.to_json())
-    processes = Processes(settings.world, where) if address is None else None
+    processes = _start(settings.world, where, address)
     try:
         await_all(store, settings.world, lambda: None if processes is None else processes.check())
         links = Links(0, settings.world, store, _interface(where))
@@ -104,6 +106,13 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
     )
 
 
+def _start(world: int, where: str, address: str | None) -> Started | None:
+    """The other ranks, unless somebody else starts them. where: rank 0 is."""
+    if address is None:
+        return Processes(world, where)
+    return RayRanks(world, where) if address == "ray" else None
+
+
 def part_of(architecture: Architecture, settings: Settings, rank: int, key: int = 0) -> Stage | Shard:
     """What a rank holds. key: of its links (`onward.distributed.gather`)."""
     if settings.tensor > 1:
@@ -139,6 +148,7 @@ def run_rank(rank: int, world: int, address: str, source: str | Path | None = No
     settings = Settings.of_json(store.get("settings").decode())
     store.set(f"here/{rank}", "")
     links = Links(rank, world, store, _interface(address))
+    beat(store, rank)
     try:
         _follow(settings if source is None else settings.at(source), links)
     except BaseException as error:

@@ -3,8 +3,8 @@
     python -m benchmarks.cluster                              # the demo model, where all is overhead
     python -m benchmarks.cluster --source my-model --ids      # random weights write ids without text
 
-One replica of one thread each. The clients are a process of their own; all contenders are up, and take turns. The time
-to the first token is that of a client alone.
+One replica of one thread each, as `onward serve` and `onward deploy` start it. The clients are a process of their own;
+all contenders are up, and take turns. The time to the first token is that of a client alone.
 """
 
 import argparse
@@ -17,11 +17,16 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import description
 
-CONTENDERS = ("server", "fused", "ingress")
+CONTENDERS = {
+    "server": ["serve", "--no-access-log"],
+    "fused": ["deploy", "--replicas", "1", "--fused"],
+    "ingress": ["deploy", "--replicas", "1"],
+}
 
 
 def main() -> None:
@@ -34,24 +39,33 @@ def main() -> None:
     parser.add_argument("--ids", action="store_true", help="with token_ids: random weights write ids without text")
     options = parser.parse_args()
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    load = {} if options.quantize is None else {"quantize": options.quantize}
+    flags = [options.source, "--max-sequences", str(options.clients), "--threads", "1"]
+    flags += [] if options.quantize is None else ["--quantize", options.quantize]
     with ExitStack() as stack:
-        urls = {"server": stack.enter_context(_server(options.source, options.quantize, options.clients))}
-        urls |= stack.enter_context(_deployments(options.source, load, options.clients))
-        result = measured(urls, options.clients, options.tokens, options.rounds, options.ids)
-    print(json.dumps({"machine": description(), "source": options.source, **load, **result}))
+        started = {name: stack.enter_context(_started([*CONTENDERS[name], *flags])) for name in CONTENDERS}
+        for url, _ in started.values():
+            _wait_for(url)
+        result = measured(started, options.clients, options.tokens, options.rounds, options.ids)
+    print(json.dumps({"machine": description(), "source": options.source, "quantize": options.quantize, **result}))
 
 
-def measured(urls: dict[str, str], clients: int, tokens: int, rounds: int, ids: bool) -> dict[str, Any]:
-    """Medians over the rounds, of which the first of each is left out."""
+def measured(started: dict[str, tuple[str, int]], clients: int, tokens: int, rounds: int, ids: bool) -> dict[str, Any]:
+    """Medians over the rounds, of which the first of each is left out. started: the URL and the process of each.
+
+    cpu_us: processor time for a token, in the process and in those that it has started.
+    """
+    urls = {name: url for name, (url, _) in started.items()}
     flags = ["--tokens", str(tokens), *(["--ids"] if ids else [])]
     many = {name: _Clients(url, [*flags, "--clients", str(clients)]) for name, url in urls.items()}
     one = {name: _Clients(url, ["--clients", "1", "--tokens", "8", *flags[2:]]) for name, url in urls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in urls}
     first: dict[str, list[float]] = {name: [] for name in urls}
+    cpu: dict[str, list[float]] = {name: [] for name in urls}
     for _ in range(rounds + 1):
-        for name in CONTENDERS:
+        for name, (_, pid) in started.items():
+            before = _cpu_seconds(pid)
             seconds[name].append(many[name].go()[0])
+            cpu[name].append(_cpu_seconds(pid) - before)
             first[name] += [one[name].go()[1] for _ in range(5)]
     for each in (*many.values(), *one.values()):
         each.end()
@@ -60,6 +74,7 @@ def measured(urls: dict[str, str], clients: int, tokens: int, rounds: int, ids: 
         "clients": clients,
         "tokens_s": {name: round(clients * tokens / taken, 1) for name, taken in wall.items()},
         "over_server": {name: round(wall["server"] / taken, 3) for name, taken in wall.items()},
+        "cpu_us": {name: round(statistics.median(t[1:]) / clients / tokens * 1e6, 1) for name, t in cpu.items()},
         "first_token_ms": {name: round(statistics.median(taken[5:]), 1) for name, taken in first.items()},
     }
 
@@ -87,33 +102,31 @@ class _Clients:
         self._process.wait()
 
 
-@contextmanager
-def _server(source: str, quantize: str | None, clients: int) -> Iterator[str]:
-    port = _free_port()
-    command = [sys.executable, "-m", "onward", "serve", source, "--port", str(port), "--threads", "1"]
-    command += ["--max-sequences", str(clients), "--no-access-log"]
-    command += ["--quantize", quantize] if quantize else []
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+def _cpu_seconds(pid: int) -> float:
+    """Of a process and all that descend from it and live."""
+    ticks, parents = {}, {}
+    for each in filter(str.isdigit, os.listdir("/proc")):
         try:
-            _wait_for(f"http://127.0.0.1:{port}")
-            yield f"http://127.0.0.1:{port}"
+            fields = Path(f"/proc/{each}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(each)], ticks[int(each)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(ticks.get(each, 0) for each in family) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def _started(command: list[str]) -> Iterator[tuple[str, int]]:
+    """A command of `onward` that serves: its URL, and its process."""
+    port = _free_port()
+    whole = [sys.executable, "-m", "onward", *command, "--port", str(port)]
+    with subprocess.Popen(whole, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield f"http://127.0.0.1:{port}", process.pid
         finally:
             process.terminate()
-
-
-@contextmanager
-def _deployments(source: str, load: dict[str, Any], clients: int) -> Iterator[dict[str, str]]:
-    from ray import serve
-
-    from onward.cluster.deployment import DeployOptions, application
-    from onward.cluster.running import running
-
-    common: dict[str, Any] = {"source": source, "load": load, "engine": {"max_sequences": clients}, "threads": 1}
-    port = _free_port()
-    with running(DeployOptions(replicas=1, **common), port=port) as url:
-        serve.run(application(DeployOptions(replicas=1, fused=True, **common)), name="fused", route_prefix="/fused")
-        _wait_for(f"{url}/fused")
-        yield {"ingress": url, "fused": f"{url}/fused"}
 
 
 def _free_port() -> int:

@@ -16,7 +16,8 @@ pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
     from ray import serve
 
-    from onward.cluster.deployment import DeployOptions, replicas_of
+    from onward.cluster.deploy_options import DeployOptions
+    from onward.cluster.deployment import replicas_of
     from onward.cluster.running import running
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
@@ -89,6 +90,20 @@ def test_a_replica_that_hangs(port: int, at: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(got.pid, signal.SIGKILL)
     check_same(got, expected)
+
+
+def test_a_replica_that_hangs_before_the_first_token(port: int) -> None:
+    expected = undisturbed(port, STORY)
+    os.kill(expected.pid, signal.SIGSTOP)  # requests of one beginning go there
+    began = time.monotonic()
+    try:
+        got = read(port, STORY)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(expected.pid, signal.SIGKILL)
+    check_same(got, expected)
+    assert got.pid != expected.pid
+    assert time.monotonic() - began < 4.0 + 4.0, "the silence that is borne, and the text"
 
 
 def test_many_streams_lose_their_replica_at_once(port: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.cluster.bridge import served
+from onward.cluster.bridge import Outbox, serve_into
 from onward.cluster.call import Call, Item, ReplicaLostError, Route
 from onward.cluster.ingress import Ingress
 from onward.cluster.repeats import Repeats
@@ -47,6 +47,23 @@ async def busy(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"busy", "more_body": False})
 
 
+async def served(app: Any, call: Call, name: str, fingerprint: str) -> AsyncGenerator[Item, None]:
+    """What a replica brings of a call."""
+    outbox = Outbox(name, fingerprint, gather=0.0)
+    serving = asyncio.ensure_future(serve_into(app, call, 0, outbox))
+    parcels = outbox.parcels()
+    try:
+        async for parcel in parcels:
+            messages = [message for part in parcel.parts for message in part.messages]
+            is_last = any(part.ended for part in parcel.parts)
+            yield Item(name, fingerprint, tuple(messages), is_last)
+            if is_last:
+                return
+    finally:
+        await parcels.aclose()
+        serving.cancel()
+
+
 Fault = tuple[str, int]  # what happens, after how many items
 
 
@@ -73,7 +90,7 @@ class Fakes:
         fault, after = self.faults.pop(0) if self.faults else ("", 0)
         count = 0
         app, fingerprint = self.apps.get(name, self.app), self.fingerprints.get(name, "same")
-        async for item in served(app, call, name, fingerprint, gather=0.0):
+        async for item in served(app, call, name, fingerprint):
             if fault and count == after:
                 if fault == "die":
                     self.gone.add(name)

@@ -18,7 +18,8 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from onward.cluster.deployment import DeployOptions, application
+    from onward.cluster.deploy_options import DeployOptions
+    from onward.cluster.deployment import application
     from onward.cluster.running import running
     from onward.errors import RequestError
 

@@ -1,10 +1,13 @@
-"""Ranks of a model as actors of Ray, in a placement group."""
+"""Ranks of a model as actors of Ray, in a placement group; replicas whose models are spread over ranks."""
 
 import os
+import signal
+import time
 import warnings
 from collections.abc import Iterator
 
 import pytest
+from streams import STORY, ancestors, check_same, free_port, read, signal_it, undisturbed
 
 import onward
 from onward.distributed import ray_ranks
@@ -13,6 +16,9 @@ from onward.errors import RankError, RequestError
 pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
     import ray
+
+    from onward.cluster.deploy_options import DeployOptions
+    from onward.cluster.running import running
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 
@@ -50,3 +56,30 @@ def test_ranks_in_a_placement_group(cluster: None, monkeypatch: pytest.MonkeyPat
 def test_ray_has_to_be_there() -> None:
     with pytest.raises(RequestError, match="this process is in none"):
         onward.load("demo", pipeline=2, address="ray")
+
+
+def test_replicas_of_two_ranks_each() -> None:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    options = DeployOptions(replicas=2, threads=1, load={"pipeline": 2}, retries={"quarantine": 0.0})
+    whole = onward.load("demo").generate(STORY["prompt"], max_new_tokens=400, temperature=0.5, seed=10)
+    with running(options, port=(port := free_port())):
+        expected = undisturbed(port, STORY)
+        assert expected.said[0][0][1][0] == whole.text
+        got = read(port, STORY, 20, signal_it(signal.SIGKILL))
+        check_same(got, expected)
+        served_by = undisturbed(port, STORY).pid
+        (rank,) = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_rank_of(pid, served_by)]
+        os.kill(rank, signal.SIGKILL)
+        end = time.monotonic() + 90
+        while (again := undisturbed(port, STORY)).pid == served_by and time.monotonic() < end:
+            time.sleep(0.5)
+        check_same(again, expected)
+        assert again.pid != served_by, "a replica that lost a rank is replaced"
+
+
+def _is_rank_of(pid: int, replica: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"onward.distributed" in file.read() and ancestors(pid)[0] == replica
+    except OSError:
+        return False

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import onward
 from onward.engine import Engine, Generation
+from onward.engine.fingerprint import bits_fingerprint
 from onward.errors import EngineBusyError, EngineError, OnwardError
 from onward.openai import BatchLine, Body, BodyReader, answer_body
 from onward.requests import Request
-from onward.sessions.fingerprint import computed_by, fingerprint
 
 
 class Served(NamedTuple):
@@ -26,9 +26,8 @@ def fingerprint_of(reader: BodyReader) -> str:
     lm = reader.lm
     parts = {
         "version": onward.__version__,
-        "model": fingerprint(lm.model),
-        "computed_by": computed_by(lm.model),
-        "adapters": {name: str(loaded.folder) for name, loaded in lm.adapters.items()},
+        "bits": bits_fingerprint(lm.model),
+        "adapters": {name: bits_fingerprint(lm.model, loaded) for name, loaded in lm.adapters.items()},
         "defaults": repr(lm.defaults),
         "name": reader.model,
         "options": reader.options,

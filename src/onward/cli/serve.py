@@ -53,6 +53,10 @@ class ServerFlags:
     keep_alive: Annotated[
         float, typer.Option("--keep-alive", metavar="SECONDS", help="Silence after which a stream gets a comment.")
     ] = 10.0
+    idempotency_seconds: Annotated[
+        float,
+        typer.Option("--idempotency-seconds", metavar="SECONDS", help="How long an Idempotency-Key is remembered."),
+    ] = 600.0
     max_body: Annotated[float, typer.Option("--max-body", metavar="MIB", help="The most MiB of a request.")] = 8.0
     max_requests: Annotated[
         int, typer.Option("--max-requests", metavar="N", help="The most requests at once, waiting ones too.")
@@ -105,6 +109,7 @@ class ServerFlags:
             "max_body": int(self.max_body * 2**20),
             "max_requests": self.max_requests,
             "keep_alive": self.keep_alive,
+            "idempotency_seconds": self.idempotency_seconds,
             "drain": self.drain,
             "cors_origins": tuple(self.allow_origin or ()),
             # A server of this machine alone, without keys, has only its names; others have any, or those given.

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from onward.cluster.retries import RetryOptions
 
 if TYPE_CHECKING:
-    from onward.cluster.deployment import DeployOptions, build_app
+    from onward.cluster.deploy_options import DeployOptions
+    from onward.cluster.deployment import build_app
 
 __all__ = ["DeployOptions", "RetryOptions", "build_app"]
 
@@ -16,6 +17,6 @@ __all__ = ["DeployOptions", "RetryOptions", "build_app"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from onward.cluster import deployment
+    from onward.cluster import deploy_options, deployment
 
-    return getattr(deployment, name)
+    return getattr(deploy_options if name == "DeployOptions" else deployment, name)

@@ -1,33 +1,107 @@
-"""An ASGI application called within its process, with all that it sends between two looks in one item."""
+"""An ASGI application called within its process, and what its answers bring on its way to their ingress."""
 
 import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
-from onward.cluster.call import Call, Item
+from onward.cluster.call import Call, Parcel, Part
 
 # How often a replica says that it is well.
 HEARTBEAT = 0.5
-# Seconds in which what comes is gathered into one item, for an item costs as much as many tokens of a small model.
+# Seconds in which what comes is gathered into one parcel, for a parcel costs as much as many tokens of a small model.
 GATHER = 0.02
+# Parcels that go at once after a pause: an answer's status and its first token do not wait for each other.
+_AT_ONCE = 3
+# Messages in a parcel, beyond which applications wait for it to be sent: what they say then comes together.
+_MOST = 64
 # Seconds that the application gets for its last words when nobody listens any more.
 _LAST_WORDS = 5.0
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-async def served(
-    app: App, call: Call, replica: str, fingerprint: str, heartbeat: float = HEARTBEAT, gather: float = GATHER
-) -> AsyncGenerator[Item, None]:
-    """Serve a call and yield its answer as it comes, and an item at least every `heartbeat` seconds.
+class Outbox:
+    """What answers bring for one ingress, gathered into parcels.
 
-    Items are `gather` seconds apart or more. Closing it is to the application as if the client had left.
+    replica: its name. fingerprint: what the bits of its texts depend on. gather: seconds between two parcels, in the
+    long run.
     """
-    messages: list[Any] = []
-    changed, gone = asyncio.Event(), asyncio.Event()
+
+    def __init__(self, replica: str, fingerprint: str, gather: float = GATHER, heartbeat: float = HEARTBEAT) -> None:
+        self._replica, self._fingerprint = replica, fingerprint
+        self._gather, self._heartbeat = gather, heartbeat
+        self._parts: dict[int, list[Mapping[str, Any]]] = {}
+        self._ended: set[int] = set()
+        self._count = 0
+        self._changed, self._taken = asyncio.Event(), asyncio.Event()
+        self._is_closed = False
+
+    async def put(self, number: int, message: Mapping[str, Any]) -> None:
+        """Say a message of an answer. Waits while there are many to be sent."""
+        self._parts.setdefault(number, []).append(message)
+        self._count += 1
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._ended.add(number)
+        self._changed.set()
+        if self._count >= _MOST and not self._is_closed:
+            await self._taken.wait()
+
+    async def parcels(self) -> AsyncGenerator[Parcel, None]:
+        """What comes, with a heartbeat at least every so often. Closing it closes the outbox: nothing is kept then."""
+        beat = -math.inf  # the last heartbeat
+        due = 0.0  # when the next parcel would be sent, if they had come evenly
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, beat + self._heartbeat - time.monotonic())):
+                        await self._changed.wait()
+                await asyncio.sleep(due - time.monotonic())
+                now = time.monotonic()
+                due = max(due, now - _AT_ONCE * self._gather) + self._gather
+                is_beat = now - beat >= self._heartbeat
+                beat = now if is_beat else beat
+                yield Parcel(self._replica, self._fingerprint, self._take(), is_beat)
+        finally:
+            self._is_closed = True
+            self._take()
+
+    def _take(self) -> tuple[Part, ...]:
+        parts = tuple(
+            Part(number, tuple(_joined(messages)), number in self._ended) for number, messages in self._parts.items()
+        )
+        self._parts, self._count = {}, 0
+        self._ended.clear()
+        self._changed.clear()
+        taken, self._taken = self._taken, asyncio.Event()
+        taken.set()
+        return parts
+
+
+def _joined(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages of an answer, with bodies that follow each other as one."""
+    bodies = [message for message in messages if message["type"] == "http.response.body"]
+    if len(bodies) < 2:
+        return messages
+    joined = {**bodies[-1], "body": b"".join([message.get("body", b"") for message in bodies])}
+    told = [message["onward"] for message in bodies if message.get("onward")]
+    if told:
+        emitted = [
+            [id for ids in texts for id in ids] for texts in zip(*(each["emitted"] for each in told), strict=True)
+        ]
+        joined["onward"] = {"id": told[-1]["id"], "emitted": emitted}
+    return [*(message for message in messages if message["type"] != "http.response.body"), joined]
+
+
+async def serve_into(app: App, call: Call, number: int, outbox: Outbox, where: str = "") -> None:
+    """Serve a call, and put all that its answer brings into an outbox. Being cancelled is to the application as if the
+    client had left.
+
+    where: is told as the header x-onward-replica.
+    """
+    gone = asyncio.Event()
     requests = [{"type": "http.request", "body": call.body, "more_body": False}]
 
     async def receive() -> Any:
@@ -37,31 +111,18 @@ async def served(
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
-        messages.append(message)
-        changed.set()
+        if where and message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"x-onward-replica", where.encode())]}
+        await outbox.put(number, message)
 
     running = asyncio.ensure_future(app(_scope(call), receive, send))
-    running.add_done_callback(lambda _: changed.set())
-    since = -math.inf  # the last item
     try:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(heartbeat):
-                    await changed.wait()
-            if not running.done():
-                await asyncio.sleep(since + gather - time.monotonic())
-            changed.clear()
-            since, over = time.monotonic(), running.done()
-            new = tuple(messages)
-            messages.clear()
-            yield Item(replica, fingerprint, new)
-            if over:
-                running.result()
-                return
+        await asyncio.shield(running)
     finally:
         gone.set()
-        await asyncio.wait([running], timeout=_LAST_WORDS)
-        running.cancel()
+        if not running.done():
+            await asyncio.wait([running], timeout=_LAST_WORDS)
+            running.cancel()
 
 
 def _scope(call: Call) -> dict[str, Any]:

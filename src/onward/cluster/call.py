@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 # The ids of each text of an answer, those of the body's first request first.
 Emitted = tuple[tuple[int, ...], ...]
@@ -31,29 +31,54 @@ class Call:
         return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.headers}
 
 
+class Part(NamedTuple):
+    """What one answer brought since the last parcel. number: of the call. messages: of ASGI. ended: whether the
+    last of them ends it."""
+
+    number: int
+    messages: tuple[Mapping[str, Any], ...]
+    ended: bool
+
+
+class Parcel(NamedTuple):
+    """What all answers of a replica brought for an ingress. is_beat: whether it also says that the replica is well."""
+
+    replica: str
+    fingerprint: str
+    parts: tuple[Part, ...]
+    is_beat: bool
+
+
 @dataclass(frozen=True)
 class Item:
     """What an answer brought since the last item; a replica that is well sends one every half second, maybe empty.
 
-    replica: its name. fingerprint: what the bits of its texts depend on. messages: of ASGI.
+    replica: its name. fingerprint: what the bits of its texts depend on. messages: of ASGI. is_last: whether they
+    end it.
     """
 
     replica: str
     fingerprint: str
     messages: tuple[Mapping[str, Any], ...] = ()
+    is_last: bool = False
 
 
 @dataclass
 class Route:
     """Where a call is to go, and where it went.
 
-    key: what requests of one beginning have in common; None: nothing. avoid: replicas that failed it. replica: the one
-    that has it; None as long as none has.
+    key: what requests of one beginning have in common; None: nothing. avoid: replicas that failed it. only: the replica
+    that has to get it. replica: the one that it was sent to last; None as long as there is none.
     """
 
     key: str | None = None
     avoid: frozenset[str] = field(default_factory=frozenset)
+    only: str | None = None
     replica: str | None = None
+
+    def found(self, replica: str) -> None:
+        """The call is sent to a replica."""
+        self.replica = replica
 
 
 class ReplicaLostError(Exception):

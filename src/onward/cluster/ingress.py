@@ -185,6 +185,18 @@ class Ingress:
             closing.add_done_callback(_closing.discard)
 
     async def _next(self, items: Any, route: Route) -> Item:
+        if route.replica is None:
+            return await self._first(items, route)
+        try:
+            async with asyncio.timeout(self._options.silence):
+                return await anext(items)
+        except StopAsyncIteration:
+            raise ReplicaLostError("the replica's answer broke off", died=False) from None
+        except TimeoutError:
+            raise self._silent(route) from None
+
+    async def _first(self, items: Any, route: Route) -> Item:
+        """The first item of a call, which may wait for a replica to be there. From when it has one it has less time."""
         coming = asyncio.ensure_future(anext(items))
         since = time.monotonic()
         try:
@@ -193,7 +205,6 @@ class Ingress:
                 left = since + seconds - time.monotonic()
                 if left <= 0:
                     break
-                # A call that finds its replica meanwhile has less time from then on.
                 done, _ = await asyncio.wait([coming], timeout=min(left, self._options.silence))
                 if done:
                     return coming.result()  # type: ignore[no-any-return]
@@ -205,7 +216,10 @@ class Ingress:
                 coming.exception() if coming.done() else None
         if route.replica is None:
             raise EngineError(f"no replica was there within {_WAIT:g} s")
-        raise ReplicaLostError(f"replica {route.replica} was silent for {self._options.silence:g} s", died=False)
+        raise self._silent(route)
+
+    def _silent(self, route: Route) -> ReplicaLostError:
+        return ReplicaLostError(f"replica {route.replica} was silent for {self._options.silence:g} s", died=False)
 
     def _others(self, route: Route) -> bool:
         """Whether there are replicas that have not failed the call."""

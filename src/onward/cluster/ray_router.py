@@ -44,16 +44,19 @@ class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
         if route is None or not candidate_replicas:
             return [candidate_replicas] if candidate_replicas else []
         pending_request.routing_context.should_backoff = True
+        if route.only is not None:
+            return [[each] for each in candidate_replicas if _name(each.replica_id) == route.only]
         by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
         loads = {_name(replica): self._replica_queue_len_cache.get(replica) or 0 for replica in self._replica_id_set}
         ranked = self._ring.order(route.key, lambda name: loads.get(name, 0), route.avoid, affinity=self._affinity)
         return [[by_name[name]] for name in islice(ranked, _ASKED) if name in by_name]
 
-    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        super().on_request_routed(pending_request, replica_id, result)
-        route = _route_of(pending_request)
-        if route is not None:
-            route.replica = _name(replica_id)
+    async def _choose_replica_for_request(self, pending_request: Any, **others: Any) -> Any:
+        # Told before the replica accepts: one that hangs never does.
+        replica = await super()._choose_replica_for_request(pending_request, **others)
+        if (route := _route_of(pending_request)) is not None:
+            route.found(_name(replica.replica_id))
+        return replica
 
 
 def _name(replica_id: Any) -> str:

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +16,8 @@ import ray
 from ray import serve
 
 import onward
-from onward.cluster.deployment import DeployOptions, application, ingress_of, replicas_of
+from onward.cluster.deploy_options import DeployOptions
+from onward.cluster.deployment import application, ingress_of, replicas_of
 from onward.cluster.ingress import Ingress
 from onward.errors import EngineError, RequestError, one_line
 from onward.server import bound, log_to_stderr
@@ -36,7 +38,8 @@ def running(
 ) -> Iterator[str]:
     """Deploy, and yield the URL once all replicas are there. Afterwards nothing of it is left.
 
-    The ingress is this process; of fused replicas it is Ray's proxy.
+    The ingress is this process. Fused replicas listen themselves on this machine (Linux), and are behind Ray's proxy on
+    a cluster.
 
     address: of a Ray cluster, "auto" for the one of this machine; None: Ray is started here, for this alone.
 
@@ -49,11 +52,15 @@ def running(
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with closing(bound(host, port)) as listener:
         url = address_of(listener)
+        at = host, int(url.rpartition(":")[2])
         _connect(options, address)
         try:
             if options.fused:
-                listener.close()  # Ray's proxy listens there
-                _start({"host": host, "port": int(url.rpartition(":")[2])}, application(options), "/")
+                listener.close()  # others listen there
+                if address is None and sys.platform == "linux":
+                    _start({"location": "NoServer"}, replicas_of(options, at), None)
+                else:
+                    _start({"host": host, "port": at[1]}, application(options), "/")
                 yield url
             else:
                 ingress = ingress_of(_start({"location": "NoServer"}, replicas_of(options), None), options)

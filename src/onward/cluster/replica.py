@@ -1,0 +1,115 @@
+"""Replicas: a model, its engine and the application of `onward serve` in an actor of Ray Serve."""
+
+import asyncio
+import os
+import platform
+import threading
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import torch
+from ray import serve
+
+import onward
+from onward.cluster.bridge import Outbox, serve_into
+from onward.cluster.call import Call, Parcel, Route
+from onward.cluster.deploy_options import DeployOptions
+from onward.cluster.scaling import LOAD, load_of
+from onward.errors import EngineError
+from onward.server import Settings, bound, create_app
+from onward.server.lifecycle import Server, config_of, drain
+
+
+class Replica:
+    """A model, its engine and the application of `onward serve`."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        chosen = DeployOptions.of(options)
+        threads = chosen.threads or max(1, int(chosen.cpus))
+        onward.set_num_threads(threads)
+        torch.set_num_threads(threads)
+        self._engine = onward.Engine(onward.load(chosen.source, **chosen.load), **chosen.engine)
+        settings = Settings(**{**chosen.settings, "access_log": False})
+        self._hang = settings.hang_seconds
+        self._app = create_app({chosen.name or chosen.source: self._engine}, settings)
+        self._watching: asyncio.Task[None] | None = None
+        self._name = str(serve.get_replica_context().replica_id.unique_id)
+        self._limit = self._engine.max_sequences
+        self._fingerprint = self._engine.fingerprint
+        self._outboxes: dict[str, Outbox] = {}
+
+    async def serve(self, call: Call, route: Route, ingress: str, number: int) -> None:
+        """Serve a call of an ingress, which gets what the answer brings from `parcels`."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._app.streams.watch())
+        where = f"{self._name} {platform.node()} {os.getpid()}"
+        await serve_into(self._app, call, number, self._outbox(ingress), where)
+
+    async def parcels(self, route: Route, ingress: str) -> AsyncGenerator[Parcel, None]:
+        """All that the calls of an ingress bring, as long as it listens."""
+        outbox = self._outbox(ingress)
+        try:
+            async for parcel in outbox.parcels():
+                yield parcel
+        finally:
+            if self._outboxes.get(ingress) is outbox:
+                del self._outboxes[ingress]
+
+    def _outbox(self, ingress: str) -> Outbox:
+        if ingress not in self._outboxes:
+            self._outboxes[ingress] = Outbox(self._name, self._fingerprint)
+        return self._outboxes[ingress]
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For Ray, which starts and ends replicas by it (`wanted_replicas`)."""
+        return {LOAD: load_of(self._engine.stats(), self._limit)}
+
+    def check_health(self) -> None:
+        """For Ray, which replaces a replica that raises.
+
+        Raises:
+            EngineError: the engine has failed, or its step does not end.
+        """
+        self._engine.check_open()
+        if self._engine.seconds_since_step > self._hang:
+            raise EngineError(f"a step has been running for {self._engine.seconds_since_step:.0f} s: the engine hangs")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.close(drain=False)
+
+
+@serve.ingress()
+class FusedReplica(Replica):
+    """A replica that clients reach through Ray's proxy alone."""
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._app
+
+
+class ListeningReplica(Replica):
+    """A replica that clients reach without a process between. host, port: where it listens, as do all replicas of this
+    machine: Linux spreads connections over them."""
+
+    def __init__(self, options: Mapping[str, Any], host: str, port: int) -> None:
+        super().__init__(options)
+        self._listener = bound(host, port, shared=True)
+        self._listener.listen()  # who connects before the thread accepts waits, and is not refused
+        self._server = Server(config_of(self._app))
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._listen()), name="onward-replica", daemon=True)
+        self._ending = threading.Event()
+        self._thread.start()
+
+    async def _listen(self) -> None:
+        serving = asyncio.ensure_future(self._server.serve([self._listener]))
+        while not self._ending.is_set():
+            await asyncio.sleep(0.1)
+        await drain(self._app, self._server)
+        await serving
+
+    def __del__(self) -> None:
+        if hasattr(self, "_thread"):
+            self._ending.set()
+            self._thread.join()
+            self._listener.close()
+        super().__del__()

@@ -1,0 +1,189 @@
+"""Many answers come through one channel from each replica: whole and in order, or their calls are lost."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from onward.cluster import bridge, channels
+from onward.cluster.bridge import Outbox, serve_into
+from onward.cluster.call import Call, Parcel, ReplicaLostError, Route
+from onward.cluster.channels import ChanneledReplicas
+from onward.cluster.ingress import Ingress
+from onward.cluster.retries import RetryOptions
+
+EVENTS = 40
+CALL = Call("POST", "/", b"", (), b"", "0" * 32)
+
+
+def stream_of(name: str) -> bytes:
+    return b"".join(f"data: {name} {at}\n\n".encode() for at in range(EVENTS))
+
+
+async def streaming(scope: Any, receive: Any, send: Any) -> None:
+    """Events of the body's name, after the last one that was told."""
+    name = (await receive())["body"].decode()
+    begun = scope["onward"]
+    first = int(begun.get("last_event_id", -1)) + 1
+    assert [list(ids) for ids in begun.get("emitted", [range(first)])] == [list(range(first))]
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for at in range(first, EVENTS):
+        told = {"id": str(at), "emitted": [[at]]}
+        body = f"data: {name} {at}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": True, "onward": told})
+        if at % 3 == 0:
+            await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Fakes:
+    """Replicas of this process. breaks: after how many parcels the channels that are opened end, in turn."""
+
+    def __init__(self, app: Any = streaming, breaks: tuple[int, ...] = (), names: tuple[str, ...] = ("a", "b")) -> None:
+        self.app, self.breaks, self.names = app, list(breaks), frozenset(names)
+        self.opened: list[tuple[str, str]] = []
+        self._outboxes: dict[tuple[str, str], Outbox] = {}
+        self._turn = 0
+
+    def _outbox(self, replica: str, ingress: str) -> Outbox:
+        return self._outboxes.setdefault((replica, ingress), Outbox(replica, "same", gather=0.001, heartbeat=0.05))
+
+    def call(self, call: Call, route: Route, ingress: str, number: int) -> tuple[Awaitable[None], Callable[[], None]]:
+        self._turn += 1
+        choices = sorted(self.names - route.avoid) or sorted(self.names)
+        replica = choices[self._turn % len(choices)]
+        route.found(replica)
+        serving = asyncio.ensure_future(serve_into(self.app, call, number, self._outbox(replica, ingress)))
+
+        def end() -> None:
+            serving.cancel()
+
+        return serving, end
+
+    async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[Parcel, None]:
+        self.opened.append((replica, ingress))
+        left = self.breaks.pop(0) if self.breaks else -1
+        parcels = self._outbox(replica, ingress).parcels()
+        try:
+            async for parcel in parcels:
+                if not left:
+                    raise ReplicaLostError("it broke", died=False)
+                left -= 1
+                yield parcel
+        finally:
+            await parcels.aclose()
+            del self._outboxes[replica, ingress]
+
+
+async def asked(ingress: Ingress, name: str) -> bytes:
+    bodies = [{"type": "http.request", "body": name.encode(), "more_body": False}]
+    got: list[bytes] = []
+
+    async def receive() -> Any:
+        return bodies.pop() if bodies else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        got.append(message.get("body", b""))
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    await asyncio.wait_for(ingress(scope, receive, send), 20)
+    return b"".join(got)
+
+
+def all_asked(fakes: Fakes, names: list[str]) -> list[bytes]:
+    async def run() -> list[bytes]:
+        ingress = Ingress(ChanneledReplicas(fakes), RetryOptions(silence=1.0, quarantine=0.0))
+        return await asyncio.gather(*(asked(ingress, name) for name in names))
+
+    return asyncio.run(run())
+
+
+NAMES = [f"stream {at}" for at in range(20)]
+
+
+def test_streams_share_a_channel() -> None:
+    fakes = Fakes()
+    assert all_asked(fakes, NAMES) == [stream_of(name) for name in NAMES]
+    assert sorted(replica for replica, _ in fakes.opened) == ["a", "b"]
+
+
+@pytest.mark.parametrize("after", range(0, 24, 3))
+def test_a_channel_that_breaks_loses_no_word(after: int) -> None:
+    fakes = Fakes(breaks=(after,), names=("a", "b", "c"))
+    assert all_asked(fakes, NAMES) == [stream_of(name) for name in NAMES]
+
+
+def test_what_fails_is_told_at_once() -> None:
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError("a defect")
+
+    async def run() -> None:
+        replicas = ChanneledReplicas(Fakes(failing))
+        with pytest.raises(ValueError, match="a defect"):
+            assert not [item async for item in replicas.serve(CALL, Route())]
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_an_answer_without_an_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_LAST_WORDS", 0.1)
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def run() -> None:
+        replicas = ChanneledReplicas(Fakes(endless))
+        with pytest.raises(ReplicaLostError, match="broke off"):
+            assert not [item async for item in replicas.serve(CALL, Route())]
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_a_channel_that_nobody_uses_is_closed_and_the_next_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_IDLE", 0.0)
+    fakes = Fakes(names=("a",))
+
+    async def run() -> None:
+        ingress = Ingress(ChanneledReplicas(fakes), RetryOptions())
+        for _ in range(2):
+            assert await asked(ingress, "x") == stream_of("x")
+            await asyncio.sleep(0.3)
+
+    asyncio.run(run())
+    assert len(fakes.opened) == len(set(fakes.opened)) == 2
+
+
+def test_an_application_waits_where_much_is_to_be_sent() -> None:
+    said = 0
+
+    async def run() -> None:
+        nonlocal said
+        outbox = Outbox("a", "same", gather=0.0)
+
+        async def speak() -> None:
+            nonlocal said
+            for at in range(1000):
+                told = {"id": str(at), "emitted": [[at], []]}
+                body = b"%d " % at
+                await outbox.put(7, {"type": "http.response.body", "body": body, "more_body": at < 999, "onward": told})
+                said += 1
+
+        speaking = asyncio.ensure_future(speak())
+        await asyncio.sleep(0.05)
+        assert said < bridge._MOST
+        messages: list[Any] = []
+        async for parcel in outbox.parcels():
+            for part in parcel.parts:
+                assert part.number == 7
+                messages += part.messages
+            if parcel.parts and parcel.parts[0].ended:
+                break
+        await speaking
+        assert b"".join(message["body"] for message in messages) == b"".join(b"%d " % at for at in range(1000))
+        assert [id for message in messages for id in message["onward"]["emitted"][0]] == list(range(1000))
+        assert [message["more_body"] for message in messages] == [True] * (len(messages) - 1) + [False]
+        assert len(messages) < 30
+
+    asyncio.run(run())

@@ -11,7 +11,9 @@ from benchmarks.serve.sheet import Column, Sheet
 from benchmarks.serve.workload import Record, Request
 
 PEERS = ("openvino", "llama.cpp")
-ENGINE, GENERATE, DENSE = "", "generate", "dense"
+ENGINE, SHORT_STEPS, GENERATE, DENSE = "", "short steps", "generate", "dense"
+# Which worker takes part so.
+_WORKERS = {ENGINE: "onward", SHORT_STEPS: "onward", GENERATE: "onward_generate", DENSE: "onward_generate"}
 
 
 @dataclass(frozen=True)
@@ -121,4 +123,4 @@ def peers_of(precision: str, names: Sequence[str] = PEERS) -> list[Contender]:
 
 
 def _ours(part: Part, precision: str) -> list[Contender]:
-    return [Contender(OURS, precision, "onward_generate" if way else "onward", variant=way) for way in part.ways]
+    return [Contender(OURS, precision, _WORKERS[way], variant=way) for way in part.ways]

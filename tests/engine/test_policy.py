@@ -262,4 +262,4 @@ def test_prompts_progress_where_every_step_takes_longer_than_it_may():
     queue, decoding, prompt = policy(max_step_ms=1), Pending(1), Pending(1000)
     for _ in range(10):
         count = processed(queue, [decoding, prompt], seconds=0.5)[1]
-    assert count == 32
+    assert count == 4

@@ -120,8 +120,8 @@ mixed = st.lists(
 
 
 def least(machine, step):
-    """What a step takes at least if prompts are to progress: with 32 tokens of the first prompt."""
-    return machine.seconds(step.decoding, [(position, min(tokens, 32)) for position, tokens in step.chunks[:1]])
+    """What a step takes at least if prompts are to progress: with 4 tokens of the first prompt."""
+    return machine.seconds(step.decoding, [(position, min(tokens, 4)) for position, tokens in step.chunks[:1]])
 
 
 @settings(max_examples=25)
@@ -129,7 +129,7 @@ def least(machine, step):
 def test_steps_with_decoding_rows_keep_their_time(schedule, machine):
     """Once rows and positions were measured, whatever the machine is like.
 
-    Where 32 tokens alone take longer than a step may, their time is the bound. The factor: a unit of cost is measured
+    Where 4 tokens alone take longer than a step may, their time is the bound. The factor: a unit of cost is measured
     with a chunk of t tokens and used for one of s. Where it costs as much as r tokens more than it has, and not 16,
     the prediction is off by (s + r) (t + 16) / ((t + r) (s + 16)), which is at most 1.84 for r from 8 to 32 and sizes
     from 2 to 512. Within a range the positions double, and so may the cost. Noise may be low when measured and high

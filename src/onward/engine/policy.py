@@ -29,12 +29,12 @@ a request has ended, and the preempted one comes back with all blocks that it ma
 has run the longest always goes on, and each request that ends lets the others come nearer to their own end.
 
 **Prompts.** Rows that decode take part in every step. Prompts get the time that decoding leaves of `max_step_ms`, as
-measured by `StepPace`, but at least 32 tokens a step. Without that limit a step may take 2.25 times what its decoding
-rows take alone, and 100 ms in any case; then prompts get 16 tokens at least. Where nobody decodes they get
-`prefill_chunk` tokens. Steps give the time in turns: to the prompt that came first, and to the one that has the fewest
-tokens left. What one leaves goes to the next in the same order. So the prompt that came first takes at most twice as
-many steps as if it were alone, and one more, whatever comes behind it; so does one behind it, as long as it is the
-shortest. Each is the first in the end.
+measured by `StepPace`, but at least 4 tokens a step: whoever asks for short steps gets long prompts late. Without that
+limit a step may take 2.25 times what its decoding rows take alone, and 100 ms in any case; then prompts get 16 tokens
+at least. Where nobody decodes they get `prefill_chunk` tokens. Steps give the time in turns: to the prompt that came
+first, and to the one that has the fewest tokens left. What one leaves goes to the next in the same order. So the prompt
+that came first takes at most twice as many steps as if it were alone, and one more, whatever comes behind it; so does
+one behind it, as long as it is the shortest. Each is the first in the end.
 """
 
 import math
@@ -44,12 +44,14 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from onward.engine.pace import Chunk, StepPace, Throughput
 
-# A step's prompt tokens are at least these, however slow steps are: prompts always make progress.
-_LEAST_TOKENS = 32
+# A step's prompt tokens are at least these, with a limit and without, however slow steps are: prompts always progress.
+_LEAST_LIMITED, _LEAST = 4, 16
+# A later prompt of a step that does not end in it has so many at least.
+_LEAST_OF_LATER = 32
 # Without a limit: how much longer prompts may make a step, and the seconds that any step may take.
 _GROWTH, _SHORT_STEP = 2.25, 0.100
-# The sizes of chunks: 16, 32, 48, 64, 96, 128, 192, … They are few, for a forward may be traced for each.
-_SIZES = (16, *(size for power in range(5, 24) for size in (1 << power, 3 << power - 1)))
+# The sizes of chunks: 4, 8, 16, 32, 48, 64, 96, 128, 192, … They are few, for a forward may be traced for each.
+_SIZES = (4, 8, 16, *(size for power in range(5, 24) for size in (1 << power, 3 << power - 1)))
 # Seconds after which a refused request may come back: where nothing was measured yet, and at most.
 _UNKNOWN_WAIT, _LONGEST_WAIT = 1.0, 600.0
 
@@ -135,9 +137,9 @@ class Policy(Generic[ItemT]):
         self._max_sequences = max_sequences
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._max_step = None if max_step_ms is None else max_step_ms / 1000
-        self._least_tokens = _SIZES[0] if max_step_ms is None else _LEAST_TOKENS
+        self._least_tokens = _LEAST if max_step_ms is None else _LEAST_LIMITED
         self._prefill_chunk = prefill_chunk
-        self._sizes = [size for size in _SIZES if size <= prefill_chunk] or [prefill_chunk]
+        self._sizes = [size for size in _SIZES if size <= prefill_chunk] if prefill_chunk >= _LEAST else [prefill_chunk]
         self._overcommit = overcommit
         self._ageing = ageing
         self.pace, self.throughput = StepPace(), Throughput()
@@ -274,11 +276,11 @@ class Policy(Generic[ItemT]):
     def _chunk_size(self, row: Row, seconds: float, tokens: int) -> int:
         """The most tokens of a prompt that fit into these seconds and tokens: all that it has left or a size.
 
-        The first chunk of a step has up to `_LEAST_TOKENS` in any case, 16 without a limit. Later ones that end no
-        prompt have `_LEAST_TOKENS` at least: many small ones would make attention read as many caches.
+        The first chunk of a step has up to 4 in any case, 16 without a limit. Later ones that end no prompt have 32 at
+        least: many small ones would make attention read as many caches.
         """
         pending, first = row.total - row.computed, not self._chunks
-        smaller = (size for size in reversed(self._sizes) if size < pending and (first or size >= _LEAST_TOKENS))
+        smaller = (size for size in reversed(self._sizes) if size < pending and (first or size >= _LEAST_OF_LATER))
         for size in (pending, *smaller):
             in_any_case = first and size <= self._least_tokens
             if size <= tokens and (in_any_case or self.pace.chunk(row.computed, size) <= seconds):

@@ -35,6 +35,7 @@ class RayRanks:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray = ray
+        self._place = _place(ray)
         self._group = placement_group([{"CPU": 1}] * (world - 1), strategy="SPREAD")
         try:
             ray.get(self._group.ready(), timeout=_ROOM)
@@ -50,6 +51,8 @@ class RayRanks:
         self._ends = [each.run.remote(rank, world, address) for rank, each in enumerate(self._actors, start=1)]
 
     def check(self) -> None:
+        if not self._is_connected():
+            raise RankError("this process has left the cluster that the ranks are in: load the model anew")
         ended, _ = self._ray.wait(self._ends, timeout=0)
         if not ended:
             return
@@ -61,14 +64,27 @@ class RayRanks:
         raise RankError(f"rank {rank} has ended")
 
     def kill(self) -> None:
-        for actor in self._actors:
-            self._ray.kill(actor)
+        if self._is_connected():
+            for actor in self._actors:
+                self._ray.kill(actor)
 
     def end(self) -> None:
+        if not self._is_connected():  # then they have ended: Ray ends the actors of a process that leaves
+            return
         with suppress(Exception):  # the cluster may be gone
             self._ray.wait(self._ends, num_returns=len(self._ends), timeout=_END)
             self.kill()
             self._ray.util.remove_placement_group(self._group)
+
+    def _is_connected(self) -> bool:
+        """Whether this process is still in the cluster: outside of it each call of Ray's would start another one."""
+        return bool(self._ray.is_initialized()) and _place(self._ray) == self._place
+
+
+def _place(ray: Any) -> tuple[str, str]:
+    """What tells this process's stay in a cluster from every other: another cluster counts its jobs from 1 again."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
 
 
 class _Rank:

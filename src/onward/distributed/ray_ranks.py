@@ -36,7 +36,7 @@ class RayRanks:
 
         self._ray = ray
         self._place = _place(ray)
-        self._group = placement_group([{"CPU": 1}] * (world - 1), strategy="SPREAD")
+        self._group: Any = placement_group([{"CPU": 1}] * (world - 1), strategy="SPREAD")
         try:
             ray.get(self._group.ready(), timeout=_ROOM)
         except ray.exceptions.GetTimeoutError as error:
@@ -69,12 +69,13 @@ class RayRanks:
                 self._ray.kill(actor)
 
     def end(self) -> None:
-        if not self._is_connected():  # then they have ended: Ray ends the actors of a process that leaves
-            return
-        with suppress(Exception):  # the cluster may be gone
-            self._ray.wait(self._ends, num_returns=len(self._ends), timeout=_END)
-            self.kill()
-            self._ray.util.remove_placement_group(self._group)
+        if self._is_connected():  # else they have ended: Ray ends the actors of a process that leaves
+            with suppress(Exception):  # the cluster may be gone
+                self._ray.wait(self._ends, num_returns=len(self._ends), timeout=_END)
+                self.kill()
+                self._ray.util.remove_placement_group(self._group)
+        # Now, and by this thread: a handle that another one frees after ray.shutdown() ends the process.
+        self._actors, self._ends, self._group = [], [], None
 
     def _is_connected(self) -> bool:
         """Whether this process is still in the cluster: outside of it each call of Ray's would start another one."""

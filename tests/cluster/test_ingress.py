@@ -163,7 +163,7 @@ def without_comments(body: bytes) -> bytes:
 def test_whatever_is_lost_the_client_gets_one_whole_answer(faults: list[Fault], app: Any) -> None:
     replicas = Fakes(faults)
     replicas.app = app
-    got = ask(replicas, attempts=4, quarantine=0.0)
+    got = ask(replicas, attempts=4, quarantine=0.0, silence=10.0)  # a busy machine is no silent replica
     deaths = sum(fault == "die" for fault, _ in faults)
     if got.status == (200 if app is streaming else 201) and deaths < 2:
         assert without_comments(got.body) == (STREAM if app is streaming else b'{"a": 1}')
@@ -175,7 +175,7 @@ def test_whatever_is_lost_the_client_gets_one_whole_answer(faults: list[Fault], 
 @pytest.mark.parametrize("fault", ["die", "leave", "break off", "hang"])
 def test_a_fault_at_every_place(fault: str, after: int) -> None:
     replicas = Fakes([(fault, after)])
-    got = ask(replicas, silence=0.2)
+    got = ask(replicas, silence=1.0 if fault == "hang" else 10.0)
     assert (got.status, without_comments(got.body)) == (200, STREAM)
     assert len(replicas.calls) <= 2
     assert len({name for name, _ in replicas.calls}) == len(replicas.calls), "another replica goes on"

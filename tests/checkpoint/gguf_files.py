@@ -15,6 +15,14 @@ _EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 1}
 _GEMMA = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64, **_WINDOW}
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 _LONGROPE |= {"short_factor": [1.0 + at / 24 for at in range(24)], "long_factor": [2.0 + at for at in range(24)]}
+_SHARED_EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 32,
@@ -23,12 +31,7 @@ _LATENT = {
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 32,
     "v_head_dim": 96,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.5,
+    **_SHARED_EXPERTS,
 }
 _DELTA = {
     "linear_conv_kernel_dim": 4,
@@ -115,12 +118,7 @@ MODELS: dict[str, tuple[str, str, dict]] = {
         "glm4moe",
         "Glm4Moe",
         {
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 256,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.5,
+            **_SHARED_EXPERTS,
             "norm_topk_prob": True,
             "use_qk_norm": True,
             "attention_bias": True,

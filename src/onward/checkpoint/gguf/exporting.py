@@ -71,10 +71,10 @@ def model_tensors(config: Mapping[str, Any], weights: Mapping[str, Tensor | Quan
     """
     family, head_dim = FAMILIES[gguf_architecture(config)], head_dim_of(config)
     assert head_dim is not None, "an architecture was made of the config"
-    tensors = {}
+    tensors, fields = {}, dict(config) | {"head_dim": head_dim}
     for name, weight in weights.items():
-        turned = gguf_architecture(config) == "llama" and name.split(".")[-2] in ("q_proj", "k_proj")
-        tensors[gguf_name(name, family).tensor] = _stored(name, weight, head_dim if turned else None)
+        order = family.order(name, fields, weight.shape[0]).rows
+        tensors[gguf_name(name, family).tensor] = _stored(name, weight, order)
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = _llama3_divisors(rope, head_dim)
@@ -119,25 +119,22 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _stored(name: str, weight: Tensor | QuantizedWeight, head_dim: int | None) -> Stored:
-    """head_dim: of a weight whose rows RoPE turns: neighbours in GGUF, halves of a head in the stock layout."""
+def _stored(name: str, weight: Tensor | QuantizedWeight, order: Tensor | None) -> Stored:
+    """order: where its rows lie in the file (`Order`)."""
     if isinstance(weight, QuantizedWeight):
         rows, inputs = weight.shape
         if weight.format != "int4" or inputs % GROUP:
             raise RequestError(
                 f"{name} is {weight.format} {[rows, inputs]}, which no type of GGUF holds: give a dtype, for floats"
             )
-        return Stored("Q4_0", (rows, inputs), _pairs(_q4_0(weight), head_dim))
+        return Stored("Q4_0", (rows, inputs), _put(_q4_0(weight), order))
     if weight.dim() == 1:
         weight = weight.to(torch.float32)
-    return Stored(_FLOATS[weight.dtype], tuple(weight.shape), _pairs(weight, head_dim))
+    return Stored(_FLOATS[weight.dtype], tuple(weight.shape), _put(weight, order))
 
 
-def _pairs(rows: Tensor, head_dim: int | None) -> Tensor:
-    if head_dim is None:
-        return rows
-    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
-    return halves.transpose(1, 2).reshape(rows.shape)
+def _put(rows: Tensor, order: Tensor | None) -> Tensor:
+    return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)
 
 
 def _q4_0(weight: QuantizedWeight) -> Tensor:

@@ -30,8 +30,8 @@ Orders = Callable[[str, Mapping[str, Any], int], Order]
 class GgufFamily(NamedTuple):
     """architecture: the one of config.json. order: of weights that the converter reordered. config: fields that files
     leave unsaid. parts: fields that say whether there are biases or norms, and a tensor that is there then. names,
-    numbers: lines of `WHOLE`, `LAYER` and `NUMBERS` of its own; None: a field that `fields` reads. norms_from_one:
-    whether the converter added the 1 to the weights of norms that the family's forward adds. fields: see `Fields`."""
+    numbers: lines of `WHOLE`, `LAYER` and `NUMBERS` of its own; None: a field that `fields` reads. values: (a stock
+    name, floats of the file) -> the stock checkpoint's, where the converter computed others. fields: see `Fields`."""
 
     architecture: str
     order: Orders = lambda name, config, rows: Order()
@@ -39,7 +39,7 @@ class GgufFamily(NamedTuple):
     parts: Mapping[str, str] = {}
     names: Mapping[str, str] = {}
     numbers: Mapping[str, str | None] = {}
-    norms_from_one: bool = False
+    values: Callable[[str, Tensor], Tensor] = lambda name, values: values
     fields: Fields = lambda metadata, config: {}
 
 
@@ -192,6 +192,21 @@ def _value_heads(name: str, config: Mapping[str, Any], rows: int) -> Order:
     return Order(torch.cat((torch.arange(others), others + of_features)))
 
 
+# ── what the converter computes ───────────────────────────────────────────────────────────────────────────────
+
+
+def _norms_less_one(name: str, values: Tensor) -> Tensor:
+    """Weights of norms without the 1 that the family's forward adds, and the converter too."""
+    return values.to(torch.float32) - 1 if name.endswith("norm.weight") else values
+
+
+def _qwen35_values(name: str, values: Tensor) -> Tensor:
+    """The same but for the norm of Gated DeltaNet, and rates as the logarithms that they were."""
+    if name.endswith(".A_log"):
+        return (-values.to(torch.float32)).log()
+    return values if name.endswith(".linear_attn.norm.weight") else _norms_less_one(name, values)
+
+
 # ── what some files say in a way of their own ───────────────────────────────────────────────────────────────────
 
 
@@ -329,7 +344,7 @@ FAMILIES = {
         order=_value_heads,
         names=_QWEN35,
         numbers=_DELTA,
-        norms_from_one=True,
+        values=_qwen35_values,
         fields=_qwen35,
     ),
     "qwen35moe": GgufFamily(
@@ -343,7 +358,7 @@ FAMILIES = {
             "moe_intermediate_size": "expert_feed_forward_length",
             "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
         },
-        norms_from_one=True,
+        values=_qwen35_values,
         fields=_qwen35,
     ),
     "gemma2": GgufFamily(
@@ -355,7 +370,7 @@ FAMILIES = {
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         },
-        norms_from_one=True,
+        values=_norms_less_one,
         fields=_gemma_scale,
     ),
     "gemma3": GgufFamily(
@@ -363,7 +378,7 @@ FAMILIES = {
         config={"hidden_activation": "gelu_pytorch_tanh"},
         names=_FOUR_NORMS,
         numbers=_WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
-        norms_from_one=True,
+        values=_norms_less_one,
         fields=_gemma3,
     ),
     "phi3": GgufFamily("Phi3ForCausalLM", numbers=_WINDOW, fields=_phi3),

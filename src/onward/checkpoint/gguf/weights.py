@@ -94,14 +94,11 @@ class _GgufTensors:
         rows = rows if order.rows is None else rows[order.rows]
         if packed:
             return self._packed(stored, rows if order.columns is None else _with_blocks(rows, order.columns, stored))
-        values = float_rows(stored.type, rows)
-        if values is None:
-            values = self._values(stored, rows)
+        values = self._values(stored, rows)
         if order.columns is not None:
             values = values[:, order.columns]
-        return placed(
-            self._path, stored.name, self._as_stock(name, values).reshape(shape), dtype or self._dtype, self._device
-        )
+        values = self._family.values(name, values).reshape(shape)
+        return placed(self._path, stored.name, values, dtype or self._dtype, self._device)
 
     def _latent(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The matrix [H (K + V), R] that makes keys and values of latents, out of one for keys, [H, R, K], and one for
@@ -117,8 +114,7 @@ class _GgufTensors:
             self._taken[tensor] = stored.shape[0]
             if self._device.type == "meta":
                 continue
-            values = float_rows(stored.type, stored.rows)
-            parts.append((self._values(stored, stored.rows) if values is None else values).view(stored.shape))
+            parts.append(self._values(stored, stored.rows).view(stored.shape))
         if self._device.type == "meta":
             return torch.empty(shape, dtype=self._dtype, device=self._device)
         keys, values = parts
@@ -129,13 +125,6 @@ class _GgufTensors:
             )
         whole = torch.cat((keys.transpose(1, 2), values), 1).reshape(shape)
         return placed(self._path, name, whole, self._dtype, self._device)
-
-    def _as_stock(self, name: str, values: Tensor) -> Tensor:
-        """The numbers of the stock checkpoint, where the converter computed others."""
-        if name.endswith(".A_log"):
-            return (-values.to(torch.float32)).log()
-        own = name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
-        return values.to(torch.float32) - 1 if own and self._family.norms_from_one else values
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         """The tensor of a stock name, or the part of it that is one expert's; its shape is checked."""
@@ -196,7 +185,10 @@ class _GgufTensors:
                 )
 
     def _values(self, stored: GgufTensor, rows: Tensor) -> Tensor:
-        """Blocks as floats [N, K] of the model's dtype."""
+        """Rows as floats [N, K]: as they are stored, or blocks in the model's dtype."""
+        floats = float_rows(stored.type, rows)
+        if floats is not None:
+            return floats
         inputs = rows.shape[1] // stored.type.size * stored.type.weights
         values = torch.empty((len(rows), inputs), dtype=self._dtype)
         step = max(1, _AT_ONCE // inputs)

@@ -42,6 +42,12 @@ _DELTA = {
     "full_attention_interval": 2,
     "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }
+_DELTA_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LOCAL = {"rope_type": "default", "rope_theta": 150000.0}
 # What is tested: a name -> GGUF's architecture, that of config.json, and fields that differ from `CONFIG`.
@@ -60,10 +66,10 @@ MODELS: dict[str, tuple[str, str, dict]] = {
     "qwen35moe": (
         "qwen35moe",
         "Qwen3_5Moe",
-        _DELTA
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-        | {"shared_expert_intermediate_size": 256},
+        _DELTA | _DELTA_EXPERTS,
     ),
+    "qwen3next": ("qwen3next", "Qwen3Next", _DELTA | _DELTA_EXPERTS),
+    "qwen3next with fewer tensors": ("qwen3next", "Qwen3Next", _DELTA | _DELTA_EXPERTS),
     "deepseek2": (
         "deepseek2",
         "DeepseekV3",
@@ -225,12 +231,16 @@ def write_model(
                 keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
                 parts = twin[name].view(len(tensor), heads // keys, keys, -1)
                 twin[name] = parts.transpose(1, 2).reshape(tensor.shape)
-        elif stored in ("gemma2", "gemma3", "qwen35", "qwen35moe") and name.endswith("norm.weight"):
+        elif stored == "qwen3next" and name.endswith(".A_log"):
+            raw = -np.exp(raw)
+        elif _adds_one(stored, name):
             raw = raw + np.float32(1)
         if len(raw.shape) == 3 and raw.shape[1] == 1:
             raw = raw[:, 0]  # a convolution's
         place, expert = gguf_name(name, stored, config["num_hidden_layers"])
-        if name.endswith("kv_b_proj.weight") and config["q_lora_rank"]:
+        if name.endswith("in_proj_qkvz.weight") and "fewer" not in architecture:
+            _write_qkvz(writer, name, raw, kind, config)
+        elif name.endswith("kv_b_proj.weight") and config["q_lora_rank"]:
             _write_latent(writer, place, twin, name, config)
         elif expert is None:
             writer.add_tensor(place, raw, raw_dtype=Kind[kind])
@@ -262,6 +272,23 @@ def gguf_name(name: str, architecture: str, layers: int) -> tuple[str, int | Non
     place = gguf.get_tensor_name_map(kinds[architecture], layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert place is not None, f"the package has no name for {name}"
     return place, None if expert is None else int(expert[2])
+
+
+def _adds_one(architecture: str, name: str) -> bool:
+    """Whether the converter adds 1 to a weight of a norm."""
+    added = architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+    return added and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+
+
+def _write_qkvz(writer: gguf.GGUFWriter, name: str, raw: np.ndarray, kind: str, config: dict) -> None:
+    """The fused projections of Qwen3-Next as newer converters write them: all queries, keys and values, and z apart."""
+    groups, keys = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
+    at = np.cumsum([keys, keys, values])
+    *qkv, z = (part.reshape(-1, raw.shape[1]) for part in np.split(raw.reshape(groups, -1, raw.shape[1]), at, axis=1))
+    layer = name.split(".")[2]
+    writer.add_tensor(f"blk.{layer}.attn_qkv.weight", np.concatenate(qkv), raw_dtype=Kind[kind])
+    writer.add_tensor(f"blk.{layer}.attn_gate.weight", np.ascontiguousarray(z), raw_dtype=Kind[kind])
 
 
 def _write_latent(writer: gguf.GGUFWriter, place: str, twin: dict, name: str, config: dict) -> None:

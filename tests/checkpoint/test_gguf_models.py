@@ -27,6 +27,10 @@ def logits_of(lm) -> torch.Tensor:
     return lm.logits(IDS).float()
 
 
+def read_params(checkpoint, device="cpu"):
+    return checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device(device))
+
+
 def twin_of(folder, config, weights):
     """The same model in the Hugging Face layout, in float32."""
     folder.mkdir()
@@ -63,11 +67,47 @@ def test_an_order_of_columns_moves_blocks_or_cuts_them(tmp_path, type):
     config, twin = write_model(file, "qwen35", type)
     assert_equal_logits(file, config, twin)
     checkpoint = GgufCheckpoint(file)
-    params = checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+    params = read_params(checkpoint)
     weight = params.layers[0].mixer.out_proj.weight
     assert isinstance(weight, QuantizedWeight) == (type == "Q4_0")
     whole = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
     assert torch.equal(whole, twin["model.layers.0.linear_attn.out_proj.weight"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3next", "qwen3next with fewer tensors"])
+def test_a_weight_that_is_some_rows_of_a_tensor_keeps_their_blocks(tmp_path, architecture):
+    """Heads of Qwen3-Next: queries, keys, values and z of a key head lie together in the checkpoint."""
+    _, twin = write_model(tmp_path / "m.gguf", architecture, "Q4_K")
+    mixer = read_params(GgufCheckpoint(tmp_path / "m.gguf")).layers[0].mixer
+    fused = twin["model.layers.0.linear_attn.in_proj_qkvz.weight"].to(torch.bfloat16).view(2, -1, 256)
+    q, k, v, z = fused.split([64, 64, 128, 128], 1)
+    for weight, rows in ((mixer.qkv_proj.weight, (q, k, v)), (mixer.z_proj.weight, (z,))):
+        assert isinstance(weight, QuantizedWeight)
+        assert torch.equal(weight.dequantize(), torch.cat([part.reshape(-1, 256) for part in rows]))
+
+
+def test_which_layers_recur_may_be_said_layer_by_layer(tmp_path):
+    write_model(tmp_path / "m.gguf", "qwen3next", "Q8_0")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata["qwen3next.attention.recurrent_layers"] = np.array([True, False])
+    assert checkpoint.config["layer_types"] == ["linear_attention", "full_attention"]
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata["qwen3next.attention.recurrent_layers"] = np.array([True])
+    with refused(ConfigError, "layer_types"):
+        read_config(checkpoint.config)
+
+
+def test_parts_of_a_weight_that_do_not_fit_each_other_are_refused(tmp_path):
+    write_model(tmp_path / "m.gguf", "deepseek2", "F32")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    keys = checkpoint.tensors["blk.0.attn_k_b.weight"]
+    for shape in ((2, *keys.shape[1:]), (keys.shape[0] * keys.shape[1], keys.shape[2])):
+        checkpoint.tensors[keys.name] = keys._replace(shape=shape)
+        with refused(CheckpointError, "kv_b_proj", str(list(shape)), "the metadata make it"):
+            read_params(checkpoint)
+    del checkpoint.tensors["blk.0.attn_v_b.weight"]
+    with refused(CheckpointError, "blk.0.attn_v_b.weight", "missing"):
+        read_params(checkpoint)
 
 
 def test_biases_are_reordered_as_their_rows_are(tmp_path):
@@ -173,7 +213,7 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
 def test_experts_stay_in_the_bits_of_their_blocks(tmp_path, architecture, type):
     _, twin = write_model(tmp_path / "m.gguf", architecture, type)
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
-    params = checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+    params = read_params(checkpoint)
     matrices = params.layers[0].feed_forward.down_proj.weight
     names = [name for name in twin if name.endswith((".down_proj.weight", ".w2.weight"))]
     for matrix, name in zip(matrices, names, strict=True):
@@ -190,7 +230,7 @@ def test_experts_that_are_not_as_many_as_the_metadata_say_are_named(tmp_path):
         rows = router.rows.new_zeros(count, router.rows.shape[1])
         checkpoint.tensors[router.name] = router._replace(shape=(count, router.shape[1]), rows=rows)
         with refused(CheckpointError, "_exps.weight", *words):
-            checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+            read_params(checkpoint)
 
 
 VALUES = st.one_of(
@@ -224,7 +264,7 @@ def test_metadata_of_any_kind_are_read_or_refused(checkpoints, data):
         else:
             metadata.pop(key, None)
     with contextlib.suppress(ConfigError, CheckpointError, UnsupportedArchitectureError):
-        checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("meta"))
+        read_params(checkpoint, "meta")
 
 
 def test_layers_that_look_further_ahead_are_left_out(tmp_path):
@@ -233,11 +273,11 @@ def test_layers_that_look_further_ahead_are_left_out(tmp_path):
     checkpoint.files[0].metadata |= {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
     norm = checkpoint.tensors["output_norm.weight"]
     checkpoint.tensors["blk.2.nextn.enorm.weight"] = norm
-    params = checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+    params = read_params(checkpoint)
     assert len(params.layers) == 2
     checkpoint.tensors["blk.3.nextn.enorm.weight"] = norm
     with refused(CheckpointError, "blk.3.nextn.enorm.weight"):
-        checkpoint.read_weights(read_config(checkpoint.config), dtype=None, device=torch.device("cpu"))
+        read_params(checkpoint)
 
 
 @pytest.mark.parametrize("architecture", MODELS)

@@ -1,6 +1,6 @@
 """A GGUF file's metadata -> the config.json that the same model has in the Hugging Face layout."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint.gguf.blocks import dequantized
-from onward.checkpoint.gguf.families import FAMILIES, NUMBERS, WITH_KEY, GgufFamily
+from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
+from onward.checkpoint.gguf.family import GgufFamily
+from onward.checkpoint.gguf.fields import NUMBERS
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.fields import positive_number
@@ -20,8 +22,8 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _LENGTHS = "short", "long"
 
 
-def family_of(metadata: Mapping[str, Any], where: object) -> GgufFamily:
-    """The line of the table that the file's architecture has.
+def family_of(metadata: Mapping[str, Any], tensors: Collection[str], where: object) -> GgufFamily:
+    """The line of the table that the file's architecture has, and its keys and tensors.
 
     Raises:
         ConfigError: it names none. UnsupportedArchitectureError: the table has no such line.
@@ -37,7 +39,14 @@ def family_of(metadata: Mapping[str, Any], where: object) -> GgufFamily:
         value = metadata.get(f"{name}.{key}")
         if name == architecture and isinstance(value, int) and value:
             return family
+    for (name, end), family in WITH_TENSOR.items():
+        if name == architecture and _has(tensors, end):
+            return family
     return FAMILIES[architecture]
+
+
+def _has(tensors: Collection[str], end: str) -> bool:
+    return any(name.endswith(end) for name in tensors)
 
 
 def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object) -> dict[str, Any]:
@@ -46,7 +55,7 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
     Raises:
         ConfigError: the metadata say something that no field of config.json does.
     """
-    family, prefix = family_of(metadata, where), f"{metadata['general.architecture']}."
+    family, prefix = family_of(metadata, tensors, where), f"{metadata['general.architecture']}."
     config: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.config}
     for field, key in {**NUMBERS, **family.numbers}.items():
         if key is not None and prefix + key in metadata:
@@ -59,8 +68,8 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
     if "token_embd.weight" in tensors:
         config["vocab_size"] = tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    for field, tensor in family.parts.items():
-        config[field] = tensor in tensors
+    for field, end in family.parts.items():
+        config[field] = _has(tensors, f".{end}")
     config["rope_parameters"] = _rope(metadata, prefix, tensors, head_dim, where)
     behind = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     return config | dict(family.fields(behind, config))

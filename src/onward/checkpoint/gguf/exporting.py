@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint.gguf.config import head_dim_of
-from onward.checkpoint.gguf.families import FAMILIES, NUMBERS, gguf_name
+from onward.checkpoint.gguf.families import FAMILIES
+from onward.checkpoint.gguf.fields import NUMBERS
+from onward.checkpoint.gguf.names import gguf_name
 from onward.checkpoint.gguf.split_texts import SPLITTINGS
 from onward.checkpoint.gguf.vocabulary import _CONTROL, _NORMAL, _UNUSED, _USER
 from onward.checkpoint.gguf.writer import Stored
@@ -74,7 +76,8 @@ def model_tensors(config: Mapping[str, Any], weights: Mapping[str, Tensor | Quan
     tensors, fields = {}, dict(config) | {"head_dim": head_dim}
     for name, weight in weights.items():
         order = family.order(name, fields, weight.shape[0]).rows
-        tensors[gguf_name(name, family).tensor] = _stored(name, weight, order)
+        (tensor,) = gguf_name(name, family).tensors
+        tensors[tensor] = _stored(name, weight, order)
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = _llama3_divisors(rope, head_dim)

@@ -137,7 +137,7 @@ class GgufCheckpoint:
         each_layer: Callable[[Any], Any] = lambda layer: layer,
     ) -> Any:
         """`read_gguf_weights` of this model."""
-        family, fields = family_of(self._metadata, self.path), self.config
+        family, fields = family_of(self._metadata, self.tensors, self.path), self.config
         fields = fields | {"head_dim": head_dim_of(fields)}
         ahead = self._metadata.get(f"{self._metadata['general.architecture']}.nextn_predict_layers", 0)
         ahead, first = ahead if isinstance(ahead, int) else 0, fields["num_hidden_layers"]

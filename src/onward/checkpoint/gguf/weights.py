@@ -1,5 +1,6 @@
 """The weights of a GGUF model under their stock names: blocks repacked into formats of ours, or as floats."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint.gguf.blocks import dequantized, float_rows, read_parts, scales_are_finite
-from onward.checkpoint.gguf.families import GgufFamily, gguf_name
+from onward.checkpoint.gguf.family import GgufFamily, Order
+from onward.checkpoint.gguf.names import GgufName, gguf_name
 from onward.checkpoint.gguf.packing import pack_blocks, packed_format
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.checkpoint.placing import placed
@@ -19,7 +21,6 @@ from onward.ops.quantized_layout import data_shape
 
 # Made into other fields of config.json, not weights.
 _NO_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_LATENT = ".kv_b_proj.weight"
 # Weights that are converted at once, so that what lies between stays in a cache.
 _AT_ONCE = 2**20
 
@@ -80,13 +81,18 @@ class _GgufTensors:
     ) -> None:
         self._path, self._tensors, self._family, self._fields = path, tensors, family, fields
         self._dtype, self._device = dtype, device
-        self._taken: dict[str, int] = dict.fromkeys(_NO_WEIGHTS, 1)  # how many parts of each tensor
+        # By tensor, the experts' matrices that were taken of it; None: all of it.
+        self._taken: dict[str, set[int | None]] = {name: {None} for name in _NO_WEIGHTS}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
-        if name.endswith(_LATENT) and gguf_name(name, self._family).tensor not in self._tensors:
-            return self._latent(name, shape)
-        stored = self._stored(name, shape)
+        place = gguf_name(name, self._family)
+        if len(place.tensors) > 1:
+            return self._joined(name, place, shape, dtype)
         order = self._family.order(name, self._fields, shape[0])
+        return self._ordered(name, self._stored(name, place, shape, order.stored_rows), order, dtype)
+
+    def _ordered(self, name: str, stored: GgufTensor, order: Order, dtype: torch.dtype | None) -> Any:
+        """A tensor as the weight of a stock name, its rows and columns in the stock order."""
         packed = dtype is None and self._packs(stored) and _moves_blocks(order.columns, stored)
         if self._device.type == "meta":
             return self._shape_of(stored, packed)
@@ -97,54 +103,52 @@ class _GgufTensors:
         values = self._values(stored, rows)
         if order.columns is not None:
             values = values[:, order.columns]
-        values = self._family.values(name, values).reshape(shape)
+        values = self._family.values(name, values).reshape(stored.shape)
         return placed(self._path, stored.name, values, dtype or self._dtype, self._device)
 
-    def _latent(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The matrix [H (K + V), R] that makes keys and values of latents, out of one for keys, [H, R, K], and one for
-        values, [H, V, R]."""
-        parts = []
-        for part in ("k_b", "v_b"):
-            tensor = gguf_name(name, self._family).tensor.replace("kv_b", part)
-            stored = self._tensors.get(tensor)
-            if stored is None or len(stored.shape) != 3:
-                raise CheckpointError(
-                    f"{self._path}: tensor {tensor!r} of {shape[1]} latents is missing ({name!r} elsewhere)"
-                )
-            self._taken[tensor] = stored.shape[0]
-            if self._device.type == "meta":
-                continue
-            parts.append(self._values(stored, stored.rows).view(stored.shape))
-        if self._device.type == "meta":
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
-        keys, values = parts
-        if len(keys) != len(values) or shape != (len(keys) * (keys.shape[2] + values.shape[1]), keys.shape[1]):
+    def _joined(self, name: str, place: GgufName, shape: tuple[int, ...], dtype: torch.dtype | None) -> Any:
+        """A weight that the file has in several tensors; in the bits of their blocks where these lie one below another
+        and are of one type."""
+        parts = [self._found(tensor, name, shape) for tensor in place.tensors]
+        if _joined_shape(place, parts) != shape:
             raise CheckpointError(
-                f"{self._path}: {name!r} is made of {list(keys.shape)} and {list(values.shape)}, but the metadata make "
-                f"it {list(shape)}"
+                f"{self._path}: {name!r} is made of {' and '.join(str(list(part.shape)) for part in parts)}, but the "
+                f"metadata make it {list(shape)}"
             )
-        whole = torch.cat((keys.transpose(1, 2), values), 1).reshape(shape)
-        return placed(self._path, name, whole, self._dtype, self._device)
+        for part in parts:
+            self._taken[part.name] = {None}
+        if place.by is torch.cat and len({part.type for part in parts}) == 1:
+            rows = torch.cat([part.rows for part in parts])
+            return self._ordered(name, parts[0]._replace(shape=shape, rows=rows), Order(), dtype)
+        if self._device.type == "meta":
+            return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        whole = place.by([self._values(part, part.rows).view(part.shape) for part in parts])
+        return placed(self._path, name, self._family.values(name, whole), dtype or self._dtype, self._device)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
-        """The tensor of a stock name, or the part of it that is one expert's; its shape is checked."""
-        tensor, expert = gguf_name(name, self._family)
+    def _found(self, tensor: str, name: str, shape: tuple[int, ...]) -> GgufTensor:
         stored = self._tensors.get(tensor)
         if stored is None:
             raise CheckpointError(
                 f"{self._path}: tensor {tensor!r} of shape {list(shape)} is missing ({name!r} elsewhere)"
             )
-        whole = shape if expert is None else (max(stored.shape[0], expert + 1), *shape)
-        # The converter takes out what has one element, of the weights of convolutions.
-        if stored.shape not in (whole, tuple(size for size in whole if size > 1)):
+        return stored
+
+    def _stored(self, name: str, place: GgufName, shape: tuple[int, ...], stored_rows: int | None) -> GgufTensor:
+        """The tensor of a stock name, or the part of it that is one expert's; its shape is checked. It gets that of the
+        weight, and all rows of which the weight may be some."""
+        ((tensor,), expert, _) = place
+        stored = self._found(tensor, name, shape)
+        rows = stored_rows or shape[0]
+        whole = (rows, *shape[1:]) if expert is None else (max(stored.shape[0], expert + 1), rows, *shape[1:])
+        if not _holds(stored.shape, whole):
             raise CheckpointError(
                 f"{self._path}: tensor {stored.name!r} has shape {list(stored.shape)}, but the metadata makes it "
                 f"{list(whole)}"
             )
-        self._taken[tensor] = self._taken.get(tensor, 0) + 1
+        self._taken.setdefault(tensor, set()).add(expert)
         if expert is None:
             return stored._replace(shape=shape)
-        return stored._replace(shape=shape, rows=stored.rows[expert * shape[0] : (expert + 1) * shape[0]])
+        return stored._replace(shape=shape, rows=stored.rows[expert * rows : (expert + 1) * rows])
 
     def _packs(self, stored: GgufTensor) -> bool:
         """Whether a tensor stays in its blocks' bits. float32 asks for products that round nothing, and other devices
@@ -177,11 +181,11 @@ class _GgufTensors:
                 f"{self._path}: {len(left)} tensors are there that the architecture leaves no place for, {left[0]!r} "
                 "for one"
             )
-        for name, count in self._taken.items():
+        for name, experts in self._taken.items():
             stored = self._tensors.get(name)
-            if stored is not None and len(stored.shape) == 3 and stored.shape[0] != count:
+            if stored is not None and None not in experts and stored.shape[0] != len(experts):
                 raise CheckpointError(
-                    f"{self._path}: tensor {name!r} has {stored.shape[0]} experts, but the metadata say {count}"
+                    f"{self._path}: tensor {name!r} has {stored.shape[0]} experts, but the metadata say {len(experts)}"
                 )
 
     def _values(self, stored: GgufTensor, rows: Tensor) -> Tensor:
@@ -200,6 +204,22 @@ class _GgufTensors:
                 )
             values[first : first + step] = dequantized(stored.type, part)
         return values
+
+
+def _holds(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor may have the weights of this shape: the converter puts in and takes out sizes of 1, and writes
+    norms of groups group by group."""
+    if len(shape) == 1:
+        return math.prod(stored) == shape[0]
+    return [size for size in stored if size > 1] == [size for size in shape if size > 1]
+
+
+def _joined_shape(place: GgufName, parts: Sequence[GgufTensor]) -> tuple[int, ...] | None:
+    """The shape of what a weight's tensors make; None where they do not fit each other."""
+    try:
+        return tuple(place.by([torch.empty(part.shape, device="meta") for part in parts]).shape)
+    except (IndexError, RuntimeError):  # too few sizes, or sizes that differ
+        return None
 
 
 def _moves_blocks(columns: Tensor | None, stored: GgufTensor) -> bool:

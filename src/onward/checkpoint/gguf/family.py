@@ -1,0 +1,48 @@
+"""What a line of the table of GGUF's architectures says (`onward.checkpoint.gguf.families`)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Makes fields of config.json out of (the metadata behind "{architecture}.", the fields that were read already).
+Fields = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+
+
+class Order(NamedTuple):
+    """Where the stock rows and columns of a weight lie among the stored ones: int64 [N], int64 [K]; None: as stored.
+    stored_rows: how many there are where the weight is only some of them."""
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    stored_rows: int | None = None
+
+
+# (a stock name, the fields of config.json, how many rows the weight has) -> its order.
+Orders = Callable[[str, Mapping[str, Any], int], Order]
+
+
+class Joined(NamedTuple):
+    """A stock weight that the converter cuts into several tensors. by: puts their floats together, shaped as they are
+    stored; by default the rows of one lie below those of another."""
+
+    tensors: tuple[str, ...]
+    by: Callable[[list[Tensor]], Tensor] = torch.cat
+
+
+class GgufFamily(NamedTuple):
+    """architecture: the one of config.json. order: of weights that the converter reordered. config: fields that files
+    leave unsaid. parts: fields that say whether there are biases or norms, and how the tensors end that are there then.
+    names, numbers: lines of `WHOLE`, `LAYER` and `NUMBERS` of its own; None: a field that `fields` reads. values: (a
+    stock name, floats of the file) -> the stock checkpoint's, where the converter computed others. fields: see
+    `Fields`."""
+
+    architecture: str
+    order: Orders = lambda name, config, rows: Order()
+    config: Mapping[str, object] = {}
+    parts: Mapping[str, str] = {}
+    names: Mapping[str, str | Joined] = {}
+    numbers: Mapping[str, str | None] = {}
+    values: Callable[[str, Tensor], Tensor] = lambda name, values: values
+    fields: Fields = lambda metadata, config: {}

@@ -1,0 +1,132 @@
+"""What GGUF calls the weights that have these names in the Hugging Face layout."""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onward.checkpoint.gguf import layout
+from onward.checkpoint.gguf.family import GgufFamily, Joined
+
+# A weight's stock name without "model." (or "backbone.") and ".weight" -> that of GGUF; `model.layers.3.` is `blk.3.`.
+# The matrices of all experts are one tensor. A line whose stock name has its end, or none, says all of GGUF's.
+WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks.weight",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+}
+QWEN35 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+# Of Qwen3-Next, whose older files have fewer tensors.
+QWEN3NEXT = {**QWEN35, "linear_attn.in_proj_a": "ssm_ba", "linear_attn.in_proj_b": "ssm_ba"}
+FUSED_QWEN3NEXT = {**QWEN3NEXT, "linear_attn.in_proj_qkv": "ssm_in", "linear_attn.in_proj_z": "ssm_in"}
+LATENT = {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+}
+CUT_LATENT: dict[str, str | Joined] = {
+    **LATENT,
+    "self_attn.kv_b_proj": Joined(("attn_k_b", "attn_v_b"), layout.keys_and_values),
+}
+LFM2 = {
+    "embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+}
+GRANITE_EXPERTS = {
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
+    "block_sparse_moe.experts.up_proj": "ffn_up_exps",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+}
+AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
+AFTER_BOTH = {**AFTER_ATTENTION, "post_feedforward_layernorm": "post_ffw_norm"}
+FOUR_NORMS = {**AFTER_BOTH, "pre_feedforward_layernorm": "ffn_norm"}
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+
+
+class GgufName(NamedTuple):
+    """The tensor of a weight, or the several that it is cut into; which of the matrices that a tensor stacks is meant,
+    None: all of it; and `Joined.by`."""
+
+    tensors: tuple[str, ...]
+    expert: int | None = None
+    by: Callable[[list[Tensor]], Tensor] = torch.cat
+
+
+def gguf_name(name: str, family: GgufFamily) -> GgufName:
+    """Where the weight of a stock name lies; under the stock name itself where the table has none."""
+    stem, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        stem, kind = name, ""
+    stem = stem.removeprefix("model.").removeprefix("backbone.")
+    whole = family.names.get(stem, WHOLE.get(stem))
+    if isinstance(whole, str):
+        return GgufName((f"{whole}.{kind}",))
+    layers, _, rest = stem.partition(".")
+    number, _, part = rest.partition(".")
+    match = _EXPERT.fullmatch(part)
+    part = part if match is None else f"{match[1]}.{match[3]}"
+    expert = None if match is None else int(match[2])
+    line, end = family.names.get(f"{part}.{kind}"), ""
+    if line is None:
+        line, end = family.names.get(part, LAYER.get(part)), f".{kind}" if kind else ""
+    if layers != "layers" or line is None:
+        return GgufName((name,))
+    cut = line if isinstance(line, Joined) else Joined((line,))
+    return GgufName(tuple(f"blk.{number}.{tensor}{end}" for tensor in cut.tensors), expert, cut.by)

@@ -6,7 +6,7 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.native import Library
 from onward.ops.autocast import autocast_dtype, widened
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.operators import DTYPES, Operator, like_first, shapes
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
@@ -41,5 +41,5 @@ _add = Operator(
     "add(Tensor a, Tensor b) -> Tensor",
     _definition,
     _native,
-    lambda a, b: torch.empty_like(a, memory_format=torch.contiguous_format),
+    like_first,
 )

@@ -16,7 +16,7 @@ from onward.native.interface import ExpertsArguments, Format, Status
 from onward.ops import quantized
 from onward.ops.autocast import autocast_dtype, lowered, off
 from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, matrix
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.operators import DTYPES, Operator, like_first, shapes
 from onward.ops.packed import FORMATS as PACKED_FORMATS
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2")
@@ -258,6 +258,6 @@ _experts = Operator(
     "Tensor? up_bias, Tensor? down_bias, str format, int inner, str activation, float alpha, float limit) -> Tensor",
     _definition,
     _native,
-    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    like_first,
     _without_kernels,
 )

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from onward.errors import RequestError
 from onward.native import Library
 from onward.ops.autocast import autocast_dtype, widened
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.operators import DTYPES, Operator, like_first, shapes
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -85,12 +85,10 @@ def _check(name: str, gate: Tensor, up: Tensor) -> None:
         raise RequestError(f"{name} wants float gate and up of one shape and dtype; got {shapes(gate=gate, up=up)}")
 
 
-def _fake(gate: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
-
-
-_swiglu = Operator("swiglu(Tensor gate, Tensor up) -> Tensor", _swiglu_definition, _swiglu_native, _fake)
-_geglu = Operator("geglu(Tensor gate, Tensor up, bool approximate) -> Tensor", _geglu_definition, _geglu_native, _fake)
+_swiglu = Operator("swiglu(Tensor gate, Tensor up) -> Tensor", _swiglu_definition, _swiglu_native, like_first)
+_geglu = Operator(
+    "geglu(Tensor gate, Tensor up, bool approximate) -> Tensor", _geglu_definition, _geglu_native, like_first
+)
 _sigmoid_gate = Operator(
-    "sigmoid_gate(Tensor gate, Tensor x) -> Tensor", _sigmoid_gate_definition, _sigmoid_gate_native, _fake
+    "sigmoid_gate(Tensor gate, Tensor x) -> Tensor", _sigmoid_gate_definition, _sigmoid_gate_native, like_first
 )

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from onward.errors import RequestError
 from onward.native import Library
 from onward.ops.autocast import autocast_dtype, normed, off
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.operators import DTYPES, Operator, like_first, shapes
 
 
 def rms_norm(
@@ -118,11 +118,11 @@ _rms_norm = Operator(
     "rms_norm(Tensor x, Tensor weight, float eps, float offset, bool after_cast) -> Tensor",
     _rms_norm_definition,
     _rms_norm_native,
-    lambda x, weight, eps, offset, after_cast: torch.empty_like(x, memory_format=torch.contiguous_format),
+    like_first,
 )
 _layer_norm = Operator(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor",
     layer_norm_reference,
     _layer_norm_native,
-    lambda x, weight, bias, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
+    like_first,
 )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.operators import DTYPES, Operator, like_first, shapes
 
 
 def rope(
@@ -173,21 +173,17 @@ def _rope_native(
     return out
 
 
-def _fake(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 _rotate = Operator(
     "rotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
     _rotate_definition,
     _rotate_native,
-    _fake,
+    like_first,
 )
 _rope = Operator(
     "rope(Tensor x, Tensor offsets, Tensor inv_freqs, float scale, bool interleaved) -> Tensor",
     _rope_definition,
     _rope_native,
-    _fake,
+    like_first,
 )
 _angles = Operator(
     "rotary_angles(Tensor radians) -> Tensor",

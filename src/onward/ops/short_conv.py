@@ -11,7 +11,7 @@ from onward.errors import RequestError
 from onward.native import Library
 from onward.native.interface import ShortConvArguments
 from onward.ops.autocast import autocast_dtype
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.operators import DTYPES, Operator, like_first, shapes
 from onward.ops.state import STATE_BLOCK, arguments, check_rows, check_state, places
 
 
@@ -126,5 +126,5 @@ _short_conv = Operator(
     "Tensor? rows, bool silu) -> Tensor",
     _definition,
     _native,
-    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    like_first,
 )

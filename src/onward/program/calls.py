@@ -1,6 +1,6 @@
 """Kernel calls over storages that have no address yet."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,8 +33,10 @@ class KernelCall:
     args: tuple[Argument, ...]
     node: Node
 
-    def storages(self) -> Iterator[Storage]:
-        yield from _storages(self.args)
+    def storages(self) -> list[Storage]:
+        found: list[Storage] = []
+        _collect_storages(self.args, found)
+        return found
 
 
 @dataclass(eq=False)
@@ -44,19 +46,18 @@ class TorchCall:
     node: Node
     why: str
 
-    def storages(self) -> Iterator[Storage]:
-        for array in (*self.node.reads(), *self.node.outputs):
-            yield array.storage
+    def storages(self) -> list[Storage]:
+        return [array.storage for array in (*self.node.reads, *self.node.outputs)]
 
 
 Call = KernelCall | TorchCall
 
 
-def _storages(args: Sequence[Any]) -> Iterator[Storage]:
+def _collect_storages(args: Iterable[Any], found: list[Storage]) -> None:
     for argument in args:
         if isinstance(argument, Address):
-            yield argument.storage
-        elif isinstance(argument, Mapping):
-            yield from _storages(tuple(argument.values()))
-        elif isinstance(argument, list | tuple):
-            yield from _storages(argument)
+            found.append(argument.storage)
+        elif isinstance(argument, dict):
+            _collect_storages(argument.values(), found)
+        elif isinstance(argument, (list, tuple)):
+            _collect_storages(argument, found)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onward.errors import ProgramError
 from onward.forks import renew_in_forks
+from onward.garbage import without_collections
 from onward.native import Library
 from onward.program.arrays import Kind
 from onward.program.calls import KernelCall, TorchCall
@@ -168,11 +169,12 @@ class CompiledForward:
             wanted = Wanted(None if rows == batch else rows, each)
         shape = batch, tokens, wanted
 
+        def make() -> NativeProgram:
+            with without_collections():
+                return self._make(Shape(batch, tokens), wanted, cache, leaves)
+
         def by_shape() -> NativeProgram:
-            key = (*shape, leaves.signature)
-            return _get_or_make(
-                self._programs.by_shape, key, lambda: self._make(Shape(batch, tokens), wanted, cache, leaves)
-            )
+            return _get_or_make(self._programs.by_shape, (*shape, leaves.signature), make)
 
         return _get_or_make(self._programs.recent, (leaves, shape), by_shape)
 

@@ -101,15 +101,13 @@ def plan_slots(calls: Sequence[Call]) -> tuple[dict[int, int], list[int]]:
 
     Only temporaries of one size share a slot, so that the plan is the same for every number of rows and tokens.
     """
-    last: dict[int, int] = {}
-    for at, call in enumerate(calls):
-        for storage in call.storages():
-            last[storage.index] = at
+    storages = [call.storages() for call in calls]
+    last = {storage.index: at for at, of_call in enumerate(storages) for storage in of_call}
     slots: dict[int, int] = {}
     sizes: list[int] = []
     free: dict[int, list[int]] = {}
-    for at, call in enumerate(calls):
-        touched = {s.index: s for s in call.storages() if s.kind is Kind.TEMPORARY}
+    for at, of_call in enumerate(storages):
+        touched = {s.index: s for s in of_call if s.kind is Kind.TEMPORARY}
         for index, storage in touched.items():
             if index not in slots:
                 available = free.setdefault(storage.nbytes, [])

@@ -1,9 +1,11 @@
 """Traces: operators in order, on arrays."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -13,16 +15,24 @@ T = TypeVar("T")
 Infer = Callable[..., Tensor]  # an operator on meta tensors: gives the shape, dtype and strides of its result
 
 
-def instances(kind: type[T], value: Any) -> Iterator[T]:
+# Arguments of these types hold no others. A trace looks at tens of thousands, most of them such.
+PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+
+
+def instances(kind: type[T], value: Any) -> list[T]:
     """The instances of `kind` in an operator's arguments or results: in lists, tuples and the dict of keywords."""
+    found: list[T] = []
+    _collect(kind, value, found)
+    return found
+
+
+def _collect(kind: type[T], value: Any, found: list[T]) -> None:
     if isinstance(value, kind):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from instances(kind, item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from instances(kind, item)
+        found.append(value)
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            if type(item) not in PLAIN:
+                _collect(kind, item, found)
 
 
 @dataclass(eq=False)
@@ -44,8 +54,9 @@ class Node:
     def name(self) -> str:
         return str(self.op).removesuffix(".default")
 
-    def reads(self) -> Iterator[Array]:
-        yield from instances(Array, (self.args, self.kwargs))
+    @cached_property
+    def reads(self) -> list[Array]:
+        return instances(Array, (self.args, self.kwargs))
 
 
 @dataclass(eq=False)

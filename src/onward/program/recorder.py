@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward.program.arrays import Array, Kind, Storage
-from onward.program.nodes import Infer, Node, Trace, instances
+from onward.program.nodes import PLAIN, Infer, Node, Trace, instances
 from onward.program.source_lines import TraceError, users_line
 
 aten = torch.ops.aten
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = list(instances(Tensor, (args, kwargs)))
+        tensors = instances(Tensor, (args, kwargs))
         if func is aten.lift_fresh.default:  # torch.tensor(…) makes a constant
             return self._constant(args[0])
         if not any(isinstance(t, Traced) or self._promoted(t) for t in tensors):
@@ -287,6 +287,8 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def _replaced(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
     """`value` with tensor(t) in place of each tensor t. (pytree's own map takes three times as long.)"""
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, Tensor):
         return tensor(value)
     if isinstance(value, list):

@@ -48,7 +48,7 @@ def rewrite(trace: Trace, packed: PackedParams | None = None) -> list[Item]:
 
 
 def touched(node: Node) -> Iterator[Storage]:
-    for array in (*node.reads(), *node.outputs):
+    for array in (*node.reads, *node.outputs):
         yield array.storage
 
 
@@ -61,7 +61,7 @@ def needed(trace: Trace, nodes: list[Node]) -> list[Node]:
         lasting = any(s.kind is not Kind.TEMPORARY or s in needed_storages for s in changed)
         if lasting or any(array.storage in needed_storages and array.numel for array in node.outputs):
             needed_nodes.append(node)
-            needed_storages.update(array.storage for array in node.reads())
+            needed_storages.update(array.storage for array in node.reads)
     return needed_nodes[::-1]
 
 
@@ -113,7 +113,7 @@ def join_updates(items: list[Item]) -> list[Item]:
             joined.append(item)
             continue
         made = {node.outputs[0].storage for node in group}
-        if group and (not _of_same_rows(group[0], item) or made & {array.storage for array in item.reads()}):
+        if group and (not _of_same_rows(group[0], item) or made & {array.storage for array in item.reads}):
             flush()
         group.append(item)
     flush()
@@ -282,7 +282,7 @@ def _depends_on(storages: set[Storage], item: Item, part: _Part) -> bool:
     if storages & written:
         return True
     changed = {array.storage for node in _nodes(item) for array in node.writes}
-    return bool(changed & {array.storage for node in part.nodes for array in node.reads()})
+    return bool(changed & {array.storage for node in part.nodes for array in node.reads})
 
 
 def _nodes(item: Item) -> list[Node]:

@@ -25,7 +25,7 @@ def share_selections(nodes: list[Node], kept: Iterable[Storage]) -> list[Node]:
     for node in nodes:
         if instead:
             node = _reading(instead, node)
-        if node.op is torch.ops.aten.index_select.default and all(map(uses.constant, (*node.reads(), *node.outputs))):
+        if node.op is torch.ops.aten.index_select.default and all(map(uses.constant, (*node.reads, *node.outputs))):
             out = node.outputs[0].storage
             made = first.setdefault(tuple(map(_identity, node.args)), out)
             if made is not out and out.kind is Kind.TEMPORARY and out not in kept:
@@ -50,7 +50,7 @@ def _reading(instead: dict[Storage, Storage], node: Node) -> Node:
             return replace(value, storage=instead[value.storage])
         return value
 
-    if not any(array.storage in instead for array in node.reads()):
+    if not any(array.storage in instead for array in node.reads):
         return node
     args, kwargs = pytree.tree_map(reading, (node.args, node.kwargs))
     return replace(node, args=args, kwargs=kwargs)

@@ -16,7 +16,7 @@ class Uses:
         for node in nodes:
             for array in (*node.outputs, *node.writes):
                 self._writers[array.storage].append(node)
-            for storage in {array.storage for array in node.reads()}:
+            for storage in {array.storage for array in node.reads}:
                 self._readers[storage].append(node)
 
     def constant(self, array: Array) -> bool:

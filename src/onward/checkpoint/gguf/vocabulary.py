@@ -4,9 +4,7 @@ Two kinds: "gpt2" (byte-level BPE; `tokenizer.ggml.pre` names how texts are cut)
 bytes for what is no piece; its merges follow from the scores).
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from onward.checkpoint.gguf.split_texts import SPLITTINGS
 from onward.checkpoint.tokenizer import JsonTokenizer, _named_errors
 from onward.errors import TokenizerError
+from onward.garbage import without_collections
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
@@ -76,7 +75,7 @@ class Vocabulary:
         return config
 
     def tokenizer(self) -> JsonTokenizer:
-        with _named_errors(self._where), _without_collections():
+        with _named_errors(self._where), without_collections():
             inner = _KINDS[self.kind](self)
             self._mark_added(inner)
         return JsonTokenizer(inner, self.config, self._where)
@@ -167,19 +166,6 @@ _KINDS: dict[str, Callable[[Vocabulary], tokenizers.Tokenizer]] = {
     "gpt2": Vocabulary.byte_level,
     "llama": Vocabulary.sentencepiece,
 }
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """No cyclic garbage is looked for. Hundreds of thousands of pairs would have all objects of the process, torch's
-    too, looked through several times, which takes longer than to make them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _merges(ids: Mapping[str, int], scores: list[float], types: list[int]) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf_hybrids import HYBRIDS, of_mamba, write_gate_and_up, write_hybrid_config
 
 from onward.models import Scope, read_config
 
@@ -114,6 +115,11 @@ MODELS: dict[str, tuple[str, str, dict]] = {
         },
     ),
     "granitemoe": ("granitemoe", "GraniteMoe", {"num_local_experts": 4, "logits_scaling": 2.0, **_EXPERTS}),
+    "granitemoe with a shared block": (
+        "granitemoe",
+        "GraniteMoeShared",
+        {"num_local_experts": 4, "shared_intermediate_size": 384, **_EXPERTS},
+    ),
     "lfm2": (
         "lfm2",
         "Lfm2",
@@ -138,6 +144,7 @@ MODELS: dict[str, tuple[str, str, dict]] = {
         "GptOss",
         {"num_local_experts": 4, "rope_parameters": _YARN | {"truncate": False}, **_WINDOW, **_EXPERTS},
     ),
+    **HYBRIDS,
 }
 # Types that the package can write; of the others (K-quants) the tests draw the bytes of blocks.
 WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
@@ -155,6 +162,11 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
+
+
+_SOME_ATTEND = ("lfm2", "granitehybrid")
+# Whose queries and keys the converter reorders for RoPE.
+_BY_PAIRS = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3")
 
 
 class _Drawn:
@@ -222,7 +234,7 @@ def write_model(
         kind = (types or {}).get(name, type) if tensor.dim() == 2 and not name.endswith(".bias") else "F32"
         raw = _raw(tensor, kind, seed + at)
         twin[name] = dequantized(raw, kind)
-        if stored in ("llama", "granite", "granitemoe", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if stored in _BY_PAIRS and name.split(".")[-2] in ("q_proj", "k_proj"):
             raw = permuted(raw, config["head_dim"])
         if stored.startswith("qwen35") and ".linear_attn." in name:
             raw = of_delta(name, raw, kind, config)
@@ -231,13 +243,20 @@ def write_model(
                 keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
                 parts = twin[name].view(len(tensor), heads // keys, keys, -1)
                 twin[name] = parts.transpose(1, 2).reshape(tensor.shape)
+        elif ".mamba." in name:
+            raw = of_mamba(name, raw, config["mamba_n_groups"])
         elif stored == "qwen3next" and name.endswith(".A_log"):
             raw = -np.exp(raw)
         elif _adds_one(stored, name):
             raw = raw + np.float32(1)
         if len(raw.shape) == 3 and raw.shape[1] == 1:
             raw = raw[:, 0]  # a convolution's
+        if name.endswith("shared_mlp.input_linear.weight"):
+            write_gate_and_up(writer, name, raw, kind, config)
+            continue
         place, expert = gguf_name(name, stored, config["num_hidden_layers"])
+        if stored == "granitehybrid" and not config["num_local_experts"]:
+            place = place.replace("_shexp", "")
         if name.endswith("in_proj_qkvz.weight") and "fewer" not in architecture:
             _write_qkvz(writer, name, raw, kind, config)
         elif name.endswith("kv_b_proj.weight") and config["q_lora_rank"]:
@@ -263,11 +282,9 @@ def gguf_name(name: str, architecture: str, layers: int) -> tuple[str, int | Non
     # The converter calls Mixtral's experts by the names that Mistral's own files have.
     name = re.sub(r"^model\.(layers\.\d+)\.block_sparse_moe\.experts\.w", r"\1.feed_forward.experts.w", name)
     name = name.replace(".dt_bias", ".dt_proj.bias")
-    if name.endswith(".A_log"):
-        return f"blk.{name.split('.')[2]}.ssm_a", None
     name = name.replace("block_sparse_moe.experts", "mlp.experts")
     name = name.replace("_correction_bias", "_correction.bias")
-    name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+    name = name if name.endswith((".weight", ".bias", ".A_log", ".D")) else f"{name}.weight"
     kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     place = gguf.get_tensor_name_map(kinds[architecture], layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert place is not None, f"the package has no name for {name}"
@@ -351,8 +368,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     heads = config["num_key_value_heads"]
-    if architecture == "lfm2":
-        heads = [heads if kind == "full_attention" else 0 for kind in config["layer_types"]]
+    if architecture in _SOME_ATTEND:
+        heads = [heads if kind.endswith("attention") else 0 for kind in config["layer_types"]]
     writer.add_head_count_kv(heads)
     if architecture == "deepseek2":
         _write_latent_config(writer, config)
@@ -371,6 +388,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
         "routed_scaling_factor": writer.add_expert_weights_scale,
         "norm_topk_prob": writer.add_expert_weights_norm,
         "conv_L_cache": writer.add_shortconv_l_cache,
+        "shared_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "linear_conv_kernel_dim": writer.add_ssm_conv_kernel,
         "linear_key_head_dim": writer.add_ssm_state_size,
@@ -392,7 +410,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"] or 0)
-    if "layer_types" in config and architecture != "lfm2":
+    write_hybrid_config(writer, architecture, config)
+    if "layer_types" in config and architecture not in _SOME_ATTEND:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     rope = config.get("rope_parameters", {})
     _write_rope(writer, config, rope.get("full_attention", rope))

@@ -14,6 +14,7 @@ from tiny_checkpoint import refused
 
 import onward
 from onward.checkpoint.gguf import GgufCheckpoint
+from onward.checkpoint.gguf.blocks import dequantized
 from onward.errors import CheckpointError, ConfigError, OnwardWarning, RequestError, UnsupportedArchitectureError
 from onward.models import read_config
 from onward.models.rope import rotary_schedule
@@ -84,6 +85,30 @@ def test_a_weight_that_is_some_rows_of_a_tensor_keeps_their_blocks(tmp_path, arc
     for weight, rows in ((mixer.qkv_proj.weight, (q, k, v)), (mixer.z_proj.weight, (z,))):
         assert isinstance(weight, QuantizedWeight)
         assert torch.equal(weight.dequantize(), torch.cat([part.reshape(-1, 256) for part in rows]))
+
+
+def test_a_weight_of_two_tensors_keeps_their_blocks_where_they_are_of_one_type(tmp_path):
+    _, twin = write_model(tmp_path / "m.gguf", "granitehybrid", "Q4_0")
+    want = twin["model.layers.0.shared_mlp.input_linear.weight"].to(torch.bfloat16)
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    weight = read_params(checkpoint).layers[0].feed_forward.shared.gate_up_proj.weight
+    assert isinstance(weight, QuantizedWeight)
+    assert torch.equal(weight.dequantize(), want)
+    gate = checkpoint.tensors["blk.0.ffn_gate_shexp.weight"]
+    floats = dequantized(gate.type, gate.rows)
+    float32 = checkpoint.tensors["output_norm.weight"].type
+    checkpoint.tensors[gate.name] = gate._replace(type=float32, rows=floats.view(torch.uint8))
+    weight = read_params(checkpoint).layers[0].feed_forward.shared.gate_up_proj.weight
+    assert torch.equal(weight, want)
+
+
+def test_numbers_of_layers_that_differ_are_refused(tmp_path):
+    write_model(tmp_path / "m.gguf", "granitehybrid", "Q8_0")
+    for counts, error in ((np.array([2, 4]), "differs from layer to layer"), (np.array([0, 0, 2]), "layer_types")):
+        checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+        checkpoint.files[0].metadata["granitehybrid.attention.head_count_kv"] = counts
+        with refused(ConfigError, error):
+            read_config(checkpoint.config)
 
 
 def test_which_layers_recur_may_be_said_layer_by_layer(tmp_path):

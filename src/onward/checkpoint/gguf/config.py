@@ -72,7 +72,10 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
         config[field] = _has(tensors, f".{end}")
     config["rope_parameters"] = _rope(metadata, prefix, tensors, head_dim, where)
     behind = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    return config | dict(family.fields(behind, config))
+    try:
+        return config | dict(family.fields(behind, config))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {prefix}{error}") from error
 
 
 def _same_everywhere(value: Any, what: str) -> Any:

@@ -83,6 +83,16 @@ FAMILIES = {
         names=names.GRANITE_EXPERTS,
         numbers=fields.GRANITE | fields.EXPERTS | {"num_local_experts": "expert_count"},
     ),
+    "granitehybrid": GgufFamily(
+        "GraniteMoeHybridForCausalLM",
+        order=layout.pairs_to_halves,
+        config={"num_local_experts": 0},
+        parts={"attention_bias": "attn_q.bias", "mamba_conv_bias": "ssm_conv1d.bias"},
+        names=names.GRANITE_HYBRID,
+        numbers=fields.GRANITE_HYBRID,
+        values=layout.rates_as_logarithms,
+        fields=fields.granite_hybrid,
+    ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", order=layout.pairs_to_halves, config={"no_rope_layer_interval": 4}),
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",
@@ -130,6 +140,15 @@ WITH_KEY = {
         "MixtralForCausalLM",
         order=layout.pairs_to_halves,
         numbers=fields.EXPERTS | {"num_local_experts": "expert_count"},
+    ),
+    ("granitemoe", "expert_shared_feed_forward_length"): GgufFamily(
+        "GraniteMoeSharedForCausalLM",
+        order=layout.pairs_to_halves,
+        names=names.SHARED_GRANITE,
+        numbers=fields.GRANITE_EXPERTS,
+    ),
+    ("granitehybrid", "expert_count"): FAMILIES["granitehybrid"]._replace(
+        names={**names.GRANITE_HYBRID, **names.SHARED_GRANITE}
     ),
     ("olmo2", "attention.sliding_window"): GgufFamily(
         "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=fields.WINDOW, fields=fields.olmo3

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from onward.errors import ConfigError
+
 # llama.cpp's number of softmax among the functions that choose experts.
 _BY_SOFTMAX = 1
 
@@ -34,12 +36,25 @@ DELTA_EXPERTS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
+MAMBA = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+}
 GRANITE = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+GRANITE_EXPERTS = {
+    **GRANITE,
+    **EXPERTS,
+    "num_local_experts": "expert_count",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+}
+GRANITE_HYBRID = {**GRANITE_EXPERTS, **MAMBA, "num_key_value_heads": None}
 DEEPSEEK_EXPERTS = EXPERTS | {
     "num_hidden_layers": None,
     "n_routed_experts": "expert_count",
@@ -61,6 +76,28 @@ def _number(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
 def _list(value: Any) -> list[Any] | None:
     """The values of an array; None for what is none."""
     return list(value) if isinstance(value, np.ndarray | list) else None
+
+
+def _each_layer(metadata: Mapping[str, Any], key: str) -> tuple[Any, list[bool] | None]:
+    """The number of all layers that have one (0 says that a layer has none), and which have it. None: the metadata has
+    one for all.
+
+    Raises:
+        ConfigError: two layers have different ones.
+    """
+    value = metadata.get(key)
+    counts = _list(value)
+    if counts is None:
+        return value, None
+    numbers = {int(count) for count in counts if isinstance(count, int | np.integer) and count}
+    if len(numbers) > 1:
+        raise ConfigError(f"{key} differs from layer to layer ({sorted(numbers)[:4]}), which is not supported")
+    return max(numbers, default=None), [bool(count) for count in counts]
+
+
+def _quotient(number: Any, divisor: Any) -> int:
+    """Of two whole numbers; 0, which no width may be, where they are none."""
+    return number // divisor if isinstance(number, int) and isinstance(divisor, int) and divisor else 0
 
 
 def layer_types(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,15 +136,28 @@ def phi3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 def lfm2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers without heads of keys are convolutions."""
-    heads = metadata.get("attention.head_count_kv")
-    counts = _list(heads)
-    if counts is not None:
-        heads = max((int(count) for count in counts if isinstance(count, np.integer)), default=None)
+    heads, attend = _each_layer(metadata, "attention.head_count_kv")
     return {
         "num_key_value_heads": heads,
-        "layer_types": None if counts is None else ["full_attention" if count else "conv" for count in counts],
+        "layer_types": attend and ["full_attention" if each else "conv" for each in attend],
         "norm_eps": config.get("rms_norm_eps"),
         "block_auto_adjust_ff_dim": False,
+    }
+
+
+def granite_hybrid(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without heads of keys are Mamba2's. A dense model has the block of all tokens alone."""
+    heads, attend = _each_layer(metadata, "attention.head_count_kv")
+    layers = config.get("num_hidden_layers")
+    attend = attend or [True] * (layers if isinstance(layers, int) else 0)
+    inner = _number(metadata, "ssm.inner_size")
+    return {
+        "num_key_value_heads": heads,
+        "layer_types": ["attention" if each else "mamba" for each in attend],
+        "mamba_d_head": _quotient(inner, config.get("mamba_n_heads")),
+        "mamba_expand": _quotient(inner, config.get("hidden_size")),
+        "position_embedding_type": "rope" if metadata.get("rope.scaling.finetuned", True) else "nope",
+        "shared_intermediate_size": config.get("shared_intermediate_size", config.get("intermediate_size")),
     }
 
 
@@ -147,15 +197,14 @@ def deepseek(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
 
 
 def qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    heads, features = _number(metadata, "ssm.time_step_rank"), _number(metadata, "ssm.inner_size")
     recurs = _list(metadata.get("attention.recurrent_layers"))
     return {
         **{name: config.get(name, 0) for name in DELTA},  # 0 is refused where it is read: files have all of these
         **without_ahead(metadata, config),
         "num_nextn_predict_layers": None,
-        "linear_value_head_dim": features // heads
-        if isinstance(features, int) and isinstance(heads, int) and heads
-        else 0,
+        "linear_value_head_dim": _quotient(
+            _number(metadata, "ssm.inner_size"), _number(metadata, "ssm.time_step_rank")
+        ),
         "full_attention_interval": _number(metadata, "full_attention_interval", 4),
         "layer_types": recurs and ["linear_attention" if each else "full_attention" for each in recurs],
     }

@@ -70,10 +70,14 @@ def norms_less_one(name: str, values: Tensor) -> Tensor:
     return values.to(torch.float32) - 1 if name.endswith("norm.weight") else values
 
 
+def rates_as_logarithms(name: str, values: Tensor) -> Tensor:
+    """Rates of decay, which the converter computes, as the logarithms that they were."""
+    return (-values.to(torch.float32)).log() if name.endswith(".A_log") else values
+
+
 def qwen35_values(name: str, values: Tensor) -> Tensor:
-    """The same but for the norm of Gated DeltaNet, and rates as the logarithms that they were."""
-    if name.endswith(".A_log"):
-        return (-values.to(torch.float32)).log()
+    """Both; but the norm of Gated DeltaNet is as it was."""
+    values = rates_as_logarithms(name, values)
     return values if name.endswith(".linear_attn.norm.weight") else norms_less_one(name, values)
 
 

@@ -93,6 +93,26 @@ GRANITE_EXPERTS = {
     "block_sparse_moe.experts.up_proj": "ffn_up_exps",
     "block_sparse_moe.experts.down_proj": "ffn_down_exps",
 }
+_MAMBA = {
+    "in_proj": "ssm_in",
+    "conv1d": "ssm_conv1d",
+    "A_log": "ssm_a",
+    "D": "ssm_d",
+    "dt_bias": "ssm_dt.bias",
+    "norm": "ssm_norm",
+    "out_proj": "ssm_out",
+}
+# Granite's block of all tokens, beside experts.
+SHARED_GRANITE: dict[str, str | Joined] = {
+    **GRANITE_EXPERTS,
+    "shared_mlp.input_linear": Joined(("ffn_gate_shexp", "ffn_up_shexp")),
+    "shared_mlp.output_linear": "ffn_down_shexp",
+}
+GRANITE_HYBRID: dict[str, str | Joined] = {
+    **{f"mamba.{part}": tensor for part, tensor in _MAMBA.items()},
+    "shared_mlp.input_linear": Joined(("ffn_gate", "ffn_up")),
+    "shared_mlp.output_linear": "ffn_down",
+}
 AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 AFTER_BOTH = {**AFTER_ATTENTION, "post_feedforward_layernorm": "post_ffw_norm"}
 FOUR_NORMS = {**AFTER_BOTH, "pre_feedforward_layernorm": "ffn_norm"}

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_hybrids import HYBRIDS, of_mamba, write_gate_and_up, write_hybrid_config
+from gguf_hybrids import HYBRIDS, factors_of, of_mamba, write_gate_and_up, write_hybrid_config
 
 from onward.models import Scope, read_config
 
@@ -223,6 +223,8 @@ def write_model(
     """
     stored, ours, own = MODELS[architecture]
     config = CONFIG | {"architectures": [f"{ours}ForCausalLM"]} | own | changes
+    if stored == "falcon-h1" and config["tie_word_embeddings"]:
+        config["lm_head_multiplier"] = config["embedding_multiplier"]
     drawn = _Drawn(seed)
     read_config(config).read(Scope(drawn))
     options = {"split_max_tensors": split_after} if split_after else {}
@@ -232,8 +234,9 @@ def write_model(
     twin, stacks = {}, {}
     for at, (name, tensor) in enumerate(drawn.tensors.items()):
         kind = (types or {}).get(name, type) if tensor.dim() == 2 and not name.endswith(".bias") else "F32"
-        raw = _raw(tensor, kind, seed + at)
-        twin[name] = dequantized(raw, kind)
+        factors = factors_of(name, config) if stored == "falcon-h1" else 1.0
+        raw = _raw(tensor * factors, kind, seed + at)
+        twin[name] = dequantized(raw, kind) / factors
         if stored in _BY_PAIRS and name.split(".")[-2] in ("q_proj", "k_proj"):
             raw = permuted(raw, config["head_dim"])
         if stored.startswith("qwen35") and ".linear_attn." in name:

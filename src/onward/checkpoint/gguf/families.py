@@ -93,6 +93,20 @@ FAMILIES = {
         values=layout.rates_as_logarithms,
         fields=fields.granite_hybrid,
     ),
+    "falcon-h1": GgufFamily(
+        "FalconH1ForCausalLM",
+        config={"mamba_norm_before_gate": False},
+        parts={
+            "attention_bias": "attn_q.bias",
+            "mlp_bias": "ffn_up.bias",
+            "mamba_conv_bias": "ssm_conv1d.bias",
+            "mamba_rms_norm": "ssm_norm.weight",
+        },
+        names=names.FALCON_H1,
+        numbers=fields.MAMBA | {"mamba_d_ssm": "ssm.inner_size"},
+        values=layout.rates_as_logarithms,
+        fields=fields.falcon_h1,
+    ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", order=layout.pairs_to_halves, config={"no_rope_layer_interval": 4}),
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",

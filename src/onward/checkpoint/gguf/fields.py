@@ -161,6 +161,11 @@ def granite_hybrid(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> di
     }
 
 
+def falcon_h1(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The factors of this family are in its weights."""
+    return {"mamba_d_head": _quotient(config.get("mamba_d_ssm"), config.get("mamba_n_heads"))}
+
+
 def without_ahead(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers that look further ahead come behind the others, and are counted with them."""
     layers, ahead = _number(metadata, "block_count"), _number(metadata, "nextn_predict_layers", 0)

@@ -113,6 +113,14 @@ GRANITE_HYBRID: dict[str, str | Joined] = {
     "shared_mlp.input_linear": Joined(("ffn_gate", "ffn_up")),
     "shared_mlp.output_linear": "ffn_down",
 }
+FALCON_H1 = {
+    **{f"mamba.{part}": tensor for part, tensor in _MAMBA.items()},
+    "final_layernorm": "output_norm",
+    "pre_ff_layernorm.weight": "ffn_norm",  # that is all of the tensor's name
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+}
 AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 AFTER_BOTH = {**AFTER_ATTENTION, "post_feedforward_layernorm": "post_ffw_norm"}
 FOUR_NORMS = {**AFTER_BOTH, "pre_feedforward_layernorm": "ffn_norm"}

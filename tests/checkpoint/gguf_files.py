@@ -166,7 +166,7 @@ CONFIG = {
 
 _SOME_ATTEND = ("lfm2", "granitehybrid")
 # Whose queries and keys the converter reorders for RoPE.
-_BY_PAIRS = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3")
+_BY_PAIRS = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "nemotron_h", "nemotron_h_moe")
 
 
 class _Drawn:
@@ -246,8 +246,8 @@ def write_model(
                 keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
                 parts = twin[name].view(len(tensor), heads // keys, keys, -1)
                 twin[name] = parts.transpose(1, 2).reshape(tensor.shape)
-        elif ".mamba." in name:
-            raw = of_mamba(name, raw, config["mamba_n_groups"])
+        elif ".mamba." in name or ".mixer." in name:
+            raw = of_mamba(name, raw, config)
         elif stored == "qwen3next" and name.endswith(".A_log"):
             raw = -np.exp(raw)
         elif _adds_one(stored, name):
@@ -284,6 +284,7 @@ def gguf_name(name: str, architecture: str, layers: int) -> tuple[str, int | Non
         name = f"{expert[1]}.{expert[3]}"
     # The converter calls Mixtral's experts by the names that Mistral's own files have.
     name = re.sub(r"^model\.(layers\.\d+)\.block_sparse_moe\.experts\.w", r"\1.feed_forward.experts.w", name)
+    name = re.sub(r"^backbone\.(layers\.\d+)\.mixer\.experts\.", r"model.\1.mlp.experts.", name)
     name = name.replace(".dt_bias", ".dt_proj.bias")
     name = name.replace("block_sparse_moe.experts", "mlp.experts")
     name = name.replace("_correction_bias", "_correction.bias")
@@ -440,7 +441,10 @@ def _write_latent_config(writer: gguf.GGUFWriter, config: dict) -> None:
 
 
 def _write_rope(writer: gguf.GGUFWriter, config: dict, rope: dict) -> None:
-    writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1)))
+    head_dim = config["head_dim"]
+    if "NemotronHForCausalLM" in config["architectures"]:  # the converter takes a width that heads do not have
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     original = rope.get("original_max_position_embeddings")
     if original is not None:

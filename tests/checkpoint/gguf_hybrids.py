@@ -36,6 +36,27 @@ _FALCON = {
     "mlp_multipliers": [2.0, 0.5],
     "rope_theta": 1e11,
 }
+_NEMOTRON = {
+    "head_dim": 32,
+    "layer_norm_epsilon": 1e-6,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+}
+_NEMOTRON_EXPERTS = {
+    "hybrid_override_pattern": "M*E",
+    "num_hidden_layers": 3,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "moe_shared_expert_intermediate_size": 512,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_group": 1,
+}
 HYBRIDS: dict[str, tuple[str, str, dict]] = {
     "granitehybrid": (
         "granitehybrid",
@@ -52,6 +73,13 @@ HYBRIDS: dict[str, tuple[str, str, dict]] = {
         | {"layer_types": ["attention", "mamba"], "shared_intermediate_size": 512},
     ),
     "falcon-h1": ("falcon-h1", "FalconH1", _FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "nemotron_h": ("nemotron_h", "NemotronH", _NEMOTRON | {"hybrid_override_pattern": "M-*M", "num_hidden_layers": 4}),
+    "nemotron_h_moe": ("nemotron_h_moe", "NemotronH", _NEMOTRON | _NEMOTRON_EXPERTS),
+    "nemotron_h_moe in a latent space": (
+        "nemotron_h_moe",
+        "NemotronH",
+        _NEMOTRON | _NEMOTRON_EXPERTS | {"moe_latent_size": 256, "use_conv_bias": False},
+    ),
     "falcon-h1 without a norm of states": ("falcon-h1", "FalconH1", _FALCON | {"mamba_rms_norm": False}),
 }
 
@@ -66,10 +94,30 @@ def write_hybrid_config(writer: gguf.GGUFWriter, architecture: str, config: dict
         writer.add_ssm_time_step_rank(config["mamba_n_heads"])
     if architecture == "granitehybrid":
         writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    if architecture.startswith("nemotron_h"):
+        _write_nemotron_config(writer, config)
 
 
-def of_mamba(name: str, raw: np.ndarray, groups: int) -> np.ndarray:
+def _write_nemotron_config(writer: gguf.GGUFWriter, config: dict) -> None:
+    pattern, has_experts = config["hybrid_override_pattern"], "n_routed_experts" in config
+    width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    writer.add_feed_forward_length([width if kind in "E-" else 0 for kind in pattern])
+    writer.add_head_count_kv([config["num_key_value_heads"] if kind == "*" else 0 for kind in pattern])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    if has_experts:
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_group_count(config["n_group"])
+    if "moe_latent_size" in config:
+        writer.add_moe_latent_size(config["moe_latent_size"])
+
+
+def of_mamba(name: str, raw: np.ndarray, config: dict) -> np.ndarray:
     """A weight of Mamba2 as the converter writes it."""
+    groups = config.get("mamba_n_groups", config.get("n_groups"))
     if name.endswith(".A_log"):
         raw = -np.exp(raw)
     if name.endswith((".A_log", ".D")):

@@ -75,7 +75,7 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
     try:
         return config | dict(family.fields(behind, config))
     except ConfigError as error:
-        raise ConfigError(f"{where}: {prefix}{error}") from error
+        raise ConfigError(f"{where}: {metadata['general.architecture']}: {error}") from error
 
 
 def _same_everywhere(value: Any, what: str) -> Any:

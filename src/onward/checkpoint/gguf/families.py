@@ -107,6 +107,18 @@ FAMILIES = {
         values=layout.rates_as_logarithms,
         fields=fields.falcon_h1,
     ),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        GgufFamily(
+            "NemotronHForCausalLM",
+            order=layout.pairs_to_halves,
+            parts={"mlp_bias": "ffn_up.bias", "use_conv_bias": "ssm_conv1d.bias"},
+            names=names.NEMOTRON_H,
+            numbers=fields.NEMOTRON_H,
+            values=layout.rates_as_logarithms,
+            fields=fields.nemotron_h,
+        ),
+    ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", order=layout.pairs_to_halves, config={"no_rope_layer_interval": 4}),
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",

@@ -64,6 +64,27 @@ DEEPSEEK_EXPERTS = EXPERTS | {
     "routed_scaling_factor": "expert_weights_scale",
     "norm_topk_prob": "expert_weights_norm",
 }
+NEMOTRON_H = {
+    **EXPERTS,
+    "intermediate_size": None,
+    "num_hidden_layers": None,
+    "num_key_value_heads": None,
+    "rms_norm_eps": None,
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+    "conv_kernel": "ssm.conv_kernel",
+    "ssm_state_size": "ssm.state_size",
+    "n_groups": "ssm.group_count",
+    "mamba_num_heads": "ssm.time_step_rank",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "moe_latent_size": "moe_latent_size",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
 WINDOW = {"sliding_window": "attention.sliding_window"}
 
 
@@ -164,6 +185,34 @@ def granite_hybrid(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> di
 def falcon_h1(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The factors of this family are in its weights."""
     return {"mamba_d_head": _quotient(config.get("mamba_d_ssm"), config.get("mamba_n_heads"))}
+
+
+def nemotron_h(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer with heads of keys attends, one with a feed-forward width is such a block, the others are Mamba2's. The
+    file has a number of features that turn, but none do."""
+    layers = without_ahead(metadata, config)
+    count = layers["num_hidden_layers"]
+    heads, attend = _each_layer(metadata, "attention.head_count_kv")
+    width, feed = _each_layer(metadata, "feed_forward_length")
+    if not isinstance(count, int) or attend is None or feed is None or not count <= len(attend) == len(feed):
+        raise ConfigError("attention.head_count_kv and feed_forward_length must have a number for each of the layers")
+    block = "moe" if config.get("n_routed_experts") else "mlp"
+    kinds = {(True, False): "attention", (False, True): block, (False, False): "mamba"}
+    types = [kinds.get(pair) for pair in zip(attend[:count], feed[:count], strict=True)]
+    if None in types:
+        raise ConfigError(
+            f"layer {types.index(None)} has attention.head_count_kv and feed_forward_length; layers of this family are "
+            "one block each"
+        )
+    inner = _number(metadata, "ssm.inner_size")
+    return {
+        **layers,
+        "layers_block_type": types,
+        "num_key_value_heads": heads,
+        "intermediate_size": width,
+        "mamba_head_dim": _quotient(inner, config.get("mamba_num_heads")),
+        "rope_parameters": None,
+    }
 
 
 def without_ahead(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

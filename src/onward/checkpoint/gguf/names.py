@@ -121,6 +121,29 @@ FALCON_H1 = {
     "feed_forward.up_proj": "ffn_up",
     "feed_forward.down_proj": "ffn_down",
 }
+_OF_A_BLOCK = {
+    **_MAMBA,
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "gate": "ffn_gate_inp",
+    "gate.e_score_correction_bias": "exp_probs_b.bias",
+    "experts.up_proj": "ffn_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "shared_experts.up_proj": "ffn_up_shexp",
+    "shared_experts.down_proj": "ffn_down_shexp",
+    "fc1_latent_proj": "ffn_latent_down",
+    "fc2_latent_proj": "ffn_latent_up",
+}
+NEMOTRON_H = {
+    **{f"mixer.{part}": tensor for part, tensor in _OF_A_BLOCK.items()},
+    "embeddings": "token_embd",
+    "norm_f": "output_norm",
+    "norm": "attn_norm",
+}
 AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 AFTER_BOTH = {**AFTER_ATTENTION, "post_feedforward_layernorm": "post_ffw_norm"}
 FOUR_NORMS = {**AFTER_BOTH, "pre_feedforward_layernorm": "ffn_norm"}

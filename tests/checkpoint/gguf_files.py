@@ -14,6 +14,17 @@ from onward.models import Scope, read_config
 _WINDOW = {"sliding_window": 9}
 _EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 1}
 _GEMMA = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64, **_WINDOW}
+_GEMMA4 = {
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    },
+    **_WINDOW,
+}
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 _LONGROPE |= {"short_factor": [1.0 + at / 24 for at in range(24)], "long_factor": [2.0 + at for at in range(24)]}
 _SHARED_EXPERTS = {
@@ -86,6 +97,22 @@ MODELS: dict[str, tuple[str, str, dict]] = {
     ),
     "gemma2": ("gemma2", "Gemma2", {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0, **_GEMMA}),
     "gemma3": ("gemma3", "Gemma3", {"rope_theta": 1e6, "num_hidden_layers": 6, **_GEMMA}),
+    "gemma4": (
+        "gemma4",
+        "Gemma4",
+        _GEMMA4
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+        | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 5.0}
+        | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 352},
+    ),
+    "gemma4 with experts": (
+        "gemma4",
+        "Gemma4",
+        _GEMMA4
+        | {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 256},
+    ),
     "phi3": ("phi3", "Phi3", {"sliding_window": None}),
     "phi3 for long texts": (
         "phi3",
@@ -269,7 +296,10 @@ def write_model(
         else:
             stacks.setdefault((place, kind), []).append(raw)
     for (place, kind), parts in stacks.items():
-        writer.add_tensor(place, np.stack(parts), raw_dtype=Kind[kind])
+        whole = np.stack(parts)
+        if "gate_up" in place:  # all gates come first
+            whole = np.concatenate(np.split(whole, 2), axis=1)
+        writer.add_tensor(place, whole, raw_dtype=Kind[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -287,6 +317,14 @@ def gguf_name(name: str, architecture: str, layers: int) -> tuple[str, int | Non
     name = re.sub(r"^backbone\.(layers\.\d+)\.mixer\.experts\.", r"model.\1.mlp.experts.", name)
     name = name.replace(".dt_bias", ".dt_proj.bias")
     name = name.replace("block_sparse_moe.experts", "mlp.experts")
+    if architecture == "gemma4":
+        name = re.sub(r"\.experts\.(gate|up)_proj\.", ".experts.gate_up_proj.", name)
+        for ours, theirs in (
+            ("router.scale", "ffn_gate_inp.scale"),
+            ("router.per_expert_scale", "ffn_down_exps.scale"),
+        ):
+            if name.endswith(ours):
+                return f"blk.{name.split('.')[2]}.{theirs}", None
     name = name.replace("_correction_bias", "_correction.bias")
     name = name if name.endswith((".weight", ".bias", ".A_log", ".D")) else f"{name}.weight"
     kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
@@ -377,6 +415,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
     writer.add_head_count_kv(heads)
     if architecture == "deepseek2":
         _write_latent_config(writer, config)
+    elif architecture == "gemma4":
+        _write_gemma4_config(writer, config)
     else:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -385,6 +425,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
         "num_experts": writer.add_expert_count,
         "num_local_experts": writer.add_expert_count,
         "num_experts_per_tok": writer.add_expert_used_count,
+        "top_k_experts": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "n_routed_experts": writer.add_expert_count,
         "n_shared_experts": writer.add_expert_shared_count,
@@ -421,6 +462,29 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
     _write_rope(writer, config, rope.get("full_attention", rope))
 
 
+def _write_gemma4_config(writer: gguf.GGUFWriter, config: dict) -> None:
+    full, sliding, rope = config["global_head_dim"], config["head_dim"], config["rope_parameters"]
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(sliding)
+    writer.add_value_length_swa(sliding)
+    writer.add_rope_dimension_count_swa(sliding)
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    layers, width = config["num_hidden_layers"], config["intermediate_size"]
+    if config.get("use_double_wide_mlp"):
+        first = layers - config["num_kv_shared_layers"]
+        writer.add_feed_forward_length([width if layer < first else 2 * width for layer in range(layers)])
+    if "num_global_key_value_heads" in config:
+        heads = {"sliding_attention": config["num_key_value_heads"]}
+        heads["full_attention"] = config["num_global_key_value_heads"]
+        writer.add_head_count_kv([heads[kind] for kind in config["layer_types"]])
+    turning = int(full * rope["full_attention"]["partial_rotary_factor"] / 2)
+    divisors = np.array([1.0] * turning + [1e30] * (full // 2 - turning), np.float32)
+    writer.add_tensor("rope_freqs.weight", divisors)
+
+
 def _write_latent_config(writer: gguf.GGUFWriter, config: dict) -> None:
     """Widths as newer converters write them: of the latent, and of what is computed of it apart."""
     keys, values = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
@@ -444,7 +508,8 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict, rope: dict) -> None:
     head_dim = config["head_dim"]
     if "NemotronHForCausalLM" in config["architectures"]:  # the converter takes a width that heads do not have
         head_dim = config["hidden_size"] // config["num_attention_heads"]
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    turned = config.get("global_head_dim") or int(head_dim * rope.get("partial_rotary_factor", 1))
+    writer.add_rope_dimension_count(turned)
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     original = rope.get("original_max_position_embeddings")
     if original is not None:

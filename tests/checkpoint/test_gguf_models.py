@@ -120,6 +120,36 @@ def test_what_layers_of_one_block_are_must_be_clear(tmp_path):
             _ = checkpoint.config
 
 
+def test_gemma4_s_layers_must_not_contradict_each_other(tmp_path):
+    write_model(tmp_path / "m.gguf", "gemma4", "Q8_0")
+    for key, value in (
+        ("feed_forward_length", np.array([512, 1024, 512, 1024])),
+        ("attention.head_count_kv", np.array([2, 1, 1, 1])),
+        ("attention.head_count_kv", np.array([2, 1])),
+        ("attention.head_count_kv", ["two"]),
+    ):
+        checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+        checkpoint.files[0].metadata[f"gemma4.{key}"] = value
+        with refused(ConfigError, "m.gguf: gemma4: ", key):
+            _ = checkpoint.config
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata["gemma4.attention.value_length_swa"] = 64
+    with refused(ConfigError, "keys of 32 and values of 64"):
+        _ = checkpoint.config
+
+
+def test_keys_that_a_layer_has_and_does_not_compute_are_left_out(tmp_path):
+    """The last layers of Gemma 4 attend to the keys of others; files have matrices for these, too."""
+    write_model(tmp_path / "m.gguf", "gemma4", "Q8_0")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    matrix = checkpoint.tensors["blk.0.attn_k.weight"]
+    checkpoint.tensors["blk.2.attn_k.weight"] = checkpoint.tensors["blk.3.attn_v.weight"] = matrix
+    assert len(read_params(checkpoint).layers) == 4
+    checkpoint.tensors["blk.0.attn_qkv.weight"] = matrix
+    with refused(CheckpointError, "blk.0.attn_qkv.weight"):
+        read_params(checkpoint)
+
+
 def test_which_layers_recur_may_be_said_layer_by_layer(tmp_path):
     write_model(tmp_path / "m.gguf", "qwen3next", "Q8_0")
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
@@ -189,6 +219,13 @@ def test_other_divisors_are_refused(tmp_path):
     write_model(tmp_path / "m.gguf", "llama", "Q8_0", metadata=divisors)
     with refused(ConfigError, "rope_freqs", "m.gguf"):
         onward.load(tmp_path / "m.gguf")
+
+
+def test_gemma4_s_divisors_say_how_many_pairs_turn(tmp_path):
+    write_model(tmp_path / "m.gguf", "gemma4", "Q8_0")
+    ropes = GgufCheckpoint(tmp_path / "m.gguf").config["rope_parameters"]
+    assert ropes["full_attention"]["partial_rotary_factor"] == 0.25
+    assert ropes["sliding_attention"]["partial_rotary_factor"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,21 @@ def test_sentencepiece(tmp_path):
         assert ours.decode(encoded.ids) == original.decode(encoded.ids)
 
 
+def test_pieces_with_merges(tmp_path):
+    """Gemma 4's: no space in front, and merges in the file."""
+    original = sentencepiece_tokenizer(metaspace=False)
+    original.normalizer = normalizers.Replace(" ", "▁")
+    original.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    merges = [" ".join(pair) for pair in json.loads(original.to_str())["model"]["merges"]]
+    write_sentencepiece(
+        tmp_path / "m.gguf", original, add_tokenizer_model="gemma4", add_token_merges=merges, add_add_bos_token=True
+    )
+    ours = GgufCheckpoint(tmp_path / "m.gguf").tokenizer
+    for text in ["hello world", " hello", "lo  wor\n\nld", "é 🦊<s>.", ""]:
+        assert ours.encode(text) == original.encode(text).ids, repr(text)
+        assert ours.decode(ours.encode(text)) == original.decode(original.encode(text).ids)
+
+
 def test_without_a_space_in_front(tmp_path):
     write_sentencepiece(tmp_path / "m.gguf", sentencepiece_tokenizer(metaspace=False), add_add_space_prefix=False)
     ours = GgufCheckpoint(tmp_path / "m.gguf").tokenizer
@@ -196,7 +211,7 @@ def spoilt(tmp_path, **changes: object) -> GgufCheckpoint:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "bert"}, ("'bert'", "gpt2 and llama")),
+        ({"model": "bert"}, ("'bert'", "gpt2, llama, gemma4")),
         ({"model": 7}, ("tokenizer.ggml.model", "int")),
         ({"pre": "klingon"}, ("'klingon'", "qwen2")),
         ({"merges": None}, ("tokenizer.ggml.merges", "nothing")),

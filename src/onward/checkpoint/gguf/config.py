@@ -10,7 +10,7 @@ from torch import Tensor
 from onward.checkpoint.gguf.blocks import dequantized
 from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
 from onward.checkpoint.gguf.family import GgufFamily
-from onward.checkpoint.gguf.fields import NUMBERS
+from onward.checkpoint.gguf.keys import NUMBERS
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.fields import positive_number
@@ -19,6 +19,8 @@ from onward.models.rope import Llama3, Unscaled
 # The three numbers of every published model whose file has `rope_freqs` (Llama 3.1 to 3.3): the file does not say them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+# A divisor with which a pair turns by no angle that a float32 tells from none.
+_NEVER = 1e20
 _LENGTHS = "short", "long"
 
 
@@ -62,14 +64,14 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
             config[field] = _same_everywhere(metadata[prefix + key], f"{where}: {prefix}{key}")
     head_dim = head_dim_of(config)
     value_length = _same_everywhere(metadata.get(prefix + "attention.value_length"), f"{where}: value_length")
-    of_one_width = family.numbers.get("head_dim", NUMBERS["head_dim"]) is not None
+    of_one_width = family.numbers.get("head_dim", NUMBERS["head_dim"]) == NUMBERS["head_dim"]
     if of_one_width and value_length is not None and value_length != head_dim:
         raise ConfigError(f"{where}: keys of {head_dim} and values of {value_length} numbers differ")
     if "token_embd.weight" in tensors:
         config["vocab_size"] = tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    for field, end in family.parts.items():
-        config[field] = _has(tensors, f".{end}")
+    for field, part in family.parts.items():
+        config[field] = _has(tensors, f".{part}") if isinstance(part, str) else part(tensors)
     config["rope_parameters"] = _rope(metadata, prefix, tensors, head_dim, where)
     behind = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     try:
@@ -123,12 +125,22 @@ def _rope(
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": said("scaling.original_context_length")}
     if "rope_freqs.weight" in tensors:
         divisors = _numbers(tensors["rope_freqs.weight"])
-        rope |= _llama3(divisors, positive_number(rope, "rope_theta", 10000.0), head_dim, where)
+        rope |= _proportional(divisors) or _llama3(
+            divisors, positive_number(rope, "rope_theta", 10000.0), head_dim, where
+        )
     return rope
 
 
 def _numbers(stored: GgufTensor) -> Tensor:
     return dequantized(stored.type, stored.rows).flatten()
+
+
+def _proportional(divisors: Tensor) -> dict[str, Any]:
+    """Where the first pairs turn as they do without divisors, and the others have such that they do not (Gemma 4)."""
+    turning = int((divisors == 1).sum())
+    if not turning or not bool((divisors[:turning] == 1).all() and (divisors[turning:] >= _NEVER).all()):
+        return {}
+    return {"rope_type": "proportional", "partial_rotary_factor": turning / len(divisors)}
 
 
 def _llama3(divisors: Tensor, base: float, head_dim: int | None, where: object) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onward.checkpoint.gguf.config import head_dim_of
 from onward.checkpoint.gguf.families import FAMILIES
-from onward.checkpoint.gguf.fields import NUMBERS
+from onward.checkpoint.gguf.keys import NUMBERS
 from onward.checkpoint.gguf.names import gguf_name
 from onward.checkpoint.gguf.split_texts import SPLITTINGS
 from onward.checkpoint.gguf.vocabulary import _CONTROL, _NORMAL, _UNUSED, _USER

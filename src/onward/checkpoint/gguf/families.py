@@ -1,10 +1,10 @@
 """The table of GGUF's architectures: what config.json and the names of weights would be in the Hugging Face layout.
 
 A family that Onward reads from folders is read from GGUF by a line here, whose names, keys and functions stand in
-`names`, `fields` and `layout`.
+`names`, `keys`, `fields` and `layout`.
 """
 
-from onward.checkpoint.gguf import fields, layout, names
+from onward.checkpoint.gguf import fields, keys, layout, names
 from onward.checkpoint.gguf.family import GgufFamily
 
 # "llama" is Mistral's too: the two differ in a sliding window, which the converter leaves out.
@@ -19,13 +19,13 @@ FAMILIES = {
     "qwen3moe": GgufFamily(
         "Qwen3MoeForCausalLM",
         config={"norm_topk_prob": True},
-        numbers=fields.EXPERTS | {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"},
+        numbers=keys.EXPERTS | {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"},
     ),
     "qwen35": GgufFamily(
         "Qwen3_5ForCausalLM",
         order=layout.value_heads,
         names=names.QWEN35,
-        numbers=fields.DELTA,
+        numbers=keys.DELTA,
         values=layout.qwen35_values,
         fields=fields.qwen35,
     ),
@@ -33,7 +33,7 @@ FAMILIES = {
         "Qwen3_5MoeForCausalLM",
         order=layout.value_heads,
         names=names.QWEN35,
-        numbers=fields.DELTA_EXPERTS,
+        numbers=keys.DELTA_EXPERTS,
         values=layout.qwen35_values,
         fields=fields.qwen35,
     ),
@@ -42,7 +42,7 @@ FAMILIES = {
         "Qwen3_5MoeForCausalLM",
         order=layout.beta_and_decay,
         names=names.QWEN3NEXT,
-        numbers=fields.DELTA_EXPERTS,
+        numbers=keys.DELTA_EXPERTS,
         values=layout.qwen35_values,
         fields=fields.qwen35,
     ),
@@ -50,7 +50,7 @@ FAMILIES = {
         "Gemma2ForCausalLM",
         config={"hidden_activation": "gelu_pytorch_tanh"},
         names=names.FOUR_NORMS,
-        numbers=fields.WINDOW
+        numbers=keys.WINDOW
         | {
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
@@ -62,26 +62,32 @@ FAMILIES = {
         "Gemma3ForCausalLM",
         config={"hidden_activation": "gelu_pytorch_tanh"},
         names=names.FOUR_NORMS,
-        numbers=fields.WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
+        numbers=keys.WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
         values=layout.norms_less_one,
         fields=fields.gemma3,
     ),
-    "phi3": GgufFamily("Phi3ForCausalLM", numbers=fields.WINDOW, fields=fields.phi3),
-    "olmo2": GgufFamily("Olmo2ForCausalLM", names=names.AFTER_BOTH),
-    "exaone4": GgufFamily(
-        "Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=fields.WINDOW, fields=fields.layer_types
+    "gemma4": GgufFamily(
+        "Gemma4ForCausalLM",
+        config={"hidden_activation": "gelu_pytorch_tanh"},
+        parts={"attention_k_eq_v": fields.keys_are_values},
+        names=names.GEMMA4,
+        numbers=keys.GEMMA4,
+        fields=fields.gemma4,
     ),
+    "phi3": GgufFamily("Phi3ForCausalLM", numbers=keys.WINDOW, fields=fields.phi3),
+    "olmo2": GgufFamily("Olmo2ForCausalLM", names=names.AFTER_BOTH),
+    "exaone4": GgufFamily("Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, fields=fields.layer_types),
     "glm4": GgufFamily(
         "Glm4ForCausalLM",
         parts={"attention_bias": "attn_q.bias"},
         names={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     ),
-    "granite": GgufFamily("GraniteForCausalLM", order=layout.pairs_to_halves, numbers=fields.GRANITE),
+    "granite": GgufFamily("GraniteForCausalLM", order=layout.pairs_to_halves, numbers=keys.GRANITE),
     "granitemoe": GgufFamily(
         "GraniteMoeForCausalLM",
         order=layout.pairs_to_halves,
         names=names.GRANITE_EXPERTS,
-        numbers=fields.GRANITE | fields.EXPERTS | {"num_local_experts": "expert_count"},
+        numbers=keys.GRANITE | keys.EXPERTS | {"num_local_experts": "expert_count"},
     ),
     "granitehybrid": GgufFamily(
         "GraniteMoeHybridForCausalLM",
@@ -89,7 +95,7 @@ FAMILIES = {
         config={"num_local_experts": 0},
         parts={"attention_bias": "attn_q.bias", "mamba_conv_bias": "ssm_conv1d.bias"},
         names=names.GRANITE_HYBRID,
-        numbers=fields.GRANITE_HYBRID,
+        numbers=keys.GRANITE_HYBRID,
         values=layout.rates_as_logarithms,
         fields=fields.granite_hybrid,
     ),
@@ -103,7 +109,7 @@ FAMILIES = {
             "mamba_rms_norm": "ssm_norm.weight",
         },
         names=names.FALCON_H1,
-        numbers=fields.MAMBA | {"mamba_d_ssm": "ssm.inner_size"},
+        numbers=keys.MAMBA | {"mamba_d_ssm": "ssm.inner_size"},
         values=layout.rates_as_logarithms,
         fields=fields.falcon_h1,
     ),
@@ -114,7 +120,7 @@ FAMILIES = {
             order=layout.pairs_to_halves,
             parts={"mlp_bias": "ffn_up.bias", "use_conv_bias": "ssm_conv1d.bias"},
             names=names.NEMOTRON_H,
-            numbers=fields.NEMOTRON_H,
+            numbers=keys.NEMOTRON_H,
             values=layout.rates_as_logarithms,
             fields=fields.nemotron_h,
         ),
@@ -135,13 +141,13 @@ FAMILIES = {
         "Glm4MoeForCausalLM",
         parts={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         names=names.AFTER_ATTENTION,
-        numbers=fields.DEEPSEEK_EXPERTS,
+        numbers=keys.DEEPSEEK_EXPERTS,
         fields=fields.without_ahead,
     ),
     "deepseek2": GgufFamily(
         "DeepseekV3ForCausalLM",
         names=names.LATENT,
-        numbers=fields.DEEPSEEK_EXPERTS
+        numbers=keys.DEEPSEEK_EXPERTS
         | {
             "head_dim": None,
             "num_key_value_heads": None,
@@ -156,7 +162,7 @@ FAMILIES = {
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
         names=names.AFTER_ATTENTION,
-        numbers=fields.EXPERTS | fields.WINDOW | {"num_local_experts": "expert_count"},
+        numbers=keys.EXPERTS | keys.WINDOW | {"num_local_experts": "expert_count"},
         fields=fields.gpt_oss,
     ),
 }
@@ -165,25 +171,28 @@ WITH_KEY = {
     ("llama", "expert_count"): GgufFamily(
         "MixtralForCausalLM",
         order=layout.pairs_to_halves,
-        numbers=fields.EXPERTS | {"num_local_experts": "expert_count"},
+        numbers=keys.EXPERTS | {"num_local_experts": "expert_count"},
     ),
     ("granitemoe", "expert_shared_feed_forward_length"): GgufFamily(
         "GraniteMoeSharedForCausalLM",
         order=layout.pairs_to_halves,
         names=names.SHARED_GRANITE,
-        numbers=fields.GRANITE_EXPERTS,
+        numbers=keys.GRANITE_EXPERTS,
     ),
     ("granitehybrid", "expert_count"): FAMILIES["granitehybrid"]._replace(
         names={**names.GRANITE_HYBRID, **names.SHARED_GRANITE}
     ),
     ("olmo2", "attention.sliding_window"): GgufFamily(
-        "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=fields.WINDOW, fields=fields.olmo3
+        "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, fields=fields.olmo3
     ),
 }
 # (architecture, how the name of a tensor ends) -> the family of files that have such a tensor.
 WITH_TENSOR = {
     ("qwen3next", ".ssm_in.weight"): FAMILIES["qwen3next"]._replace(
         order=layout.fused_delta, names=names.FUSED_QWEN3NEXT
+    ),
+    ("gemma4", ".ffn_gate_up_exps.weight"): FAMILIES["gemma4"]._replace(
+        order=layout.gate_and_up, names=names.FUSED_GEMMA4
     ),
     ("deepseek2", ".attn_k_b.weight"): FAMILIES["deepseek2"]._replace(names=names.CUT_LATENT),
 }

@@ -1,6 +1,6 @@
 """What a line of the table of GGUF's architectures says (`onward.checkpoint.gguf.families`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,15 +33,15 @@ class Joined(NamedTuple):
 
 class GgufFamily(NamedTuple):
     """architecture: the one of config.json. order: of weights that the converter reordered. config: fields that files
-    leave unsaid. parts: fields that say whether there are biases or norms, and how the tensors end that are there then.
-    names, numbers: lines of `WHOLE`, `LAYER` and `NUMBERS` of its own; None: a field that `fields` reads. values: (a
-    stock name, floats of the file) -> the stock checkpoint's, where the converter computed others. fields: see
-    `Fields`."""
+    leave unsaid. parts: fields that say whether there are biases or norms, and how the tensors end that are there then,
+    or what says so of the names of all. names, numbers: lines of `WHOLE`, `LAYER` and `NUMBERS` of its own; None: a
+    field that `fields` reads. values: (a stock name, floats of the file) -> the stock checkpoint's, where the converter
+    computed others. fields: see `Fields`."""
 
     architecture: str
     order: Orders = lambda name, config, rows: Order()
     config: Mapping[str, object] = {}
-    parts: Mapping[str, str] = {}
+    parts: Mapping[str, str | Callable[[Collection[str]], bool]] = {}
     names: Mapping[str, str | Joined] = {}
     numbers: Mapping[str, str | None] = {}
     values: Callable[[str, Tensor], Tensor] = lambda name, values: values

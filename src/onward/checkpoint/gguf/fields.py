@@ -1,91 +1,15 @@
-"""The fields of config.json that a GGUF file's metadata say: by a key each, and what some say in a way of their own."""
+"""The fields of config.json that a GGUF file's metadata say in a way of their family's own."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
+from onward.checkpoint.gguf import keys
 from onward.errors import ConfigError
 
 # llama.cpp's number of softmax among the functions that choose experts.
 _BY_SOFTMAX = 1
-
-# A field of config.json -> the key behind "{architecture}.".
-NUMBERS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "max_position_embeddings": "context_length",
-}
-EXPERTS = {"num_experts_per_tok": "expert_used_count"}
-DELTA = {
-    "num_hidden_layers": None,
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "linear_key_head_dim": "ssm.state_size",
-    "linear_num_key_heads": "ssm.group_count",
-    "linear_num_value_heads": "ssm.time_step_rank",
-}
-DELTA_EXPERTS = {
-    **DELTA,
-    **EXPERTS,
-    "num_experts": "expert_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-}
-MAMBA = {
-    "mamba_d_conv": "ssm.conv_kernel",
-    "mamba_d_state": "ssm.state_size",
-    "mamba_n_groups": "ssm.group_count",
-    "mamba_n_heads": "ssm.time_step_rank",
-}
-GRANITE = {
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
-GRANITE_EXPERTS = {
-    **GRANITE,
-    **EXPERTS,
-    "num_local_experts": "expert_count",
-    "shared_intermediate_size": "expert_shared_feed_forward_length",
-}
-GRANITE_HYBRID = {**GRANITE_EXPERTS, **MAMBA, "num_key_value_heads": None}
-DEEPSEEK_EXPERTS = EXPERTS | {
-    "num_hidden_layers": None,
-    "n_routed_experts": "expert_count",
-    "n_shared_experts": "expert_shared_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "first_k_dense_replace": "leading_dense_block_count",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
-}
-NEMOTRON_H = {
-    **EXPERTS,
-    "intermediate_size": None,
-    "num_hidden_layers": None,
-    "num_key_value_heads": None,
-    "rms_norm_eps": None,
-    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
-    "conv_kernel": "ssm.conv_kernel",
-    "ssm_state_size": "ssm.state_size",
-    "n_groups": "ssm.group_count",
-    "mamba_num_heads": "ssm.time_step_rank",
-    "n_routed_experts": "expert_count",
-    "n_shared_experts": "expert_shared_count",
-    "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "moe_latent_size": "moe_latent_size",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
-}
-WINDOW = {"sliding_window": "attention.sliding_window"}
 
 
 def _number(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
@@ -116,6 +40,14 @@ def _each_layer(metadata: Mapping[str, Any], key: str) -> tuple[Any, list[bool] 
     return max(numbers, default=None), [bool(count) for count in counts]
 
 
+def _whole_numbers(key: str, value: Any) -> list[int] | None:
+    """The numbers of an array, one for each layer; None for what is none."""
+    values = _list(value)
+    if values is not None and not all(isinstance(item, int | np.integer) for item in values):
+        raise ConfigError(f"{key} must be whole numbers; got {values[:4]}")
+    return None if values is None else [int(item) for item in values]
+
+
 def _quotient(number: Any, divisor: Any) -> int:
     """Of two whole numbers; 0, which no width may be, where they are none."""
     return number // divisor if isinstance(number, int) and isinstance(divisor, int) and divisor else 0
@@ -142,6 +74,74 @@ def gemma3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
     sliding = {"rope_type": "default", "rope_theta": _number(metadata, "rope.freq_base_swa", 10000.0)}
     ropes = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
     return {**gemma_scale(metadata, config), "rope_parameters": ropes}
+
+
+def gemma4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The widths of heads are those of layers with a window, and beside them those of the others."""
+    for end in ("", "_swa"):
+        keys, values = (_number(metadata, f"attention.{name}_length{end}") for name in ("key", "value"))
+        if values not in (None, keys):
+            raise ConfigError(f"keys of {keys} and values of {values} numbers differ")
+    types = layer_types(metadata, config)
+    rope = dict(config["rope_parameters"])
+    if rope["rope_type"] != "proportional":
+        rope.pop("partial_rotary_factor", None)  # of heads of another width
+    sliding = {"rope_type": "default", "rope_theta": _number(metadata, "rope.freq_base_swa", 10000.0)}
+    turned, head_dim = _number(metadata, "rope.dimension_count_swa"), config.get("head_dim")
+    if isinstance(turned, int) and isinstance(head_dim, int) and head_dim:
+        sliding["partial_rotary_factor"] = turned / head_dim
+    has_experts = bool(config.get("num_experts"))
+    return {
+        **types,
+        **_gemma4_heads(metadata, types.get("layer_types", [])),
+        **_gemma4_widths(metadata, config),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": sliding},
+        "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input", 0),
+        "vocab_size_per_layer_input": config.get("vocab_size"),
+        "enable_moe_block": has_experts,
+        **({} if has_experts else dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"))),
+    }
+
+
+def _gemma4_heads(metadata: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
+    """Heads of keys: one number, or one for each layer, which its type decides."""
+    heads = metadata.get("attention.head_count_kv")
+    counts = _whole_numbers("attention.head_count_kv", heads)
+    if counts is None:
+        return {"num_key_value_heads": heads}
+    of_type = dict(zip(types, counts, strict=False))
+    if counts != [of_type.get(kind) for kind in types]:
+        raise ConfigError(
+            f"attention.head_count_kv must be one number for layers with a window and one for the others, as "
+            f"attention.sliding_window_pattern says which are; got {counts}"
+        )
+    return {
+        "num_key_value_heads": of_type.get("sliding_attention", counts[0] if counts else None),
+        "num_global_key_value_heads": of_type.get("full_attention"),
+    }
+
+
+def _gemma4_widths(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that share keys may be twice as wide as the others."""
+    width = metadata.get("feed_forward_length")
+    widths = _whole_numbers("feed_forward_length", width)
+    if not widths:
+        return {"intermediate_size": width}
+    shared = _number(metadata, "attention.shared_kv_layers", 0)
+    own = len(widths) - (shared if isinstance(shared, int) else 0)
+    wide = widths[-1] == 2 * widths[0]
+    if widths != [widths[0] * (2 if wide and index >= own else 1) for index in range(len(widths))]:
+        raise ConfigError(
+            f"feed_forward_length must be one number, or twice that in the {shared} layers that share keys; got "
+            f"{widths}"
+        )
+    return {"intermediate_size": widths[0], "use_double_wide_mlp": wide}
+
+
+def keys_are_values(tensors: Collection[str]) -> bool:
+    """Whether layers have keys and no values of their own."""
+    counts = [sum(name.endswith(f".attn_{part}.weight") for name in tensors) for part in ("k", "v")]
+    return counts[0] > counts[1]
 
 
 def olmo3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def deepseek(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
 def qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     recurs = _list(metadata.get("attention.recurrent_layers"))
     return {
-        **{name: config.get(name, 0) for name in DELTA},  # 0 is refused where it is read: files have all of these
+        **{name: config.get(name, 0) for name in keys.DELTA},  # 0 is refused where it is read: files have all of these
         **without_ahead(metadata, config),
         "num_nextn_predict_layers": None,
         "linear_value_head_dim": _quotient(

@@ -65,6 +65,14 @@ def _of_key_heads(groups: int, widths: Sequence[int], parts: Sequence[int]) -> O
     return Order(torch.cat([rows[part].flatten() for part in parts]), stored_rows=stored_rows)
 
 
+def gate_and_up(name: str, config: Mapping[str, Any], rows: int) -> Order:
+    """Of each expert one matrix has the rows of the gate and below them those of the other half."""
+    part = name.split(".")[-2]
+    if ".experts." not in name or part not in ("gate_proj", "up_proj"):
+        return Order()
+    return Order(torch.arange(rows) + (rows if part == "up_proj" else 0), stored_rows=2 * rows)
+
+
 def norms_less_one(name: str, values: Tensor) -> Tensor:
     """Weights of norms without the 1 that the family's forward adds, and the converter too."""
     return values.to(torch.float32) - 1 if name.endswith("norm.weight") else values

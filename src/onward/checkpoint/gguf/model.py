@@ -11,6 +11,7 @@ import torch
 
 from onward.checkpoint.chat_template import ChatTemplate
 from onward.checkpoint.gguf.config import config_of, family_of, head_dim_of
+from onward.checkpoint.gguf.names import gguf_name
 from onward.checkpoint.gguf.reader import GgufFile, GgufTensor
 from onward.checkpoint.gguf.vocabulary import Vocabulary
 from onward.checkpoint.gguf.weights import read_gguf_weights
@@ -18,6 +19,7 @@ from onward.checkpoint.pages import releaser_of
 from onward.checkpoint.tokenizer import JsonTokenizer
 from onward.errors import CheckpointError, TokenizerError
 from onward.models import Architecture
+from onward.models.architecture import PartOfCheckpoint
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _TEMPLATE = "tokenizer.chat_template"
@@ -142,6 +144,8 @@ class GgufCheckpoint:
         ahead = self._metadata.get(f"{self._metadata['general.architecture']}.nextn_predict_layers", 0)
         ahead, first = ahead if isinstance(ahead, int) else 0, fields["num_hidden_layers"]
         unread = [f"blk.{layer}." for layer in range(first, first + ahead)]  # they look further ahead
+        if isinstance(config, PartOfCheckpoint):
+            unread += [gguf_name(f"{start}weight", family).tensors[0] for start in config.unread]
         return read_gguf_weights(
             self.path,
             self.tensors,

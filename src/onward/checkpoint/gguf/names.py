@@ -147,8 +147,28 @@ NEMOTRON_H = {
 AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 AFTER_BOTH = {**AFTER_ATTENTION, "post_feedforward_layernorm": "post_ffw_norm"}
 FOUR_NORMS = {**AFTER_BOTH, "pre_feedforward_layernorm": "ffn_norm"}
+GEMMA4 = {
+    **FOUR_NORMS,
+    "embed_tokens_per_layer": "per_layer_token_embd",
+    "per_layer_model_projection": "per_layer_model_proj",
+    "per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "layer_scalar": "layer_output_scale.weight",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_proj": "ffn_gate_exps",
+    "experts.up_proj": "ffn_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+}
+FUSED_GEMMA4 = {**GEMMA4, "experts.gate_proj": "ffn_gate_up_exps", "experts.up_proj": "ffn_gate_up_exps"}
 
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(.+)")
 
 
 class GgufName(NamedTuple):

@@ -1,7 +1,7 @@
 """The tokenizer inside a GGUF file's metadata, rebuilt for the `tokenizers` library.
 
-Two kinds: "gpt2" (byte-level BPE; `tokenizer.ggml.pre` names how texts are cut) and "llama" (sentencepiece's BPE with
-bytes for what is no piece; its merges follow from the scores).
+Three kinds: "gpt2" (byte-level BPE; `tokenizer.ggml.pre` names how texts are cut), "llama" (sentencepiece's BPE with
+bytes for what is no piece; its merges follow from the scores), and "gemma4" (the same, with merges).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,10 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _LONGEST_PIECE = 512
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # Tokens that end an answer whatever eos_token_id says, as in llama.cpp.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
+_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
+    "<turn|>",
+)
 
 
 class Vocabulary:
@@ -37,7 +40,7 @@ class Vocabulary:
         self.kind = self._get("model", str)
         if self.kind not in _KINDS:
             raise TokenizerError(
-                f"{where}: a tokenizer of kind {self.kind!r} is not supported; {' and '.join(_KINDS)} are"
+                f"{where}: a tokenizer of kind {self.kind!r} is not supported; {', '.join(_KINDS)} are"
             )
         self.tokens: list[str] = self._get("tokens", list)
         types = self._get_array("token_type", len(self.tokens))
@@ -81,7 +84,7 @@ class Vocabulary:
         return JsonTokenizer(inner, self.config, self._where)
 
     def _adds_bos(self) -> bool:
-        return self.kind == "llama" or SPLITTINGS[self._splitting()].add_bos
+        return self.kind != "gpt2" or SPLITTINGS[self._splitting()].add_bos
 
     def _splitting(self) -> str:
         name: str = self._get("pre", str, optional=True) or "default"
@@ -111,15 +114,23 @@ class Vocabulary:
         return tokenizer
 
     def sentencepiece(self) -> tokenizers.Tokenizer:
-        ids, unknown = self._ids(), self.special("unk")
+        ids = self._ids()
         scores = self._get_array("scores", len(self.tokens))
         if scores is None:
             raise TokenizerError(f"{self._where}: a tokenizer of kind 'llama' needs scores")
-        merges = list(_merges(ids, scores, self.types))
+        prefix = self._get("add_space_prefix", bool, optional=True) is not False
+        return self._of_pieces(ids, list(_merges(ids, scores, self.types)), prefix)
+
+    def merged_pieces(self) -> tokenizers.Tokenizer:
+        prefix = self._get("add_space_prefix", bool, optional=True) is True
+        return self._of_pieces(self._ids(), self._pairs(self._get("merges", list)), prefix)
+
+    def _of_pieces(self, ids: dict[str, int], merges: list[tuple[str, str]], prefix: bool) -> tokenizers.Tokenizer:
+        """BPE with spaces as marks, and bytes for what is no piece. prefix: whether a text gets a space in front."""
+        unknown = self.special("unk")
         text = None if unknown is None else self.tokens[unknown]
         model = models.BPE(ids, merges, unk_token=text, fuse_unk=True, byte_fallback=True)
         tokenizer = tokenizers.Tokenizer(model)
-        prefix = self._get("add_space_prefix", bool, optional=True) is not False
         steps = [normalizers.Prepend("▁")] if prefix else []
         tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
         strip = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -165,6 +176,7 @@ class Vocabulary:
 _KINDS: dict[str, Callable[[Vocabulary], tokenizers.Tokenizer]] = {
     "gpt2": Vocabulary.byte_level,
     "llama": Vocabulary.sentencepiece,
+    "gemma4": Vocabulary.merged_pieces,
 }
 
 

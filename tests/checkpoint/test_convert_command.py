@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import write_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import onward
@@ -46,6 +47,55 @@ def test_a_folder_goes_to_gguf_and_back_with_the_same_bits(family, dtype, tmp_pa
     assert torch.equal(logits(tmp_path / "back"), logits(source))
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     assert reader.fields["general.architecture"].contents() == {"mistral": "llama"}.get(family, family)
+
+
+WRITTEN = [
+    *(
+        "llama",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3moe",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "olmo2",
+        "olmo3",
+        "exaone4",
+        "glm4",
+    ),
+    *("granite", "granitemoe", "smollm3", "seed_oss", "glm4moe", "gpt-oss"),
+]
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_family_is_written_as_llama_cpp_s_converter_does(family, tmp_path):
+    """The names and keys are those of a file by llama.cpp's package; what is read back has the bits of the folder."""
+    config, twin = write_model(tmp_path / "theirs.gguf", family, "F32", tie_word_embeddings=True)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in twin.items()}
+    save_file(weights, folder / "model.safetensors")
+    convert(folder, tmp_path / "ours.gguf", "gguf")
+    ours, theirs = (gguf.GGUFReader(tmp_path / name) for name in ("ours.gguf", "theirs.gguf"))
+    shapes = [{tensor.name: tensor.shape.tolist() for tensor in reader.tensors} for reader in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+    for key, field in theirs.fields.items():
+        if key in ours.fields and not key.startswith(("GGUF.", "general.")):
+            assert ours.fields[key].contents() == field.contents(), key
+            assert ours.fields[key].types == field.types, key
+    convert(tmp_path / "ours.gguf", tmp_path / "back", "safetensors", dtype=torch.bfloat16)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weight) for name, weight in weights.items())
+
+
+def test_a_norm_that_loses_bits_to_the_1_is_refused(tmp_path):
+    source = random_checkpoint(tmp_path / "source", "gemma3", dtype=torch.float32)
+    with pytest.raises(RequestError, match=r"norm\.weight: GGUF has the weights of this norm plus 1"):
+        convert(source, tmp_path / "x.gguf", "gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_int4_is_q4_0_with_the_same_numbers(tmp_path):
@@ -104,11 +154,11 @@ def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
     source = random_checkpoint(tmp_path / "source", **SIZES)
     quantize_folder(source, tmp_path / "int8", "int8")
     window = random_checkpoint(tmp_path / "window", "mistral", sliding_window=7, **SIZES)
-    gemma = random_checkpoint(tmp_path / "gemma", "gemma3")
+    delta = random_checkpoint(tmp_path / "delta", "qwen3_5")
     for path, complaint in [
         (tmp_path / "int8", "is int8 .*, which no type of GGUF holds: give a dtype"),
         (window, "says what GGUF's metadata do not"),
-        (gemma, "Gemma3ForCausalLM cannot be written as GGUF; these can: LlamaForCausalLM"),
+        (delta, "Qwen3_5ForCausalLM cannot be written as GGUF; these can: LlamaForCausalLM"),
     ]:
         with pytest.raises(RequestError, match=complaint):
             convert(path, tmp_path / "x.gguf", "gguf")

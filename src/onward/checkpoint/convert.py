@@ -57,7 +57,7 @@ def convert(
         source: a folder, a GGUF file, a hub id or "demo", as for `onward.load`.
         destination: absent. For "safetensors" a folder, which may be empty; for "gguf" a file. It appears when all is
             written, or not at all.
-        to: "safetensors", floats in the Hugging Face layout; or "gguf", for the families that Onward reads from GGUF:
+        to: "safetensors", floats in the Hugging Face layout; or "gguf", for most families that Onward reads from GGUF:
             floats as they are, int4 as Q4_0.
         dtype: of the weights; by default the checkpoint's own. Where they are quantized and are to be floats, that is
             float32, which alone holds every scale times every integer.

@@ -26,7 +26,7 @@ def convert(
 
     What is written stands for the same numbers, or it is refused. safetensors
     are floats: quantized weights become float32, unless --dtype is given.
-    GGUF holds floats and int4 (as Q4_0), of Llama, Mistral, Qwen2 and Qwen3.
+    GGUF holds floats and int4 (as Q4_0), of most families that are read from it.
     """
     if dtype not in (None, *_DTYPES):
         raise RequestError(f"--dtype is one of {', '.join(_DTYPES)}; got {dtype!r}")

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint.gguf.config import head_dim_of
-from onward.checkpoint.gguf.families import FAMILIES
+from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY
+from onward.checkpoint.gguf.family import GgufFamily
 from onward.checkpoint.gguf.keys import NUMBERS
+from onward.checkpoint.gguf.layout import norms_less_one
 from onward.checkpoint.gguf.names import gguf_name
 from onward.checkpoint.gguf.split_texts import SPLITTINGS
 from onward.checkpoint.gguf.vocabulary import _CONTROL, _NORMAL, _UNUSED, _USER
@@ -25,18 +27,30 @@ from onward.models.rope import Llama3, Unscaled
 from onward.ops import QuantizedWeight
 from onward.ops.quantized_layout import GROUP
 
-# What is written: what these architectures of config.json are in GGUF.
-_WRITTEN = {FAMILIES[name].architecture: name for name in ("llama", "qwen2", "qwen3")} | {"MistralForCausalLM": "llama"}
+# What is written: the lines of the table that turn round by themselves.
+_WRITTEN_LINES = (
+    *("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "olmo2", "exaone4", "glm4", "granite"),
+    *("granitemoe", "smollm3", "seed_oss", "glm4moe", "gpt-oss"),
+)
+_WITH_KEY = ("llama", "expert_count"), ("olmo2", "attention.sliding_window")
+# An architecture of config.json -> GGUF's, and its line.
+_WRITTEN: dict[str, tuple[str, GgufFamily]] = {
+    **{FAMILIES[name].architecture: (name, FAMILIES[name]) for name in _WRITTEN_LINES},
+    **{WITH_KEY[line].architecture: (line[0], WITH_KEY[line]) for line in _WITH_KEY},
+    "MistralForCausalLM": ("llama", FAMILIES["llama"]),
+}
+# How the keys end whose numbers are no whole ones.
+_FRACTIONS = ("epsilon", "scale", "softcapping")
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # GPT-2's expression, which `ByteLevel` applies by itself.
 _BYTE_LEVEL = SPLITTINGS["gpt-2"].expressions
 
 
-def gguf_architecture(config: Mapping[str, Any]) -> str:
-    """GGUF's name of a config.json's architecture.
+def line_of(config: Mapping[str, Any]) -> tuple[str, GgufFamily]:
+    """GGUF's name of a config.json's architecture, and its line of the table.
 
     Raises:
-        RequestError: it has none that Onward reads.
+        RequestError: it has none that is written.
     """
     (architecture,) = config.get("architectures") or [None]
     if architecture not in _WRITTEN:
@@ -46,22 +60,39 @@ def gguf_architecture(config: Mapping[str, Any]) -> str:
 
 def model_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The numbers of a model. config: of config.json. name: for people."""
-    architecture = gguf_architecture(config)
+    architecture, family = line_of(config)
     prefix, head_dim = f"{architecture}.", head_dim_of(config)
     metadata: dict[str, Any] = {"general.architecture": architecture, "general.name": name}
     values = dict(config) | {"head_dim": head_dim}
     values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
-    for field, key in NUMBERS.items():
-        if values.get(field) is not None:
-            metadata[prefix + key] = values[field]
+    own = {field: key for field, key in family.numbers.items() if key is not None}
+    for field, key in {**NUMBERS, **own}.items():
+        value = values.get(field)
+        if value is not None:
+            metadata[prefix + key] = float(value) if key.endswith(_FRACTIONS) else value
     metadata |= {f"{prefix}attention.value_length": head_dim, f"{prefix}vocab_size": config["vocab_size"]}
+    types = config.get("layer_types") or []
+    if "sliding_attention" in types:
+        metadata[f"{prefix}attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in types]
+    return metadata | {f"{prefix}rope.{key}": value for key, value in _rope_metadata(config, head_dim or 0).items()}
+
+
+def _rope_metadata(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """The keys behind "rope."."""
     rope = _rope(config)
-    metadata[f"{prefix}rope.freq_base"] = float(positive_number(rope, "rope_theta", 10000.0))
-    metadata[f"{prefix}rope.dimension_count"] = round((head_dim or 0) * rope.get("partial_rotary_factor", 1.0))
+    metadata = {
+        "freq_base": float(positive_number(rope, "rope_theta", 10000.0)),
+        "dimension_count": round(head_dim * rope.get("partial_rotary_factor", 1.0)),
+    }
+    of_windows = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    base = of_windows.get("rope_theta", config.get("rope_local_base_freq"))
+    metadata |= {} if base is None else {"freq_base_swa": float(base)}
     if rope.get("rope_type") in ("linear", "yarn"):
-        metadata |= {f"{prefix}rope.scaling.type": rope["rope_type"], f"{prefix}rope.scaling.factor": rope["factor"]}
+        metadata |= {"scaling.type": rope["rope_type"], "scaling.factor": float(rope["factor"])}
         if (original := rope.get("original_max_position_embeddings")) is not None:
-            metadata[f"{prefix}rope.scaling.original_context_length"] = original
+            metadata["scaling.original_context_length"] = original
+        if (factor := rope.get("attention_factor")) is not None:
+            metadata["scaling.attn_factor"] = float(factor)
     return metadata
 
 
@@ -69,19 +100,46 @@ def model_tensors(config: Mapping[str, Any], weights: Mapping[str, Tensor | Quan
     """The weights by GGUF's names. int4 becomes Q4_0, which holds the same numbers.
 
     Raises:
-        RequestError: int8, or int4 whose rows are no whole groups: no type of GGUF holds these.
+        RequestError: int8, or int4 whose rows are no whole groups: no type of GGUF holds these; or a weight of a norm
+            that is not the same after 1 was added, in float32, and taken away.
     """
-    family, head_dim = FAMILIES[gguf_architecture(config)], head_dim_of(config)
+    (_, family), head_dim = line_of(config), head_dim_of(config)
     assert head_dim is not None, "an architecture was made of the config"
-    tensors, fields = {}, dict(config) | {"head_dim": head_dim}
+    tensors: dict[str, Stored] = {}
+    stacks: dict[str, list[Stored]] = {}
+    fields = dict(config) | {"head_dim": head_dim}
     for name, weight in weights.items():
         order = family.order(name, fields, weight.shape[0]).rows
-        (tensor,) = gguf_name(name, family).tensors
-        tensors[tensor] = _stored(name, weight, order)
+        place = gguf_name(name, family)
+        (tensor,) = place.tensors
+        stored = _stored(name, _computed(name, weight, family), order)
+        if place.expert is None:
+            tensors[tensor] = stored
+        else:
+            stacks.setdefault(tensor, []).append(stored)
+    tensors |= {tensor: _stacked(experts) for tensor, experts in stacks.items()}
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = _llama3_divisors(rope, head_dim)
     return tensors
+
+
+def _computed(name: str, weight: Tensor | QuantizedWeight, family: GgufFamily) -> Tensor | QuantizedWeight:
+    """What the converter computes of a weight, which reading must undo."""
+    if isinstance(weight, QuantizedWeight) or family.values is not norms_less_one or not name.endswith("norm.weight"):
+        return weight
+    computed = weight.to(torch.float32) + 1
+    if not torch.equal(family.values(name, computed).to(weight.dtype), weight):
+        raise RequestError(
+            f"{name}: GGUF has the weights of this norm plus 1 in float32, and what is left of them is not the same"
+        )
+    return computed
+
+
+def _stacked(experts: list[Stored]) -> Stored:
+    """One tensor of the matrices (or biases) of all experts, which are in their order."""
+    first = experts[0]
+    return Stored(first.type, (len(experts), *first.shape), torch.stack([expert.data for expert in experts]))
 
 
 def tokenizer_metadata(tokenizer: JsonTokenizer, vocab_size: int, template: str | None) -> dict[str, Any]:
@@ -115,8 +173,9 @@ def tokenizer_metadata(tokenizer: JsonTokenizer, vocab_size: int, template: str 
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope_parameters of a config.json, of either spelling."""
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    """The rope_parameters of a config.json, of either spelling; those of full layers where layers have their own."""
+    given = config.get("rope_parameters") or {}
+    rope = dict(config.get("rope_scaling") or {}) | dict(given.get("full_attention", given))
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.get("type", "default"))
     return rope

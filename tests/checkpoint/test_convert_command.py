@@ -91,6 +91,12 @@ def test_a_family_is_written_as_llama_cpp_s_converter_does(family, tmp_path):
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 
 
+def test_layers_that_look_further_ahead_are_not_written(tmp_path):
+    source = random_checkpoint(tmp_path / "source", "glm4moe", num_nextn_predict_layers=1)
+    convert(source, tmp_path / "model.gguf", "gguf")
+    assert torch.equal(logits(tmp_path / "model.gguf"), logits(source))
+
+
 def test_a_norm_that_loses_bits_to_the_1_is_refused(tmp_path):
     source = random_checkpoint(tmp_path / "source", "gemma3", dtype=torch.float32)
     with pytest.raises(RequestError, match=r"norm\.weight: GGUF has the weights of this norm plus 1"):

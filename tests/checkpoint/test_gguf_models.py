@@ -104,7 +104,11 @@ def test_a_weight_of_two_tensors_keeps_their_blocks_where_they_are_of_one_type(t
 
 def test_numbers_of_layers_that_differ_are_refused(tmp_path):
     write_model(tmp_path / "m.gguf", "granitehybrid", "Q8_0")
-    for counts, error in ((np.array([2, 4]), "differs from layer to layer"), (np.array([0, 0, 2]), "layer_types")):
+    for counts, error in (
+        (np.array([2, 4]), "differs from layer to layer"),
+        (np.array([0, 0, 2]), "layer_types"),
+        (2, "a number for each layer"),
+    ):
         checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
         checkpoint.files[0].metadata["granitehybrid.attention.head_count_kv"] = counts
         with refused(ConfigError, error):
@@ -226,6 +230,11 @@ def test_gemma4_s_divisors_say_how_many_pairs_turn(tmp_path):
     ropes = GgufCheckpoint(tmp_path / "m.gguf").config["rope_parameters"]
     assert ropes["full_attention"]["partial_rotary_factor"] == 0.25
     assert ropes["sliding_attention"]["partial_rotary_factor"] == 1.0
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    stored = checkpoint.tensors["rope_freqs.weight"]
+    divisors = torch.tensor([1.0] * 15 + [1e30] * 7)  # 15 / 22 * 22 is below 15
+    checkpoint.tensors[stored.name] = stored._replace(shape=(22,), rows=divisors.view(torch.uint8))
+    assert checkpoint.config["rope_parameters"]["full_attention"]["partial_rotary_factor"] * 22 >= 15
 
 
 @pytest.mark.parametrize(

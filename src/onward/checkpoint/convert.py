@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from onward.checkpoint.source import find_folder
 from onward.checkpoint.weights import read_weights
 from onward.errors import RequestError
 from onward.models import Architecture, read_config
+from onward.models.blocks import Decoder
 from onward.ops import QuantizedWeight
 
 FORMATS = ("safetensors", "gguf")
@@ -171,11 +173,16 @@ def _write_gguf(checkpoint: CheckpointFolder, config: Architecture, weights: _We
         metadata |= tokenizer_metadata(checkpoint.tokenizer, config.vocab_size, template)
     write_gguf(file, metadata, model_tensors(fields, weights))
     written = read_config(GgufCheckpoint(file).config)
-    if written != read_config(_as_float32(fields)):
+    if _of_forward(written) != _of_forward(read_config(_as_float32(fields))):
         raise RequestError(
             f"{checkpoint.path}: its config.json says what GGUF's metadata do not, such as a sliding window or another "
             "RoPE schedule"
         )
+
+
+def _of_forward(config: Architecture) -> Architecture:
+    """Without what checkpoints hold beside the model, such as layers that look further ahead: it is not written."""
+    return replace(config, unread=()) if isinstance(config, Decoder) else config
 
 
 def _as_float32(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """A GGUF file's metadata -> the config.json that the same model has in the Hugging Face layout."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -140,7 +141,10 @@ def _proportional(divisors: Tensor) -> dict[str, Any]:
     turning = int((divisors == 1).sum())
     if not turning or not bool((divisors[:turning] == 1).all() and (divisors[turning:] >= _NEVER).all()):
         return {}
-    return {"rope_type": "proportional", "partial_rotary_factor": turning / len(divisors)}
+    share = turning / len(divisors)
+    if share * len(divisors) < turning:  # which would make one pair fewer turn
+        share = math.nextafter(share, 1.0)
+    return {"rope_type": "proportional", "partial_rotary_factor": share}
 
 
 def _llama3(divisors: Tensor, base: float, head_dim: int | None, where: object) -> dict[str, Any]:

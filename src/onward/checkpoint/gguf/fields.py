@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.gguf import keys
+from onward.checkpoint.gguf.keys import DELTA
 from onward.errors import ConfigError
 
 # llama.cpp's number of softmax among the functions that choose experts.
@@ -169,8 +169,8 @@ def lfm2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 def granite_hybrid(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers without heads of keys are Mamba2's. A dense model has the block of all tokens alone."""
     heads, attend = _each_layer(metadata, "attention.head_count_kv")
-    layers = config.get("num_hidden_layers")
-    attend = attend or [True] * (layers if isinstance(layers, int) else 0)
+    if attend is None:
+        raise ConfigError("attention.head_count_kv must have a number for each layer")
     inner = _number(metadata, "ssm.inner_size")
     return {
         "num_key_value_heads": heads,
@@ -253,7 +253,7 @@ def deepseek(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
 def qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     recurs = _list(metadata.get("attention.recurrent_layers"))
     return {
-        **{name: config.get(name, 0) for name in keys.DELTA},  # 0 is refused where it is read: files have all of these
+        **{name: config.get(name, 0) for name in DELTA},  # 0 is refused where it is read: files have all of these
         **without_ahead(metadata, config),
         "num_nextn_predict_layers": None,
         "linear_value_head_dim": _quotient(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import onward
 from onward.checkpoint.convert import convert
+from onward.checkpoint.gguf.exporting import model_tensors
 from onward.errors import RequestError
 from onward.models import FAMILIES as ARCHITECTURES
 from onward.quantization import quantize_folder
@@ -81,6 +82,9 @@ def test_a_family_is_written_as_llama_cpp_s_converter_does(family, tmp_path):
     ours, theirs = (gguf.GGUFReader(tmp_path / name) for name in ("ours.gguf", "theirs.gguf"))
     shapes = [{tensor.name: tensor.shape.tolist() for tensor in reader.tensors} for reader in (ours, theirs)]
     assert shapes[0] == shapes[1]
+    missing = theirs.fields.keys() - ours.fields.keys()
+    # Keys that llama.cpp can do without: the window is 0, and of Qwen3-MoE the experts' weights always make 1.
+    assert missing <= {"phi3.attention.sliding_window", "qwen3moe.expert_weights_norm"}
     for key, field in theirs.fields.items():
         if key in ours.fields and not key.startswith(("GGUF.", "general.")):
             assert ours.fields[key].contents() == field.contents(), key
@@ -115,6 +119,21 @@ def test_int4_is_q4_0_with_the_same_numbers(tmp_path):
     assert stored.tensor_type.name == "Q4_0"
     up = onward.load(tmp_path / "int4").model.params.layers[0].feed_forward.up_proj.weight
     assert np.array_equal(gguf.dequantize(stored.data, stored.tensor_type), up.to(dtype=torch.float32).dequantize())
+
+
+def test_experts_in_int4_are_one_tensor_of_q4_0(tmp_path):
+    widths = {"moe_intermediate_size": 32, "norm_topk_prob": True}
+    source = random_checkpoint(tmp_path / "source", "qwen3moe", dtype=torch.bfloat16, **widths, **SIZES)
+    quantize_folder(source, tmp_path / "int4", "int4")
+    convert(tmp_path / "int4", tmp_path / "model.gguf", "gguf")
+    assert torch.equal(logits(tmp_path / "model.gguf"), logits(tmp_path / "int4"))
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert stored["blk.0.ffn_up_exps.weight"].tensor_type.name == "Q4_0"
+    config = json.loads((source / "config.json").read_text())
+    names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(2)]
+    mixed = {names[0]: torch.ones(32, 64), names[1]: torch.ones(32, 64, dtype=torch.bfloat16)}
+    with pytest.raises(RequestError, match=r"blk\.0\.ffn_up_exps\.weight: .* these are F32 and BF16"):
+        model_tensors(config, mixed)
 
 
 @pytest.mark.parametrize("type", ["Q4_0", "Q8_0", "Q6_K", "BF16"])

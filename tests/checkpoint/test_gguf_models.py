@@ -128,6 +128,7 @@ def test_gemma4_s_layers_must_not_contradict_each_other(tmp_path):
     write_model(tmp_path / "m.gguf", "gemma4", "Q8_0")
     for key, value in (
         ("feed_forward_length", np.array([512, 1024, 512, 1024])),
+        ("feed_forward_length", np.array([512, 512])),
         ("attention.head_count_kv", np.array([2, 1, 1, 1])),
         ("attention.head_count_kv", np.array([2, 1])),
         ("attention.head_count_kv", ["two"]),
@@ -139,6 +140,10 @@ def test_gemma4_s_layers_must_not_contradict_each_other(tmp_path):
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     checkpoint.files[0].metadata["gemma4.attention.value_length_swa"] = 64
     with refused(ConfigError, "keys of 32 and values of 64"):
+        _ = checkpoint.config
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    del checkpoint.tensors["rope_freqs.weight"]  # without it all pairs would turn
+    with refused(ConfigError, "m.gguf: gemma4: rope_freqs.weight must say which pairs"):
         _ = checkpoint.config
 
 

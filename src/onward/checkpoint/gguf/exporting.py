@@ -66,7 +66,7 @@ def model_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     values = dict(config) | {"head_dim": head_dim}
     values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
     own = {field: key for field, key in family.numbers.items() if key is not None}
-    for field, key in {**NUMBERS, **own}.items():
+    for field, key in (*NUMBERS.items(), *own.items()):
         value = values.get(field)
         if value is not None:
             metadata[prefix + key] = float(value) if key.endswith(_FRACTIONS) else value
@@ -100,8 +100,8 @@ def model_tensors(config: Mapping[str, Any], weights: Mapping[str, Tensor | Quan
     """The weights by GGUF's names. int4 becomes Q4_0, which holds the same numbers.
 
     Raises:
-        RequestError: int8, or int4 whose rows are no whole groups: no type of GGUF holds these; or a weight of a norm
-            that is not the same after 1 was added, in float32, and taken away.
+        RequestError: int8, or int4 whose rows are no whole groups: no type of GGUF holds these; experts of several
+            types; or a weight of a norm that is not the same after 1 was added, in float32, and taken away.
     """
     (_, family), head_dim = line_of(config), head_dim_of(config)
     assert head_dim is not None, "an architecture was made of the config"
@@ -117,7 +117,7 @@ def model_tensors(config: Mapping[str, Any], weights: Mapping[str, Tensor | Quan
             tensors[tensor] = stored
         else:
             stacks.setdefault(tensor, []).append(stored)
-    tensors |= {tensor: _stacked(experts) for tensor, experts in stacks.items()}
+    tensors |= {tensor: _stacked(tensor, experts) for tensor, experts in stacks.items()}
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = _llama3_divisors(rope, head_dim)
@@ -136,9 +136,14 @@ def _computed(name: str, weight: Tensor | QuantizedWeight, family: GgufFamily) -
     return computed
 
 
-def _stacked(experts: list[Stored]) -> Stored:
+def _stacked(name: str, experts: list[Stored]) -> Stored:
     """One tensor of the matrices (or biases) of all experts, which are in their order."""
     first = experts[0]
+    if types := sorted({expert.type for expert in experts} - {first.type}):
+        raise RequestError(
+            f"{name}: GGUF has one type for the matrices of all experts; these are {first.type} and {types[0]}: give a "
+            "dtype, for floats"
+        )
     return Stored(first.type, (len(experts), *first.shape), torch.stack([expert.data for expert in experts]))
 
 

@@ -162,7 +162,9 @@ FAMILIES = {
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
         names=names.AFTER_ATTENTION,
-        numbers=keys.EXPERTS | keys.WINDOW | {"num_local_experts": "expert_count"},
+        numbers=keys.EXPERTS
+        | keys.WINDOW
+        | {"num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"},
         fields=fields.gpt_oss,
     ),
 }

@@ -83,9 +83,11 @@ def gemma4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
         if values not in (None, keys):
             raise ConfigError(f"keys of {keys} and values of {values} numbers differ")
     types = layer_types(metadata, config)
-    rope = dict(config["rope_parameters"])
+    rope = config["rope_parameters"]
     if rope["rope_type"] != "proportional":
-        rope.pop("partial_rotary_factor", None)  # of heads of another width
+        raise ConfigError(
+            "rope_freqs.weight must say which pairs of full layers turn: 1 those that do, 1e30 the others"
+        )
     sliding = {"rope_type": "default", "rope_theta": _number(metadata, "rope.freq_base_swa", 10000.0)}
     turned, head_dim = _number(metadata, "rope.dimension_count_swa"), config.get("head_dim")
     if isinstance(turned, int) and isinstance(head_dim, int) and head_dim:
@@ -130,9 +132,11 @@ def _gemma4_widths(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> di
     shared = _number(metadata, "attention.shared_kv_layers", 0)
     own = len(widths) - (shared if isinstance(shared, int) else 0)
     wide = widths[-1] == 2 * widths[0]
-    if widths != [widths[0] * (2 if wide and index >= own else 1) for index in range(len(widths))]:
+    if len(widths) != config.get("num_hidden_layers") or widths != [
+        widths[0] * (2 if wide and index >= own else 1) for index in range(len(widths))
+    ]:
         raise ConfigError(
-            f"feed_forward_length must be one number, or twice that in the {shared} layers that share keys; got "
+            f"feed_forward_length must be one number, or each layer's: twice it in the {shared} that share keys; got "
             f"{widths}"
         )
     return {"intermediate_size": widths[0], "use_double_wide_mlp": wide}
@@ -266,6 +270,6 @@ def qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
 
 def gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "intermediate_size": _number(metadata, "expert_feed_forward_length", config.get("intermediate_size")),
+        "intermediate_size": config.get("intermediate_size", _number(metadata, "feed_forward_length")),
         "rope_parameters": config["rope_parameters"] | {"truncate": False},
     }

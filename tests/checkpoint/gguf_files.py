@@ -73,6 +73,13 @@ MODELS: dict[str, tuple[str, str, dict]] = {
         "Qwen3Moe",
         {"num_experts": 4, "moe_intermediate_size": 256, "norm_topk_prob": True, **_EXPERTS},
     ),
+    "qwen3moe with fused experts": (
+        "qwen3moe",
+        "Qwen3Moe",
+        {"num_experts": 4, "moe_intermediate_size": 256, "norm_topk_prob": True, **_EXPERTS},
+    ),
+    "mixtral with fused experts": ("llama", "Mixtral", {"num_local_experts": 4, **_EXPERTS}),
+    "qwen3next with fused experts": ("qwen3next", "Qwen3Next", _DELTA | _DELTA_EXPERTS),
     "qwen35": ("qwen35", "Qwen3_5", _DELTA),
     "qwen35 with as many keys": ("qwen35", "Qwen3_5", _DELTA | {"linear_num_key_heads": 4}),
     "qwen35moe": (
@@ -295,6 +302,8 @@ def write_model(
             writer.add_tensor(place, raw, raw_dtype=Kind[kind])
         else:
             stacks.setdefault((place, kind), []).append(raw)
+    if "fused" in architecture:
+        stacks = _fused_experts(stacks)
     for (place, kind), parts in stacks.items():
         whole = np.stack(parts)
         if "gate_up" in place:  # all gates come first
@@ -305,6 +314,17 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return config, twin
+
+
+def _fused_experts(stacks: dict) -> dict:
+    """The matrices of gates and of the other half under the name that the converter gives to both."""
+    fused: dict = {}
+    for half in ("gate", "up", "down"):
+        for (place, kind), parts in stacks.items():
+            if f"ffn_{half}_exps" in place:
+                place = place if half == "down" else place.replace(f"ffn_{half}_exps", "ffn_gate_up_exps")
+                fused.setdefault((place, kind), []).extend(parts)
+    return fused
 
 
 def gguf_name(name: str, architecture: str, layers: int) -> tuple[str, int | None]:

@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onward.checkpoint.gguf import layout
 from onward.checkpoint.gguf.blocks import dequantized
 from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
 from onward.checkpoint.gguf.family import GgufFamily
 from onward.checkpoint.gguf.keys import NUMBERS
+from onward.checkpoint.gguf.names import with_fused_experts
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.fields import positive_number
@@ -38,6 +40,13 @@ def family_of(metadata: Mapping[str, Any], tensors: Collection[str], where: obje
         raise UnsupportedArchitectureError(
             f"{where}: architecture {architecture!r} is not supported in GGUF; supported are {', '.join(FAMILIES)}"
         )
+    family = _line(architecture, metadata, tensors)
+    if not _has(tensors, ".ffn_gate_up_exps.weight"):
+        return family
+    return family._replace(names=with_fused_experts(family.names), order=layout.with_fused_experts(family.order))
+
+
+def _line(architecture: str, metadata: Mapping[str, Any], tensors: Collection[str]) -> GgufFamily:
     for (name, key), family in WITH_KEY.items():
         value = metadata.get(f"{name}.{key}")
         if name == architecture and isinstance(value, int) and value:

@@ -193,8 +193,5 @@ WITH_TENSOR = {
     ("qwen3next", ".ssm_in.weight"): FAMILIES["qwen3next"]._replace(
         order=layout.fused_delta, names=names.FUSED_QWEN3NEXT
     ),
-    ("gemma4", ".ffn_gate_up_exps.weight"): FAMILIES["gemma4"]._replace(
-        order=layout.gate_and_up, names=names.FUSED_GEMMA4
-    ),
     ("deepseek2", ".attn_k_b.weight"): FAMILIES["deepseek2"]._replace(names=names.CUT_LATENT),
 }

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.gguf.family import Order
+from onward.checkpoint.gguf.family import Order, Orders
 
 
 def pairs_to_halves(name: str, config: Mapping[str, Any], rows: int) -> Order:
@@ -65,12 +65,16 @@ def _of_key_heads(groups: int, widths: Sequence[int], parts: Sequence[int]) -> O
     return Order(torch.cat([rows[part].flatten() for part in parts]), stored_rows=stored_rows)
 
 
-def gate_and_up(name: str, config: Mapping[str, Any], rows: int) -> Order:
-    """Of each expert one matrix has the rows of the gate and below them those of the other half."""
-    part = name.split(".")[-2]
-    if ".experts." not in name or part not in ("gate_proj", "up_proj"):
-        return Order()
-    return Order(torch.arange(rows) + (rows if part == "up_proj" else 0), stored_rows=2 * rows)
+def with_fused_experts(order: Orders) -> Orders:
+    """An order where of each expert one matrix has the rows of the gate and below them those of the other half."""
+
+    def of_halves(name: str, config: Mapping[str, Any], rows: int) -> Order:
+        part = name.removesuffix(".weight").split(".")[-1]
+        if ".experts." not in name or part not in ("gate_proj", "up_proj", "w1", "w3"):
+            return order(name, config, rows)
+        return Order(torch.arange(rows) + (rows if part in ("up_proj", "w3") else 0), stored_rows=2 * rows)
+
+    return of_halves
 
 
 def norms_less_one(name: str, values: Tensor) -> Tensor:

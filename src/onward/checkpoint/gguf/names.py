@@ -1,7 +1,7 @@
 """What GGUF calls the weights that have these names in the Hugging Face layout."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -166,9 +166,15 @@ GEMMA4 = {
     "experts.up_proj": "ffn_up_exps",
     "experts.down_proj": "ffn_down_exps",
 }
-FUSED_GEMMA4 = {**GEMMA4, "experts.gate_proj": "ffn_gate_up_exps", "experts.up_proj": "ffn_gate_up_exps"}
 
 _EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(.+)")
+
+
+def with_fused_experts(names: Mapping[str, str | Joined]) -> dict[str, str | Joined]:
+    """A family's own lines where the gate and the other half of each expert are one matrix."""
+    halves = ("ffn_gate_exps", "ffn_up_exps")
+    fused = {part: "ffn_gate_up_exps" for part, line in {**LAYER, **names}.items() if line in halves}
+    return {**names, **fused}
 
 
 class GgufName(NamedTuple):

@@ -2,7 +2,7 @@
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from onward.checkpoint.shards import weight_files
@@ -16,7 +16,7 @@ def page_releaser(folder: Path) -> Callable[[], None]:
 
 
 def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
-    """A function that drops this process's resident pages of these files, mapped by now.
+    """A function that drops this process's resident pages of these files, as far as they are mapped when it is called.
 
     Nothing is lost: the maps are never written, so a page that is needed again is read from the file again. Without
     it memory would hold the mapped file and its packed copy at once. It does nothing on systems other than Linux.
@@ -24,18 +24,17 @@ def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
     if sys.platform != "linux":
         return lambda: None
     libc = ctypes.CDLL(None)
-    ranges = _mapped_ranges(files)
+    names = {str(file.resolve()) for file in files}
 
     def release() -> None:
-        for start, length in ranges:
+        for start, length in _mapped_ranges(names):
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED)
 
     return release
 
 
-def _mapped_ranges(files: Iterable[Path]) -> list[tuple[int, int]]:
-    """(address, bytes) of each map of the files, from /proc/self/maps."""
-    names = {str(file.resolve()) for file in files}
+def _mapped_ranges(names: Collection[str]) -> list[tuple[int, int]]:
+    """(address, bytes) of each map of the files of these names, from /proc/self/maps."""
     ranges = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         fields = line.split(maxsplit=5)

@@ -25,7 +25,9 @@ class ReplicaFlags:
         str | None,
         typer.Option("--address", metavar="HOST:PORT", help="A Ray cluster, or auto; else this machine alone."),
     ] = None
-    cpus: Annotated[float, typer.Option("--cpus", metavar="N", help="Of a replica with all its ranks, in Ray's accounts.")] = 1.0
+    cpus: Annotated[
+        float, typer.Option("--cpus", metavar="N", help="Of a replica with all its ranks, in Ray's accounts.")
+    ] = 1.0
     fused: Annotated[
         bool, typer.Option("--fused", help="No ingress of our own: faster, and a lost replica loses its requests.")
     ] = False

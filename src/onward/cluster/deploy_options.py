@@ -29,7 +29,8 @@ class DeployOptions:
     `onward.load`. engine: options of `onward.Engine`. settings: of `onward.server.Settings`.
     replicas: how many; with max_replicas the least, and as many more as waiting requests ask for.
     fused: application and engine in one replica behind Ray's own proxy: less overhead, and a lost replica loses its
-        requests. cpus: of a replica with all its ranks, in Ray's accounts. threads: of its kernels; None: as many as cpus.
+        requests.
+    cpus: of a replica with all its ranks, in Ray's accounts. threads: of its kernels; None: as many as cpus.
     retries: see `RetryOptions`. affinity: whether requests of one beginning go to one replica.
 
     Raises:

@@ -1,6 +1,7 @@
 """Release the pages of a mapped file that have been read for the last time."""
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -24,7 +25,7 @@ def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
     if sys.platform != "linux":
         return lambda: None
     libc = ctypes.CDLL(None)
-    names = {str(file.resolve()) for file in files}
+    names = {os.fsencode(file.resolve()) for file in files}
 
     def release() -> None:
         for start, length in _mapped_ranges(names):
@@ -33,12 +34,11 @@ def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
     return release
 
 
-def _mapped_ranges(names: Collection[str]) -> list[tuple[int, int]]:
+def _mapped_ranges(names: Collection[bytes]) -> list[tuple[int, int]]:
     """(address, bytes) of each map of the files of these names, from /proc/self/maps."""
-    ranges = []
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5] in names:
-            start, end = (int(address, 16) for address in fields[0].split("-"))
+    ranges, endings = [], tuple(names)
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        if line.endswith(endings) and line.split(maxsplit=5)[-1] in names:
+            start, end = (int(address, 16) for address in line.split(maxsplit=1)[0].split(b"-"))
             ranges.append((start, end - start))
     return ranges

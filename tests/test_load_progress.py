@@ -1,7 +1,7 @@
 """Loading says how far it is: a function hears of every layer, a terminal gets a bar where it takes long."""
 
+import importlib
 import io
-import sys
 import time
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_a_bar_is_for_terminals_and_long_loads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, delay_s: float, progress: bool | None, shown: bool
 ) -> None:
     # Whoever turned the hub's bars off, as transformers does for some, turned this one off too.
-    monkeypatch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "progress_bar_states", {})
+    monkeypatch.setattr(importlib.import_module("huggingface_hub.utils.tqdm"), "progress_bar_states", {})
     folder = onward.testing.random_checkpoint(tmp_path)
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)

@@ -18,6 +18,8 @@ from onward.quantization import TensorReport, count_matrices, quantize_params
 
 # A bar is drawn for what takes longer.
 _BAR_DELAY_S = 1.0
+# Weights that are read before their pages leave memory: to look for these takes as long as to quantize half a million.
+_RELEASED_AFTER = 16_000_000
 
 
 class LayersInPlace:
@@ -159,16 +161,20 @@ class WeightsReader:
             self.layers.advance()
 
         if format is not None:
-            progress = self._after_matrix(params)
-            params = quantize_params(params, format, progress=progress, release=release, keep=keep)[0]
+            params = quantize_params(params, format, progress=self._after_matrix(params, release), keep=keep)[0]
         return pack_params(params, release=after_layer) if self.device.type == "cpu" else stack_params(params)
 
-    def _after_matrix(self, params: Any) -> Callable[[TensorReport], None]:
+    def _after_matrix(self, params: Any, release: Callable[[], None]) -> Callable[[TensorReport], None]:
         """Counts the layers whose matrices have all been quantized; they come in order, the embedding before them."""
         ends = set(itertools.accumulate((count_matrices(layer) for layer in params.layers), initial=1))
-        done = itertools.count(1)
+        done, unreleased = itertools.count(1), 0
 
         def after_matrix(report: TensorReport) -> None:
+            nonlocal unreleased
+            unreleased += report.shape[0] * report.shape[1]
+            if unreleased >= _RELEASED_AFTER:
+                release()
+                unreleased = 0
             if next(done) in ends:
                 self.layers.advance()
 

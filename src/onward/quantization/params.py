@@ -51,9 +51,6 @@ class TensorReport:
 # of which a scale for each row serves one.
 _KEPT = Router | ShortConv | LatentLinear
 
-# Bytes of a file that are read before its pages leave memory: to look for them takes as long as to quantize a megabyte.
-_RELEASED_AFTER = 32 << 20
-
 Progress = Callable[[TensorReport], None]
 
 
@@ -71,7 +68,7 @@ def quantize_params(
         params: stock or packed; `onward.models.Linear` and `Embedding` mark the matrices.
         format: "int8" or "int4".
         progress: called after each matrix with its report.
-        release: called between matrices, after every 32 MB or so of stock weights that were read for the last time.
+        release: called after each matrix, when its stock weight has been read for the last time.
         keep: leave experts that are quantized already as they are; else they are an error.
     """
     quantizer = ParamsQuantizer(params, format, progress, release, keep)
@@ -106,7 +103,6 @@ class ParamsQuantizer:
         self._count = count_matrices(params)
         self._format = format
         self._progress, self._release, self._keep = progress, release, keep
-        self._unreleased = 0  # bytes that were read
         self._by_id: dict[int, QuantizedWeight] = {}
         self._embeddings = [part.weight for part in marked_parts(params) if isinstance(part, Embedding)]
 
@@ -154,12 +150,12 @@ class ParamsQuantizer:
         return Choice(self._format) if isinstance(self._format, str) else self._format[name]
 
     def _quantize(self, name: str, weight: Weight, choice: Choice, hessian: Tensor | None = None) -> QuantizedWeight:
-        of_outputs, floats = None, _floats(weight)
+        of_outputs = None
         try:
             if hessian is None:
-                quantized, error = quantize_and_measure(floats, choice.format)
+                quantized, error = quantize_and_measure(_floats(weight), choice.format)
             else:
-                quantized, error, of_outputs = quantize_with_feedback(floats, hessian, choice.format)
+                quantized, error, of_outputs = quantize_with_feedback(_floats(weight), hessian, choice.format)
         except RequestError as refused:
             raise RequestError(f"{name}: {refused}") from refused
         report = TensorReport(
@@ -168,10 +164,7 @@ class ParamsQuantizer:
         self.reports.append(report)
         if self._progress is not None:
             self._progress(report)
-        self._unreleased += floats.nbytes
-        if self._unreleased >= _RELEASED_AFTER:
-            self._release()
-            self._unreleased = 0
+        self._release()
         return quantized
 
 

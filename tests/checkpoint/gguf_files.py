@@ -429,7 +429,7 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    heads = config["num_key_value_heads"]
+    heads = 1 if config.get("q_lora_rank") else config["num_key_value_heads"]  # of the latent, which all heads share
     if architecture in _SOME_ATTEND:
         heads = [heads if kind.endswith("attention") else 0 for kind in config["layer_types"]]
     writer.add_head_count_kv(heads)
@@ -478,6 +478,8 @@ def _write_config(writer: gguf.GGUFWriter, architecture: str, config: dict) -> N
     write_hybrid_config(writer, architecture, config)
     if "layer_types" in config and architecture not in _SOME_ATTEND:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if architecture in ("qwen35", "qwen35moe"):  # of images' positions
+        writer.add_rope_dimension_sections([3, 3, 2, 0])
     rope = config.get("rope_parameters", {})
     _write_rope(writer, config, rope.get("full_attention", rope))
 
@@ -540,7 +542,7 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict, rope: dict) -> None:
         if "mscale_all_dim" in rope:
             writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
         if "attention_factor" in rope:
-            writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     if rope.get("rope_type") == "longrope":
         for length in ("long", "short"):
             values = np.array(rope[f"{length}_factor"], np.float32)

@@ -103,6 +103,7 @@ def _write_nemotron_config(writer: gguf.GGUFWriter, config: dict) -> None:
     width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
     writer.add_feed_forward_length([width if kind in "E-" else 0 for kind in pattern])
     writer.add_head_count_kv([config["num_key_value_heads"] if kind == "*" else 0 for kind in pattern])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
     writer.add_ssm_conv_kernel(config["conv_kernel"])
     writer.add_ssm_state_size(config["ssm_state_size"])
     writer.add_ssm_group_count(config["n_groups"])

@@ -95,6 +95,44 @@ def test_a_family_is_written_as_llama_cpp_s_converter_does(family, tmp_path):
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 
 
+def written(tmp_path, family, **options):
+    """The metadata and the types of tensors of a GGUF file that is written of a folder without a tokenizer."""
+    source = random_checkpoint(tmp_path / "source", family, **options)
+    convert(source, tmp_path / "model.gguf", "gguf")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    metadata = {key: field.contents() for key, field in reader.fields.items()}
+    return metadata, {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+
+
+def test_what_llama_cpp_must_be_told_of_a_model_without_a_tokenizer(tmp_path):
+    assert written(tmp_path, "qwen3")[0]["tokenizer.ggml.model"] == "none"
+
+
+def test_granite_s_factors_are_written_where_the_config_leaves_them_out(tmp_path):
+    """llama.cpp's own defaults are others, or none."""
+    factors = "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"
+    metadata, _ = written(tmp_path, "granite", **dict.fromkeys(factors))
+    for key in ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"):
+        assert metadata[f"granite.{key}"] == 1.0
+
+
+def test_biases_of_experts_are_written_as_float32(tmp_path):
+    _, types = written(tmp_path, "gptoss", dtype=torch.bfloat16)
+    assert types["blk.0.ffn_gate_exps.weight"] == "BF16"
+    assert {type for name, type in types.items() if name.endswith(".bias")} == {"F32"}
+
+
+@pytest.mark.parametrize(("factor", "times"), [(None, None), (0.1 * np.log(4) + 1, None), (1.2, 1.2)])
+def test_llama_cpp_reads_of_yarn_s_magnitude_how_much_more_it_is_than_the_factor_s(factor, times, tmp_path):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    yarn |= {"beta_fast": 16.0, "beta_slow": 2.0} | ({} if factor is None else {"attention_factor": float(factor)})
+    metadata, _ = written(tmp_path, "qwen3", rope_parameters=yarn)
+    found = {key.removeprefix("qwen3.rope.scaling."): value for key, value in metadata.items() if ".scaling." in key}
+    assert (found["yarn_beta_fast"], found["yarn_beta_slow"]) == (16, 2)
+    assert found.get("yarn_attn_factor") == (None if factor is None else pytest.approx(factor))
+    assert found.get("attn_factor") == (None if times is None else pytest.approx(times / (0.1 * np.log(4) + 1)))
+
+
 def test_layers_that_look_further_ahead_are_not_written(tmp_path):
     source = random_checkpoint(tmp_path / "source", "glm4moe", num_nextn_predict_layers=1)
     convert(source, tmp_path / "model.gguf", "gguf")

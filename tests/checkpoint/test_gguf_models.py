@@ -159,6 +159,36 @@ def test_keys_that_a_layer_has_and_does_not_compute_are_left_out(tmp_path):
         read_params(checkpoint)
 
 
+def test_the_numbers_of_yarn(tmp_path):
+    """The converter's key has the attention_factor of config.json; the other key's number llama.cpp multiplies with
+    the factor's own, 0.1 ln(factor) + 1."""
+    write_model(tmp_path / "m.gguf", "olmo3", "F32")
+    keys = {"attn_factor": 1.5, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}
+
+    def rope(**changes):
+        checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+        metadata = checkpoint.files[0].metadata
+        metadata |= {f"olmo2.rope.scaling.{key}": value for key, value in changes.items()}
+        return checkpoint.config["rope_parameters"]["full_attention"]
+
+    assert rope()["attention_factor"] == pytest.approx(1.2)
+    assert rope(**keys)["attention_factor"] == pytest.approx(1.2)
+    found = rope(**keys, yarn_attn_factor=None)
+    assert found["attention_factor"] == pytest.approx(1.5 * (0.1 * np.log(4) + 1))
+    assert (found["beta_fast"], found["beta_slow"]) == (16, 2)
+
+
+@pytest.mark.parametrize("only", ["layer_norm_epsilon", "layer_norm_rms_epsilon"])
+def test_nemotron_h_says_the_epsilon_of_its_norms_by_either_key(tmp_path, only):
+    write_model(tmp_path / "m.gguf", "nemotron_h", "Q8_0", layer_norm_epsilon=3e-4, rms_norm_eps=3e-4)
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    metadata = checkpoint.files[0].metadata
+    for key in ("layer_norm_epsilon", "layer_norm_rms_epsilon"):
+        value = metadata.pop(f"nemotron_h.attention.{key}")
+        metadata |= {f"nemotron_h.attention.{key}": value} if key == only else {}
+    assert checkpoint.config["layer_norm_epsilon"] == pytest.approx(3e-4)
+
+
 def test_which_layers_recur_may_be_said_layer_by_layer(tmp_path):
     write_model(tmp_path / "m.gguf", "qwen3next", "Q8_0")
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")

@@ -168,7 +168,9 @@ def _write_gguf_texts(checkpoint: GgufCheckpoint, folder: Path) -> None:
 def _write_gguf(checkpoint: CheckpointFolder, config: Architecture, weights: _Weights, file: Path) -> None:
     fields = dict(checkpoint.config)
     metadata = model_metadata(fields, checkpoint.path.name)
-    if checkpoint.tokenizer is not None:
+    if checkpoint.tokenizer is None:
+        metadata["tokenizer.ggml.model"] = "none"  # llama.cpp loads no file that does not say it
+    else:
         template = None if checkpoint.chat_template is None else checkpoint.chat_template.sources[0]
         metadata |= tokenizer_metadata(checkpoint.tokenizer, config.vocab_size, template)
     write_gguf(file, metadata, model_tensors(fields, weights))

@@ -1,7 +1,7 @@
 """A GGUF file's metadata -> the config.json that the same model has in the Hugging Face layout."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,12 @@ from onward.checkpoint.gguf import layout
 from onward.checkpoint.gguf.blocks import dequantized
 from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
 from onward.checkpoint.gguf.family import GgufFamily
-from onward.checkpoint.gguf.keys import NUMBERS
+from onward.checkpoint.gguf.keys import NUMBERS, YARN
 from onward.checkpoint.gguf.names import with_fused_experts
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.fields import positive_number
-from onward.models.rope import Llama3, Unscaled
+from onward.models.rope import Llama3, Unscaled, yarn_magnitude
 
 # The three numbers of every published model whose file has `rope_freqs` (Llama 3.1 to 3.3): the file does not say them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -128,8 +128,8 @@ def _rope(
     if kind not in (None, "none"):
         rope |= {"rope_type": kind, "factor": said("scaling.factor")}
         rope |= {"original_max_position_embeddings": said("scaling.original_context_length")}
-    if kind == "yarn" and said("scaling.attn_factor") is not None:
-        rope["attention_factor"] = said("scaling.attn_factor")
+    if kind == "yarn":
+        rope |= _yarn(said)
     if "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors:
         rope |= {f"{length}_factor": _numbers(tensors[f"rope_factors_{length}.weight"]).tolist() for length in _LENGTHS}
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": said("scaling.original_context_length")}
@@ -139,6 +139,16 @@ def _rope(
             divisors, positive_number(rope, "rope_theta", 10000.0), head_dim, where
         )
     return rope
+
+
+def _yarn(said: Callable[[str], Any]) -> dict[str, Any]:
+    """What a file says of YaRN beside its factor: the attention_factor of the model's config.json, where it had one; or
+    a number by which llama.cpp multiplies the one that the factor means."""
+    named = {name: said(f"scaling.{key}") for name, key in YARN.items()}
+    times, factor = said("scaling.attn_factor"), said("scaling.factor")
+    if named["attention_factor"] is None and isinstance(times, float) and isinstance(factor, float) and factor > 0:
+        named["attention_factor"] = times * yarn_magnitude(factor)
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _numbers(stored: GgufTensor) -> Tensor:

@@ -5,6 +5,7 @@ other (`onward.checkpoint.convert`).
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from onward.checkpoint.gguf.config import head_dim_of
 from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY
 from onward.checkpoint.gguf.family import GgufFamily
-from onward.checkpoint.gguf.keys import NUMBERS
+from onward.checkpoint.gguf.keys import GRANITE, NUMBERS, YARN
 from onward.checkpoint.gguf.layout import norms_less_one
 from onward.checkpoint.gguf.names import gguf_name
 from onward.checkpoint.gguf.split_texts import SPLITTINGS
@@ -23,7 +24,7 @@ from onward.checkpoint.gguf.writer import Stored
 from onward.checkpoint.tokenizer import JsonTokenizer
 from onward.errors import RequestError
 from onward.models.fields import positive_number
-from onward.models.rope import Llama3, Unscaled
+from onward.models.rope import Llama3, Unscaled, yarn_magnitude
 from onward.ops import QuantizedWeight
 from onward.ops.quantized_layout import GROUP
 
@@ -63,7 +64,9 @@ def model_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     architecture, family = line_of(config)
     prefix, head_dim = f"{architecture}.", head_dim_of(config)
     metadata: dict[str, Any] = {"general.architecture": architecture, "general.name": name}
-    values = dict(config) | {"head_dim": head_dim}
+    # llama.cpp opens no Granite without the key of logits, and without that of scores takes their width.
+    values = dict.fromkeys(GRANITE, 1.0) | {field: value for field, value in config.items() if value is not None}
+    values["head_dim"] = head_dim
     values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
     own = {field: key for field, key in family.numbers.items() if key is not None}
     for field, key in (*NUMBERS.items(), *own.items()):
@@ -91,9 +94,15 @@ def _rope_metadata(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
         metadata |= {"scaling.type": rope["rope_type"], "scaling.factor": float(rope["factor"])}
         if (original := rope.get("original_max_position_embeddings")) is not None:
             metadata["scaling.original_context_length"] = original
-        if (factor := rope.get("attention_factor")) is not None:
-            metadata["scaling.attn_factor"] = float(factor)
-    return metadata
+    return metadata | (_yarn_metadata(rope) if rope.get("rope_type") == "yarn" else {})
+
+
+def _yarn_metadata(rope: Mapping[str, Any]) -> dict[str, float]:
+    metadata = {f"scaling.{key}": float(rope[field]) for field, key in YARN.items() if rope.get(field) is not None}
+    # llama.cpp reads another key than the attention_factor's: by how much that is more than what the factor means.
+    usual = yarn_magnitude(float(rope["factor"]))
+    times = float(rope.get("attention_factor") or usual) / usual
+    return metadata if math.isclose(times, 1.0, rel_tol=2**-20) else metadata | {"scaling.attn_factor": times}
 
 
 def model_tensors(config: Mapping[str, Any], weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, Stored]:
@@ -195,7 +204,7 @@ def _stored(name: str, weight: Tensor | QuantizedWeight, order: Tensor | None) -
                 f"{name} is {weight.format} {[rows, inputs]}, which no type of GGUF holds: give a dtype, for floats"
             )
         return Stored("Q4_0", (rows, inputs), _put(_q4_0(weight), order))
-    if weight.dim() == 1:
+    if weight.dim() == 1 or name.endswith(".bias"):
         weight = weight.to(torch.float32)
     return Stored(_FLOATS[weight.dtype], tuple(weight.shape), _put(weight, order))
 

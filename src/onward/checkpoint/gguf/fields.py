@@ -211,6 +211,7 @@ def nemotron_h(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
     inner = _number(metadata, "ssm.inner_size")
     return {
         **layers,
+        "layer_norm_epsilon": config.get("layer_norm_epsilon", _number(metadata, "attention.layer_norm_epsilon")),
         "layers_block_type": types,
         "num_key_value_heads": heads,
         "intermediate_size": width,
@@ -269,7 +270,9 @@ def qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
 
 
 def gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ramp of the family's YaRN begins and ends between pairs, which no key says."""
+    rope = config["rope_parameters"]
     return {
         "intermediate_size": config.get("intermediate_size", _number(metadata, "feed_forward_length")),
-        "rope_parameters": config["rope_parameters"] | {"truncate": False},
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
     }

@@ -11,6 +11,8 @@ NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
 }
+# A field of config.json's YaRN -> the key behind "rope.scaling.".
+YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 EXPERTS = {"num_experts_per_tok": "expert_used_count"}
 DELTA = {
     "num_hidden_layers": None,

@@ -34,7 +34,7 @@ from onward.quantization import (
     relative_output_error,
 )
 
-FORMATS = ("int8", "int4")
+FORMATS = ("int8", "int4", "iq4_nl")
 ROWS, INPUTS, TOKENS = 512, 1024, 4096
 
 
@@ -67,7 +67,7 @@ def inputs() -> dict[str, Tensor]:
 
 def errors_by_matrix() -> dict[str, dict[str, dict[str, float]]]:
     columns = [f"{format} {rule}" for format in FORMATS for rule in ("nearest", "fed")]
-    print(f"{'relative RMS error of outputs, %':50}" + "".join(f"{name:>14}" for name in columns))
+    print(f"{'relative RMS error of outputs, %':50}" + "".join(f"{name:>16}" for name in columns))
     table: dict[str, dict[str, dict[str, float]]] = {}
     for kind, weight in weights().items():
         for of_inputs, x in inputs().items():
@@ -76,7 +76,7 @@ def errors_by_matrix() -> dict[str, dict[str, dict[str, float]]]:
                 nearest = relative_output_error(weight, quantize_weight(weight, format), x.T @ x)
                 fed = quantize_with_feedback(weight, x.T @ x, format).relative_output_error
                 row |= {f"{format} nearest": round(nearest, 6), f"{format} fed": round(fed, 6)}
-            print(f"{f'{kind}; inputs {of_inputs}':50}" + "".join(f"{row[name] * 100:>14.3f}" for name in columns))
+            print(f"{f'{kind}; inputs {of_inputs}':50}" + "".join(f"{row[name] * 100:>16.3f}" for name in columns))
             table.setdefault(kind, {})[of_inputs] = row
     return table
 
@@ -115,17 +115,19 @@ def quality() -> dict[str, Any]:
     return result
 
 
-def large() -> dict[str, float]:
-    """Seconds, and the most memory in GB, to quantize the shape of Qwen3-0.6B into a folder; its texts are given."""
-    source, usual = random_checkpoint(), Calibration()
+def large() -> dict[str, dict[str, float]]:
+    """Seconds, and the most memory in GB so far, to quantize the shape of Qwen3-0.6B into a folder; texts are given."""
+    source, usual, result = random_checkpoint(), Calibration(), {}
     ids = torch.randint(0, 150_000, (usual.texts, usual.length))
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as temporary:
-        quantize_folder(source, Path(temporary) / "int4", "int4", calibrate=Calibration(ids=ids))
-    seconds = round(time.perf_counter() - began, 1)
-    memory = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
-    print(f"0.6 B weights for {ids.numel():,} tokens: {seconds} s, at most {memory} GB")
-    return {"seconds": seconds, "gigabytes": memory}
+    for format in ("int4", "iq4_nl"):
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as temporary:
+            quantize_folder(source, Path(temporary) / format, format, calibrate=Calibration(ids=ids))
+        seconds = round(time.perf_counter() - began, 1)
+        memory = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+        print(f"{format}: 0.6 B weights for {ids.numel():,} tokens: {seconds} s, at most {memory} GB", flush=True)
+        result[format] = {"seconds": seconds, "gigabytes": memory}
+    return result
 
 
 def main() -> None:

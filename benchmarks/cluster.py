@@ -84,7 +84,9 @@ class _Clients:
 
     def __init__(self, url: str, flags: list[str]) -> None:
         command = [sys.executable, "-m", "benchmarks.http", "--client", url, *flags]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def go(self) -> tuple[float, float]:
         """One round: its seconds, and the median milliseconds to a client's first token."""
@@ -122,7 +124,7 @@ def _started(command: list[str]) -> Iterator[tuple[str, int]]:
     """A command of `onward` that serves: its URL, and its process."""
     port = _free_port()
     whole = [sys.executable, "-m", "onward", *command, "--port", str(port)]
-    with subprocess.Popen(whole, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(whole, stderr=subprocess.DEVNULL, start_new_session=True) as process:
         try:
             yield f"http://127.0.0.1:{port}", process.pid
         finally:

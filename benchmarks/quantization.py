@@ -1,12 +1,13 @@
 """What 8 and 4 bits cost: weight errors beside plain absmax and llama.cpp's, perplexity, agreement, time.
 
-    python -m benchmarks.quantization [--large]
+    python -m benchmarks.quantization [--large] [--speed | --only-speed]
 
 Errors are relative RMS over a matrix, of random matrices and of the demo model's own, by kind. llama.cpp's numbers
 come from its own quantizer, the package `gguf` (pip install -e '.[bench]'). Perplexity is of the demo model over
 training/heldout.txt; agreement is the share of 1,000 greedy tokens of the bf16 model that the quantized one would
 have chosen too after the same tokens. --large also quantizes random weights in the shape of Qwen3-0.6B into a folder
-and loads it. The last line is one JSON object.
+and loads it; --speed decodes with them and reads prompts, the formats in turns and the read bandwidth of the machine
+between them. The last line is one JSON object.
 """
 
 import argparse
@@ -27,17 +28,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import onward
-from benchmarks.checkpoints import random_checkpoint
+from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint, weight_bytes_per_token
+from benchmarks.decode import NEW_TOKENS, PROMPTS, measure, onward_contestant
 from benchmarks.machine import description
 from onward.checkpoint import find_folder, read_weights
 from onward.checkpoint.folder import CheckpointFolder
 from onward.models import Linear, read_config
-from onward.quantization import quantize, quantize_folder, quantize_int4, quantize_int8, quantize_weight
+from onward.quantization import quantize, quantize_folder, quantize_weight
 
 HELDOUT = Path(__file__).parent.parent / "training" / "heldout.txt"
 END_OF_TEXT = "<|endoftext|>"
 AGREEMENT_TOKENS = 1000
-LIMITS = {"int8": 0.005, "int4": 0.04}  # of perplexity, relative to bf16
+SPEED_ROUNDS = 15
+LIMITS = {"int8": 0.005, "int4": 0.04, "iq4_nl": 0.03}  # of perplexity, relative to bf16
 
 Rounded = Callable[[Tensor], Tensor]
 
@@ -68,9 +71,10 @@ def llama_cpp(name: str) -> Rounded:
 
 def rules() -> dict[str, Rounded]:
     return {
-        "int8": lambda weight: quantize_int8(weight).dequantize(),
+        "int8": lambda weight: quantize_weight(weight, "int8").dequantize(),
         "Q8_0": llama_cpp("Q8_0"),
-        "int4": lambda weight: quantize_int4(weight).dequantize(),
+        "iq4_nl": lambda weight: quantize_weight(weight, "iq4_nl").dequantize(),
+        "int4": lambda weight: quantize_weight(weight, "int4").dequantize(),
         "absmax4": absmax(4, 32),
         "Q4_0": llama_cpp("Q4_0"),
     }
@@ -203,14 +207,50 @@ def large_folder() -> dict[str, Any]:
     return result
 
 
+def turns(seconds: list[float]) -> list[list[float]]:
+    """Seconds of tokens, turn by turn."""
+    own = NEW_TOKENS - 1  # the first comes with the prompt
+    return [seconds[at : at + own] for at in range(0, len(seconds), own)]
+
+
+def decoding_speed() -> dict[str, Any]:
+    """Tokens a second of Qwen3-0.6B's shape in each format, decoded and of a prompt; what share of the bus that is, and
+    how it compares with int4 in the same turn: the bus changes from turn to turn."""
+    source, shape = random_checkpoint(), QWEN3_0_6B
+    contestants = {format: onward_contestant(onward.load(source, quantize=format)) for format in LIMITS}
+    samples, bandwidth = measure(contestants, SPEED_ROUNDS, shape["vocab_size"])
+    limit, result = statistics.median(bandwidth), {}
+    print(f"\nread bandwidth {limit / 1e9:.1f} GB/s; tokens a second")
+    for format, taken in samples.items():
+        row = {f"decode after {n}": 1 / statistics.median(taken.token[n]) for n in PROMPTS}
+        row |= {f"prompt of {n}": n / statistics.median(taken.prefill[n]) for n in PROMPTS}
+        for n in PROMPTS:
+            ratios = (
+                statistics.median(theirs) / statistics.median(ours)
+                for theirs, ours in zip(turns(samples["int4"].token[n]), turns(taken.token[n]), strict=True)
+            )
+            row[f"over int4 after {n}"] = statistics.median(ratios)
+        row["of limit"] = row[f"decode after {PROMPTS[0]}"] * weight_bytes_per_token(shape, format) / limit
+        print(f"{format:7}" + "  ".join(f"{name} {value:.2f}" for name, value in row.items()), flush=True)
+        result[format] = {name: round(value, 3) for name, value in row.items()}
+    return result | {"read_bandwidth_gb_s": round(limit / 1e9, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--large", action="store_true", help="also quantize and load 0.6 B weights")
+    parser.add_argument("--speed", action="store_true", help="also decode with them")
+    parser.add_argument("--only-speed", action="store_true", help="nothing else")
     arguments = parser.parse_args()
+    if arguments.only_speed:
+        print(json.dumps({"machine": description(), "speed": decoding_speed()}))
+        return
     result: dict[str, Any] = {"machine": description(), "relative_rms_error": weight_errors(), "demo": quality()}
     result["seconds_for_0.6_b"] = quantizing_speed()
     if arguments.large:
         result["folder"] = large_folder()
+    if arguments.speed:
+        result["speed"] = decoding_speed()
     print(json.dumps(result))
 
 

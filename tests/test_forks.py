@@ -155,6 +155,33 @@ def test_children_forked_while_a_thread_decodes_decode_the_same(loaded):
     assert generated(lm) == tokens
 
 
+def test_a_session_that_another_thread_runs_begins_anew_in_a_child():
+    lm = onward.load("demo")
+    session, going, over = onward.Session(lm), threading.Event(), threading.Event()
+    expected = lm.generate("The fox", **OPTIONS).token_ids
+
+    def wait(ids, text):
+        going.set()
+        return over.wait(SECONDS)
+
+    thread = threading.Thread(target=lambda: session.generate("The owl", stop_when=wait, **OPTIONS))
+    thread.start()
+    assert going.wait(SECONDS)
+
+    def dropped_then_others_decode():
+        nonlocal session
+        del session
+        return generated(lm) == tokens
+
+    tokens = generated(lm)
+    try:
+        assert in_child(lambda: session.generate("The fox", **OPTIONS).token_ids == expected) == 0
+        assert in_child(dropped_then_others_decode) == 0
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_children_forked_while_a_thread_holds_any_lock_decode_the_same():
     """Every lock at once, which chance would seldom bring."""
     from onward.native import loader

@@ -321,6 +321,7 @@ REFUSED = [
     ([1, True], {}, RequestError, "from 0 to 257; got True"),
     ([1.0], {}, RequestError, "from 0 to 257; got 1.0"),
     ([1, "a"], {}, RequestError, "from 0 to 257; got 'a'"),
+    ([{"role": "user", "content": "Hi"}], {}, RequestError, "messages are for chat"),
     (None, {}, RequestError, r"a prompt is a str, ids \(a list, .*; got NoneType"),
     (7, {}, RequestError, "got int"),
     (b"abc", {}, RequestError, "got bytes"),
@@ -385,10 +386,39 @@ def test_stream_takes_one_prompt():
         tiny_lm().stream(["a", "b"])
 
 
-@pytest.mark.parametrize(("ids", "message"), [([], "empty list"), ([258], "from 0 to 257"), ([1] * 257, "257 tokens")])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "empty list"),
+        ([258], "from 0 to 257"),
+        ([1] * 257, "257 tokens"),
+        ("Once", "ids are a list, .*; got str \\(encode takes a text\\)"),
+        (7, "ids are a list, .*; got int"),
+    ],
+)
 def test_logits_refuse_what_generate_refuses(ids, message):
     with pytest.raises(RequestError, match=message):
         tiny_lm().logits(ids)
+
+
+@pytest.mark.parametrize("ids", [7, torch.tensor(7), "Once"])
+def test_what_is_no_list_of_ids_is_not_decoded(ids):
+    with pytest.raises(RequestError, match=r"ids to decode are a list, .*; got (7|'Once')"):
+        tiny_lm().decode(ids)
+
+
+@pytest.mark.parametrize("thing", ["demo", torch.nn.Linear(2, 2), tiny_lm()], ids=lambda thing: type(thing).__name__)
+def test_what_is_no_model_is_refused(thing):
+    lm = tiny_lm()
+    with pytest.raises(RequestError, match=f"got {type(thing).__name__}: onward.load reads a checkpoint"):
+        LanguageModel(thing)
+    with pytest.raises(RequestError, match=f"got {type(thing).__name__}: onward.load reads a checkpoint"):
+        lm.model = thing
+
+
+def test_a_session_is_of_a_language_model():
+    with pytest.raises(RequestError, match=r"a session is of a LanguageModel; got str: see onward\.load"):
+        onward.Session("demo")
 
 
 def test_a_model_without_a_tokenizer_takes_ids_and_gives_ids():

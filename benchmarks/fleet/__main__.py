@@ -31,6 +31,8 @@ from benchmarks.serve.figures import quantile
 _FIRST, _GAP = 10.0, 0.25
 # Fleets by which two replicas are predicted.
 _FLEETS = 9
+# Replicas, and requests a second for each, by which it is found how many a replica can serve.
+_FULL, _TOO_MANY = 50, 0.6
 
 
 def main() -> None:
@@ -144,7 +146,11 @@ def _fleet_lines(clock: StepTime, options: argparse.Namespace) -> Iterator[str]:
         f"SIMULATED: {options.replicas:,} replicas, {every:,.0f} requests/s for {seconds:.0f} s after {warm:.0f} s, "
         "of the shape in workload.py"
     )
-    yield f"{'':34}{'useful/s':>9}{'first p50':>10}{'p99':>8}{'gap p99':>9}{'cached':>8}{'retries':>8}{'failed':>8}"
+    most = options.replicas * _capacity(clock, replace(plan, replicas=_FULL), seconds)
+    yield f"all together serve at most {most:,.0f} requests/s: the rate of {_FULL} which always have some that wait"
+    rates = f"{'asked/s':>8}{'of most':>8}{'useful/s':>9}"
+    tokens = f"{'first p50':>10}{'p99':>8}{'gap p50':>9}{'p99':>8}"
+    yield f"{'':32}{rates}{tokens}{'cached':>8}{'deaths':>7}{'retries':>8}{'failed':>8}"
     storm = replace(plan, deaths=[(warm + seconds / 2, 0.3)], patience=_FIRST, again=2)
     plans = {
         "affinity": plan,
@@ -159,19 +165,29 @@ def _fleet_lines(clock: StepTime, options: argparse.Namespace) -> Iterator[str]:
         if options.plans and not any(part in name for part in options.plans):
             continue
         arrivals = trace(every, warm + seconds)
-        yield _fleet_line(name, Fleet(each, clock).run(arrivals), seconds)
+        yield _fleet_line(name, Fleet(each, clock).run(arrivals), seconds, most)
 
 
-def _fleet_line(name: str, fleet: Fleet, seconds: float) -> str:
+def _capacity(clock: StepTime, plan: Plan, seconds: float) -> float:
+    """Requests a second that a replica ends when more wait than it can serve, and nobody leaves."""
+    until = plan.warm + seconds
+    fleet = Fleet(replace(plan, patience=0), clock).run(trace(_TOO_MANY * plan.replicas, until))
+    return sum(plan.warm <= at < until for at in fleet.ended) / seconds / plan.replicas
+
+
+def _fleet_line(name: str, fleet: Fleet, seconds: float, most: float) -> str:
     served = [arrival for arrival in fleet.requests if arrival.last is not None]
     first = [_first(arrival) for arrival in served]
     useful = sum(_is_useful(arrival) for arrival in served)
     prompts = sum(engine.prompt_tokens for engine in fleet.retired)
     cached = sum(engine.cached_tokens for engine in fleet.retired) / max(1, prompts)
     failed = 1 - len(served) / max(1, len(fleet.requests))
+    asked, gaps = len(fleet.requests) / seconds, _gaps(fleet)
     return (
-        f"  {name:32}{useful / seconds:>9,.0f}{quantile(first, 0.5):>9.2f}s{quantile(first, 0.99):>7.1f}s"
-        f"{1000 * _of_counts(_gaps(fleet), 0.99):>7.0f}ms{cached:>8.0%}{fleet.retries:>8,}{failed:>8.1%}"
+        f"  {name:30}{asked:>8,.0f}{asked / most:>8.0%}{useful / seconds:>9,.0f}"
+        f"{quantile(first, 0.5):>9.2f}s{quantile(first, 0.99):>7.1f}s"
+        f"{1000 * _of_counts(gaps, 0.5):>7.0f}ms{1000 * _of_counts(gaps, 0.99):>6.0f}ms"
+        f"{cached:>8.0%}{fleet.deaths:>7,}{fleet.retries:>8,}{failed:>8.1%}"
     )
 
 

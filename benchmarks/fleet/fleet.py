@@ -59,7 +59,7 @@ class Fleet:
     """Runs arrivals through replicas until all are over.
 
     requests: all that were asked since it is warm, those too that a client asked anew. retries, exhausted: attempts
-    after a loss, and losses for which the budget had none.
+    after a loss, and losses for which the budget had none. ended: when each request that was served ended.
     """
 
     def __init__(self, plan: Plan, clock: Clock, seed: int = 0) -> None:
@@ -76,6 +76,7 @@ class Fleet:
         self.requests: list[Arrival] = []
         self.retired: list[SimulatedEngine] = []
         self.retries = self.exhausted = self.deaths = 0
+        self.ended: list[float] = []
         self.now = 0.0
         for _ in range(plan.replicas):
             self._start(0.0)
@@ -142,6 +143,7 @@ class Fleet:
         if arrival.first is None:
             arrival.first = text.first
         arrival.last, arrival.place = at, None
+        self.ended.append(at)
         self._open -= 1
 
     def _over(self, arrival: Arrival, why: str, now: float) -> None:

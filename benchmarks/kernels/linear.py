@@ -1,6 +1,6 @@
 """How far packed `linear` is from the machine's limits, over the matrices of a Qwen3-0.6B-shaped model.
 
-    python -m benchmarks.kernels.linear [--repeats 9] [--formats bf16,int8,int4]
+    python -m benchmarks.kernels.linear [--repeats 9] [--formats bf16,int8,int4,iq4_nl]
 
 One pass over all 113 matrices for each number of rows T, beside a plain read of the same memory; then one
 layer at T = 512 beside torch's bf16 `linear` and the peak of the arithmetic units. What is compared is run
@@ -28,6 +28,7 @@ ARITHMETIC = {
     Format.BF16: (1, 64),
     Format.INT8: (2, 128),
     Format.INT4: (2, 128),
+    Format.IQ4_NL: (2, 128),
 }
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
@@ -524,7 +524,10 @@ class LanguageModel:
 
     def decode(self, ids: Ids) -> str:
         """The text of ids, without special tokens."""
-        return needed_tokenizer(self.tokenizer, "text").decode(plain_items(ids))
+        listed = plain(ids)
+        if isinstance(listed, str) or not isinstance(listed, Iterable):
+            raise RequestError(f"ids to decode are a list, or one dimension of an array or tensor; got {listed!r}")
+        return needed_tokenizer(self.tokenizer, "text").decode(plain_items(listed))
 
 
 def _without_cache(options: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:

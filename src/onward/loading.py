@@ -16,7 +16,6 @@ from onward.adapters import read_adapter
 from onward.checkpoint import (
     Checkpoint,
     CheckpointFolder,
-    Tokenizer,
     find_adapter,
     find_folder,
     open_checkpoint,
@@ -24,9 +23,10 @@ from onward.checkpoint import (
 )
 from onward.checkpoint.distributed import NameMapSource
 from onward.checkpoint.module import is_known, read_module
+from onward.checkpoint.tokenizer import check_vocabulary
 from onward.checks import check_whole
 from onward.distributed import Settings, load_ranks
-from onward.errors import CheckpointError, ConfigError, RequestError, UnsupportedArchitectureError, warn
+from onward.errors import RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import LanguageModel
 from onward.loading_weights import LayersInPlace, WeightsReader
 from onward.messages import MessageFormat, checked_format
@@ -82,7 +82,7 @@ def load(
         max_seq_len: the most positions a request may use; the checkpoint's max_position_embeddings by default.
         progress: show downloads, and how much of the weights is in place where that takes long; by default only on a
             terminal. A function is called with that fraction, from 0 to 1, after each layer, for a display of your own.
-        quantize: "int8" or "int4" holds all matrices in 8 or 4 bits (docs/quantization.md). A folder that
+        quantize: "int8", "int4" or "iq4_nl" holds all matrices in 8 or 4 bits (docs/quantization.md). A folder that
             `quantize_folder` wrote is quantized already.
         name_map: from the trainer's names of weights to Hugging Face's, for a torch.distributed.checkpoint folder: a
             JSON file or a mapping (docs/training.md). By default it is the folder's name_map.json, if any.
@@ -123,6 +123,9 @@ def load(
     if via not in _VIA:
         raise RequestError(f"via is one of {', '.join(_VIA)}; got {via!r}")
     checked_format(message_format)
+    if not isinstance(adapters, Mapping | None):
+        raise RequestError(f"adapters are sources by name, such as {{'poet': 'my-adapter'}}; got {adapters!r}")
+    of_adapters = {name: _as_source(of_one) for name, of_one in (adapters or {}).items()}
     torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     show_fraction = progress if callable(progress) else None
@@ -140,10 +143,10 @@ def load(
         if name_map is not None or adapter is not None:
             raise RequestError("name_map= and merge= are for the families of Onward, and transformers runs this model")
         model = _read_hosted(folder, torch_dtype, torch_device, quantize, max_seq_len)
-        _check_vocabulary(path, model.vocab_size, tokenizer, folder.eos)
+        check_vocabulary(path, model.vocab_size, tokenizer, folder.eos)
     else:
         context = _context(config, max_seq_len)
-        _check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
+        check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
         in_place = partial(LayersInPlace, show=show and show_fraction is None, tell=show_fraction)
         if ranks > 1:
             settings = Settings(
@@ -174,7 +177,7 @@ def load(
         _keep_freed_memory()
     own = compile if ranks == 1 else "eager"  # the ranks compile their parts
     lm = LanguageModel(model, tokenizer, template, defaults, compile=own, message_format=message_format)
-    for name, source_of_adapter in (adapters or {}).items():
+    for name, source_of_adapter in of_adapters.items():
         lm.load_adapter(name, source_of_adapter)
     if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
         lm.draft = load(draft, dtype=dtype, device=device, quantize=quantize, compile=compile, progress=progress)
@@ -197,7 +200,7 @@ def _family(folder: Checkpoint, via: str) -> Architecture | None:
             advice = "with 'onward[transformers]' installed, transformers' own forward may run it"
             raise UnsupportedArchitectureError(f"{error}; {advice}") from error
         if not is_known(folder.config):
-            raise
+            raise UnsupportedArchitectureError(f"{error}; nor is it a causal language model of transformers") from error
         return None
 
 
@@ -272,19 +275,6 @@ def _as_device(device: torch.device | str) -> torch.device:
     if torch_device.type == "meta":
         raise RequestError("device 'meta' holds shapes without numbers, which decode to nothing: try 'auto' or 'cpu'")
     return torch_device
-
-
-def _check_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, eos: tuple[int, ...]) -> None:
-    """Raise unless the model's vocabulary has the tokenizer's ids and the EOS ids; it may have more (padding)."""
-    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
-            f"{vocab_size - 1}: they are of different models"
-        )
-    if outside := [token for token in eos if token >= vocab_size]:
-        raise ConfigError(
-            f"{path}: eos_token_id names id {outside[0]}, but the model's vocabulary ends at {vocab_size - 1}"
-        )
 
 
 def _keep_freed_memory() -> None:

@@ -62,8 +62,8 @@ def _bar(count: int) -> Any:
 class WeightsReader:
     """Reads the params of a family's model.
 
-    dtype: of floats; None: that of the checkpoint. device: where they go. format: "int8" or "int4" to quantize to;
-    None: as they are. name_map: of a distributed checkpoint. adapter: merged before they are quantized.
+    dtype: of floats; None: that of the checkpoint. device: where they go. format: "int8", "int4" or "iq4_nl" to
+    quantize to; None: as they are. name_map: of a distributed checkpoint. adapter: merged before they are quantized.
     """
 
     checkpoint: Checkpoint
@@ -136,8 +136,8 @@ class WeightsReader:
         settings = config.get("quantization_config") or config["compression_config"]
         warn(
             f"{self.checkpoint.path}: {len(modules)} weights quantized by {settings['quant_method']} become floats as "
-            f"they are read ({modules[0]} for one), and so do activations: quantize='int8' or 'int4' holds them in "
-            "fewer bits"
+            f"they are read ({modules[0]} for one), and so do activations: quantize='int8' or 'iq4_nl' holds them "
+            "in fewer bits"
         )
 
     def _layer_by_layer(self, release: Callable[[], None]) -> Callable[[Any], Any]:

@@ -50,6 +50,7 @@ FORMS = {
         "target_modules": ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"],
         "modules_to_save": ["conv1d"],
     },
+    "saved convolutions": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["conv1d"]},
     "Mamba2": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "q_proj", "up_proj"]},
 }
 MAMBA = {

@@ -16,7 +16,7 @@ IDS = [5, 17, 99, 3, 42, 8]
 # As in test_merging.py: of logprobs too, for a logprob moves by no more than twice what the logits do.
 TOLERANCE = 1e-4
 # Norms are the same for all rows of a batch.
-BESIDE = [form for form in FORMS if form != "saved modules"]
+BESIDE = [form for form in FORMS if form not in ("saved modules", "saved convolutions")]
 NAMES = ("plain", "DoRA", "patterns", "head and embedding")
 
 
@@ -80,7 +80,7 @@ PROMPTS = st.lists(
 
 
 @pytest.mark.parametrize("cache", ["blocks", "dense"])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "eager"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "iq4_nl", "eager"])
 def test_a_mixed_batch_is_each_row_alone_bit_for_bit(folders, kind, cache):
     source, by_form = folders
     options = {"float32": {}, "eager": {"compile": "eager"}, "bfloat16": {"dtype": "bfloat16"}}
@@ -109,7 +109,7 @@ def test_a_mixed_batch_is_each_row_alone_bit_for_bit(folders, kind, cache):
     check()
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
 def test_beside_quantized_weights_an_update_is_that_of_8_bits(folders, format):
     source, by_form = folders
     exact = onward.load(source, adapters={"it": by_form["plain"]})

@@ -21,7 +21,7 @@ def theirs(model):
     return model(torch.tensor([IDS])).logits[0]
 
 
-DENSE = [form for form in FORMS if form != "recurrent layers"]
+DENSE = [form for form in FORMS if form not in ("recurrent layers", "saved convolutions")]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,7 @@ DENSE = [form for form in FORMS if form != "recurrent layers"]
         *((family, form) for family in ("llama", "qwen3") for form in DENSE),
         ("qwen3_5", "recurrent layers"),
         ("falcon_h1", "Mamba2"),
+        ("falcon_h1", "saved convolutions"),
     ],
 )
 def test_merged_logits_are_those_of_peft(tmp_path, family, form):
@@ -82,6 +83,12 @@ def change_tensors(folder, change):
     save_file(tensors, path)
 
 
+def rename(tensors, module, *names):
+    """Give the two tensors of the first layer's q_proj other names, of `module`."""
+    for old, new in zip(("lora_A.weight", "lora_B.weight"), names, strict=True):
+        tensors[f"base_model.model.{module}.{new}"] = tensors.pop(NAME.replace("lora_A.weight", old))
+
+
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
@@ -96,6 +103,9 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"rank_pattern": {"(": 3}}, "no regular expression"),
         ({"use_dora": True}, "has no lora_magnitude_vector"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the model's own"),
+        ({"init_lora_weights": "OLoRA"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "gaussian"}, None),
     ],
 )
 def test_a_config_that_cannot_be_used_says_why(folders, fields, message):
@@ -117,6 +127,20 @@ def test_a_config_that_cannot_be_used_says_why(folders, fields, message):
         (lambda t: t.update({NAME.replace("layers.0", "layers.9"): t.pop(NAME)}), "has no lora_B|has no lora_A"),
         (lambda t: t.update({"base_model.model.model.prompt": torch.zeros(2)}), "no tensor of a LoRA"),
         (lambda t: t.update({"base_model.model.extra.weight": torch.zeros(2)}), "'extra' for one"),
+        (lambda t: t.update({"base_model.model.model.norm.bias": torch.zeros(32)}), "norm.bias is of another kind"),
+        (lambda t: t.update({"base_model.model.model.embed_tokens.bias": torch.zeros(32)}), "bias is of another kind"),
+        (lambda t: rename(t, "model.norm", "lora_A.weight", "lora_B.weight"), "model.norm is of another kind"),
+        (lambda t: rename(t, "model.embed_tokens", "lora_A.weight", "lora_B.weight"), "tokens is of another kind"),
+        (lambda t: rename(t, "lm_head", "lora_embedding_A", "lora_embedding_B"), "lm_head is of another kind"),
+        (
+            lambda t: t.update(
+                {
+                    "base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(5, 101),
+                    "base_model.model.model.embed_tokens.lora_embedding_B": torch.zeros(32, 5),
+                }
+            ),
+            r"makes its rank 4: they must be \[4, vocabulary\]",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_say_why(folders, change, message):
@@ -124,6 +148,8 @@ def test_tensors_that_do_not_fit_say_why(folders, change, message):
     change_tensors(folder, change)
     with pytest.raises(CheckpointError, match=message):
         onward.load(source, merge=folder)
+    with pytest.raises(CheckpointError, match=message):
+        onward.load(source, adapters={"it": folder})
 
 
 def test_what_is_no_adapter_says_why(folders, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from rows_in_any_order import Row
 from written_blocks import WrittenBlocks
 
 from onward.cache.slots import PagedSlots
@@ -11,16 +12,6 @@ from onward.errors import ContextOverflowError
 
 MAX_LEN = 20
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-
-
-class Row:
-    """A text in a slot.
-
-    ids: all of it. written: for each position that was computed, what was written there.
-    """
-
-    def __init__(self, slot, ids, written):
-        self.slot, self.ids, self.written = slot, list(ids), list(written)
 
 
 def common_length(text, other):

@@ -2,24 +2,16 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from rows_in_any_order import MAX_LEN, RowsInAnyOrder
 from written_blocks import WrittenBlocks
 
 from onward.cache.slots import PagedSlots
-from onward.errors import ContextOverflowError
 
-MAX_LEN = 32
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 
 
-class Row:
-    """A text in a slot. ids: all of it. written: what was written at each position that was computed."""
-
-    def __init__(self, slot, ids, written):
-        self.slot, self.ids, self.written = slot, list(ids), list(written)
-
-
-class AnyOrderOfWindows(RuleBasedStateMachine):
+class AnyOrderOfWindows(RowsInAnyOrder):
     @initialize(
         count=st.integers(1, 20),
         windows=st.integers(1, 20),
@@ -41,30 +33,13 @@ class AnyOrderOfWindows(RuleBasedStateMachine):
         )
         self.rows, self.key = [], 0
 
-    def text(self, ids):
-        return (self.key, *ids)
-
-    def pick(self, data):
-        return data.draw(st.sampled_from(self.rows))
-
     def write(self, slot, at, text):
         self.memory.write(slot, at, text)
         self.memory.windows.texts[slot.windows[at // self.size]][at % self.size] = text
 
     @rule(ids=TEXTS, more=st.integers(-4, 12), reuse=st.booleans() | st.just(True))
     def acquire(self, ids, more, reuse):
-        length = min(max(len(ids) + more, 0), MAX_LEN)
-        if not self.slots.can_hold(length):
-            return
-        before = self.slots.free, self.slots.cached, self.slots.held
-        acquired = self.slots.acquire(ids, length, reuse=reuse)
-        if acquired is None:
-            assert self.rows, "where nobody holds anything there is room for whatever can be held"
-            assert (self.slots.free, self.slots.cached, self.slots.held) == before
-            return
-        slot, reused = acquired
-        assert reused <= min(len(ids) - 1, length)
-        self.rows.append(Row(slot, ids, [self.text(ids[: at + 1]) for at in range(reused)]))
+        self.acquired(ids, more, reuse)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), count=st.integers(1, 14), token=st.integers(0, 1), drafted=st.integers(0, 4))
@@ -87,52 +62,6 @@ class AnyOrderOfWindows(RuleBasedStateMachine):
         for at in range(first + piece, first + tokens):
             self.write(row.slot, at, "a draft")
         self.slots.advance(row.slot, first + piece, lambda low, high: row.ids[low:high])
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data(), more=st.integers(0, 6))
-    def fork(self, data, more):
-        row = self.pick(data)
-        positions = data.draw(st.integers(0, len(row.written)) | st.just(len(row.written)))
-        length = min(positions + more, MAX_LEN)
-        if not self.slots.can_hold(length):
-            return
-        held = self.slots.holds(row.slot, positions)
-        fork = self.slots.fork(row.slot, positions, length)
-        assert held or fork is None
-        if fork is not None:
-            self.rows.append(Row(fork, row.ids[:positions], row.written[:positions]))
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data(), length=st.integers(0, MAX_LEN))
-    def reserve(self, data, length):
-        row = self.pick(data)
-        if self.slots.can_hold(length) and self.slots.reserve(row.slot, length):
-            assert row.slot.length >= length
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def truncate(self, data):
-        row = self.pick(data)
-        positions = data.draw(st.integers(0, len(row.written)))
-        if not self.slots.holds(row.slot, positions):
-            return
-        try:
-            self.slots.truncate(row.slot, positions)
-        except ContextOverflowError:
-            return
-        del row.written[positions:], row.ids[positions:]
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data(), part=st.floats(0, 1) | st.just(1.0))
-    def release(self, data, part):
-        row = self.pick(data)
-        self.rows.remove(row)
-        self.slots.release(row.slot, row.ids[: round(part * len(row.written))])
-
-    @rule(key=st.integers(0, 1))
-    def use(self, key):
-        self.slots.use(key)
-        self.key = key
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -163,22 +92,11 @@ class AnyOrderOfWindows(RuleBasedStateMachine):
     def what_can_be_found_is_what_was_written(self):
         if not hasattr(self, "slots"):
             return
-        for node in self.slots._pool.trie:
-            ids, above = node.tokens, node.parent
-            while above is not None:
-                ids, above = above.tokens + ids, above.parent
-            wanted = [self.text(ids[:end]) for end in range(len(ids) - len(node.tokens) + 1, len(ids) + 1)]
+        for node, _, written in self.found_texts():
+            wanted = written[len(written) - len(node.tokens) :]
             assert self.memory.texts[node.block][: len(node.tokens)] == wanted
             if node.window is not None:
                 assert self.memory.windows.texts[node.window][: len(node.tokens)] == wanted
-
-    @invariant()
-    def blocks_add_up(self):
-        if hasattr(self, "slots"):
-            slots = self.slots
-            slots.check()
-            assert slots.free + slots.cached + slots.held == slots.total
-            assert min(slots.free, slots.cached, slots.held) >= 0
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -190,12 +108,9 @@ class AnyOrderOfWindows(RuleBasedStateMachine):
         assert of_windows == [[slot.windows.get(index, spare) for index in range(width)] for slot in slots]
 
     def teardown(self):
+        super().teardown()
         if not hasattr(self, "slots"):
             return
-        for row in self.rows:
-            self.slots.release(row.slot, row.ids[: len(row.written)])
-            self.slots.check()
-        assert self.slots.held == 0
         self.slots.clear()
         self.slots.check()
         assert self.slots.free == self.slots.total

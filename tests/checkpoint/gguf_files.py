@@ -148,11 +148,15 @@ MODELS: dict[str, tuple[str, str, dict]] = {
             "logits_scaling": 2.0,
         },
     ),
-    "granitemoe": ("granitemoe", "GraniteMoe", {"num_local_experts": 4, "logits_scaling": 2.0, **_EXPERTS}),
+    "granitemoe": (
+        "granitemoe",
+        "GraniteMoe",
+        {"num_local_experts": 4, "logits_scaling": 2.0, "attention_multiplier": 0.1, **_EXPERTS},
+    ),
     "granitemoe with a shared block": (
         "granitemoe",
         "GraniteMoeShared",
-        {"num_local_experts": 4, "shared_intermediate_size": 384, **_EXPERTS},
+        {"attention_multiplier": 0.1, "num_local_experts": 4, "shared_intermediate_size": 384, **_EXPERTS},
     ),
     "lfm2": (
         "lfm2",

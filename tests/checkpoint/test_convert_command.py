@@ -1,20 +1,27 @@
 """What is converted stands for the same numbers: here, in transformers, and in llama.cpp's own reader."""
 
 import json
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import write_model
+from gguf_files import MODELS, write_model
+from gguf_hybrids import factors_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import onward
 from onward.checkpoint.convert import convert
-from onward.checkpoint.gguf.exporting import model_tensors
-from onward.errors import RequestError
+from onward.checkpoint.gguf import GgufCheckpoint
+from onward.checkpoint.gguf.exporting_families import written as line_of
+from onward.checkpoint.gguf.exporting_weights import model_tensors
+from onward.checkpoint.stacked_experts import with_stacked_experts
+from onward.errors import ConfigError, RequestError
 from onward.models import FAMILIES as ARCHITECTURES
+from onward.models import read_config
 from onward.quantization import quantize_folder
 from onward.testing import random_checkpoint
 
@@ -66,13 +73,18 @@ WRITTEN = [
         "glm4",
     ),
     *("granite", "granitemoe", "smollm3", "seed_oss", "glm4moe", "gpt-oss"),
+    *("qwen35", "qwen35 with as many keys", "qwen35moe", "qwen3next", "lfm2"),
 ]
+
+# Of which llama.cpp opens no file without a head: a tied one is written as a copy of the embedding.
+UNTIED = ["olmo2", "olmo3", "gpt-oss"]
 
 
 @pytest.mark.parametrize("family", WRITTEN)
 def test_a_family_is_written_as_llama_cpp_s_converter_does(family, tmp_path):
     """The names and keys are those of a file by llama.cpp's package; what is read back has the bits of the folder."""
-    config, twin = write_model(tmp_path / "theirs.gguf", family, "F32", tie_word_embeddings=True)
+    tied = family not in UNTIED
+    config, twin = write_model(tmp_path / "theirs.gguf", family, "F32", tie_word_embeddings=tied)
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -83,14 +95,22 @@ def test_a_family_is_written_as_llama_cpp_s_converter_does(family, tmp_path):
     shapes = [{tensor.name: tensor.shape.tolist() for tensor in reader.tensors} for reader in (ours, theirs)]
     assert shapes[0] == shapes[1]
     missing = theirs.fields.keys() - ours.fields.keys()
-    # Keys that llama.cpp can do without: the window is 0, and of Qwen3-MoE the experts' weights always make 1.
-    assert missing <= {"phi3.attention.sliding_window", "qwen3moe.expert_weights_norm"}
+    # Keys that llama.cpp can do without: the window is 0, of Qwen3-MoE the experts' weights always make 1, and in
+    # Nemotron-H nothing turns.
+    allowed = {"phi3.attention.sliding_window", "qwen3moe.expert_weights_norm"}
+    assert missing <= allowed | {f"{name}.rope.dimension_count" for name in ("nemotron_h", "nemotron_h_moe")}
     for key, field in theirs.fields.items():
         if key in ours.fields and not key.startswith(("GGUF.", "general.")):
             assert ours.fields[key].contents() == field.contents(), key
             assert ours.fields[key].types == field.types, key
     convert(tmp_path / "ours.gguf", tmp_path / "back", "safetensors", dtype=torch.bfloat16)
     back = load_file(tmp_path / "back" / "model.safetensors")
+    weights = with_stacked_experts(weights, *config["architectures"])
+    if family == "qwen3next":  # which is read as Qwen3.5, with these matrices apart
+        weights = {name: weight for name, weight in weights.items() if "in_proj_" not in name}
+        back = {name: weight for name, weight in back.items() if "in_proj_" not in name}
+    if family.startswith("falcon-h1"):  # whose factors, powers of 2 here, are in the file's weights
+        weights = {name: weight * factors_of(name, config).to(torch.bfloat16) for name, weight in weights.items()}
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 
@@ -114,6 +134,33 @@ def test_granite_s_factors_are_written_where_the_config_leaves_them_out(tmp_path
     metadata, _ = written(tmp_path, "granite", **dict.fromkeys(factors))
     for key in ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"):
         assert metadata[f"granite.{key}"] == 1.0
+
+
+def read_without(file, key: str) -> dict:
+    """config.json of a file, as if it lacked a key."""
+    checkpoint = GgufCheckpoint(file)
+    del checkpoint.files[0].metadata[key]
+    return checkpoint.config
+
+
+@pytest.mark.parametrize("family", ["granite", "granitemoe"])
+def test_granite_without_a_scale_of_scores_has_that_of_a_head_as_in_llama_cpp(family, tmp_path):
+    written(tmp_path, family, head_dim=32, attention_multiplier=0.5)
+    config = read_without(tmp_path / "model.gguf", f"{family}.attention.scale")
+    assert config["attention_multiplier"] == 32**-0.5
+
+
+@pytest.mark.parametrize(("mixed", "taken"), [(1.0, True), (-1.0, True), (0.5, False), (0.0, False)])
+def test_yarn_that_mixes_other_shares_is_refused(mixed, taken, tmp_path):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    written(tmp_path, "qwen3", rope_parameters=yarn)
+    checkpoint = GgufCheckpoint(tmp_path / "model.gguf")
+    checkpoint.files[0].metadata["qwen3.rope.scaling.yarn_ext_factor"] = mixed
+    if taken:
+        assert checkpoint.config["rope_parameters"]["rope_type"] == "yarn"
+    else:
+        with pytest.raises(ConfigError, match=rf"yarn_ext_factor is {mixed}, and only 1 is supported"):
+            assert checkpoint.config
 
 
 def test_biases_of_experts_are_written_as_float32(tmp_path):
@@ -146,16 +193,17 @@ def test_a_norm_that_loses_bits_to_the_1_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_int4_is_q4_0_with_the_same_numbers(tmp_path):
+@pytest.mark.parametrize(("format", "type"), [("int4", "Q4_0"), ("iq4_nl", "IQ4_NL")])
+def test_4_bits_are_a_type_with_the_same_numbers(tmp_path, format, type):
     source = random_checkpoint(tmp_path / "source", "llama", dtype=torch.bfloat16, **SIZES)
-    quantize_folder(source, tmp_path / "int4", "int4")
-    convert(tmp_path / "int4", tmp_path / "model.gguf", "gguf")
-    assert torch.equal(logits(tmp_path / "model.gguf"), logits(tmp_path / "int4"))
+    quantize_folder(source, tmp_path / "small", format)
+    convert(tmp_path / "small", tmp_path / "model.gguf", "gguf")
+    assert torch.equal(logits(tmp_path / "model.gguf"), logits(tmp_path / "small"))
     (stored,) = (
         tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors if tensor.name == "blk.0.ffn_up.weight"
     )
-    assert stored.tensor_type.name == "Q4_0"
-    up = onward.load(tmp_path / "int4").model.params.layers[0].feed_forward.up_proj.weight
+    assert stored.tensor_type.name == type
+    up = onward.load(tmp_path / "small").model.params.layers[0].feed_forward.up_proj.weight
     assert np.array_equal(gguf.dequantize(stored.data, stored.tensor_type), up.to(dtype=torch.float32).dequantize())
 
 
@@ -171,7 +219,7 @@ def test_experts_in_int4_are_one_tensor_of_q4_0(tmp_path):
     names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(2)]
     mixed = {names[0]: torch.ones(32, 64), names[1]: torch.ones(32, 64, dtype=torch.bfloat16)}
     with pytest.raises(RequestError, match=r"blk\.0\.ffn_up_exps\.weight: .* these are F32 and BF16"):
-        model_tensors(config, mixed)
+        model_tensors(line_of(config, read_config(config)), config, config, mixed)
 
 
 @pytest.mark.parametrize("type", ["Q4_0", "Q8_0", "Q6_K", "BF16"])
@@ -180,13 +228,38 @@ def test_what_a_gguf_file_holds_becomes_floats_that_transformers_reads(type, tmp
     convert(tmp_path / "model.gguf", tmp_path / "folder", "safetensors")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32)
     for name, tensor in theirs.state_dict().items():
-        want = twin[name].to(torch.bfloat16).float() if type == "BF16" else twin[name]  # norms are F32 in the file
-        assert torch.equal(tensor, want), name
+        assert torch.equal(tensor, twin[name]), name
     config = json.loads((tmp_path / "folder" / "config.json").read_text())
     assert (config["model_type"], config["dtype"]) == ("llama", "bfloat16" if type == "BF16" else "float32")
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+def floats_of(tmp_path, family) -> tuple[Path, dict]:
+    """A folder of safetensors that is made of a GGUF file, and its config.json."""
+    tied = family.startswith("gemma")  # Gemma's head always is
+    write_model(tmp_path / "model.gguf", family, "F32", tie_word_embeddings=tied)
+    folder = convert(tmp_path / "model.gguf", tmp_path / "folder", "safetensors")
+    return folder, json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_model_type_of_what_a_gguf_file_holds_is_transformers_s(family, tmp_path):
+    _, config = floats_of(tmp_path, family)
+    assert [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]] == config["architectures"]
+
+
+# Of LongRoPE transformers takes the factors of short texts here: docs/decisions/0003-dynamic-rope.md.
+@pytest.mark.parametrize("family", [family for family in MODELS if family != "phi3 for long texts"])
+def test_transformers_reads_what_a_gguf_file_holds(family, tmp_path):
+    """Both compute in float32, whose 2**-24 grows to 1e-4 of a logit at most in two to six small layers."""
+    folder, _ = floats_of(tmp_path, family)
+    # transformers' own pad_token_id of some families lies outside so small a vocabulary.
+    floats = {"dtype": torch.float32, "attn_implementation": "eager", "pad_token_id": None}
+    theirs = AutoModelForCausalLM.from_pretrained(folder, **floats).eval()
+    with torch.no_grad():
+        assert (theirs(torch.tensor([IDS])).logits[0] - logits(folder)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
 def test_quantized_folders_become_floats_of_the_same_numbers(format, tmp_path):
     source = random_checkpoint(tmp_path / "source", tie_word_embeddings=True)
     quantize_folder(source, tmp_path / "small", format)
@@ -211,17 +284,34 @@ def test_the_demo_model_speaks_the_same_from_gguf_and_back(tmp_path):
     ]
     assert len({answer.text for answer in answers}) == 1
     assert demo.defaults.eos == file.defaults.eos == back.defaults.eos
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        ours, theirs, again = (getattr(lm.defaults, name) for lm in (demo, file, back))
+        assert theirs == again == pytest.approx(ours, rel=2**-24), name
+
+
+def test_a_checkpoint_that_decodes_greedily_advises_no_sampling(tmp_path):
+    source = random_checkpoint(tmp_path / "source", **SIZES)
+    (source / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
+    convert(source, tmp_path / "model.gguf", "gguf")
+    assert onward.load(tmp_path / "model.gguf").defaults.temperature == 0
+
+
+def test_a_place_that_takes_no_file_is_refused(tmp_path):
+    source = random_checkpoint(tmp_path / "source", **SIZES)
+    for to in ("gguf", "safetensors"):
+        with pytest.raises(RequestError, match=r"x cannot be written, for .*config\.json is no folder"):
+            convert(source, source / "config.json" / "x", to)
 
 
 def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
     source = random_checkpoint(tmp_path / "source", **SIZES)
     quantize_folder(source, tmp_path / "int8", "int8")
     window = random_checkpoint(tmp_path / "window", "mistral", sliding_window=7, **SIZES)
-    delta = random_checkpoint(tmp_path / "delta", "qwen3_5")
+    experts = random_checkpoint(tmp_path / "experts", "lfm2moe")
     for path, complaint in [
         (tmp_path / "int8", "is int8 .*, which no type of GGUF holds: give a dtype"),
         (window, "says what GGUF's metadata do not"),
-        (delta, "Qwen3_5ForCausalLM cannot be written as GGUF; these can: LlamaForCausalLM"),
+        (experts, "Lfm2MoeForCausalLM cannot be written as GGUF; these can: LlamaForCausalLM"),
     ]:
         with pytest.raises(RequestError, match=complaint):
             convert(path, tmp_path / "x.gguf", "gguf")
@@ -240,3 +330,21 @@ def test_a_folder_of_any_family_is_read_as_before(family, tmp_path):
     source = random_checkpoint(tmp_path / "source", family)
     convert(source, tmp_path / "again", "safetensors")
     assert torch.equal(logits(tmp_path / "again"), logits(source))
+
+
+@pytest.mark.parametrize("to", ["gguf", "safetensors"])
+def test_weights_of_another_dtype_than_the_others_keep_their_bits(to, tmp_path):
+    """Float32 norms among bfloat16 matrices, as some checkpoints have them, and all GGUF files of floats."""
+    source = random_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
+    mixed = load_file(source / "model.safetensors")
+    mixed |= {name: 1 + torch.rand(weight.shape) for name, weight in mixed.items() if name.endswith("norm.weight")}
+    save_file(mixed, source / "model.safetensors")
+    converted = convert(source, tmp_path / "new.gguf", to)
+    if to == "gguf":
+        converted = convert(converted, tmp_path / "back", "safetensors")
+    back = load_file(converted / "model.safetensors")
+    assert back.keys() == mixed.keys()
+    for name, weight in mixed.items():
+        assert back[name].dtype == weight.dtype, name
+        assert torch.equal(back[name], weight), name
+    onward.load(converted).logits(IDS)

@@ -367,19 +367,39 @@ def checkpoints(tmp_path_factory):
     return [folder / f"{number}.gguf" for number in range(len(MODELS))]
 
 
+# Keys behind the architecture's name that a file may have, and that few of the zoo do.
+SOME_HAVE = ["nextn_predict_layers", "attention.recurrent_layers", "rope.freq_base_swa", "rope.scaling.finetuned"]
+SOME_HAVE += ["attention.sliding_window", "attention.sliding_window_pattern", "expert_count", "expert_gating_func"]
+SOME_HAVE += [f"rope.scaling.{key}" for key in ("type", "factor", "original_context_length", "attn_factor")]
+SOME_HAVE += [f"rope.scaling.yarn_{key}" for key in ("ext_factor", "attn_factor", "beta_fast", "log_multiplier")]
+
+
 @settings(max_examples=400)
 @given(st.data())
 def test_metadata_of_any_kind_are_read_or_refused(checkpoints, data):
-    """The files of every family, with some of their numbers replaced or gone."""
+    """The files of every family, with some of their numbers replaced or gone, or others added."""
     checkpoint = GgufCheckpoint(data.draw(st.sampled_from(checkpoints)))
     metadata = checkpoint.files[0].metadata
-    for key in data.draw(st.lists(st.sampled_from(sorted(key for key in metadata if "." in key)), max_size=3)):
+    others = [f"{metadata['general.architecture']}.{key}" for key in SOME_HAVE]
+    keys = sorted({key for key in metadata if "." in key} | set(others))
+    for key in data.draw(st.lists(st.sampled_from(keys), max_size=3)):
         if data.draw(st.booleans()):
             metadata[key] = data.draw(VALUES)
         else:
             metadata.pop(key, None)
     with contextlib.suppress(ConfigError, CheckpointError, UnsupportedArchitectureError):
         read_params(checkpoint, "meta")
+
+
+@pytest.mark.parametrize("family", [family for family in MODELS if "experts" in family])
+def test_any_number_of_rows_takes_no_memory(family, tmp_path):
+    write_model(tmp_path / "m.gguf", family, "F32", tie_word_embeddings=True)
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    metadata = checkpoint.files[0].metadata
+    for name in [name for name in metadata if name.endswith("feed_forward_length")]:
+        metadata[name] = 2**31 - 1
+    with refused(CheckpointError, "but the metadata make"):
+        read_params(checkpoint)
 
 
 def test_layers_that_look_further_ahead_are_left_out(tmp_path):
@@ -393,6 +413,20 @@ def test_layers_that_look_further_ahead_are_left_out(tmp_path):
     checkpoint.tensors["blk.3.nextn.enorm.weight"] = norm
     with refused(CheckpointError, "blk.3.nextn.enorm.weight"):
         read_params(checkpoint)
+
+
+def test_any_number_of_layers_that_look_further_ahead_takes_no_memory(tmp_path):
+    write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata["qwen3.nextn_predict_layers"] = 2**62
+    assert len(read_params(checkpoint).layers) == 2
+
+
+def test_a_share_of_yarn_that_is_no_number_is_none(tmp_path):
+    write_model(tmp_path / "m.gguf", "deepseek2", "F32")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata["deepseek2.rope.scaling.yarn_ext_factor"] = "none"
+    assert checkpoint.config["rope_parameters"]["rope_type"] == "yarn"
 
 
 @pytest.mark.parametrize("architecture", MODELS)

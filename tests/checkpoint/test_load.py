@@ -172,6 +172,6 @@ def test_what_is_no_context(value, folder):
 
 
 def test_bad_arguments_are_refused_before_anything_is_looked_for():
-    for options in ({"dtype": "int8"}, {"device": "gpu"}, {"max_seq_len": 0}):
+    for options in ({"dtype": "int8"}, {"device": "gpu"}, {"max_seq_len": 0}, {"adapters": ["poet"]}):
         with refused(RequestError, *options):
             onward.load("/nowhere", **options)

@@ -12,6 +12,7 @@ from onward.models import marked_parts
 from onward.ops import QuantizedWeight
 from onward.ops.grouped_formats import NF4
 from onward.ops.linear import stock_weight
+from onward.quantization import quantize_folder
 from onward.testing import random_checkpoint
 
 IDS = [1, 17, 99, 3, 42, 8]
@@ -254,6 +255,16 @@ def test_what_was_read_can_be_quantized_again(tmp_path):
     folder, twin = made(tmp_path, "gptq")
     ours, theirs = (onward.load(source, quantize="int8").logits(IDS) for source in (folder, twin))
     assert torch.equal(ours, theirs)
+
+
+def test_a_folder_of_what_was_read_names_its_own_format_alone(tmp_path):
+    folder, twin = made(tmp_path, "gptq")
+    quantize_folder(folder, tmp_path / "small", "int8")
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert "onward_quantization" in config
+    assert "quantization_config" not in config
+    ours, theirs = onward.load(tmp_path / "small"), onward.load(twin, quantize="int8")
+    assert torch.equal(ours.logits(IDS), theirs.logits(IDS))
 
 
 def change_config(folder, **settings):

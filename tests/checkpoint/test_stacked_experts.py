@@ -9,6 +9,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import onward
+from onward.checkpoint.convert import convert
 from onward.checkpoint.stacked_experts import stacked_part
 from onward.errors import CheckpointError, OnwardWarning
 from onward.models import ExpertLinear, marked_parts
@@ -78,6 +79,13 @@ def test_what_does_not_fit_is_named(change, message, tmp_path):
     folder = changed(stack(random_checkpoint(tmp_path, "qwen3_5moe")), change)
     with pytest.raises(CheckpointError, match=message):
         onward.load(folder)
+
+
+def test_floats_of_gpt_oss_are_known_by_either_bias():
+    for bias in ("gate_up_proj_bias", "down_proj_bias"):
+        part = stacked_part("a.experts.3.down_proj.weight", {"a.experts.down_proj", f"a.experts.{bias}"})
+        assert part is not None
+        assert part.transposed
 
 
 def test_a_bias_of_one_expert_is_no_part():
@@ -176,7 +184,7 @@ def test_a_quantized_folder_of_a_gpt_oss_has_its_experts_and_their_biases(oss, t
     assert (got - want).pow(2).mean() < 0.05 * want.pow(2).mean()
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
 def test_quantize_leaves_experts_in_their_four_bits(format, oss):
     lm, kept = onward.load(oss[0], quantize=format), onward.load(oss[0])
     for part, same in zip(experts_of(lm), experts_of(kept), strict=True):
@@ -199,3 +207,19 @@ def test_quantize_leaves_experts_in_their_four_bits(format, oss):
 def test_mxfp4_that_does_not_fit_is_named(change, message, oss):
     with pytest.raises(CheckpointError, match=message):
         onward.load(changed(oss[0], change))
+
+
+def test_transformers_reads_the_experts_of_a_converted_folder(tmp_path):
+    """The same tensors as before, under the same names."""
+    config = GptOssConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=3, num_experts_per_tok=2, pad_token_id=None,
+    )  # fmt: skip
+    theirs = GptOssForCausalLM(config)
+    for weight in theirs.parameters():
+        weight.data.normal_()
+    theirs.save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "floats", "safetensors")
+    source, floats = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "floats"))
+    assert source.keys() == floats.keys()
+    assert all(torch.equal(source[name], floats[name]) for name in source)

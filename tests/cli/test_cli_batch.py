@@ -160,6 +160,29 @@ def test_a_text_that_cannot_be_finished_fails_alone(cli: Cli, loaded: onward.Lan
     assert results(out)["bad"]["response"]["status_code"] == 400
 
 
+def test_an_error_that_is_not_onwards_is_of_its_line_alone(
+    cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(ids: object, text: str) -> bool:
+        raise MemoryError("no room")
+
+    submit = onward.Engine.submit
+
+    def submit_one_that_fails(engine: onward.Engine, request: onward.Request) -> onward.Generation:
+        return submit(engine, request.replace(stop_when=fails) if request.options.seed == 13 else request)
+
+    monkeypatch.setattr(onward.Engine, "submit", submit_one_that_fails)
+    lines = [chat("first"), chat("bad", seed=13), chat("last")]
+    out = tmp_path / "out.jsonl"
+    assert cli("batch", str(write(tmp_path / "in.jsonl", *lines)), str(out)).code == 2
+    answers = results(out)
+    assert body(answers["first"])
+    assert body(answers["last"])
+    assert answers["bad"]["response"]["status_code"] == 500
+    message = answers["bad"]["response"]["body"]["error"]["message"]
+    assert message == "the text could not be finished: MemoryError: no room"
+
+
 def test_the_same_command_again_serves_what_is_not_done(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     lines = [chat(f"line {number}", seed=number) for number in range(5)]
     lines.append(completion("long", prompt="word " * 2000))

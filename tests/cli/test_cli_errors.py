@@ -62,6 +62,8 @@ def test_bad_commands(cli: Cli) -> None:
     assert_one_line(cli("info", "/no/such/folder"), "/no/such/folder")
     assert_one_line(cli("info", "demo", "--context", "0"), "--context")
     assert_one_line(cli("info", "--batch", "2"), "SOURCE")
+    assert_one_line(cli("generate", "x", "--samples", "0"), "--samples")
+    assert_one_line(cli("serve", "--api-key-file", "/no/file"), "cannot be read: No such file or directory\n")
 
 
 def test_a_model_may_be_named_without_a_flag_but_not_twice(cli: Cli) -> None:

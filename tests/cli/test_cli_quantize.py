@@ -8,7 +8,7 @@ from command_line import Cli
 import onward
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
 def test_a_written_folder_is_the_model_quantized_while_loading(cli: Cli, tmp_path: Path, format: str) -> None:
     folder = tmp_path / format
     written = cli("quantize", "demo", str(folder), "--format", format)
@@ -46,14 +46,27 @@ def test_a_budget_of_bits_is_kept_and_what_each_matrix_costs_is_told(cli: Cli, t
     assert {line.split()[0].partition(".")[0] for line in matrices} == {"4", "8"}
     bits = float(last.split(" bits a weight")[0].rpartition(" ")[2])
     assert 5.3 < bits <= 5.5
-    assert "int4 and int8" in last
-    assert "int4 and int8" in cli("info", str(tmp_path / "mixed")).out
+    assert "int8 and iq4_nl" in last
+    assert "int8 and iq4_nl" in cli("info", str(tmp_path / "mixed")).out
     assert cli("generate", "Once", "-m", str(tmp_path / "mixed"), "-n", "5", "-t", "0").code == 0
     assert "leave out --format" in cli("quantize", "demo", "x", "--bits", "5", "--format", "int4").err
     assert (
-        "int4 takes 4.5 bits a weight of this model; got a budget of 4"
+        "matrices take 4.5 bits a weight of this model at least; got a budget of 4"
         in cli("quantize", "demo", str(tmp_path / "x"), "--bits", "4").err
     )
+
+
+def test_a_seed_without_texts_is_an_error(cli: Cli, tmp_path: Path) -> None:
+    result = cli("quantize", "demo", str(tmp_path / "x"), "--seed", "3")
+    assert (result.code, result.out) == (2, "")
+    assert "--seed is that of the texts of --calibrate" in result.err
+    assert not (tmp_path / "x").exists()
+
+
+def test_no_bits_are_a_budget_too(cli: Cli, tmp_path: Path) -> None:
+    result = cli("quantize", "demo", str(tmp_path / "x"), "--bits", "0")
+    assert (result.code, result.out) == (2, "")
+    assert "got a budget of 0" in result.err
 
 
 def test_a_full_folder_is_not_overwritten(cli: Cli, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from command_line import ENVIRONMENT, PROGRAM, Cli
 import onward
 from onward.cli.help import GROUPS
 
-COMMANDS = ("generate", "chat", "serve", "batch", "score", "eval", "quantize", "convert", "bench", "info")
+COMMANDS = ("generate", "chat", "serve", "deploy", "batch", "score", "eval", "quantize", "convert", "bench", "info")
 HELP = [(), *((command,) for command in COMMANDS)]
 
 
@@ -20,6 +20,8 @@ def test_help_fits_80_columns_and_gives_an_example(cli: Cli, command: tuple[str,
     result = cli(*command, "--help")
     assert (result.code, result.err) == (0, "")
     assert all(len(line) <= 80 for line in result.out.splitlines())
+    # Names that are too wide push every text of the help below its own.
+    assert all(line == line.rstrip() for line in result.out.splitlines())
     assert "Example: onward" in result.out
     assert cli(*command, "-h") == result
 
@@ -52,7 +54,7 @@ def test_a_shell_is_given_its_completion(shell: str) -> None:
         ("onward ge", {"generate"}),
         ("onward generate --top-", {"--top-k", "--top-p"}),
         ("onward bench --compile c", {"cuda"}),
-        ("onward generate --quantize int", {"int8", "int4"}),
+        ("onward generate --quantize i", {"int8", "int4", "iq4_nl"}),
     ],
 )
 def test_what_is_typed_is_completed(typed: str, offered: set[str]) -> None:

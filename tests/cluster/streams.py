@@ -1,11 +1,15 @@
 """A client of a deployment that reads a stream event by event."""
 
+import contextlib
 import http.client
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +77,30 @@ def read(
     return stream
 
 
+@contextlib.contextmanager
+def deployed(*options: str) -> Iterator[tuple[int, str]]:
+    """`onward deploy demo`, with one replica: the port where it listens, and what it said before."""
+    port = free_port()
+    command = [sys.executable, "-m", "onward", "deploy", "demo", "--replicas", "1", "--threads", "1"]
+    process = subprocess.Popen(
+        [*command, "--port", str(port), *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert process.stdout is not None
+        said = ""
+        while f"127.0.0.1:{port}" not in (line := process.stdout.readline()):
+            said += line
+            assert process.poll() is None, said
+        yield port, said
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
 def signal_it(number: int) -> Callable[[Stream], None]:
     """Send a signal to the replica that serves the stream."""
 
@@ -113,4 +141,14 @@ def ancestors(pid: int) -> list[int]:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             pid = int(file.read().rpartition(")")[2].split()[1])
         found.append(pid)
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that descend from a process."""
+    found = []
+    for other in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # it has ended
+            if pid in ancestors(other):
+                found.append(other)
     return found

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -115,6 +116,28 @@ def test_a_channel_that_breaks_loses_no_word(after: int) -> None:
     assert all_asked(fakes, NAMES) == [stream_of(name) for name in NAMES]
 
 
+def test_a_channel_does_not_belong_to_the_request_that_opened_it() -> None:
+    """Ray ends with a request all calls that were made in its context."""
+    requested = ContextVar("requested", default="")
+    fakes = Fakes(names=("a",))
+
+    class Noting(Fakes):
+        async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[Parcel, None]:
+            assert requested.get() == ""
+            async for parcel in fakes.parcels(replica, ingress):
+                yield parcel
+
+        def call(self, *call: Any) -> tuple[Awaitable[None], Callable[[], None]]:
+            assert requested.get() == "by somebody"
+            return fakes.call(*call)
+
+    async def run() -> None:
+        requested.set("by somebody")
+        assert await asked(Ingress(ChanneledReplicas(Noting()), RetryOptions()), "x") == stream_of("x")
+
+    asyncio.run(run())
+
+
 def test_what_fails_is_told_at_once() -> None:
     async def failing(scope: Any, receive: Any, send: Any) -> None:
         raise ValueError("a defect")
@@ -153,6 +176,54 @@ def test_a_channel_that_nobody_uses_is_closed_and_the_next_has_another_name(monk
 
     asyncio.run(run())
     assert len(fakes.opened) == len(set(fakes.opened)) == 2
+
+
+def test_beginnings_and_ends_do_not_wait_to_be_gathered() -> None:
+    async def run() -> None:
+        outbox = Outbox("a", "same", gather=3600.0, heartbeat=3600.0)
+        parcels = outbox.parcels()
+        assert (await anext(parcels)).is_beat
+
+        async def say(number: int, *bodies: bytes, last: bool = False) -> None:
+            for body in bodies:
+                await outbox.put(number, {"type": "http.response.body", "body": body, "more_body": not last})
+
+        async def got() -> list[tuple[int, bytes]]:
+            parcel = await asyncio.wait_for(anext(parcels), 20)
+            return [(part.number, part.messages[-1].get("body", b"")) for part in parcel.parts]
+
+        await outbox.put(1, {"type": "http.response.start", "status": 200, "headers": []})
+        assert await got() == [(1, b"")]
+        await say(1, b"a")
+        assert await got() == [(1, b"a")]
+        await say(1, b"b", b"c")
+        await say(2, b"x")
+        assert await got() == [(1, b"bc"), (2, b"x")], "who waits goes along with who does not"
+        await say(1, b"d")
+        await say(2, b"y")
+        await say(2, b"z", last=True)
+        assert await got() == [(1, b"d"), (2, b"yz")]
+        await say(1, b"e")
+        coming = asyncio.ensure_future(anext(parcels))
+        assert not (await asyncio.wait([coming], timeout=0.05))[0]
+        await say(1, b"", last=True)
+        assert [part.ended for part in (await asyncio.wait_for(coming, 20)).parts] == [True]
+        await parcels.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_closed_outbox_keeps_nothing() -> None:
+    async def run() -> None:
+        outbox = Outbox("a", "same")
+        parcels = outbox.parcels()
+        await anext(parcels)
+        await parcels.aclose()
+        for _ in range(200):
+            await outbox.put(1, {"type": "http.response.body", "body": b"a", "more_body": True})
+        assert not outbox._parts
+
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 def test_an_application_waits_where_much_is_to_be_sent() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from benchmarks.replicas import wait_for_replicas
 from streams import STORY, Stream, check_same, free_port, read, signal_it, undisturbed
 
 pytest.importorskip("ray")
@@ -52,13 +53,7 @@ def port() -> Iterator[int]:
 def all_there(request: pytest.FixtureRequest) -> None:
     """Each test begins with all replicas."""
     if "port" in request.fixturenames:
-        end = time.monotonic() + 90
-        while time.monotonic() < end:
-            state = serve.status().applications["onward"].deployments["Replica"]
-            if state.status == "HEALTHY" and state.replica_states.get("RUNNING") == OPTIONS.replicas:
-                return
-            time.sleep(0.2)
-        raise AssertionError(f"replicas that were lost do not come back: {serve.status()}")
+        wait_for_replicas(OPTIONS.replicas)
 
 
 @pytest.mark.parametrize("at", [1, 2, 30, 90])

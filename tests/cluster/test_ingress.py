@@ -1,13 +1,17 @@
 """An answer that several attempts make is the one that a single one makes; whatever is lost, and when."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import itertools
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onward.cluster import ingress as ingress_module
 from onward.cluster.bridge import Outbox, serve_into
 from onward.cluster.call import Call, Item, ReplicaLostError, Route
 from onward.cluster.ingress import Ingress
@@ -77,6 +81,8 @@ class Fakes:
         self.gone: set[str] = set()
         self.calls: list[tuple[str, Call]] = []
         self.fingerprints: dict[str, str] = {}
+        self.seeking = 0.0  # seconds until a call has a replica
+        self.reading = 0.0  # and from then to its first item
         self.app: Callable[..., Any] = streaming
 
     @property
@@ -85,11 +91,13 @@ class Fakes:
 
     async def serve(self, call: Call, route: Route) -> AsyncGenerator[Item, None]:
         name = min(self.names, key=lambda name: (name in route.avoid, name))
-        route.replica = name
+        await asyncio.sleep(self.seeking)
+        route.found(name)
         self.calls.append((name, call))
         fault, after = self.faults.pop(0) if self.faults else ("", 0)
         count = 0
         app, fingerprint = self.apps.get(name, self.app), self.fingerprints.get(name, "same")
+        await asyncio.sleep(self.reading)
         async for item in served(app, call, name, fingerprint):
             if fault and count == after:
                 if fault == "die":
@@ -171,6 +179,26 @@ def test_whatever_is_lost_the_client_gets_one_whole_answer(faults: list[Fault], 
     assert len({call.answer_key for _, call in replicas.calls}) == 1
 
 
+def test_replicas_that_die_with_a_request_twice_are_its_work_unless_it_was_served_between() -> None:
+    replicas = Fakes([("die", 2), ("", 0), ("die", 3), ("", 0), ("die", 2), ("die", 2)], names=tuple("abcdefgh"))
+    ingress = Ingress(replicas, RetryOptions())
+    for _ in range(2):
+        assert without_comments(ask_at(ingress).body) == STREAM
+    assert b"two replicas died while they served this request" in ask_at(ingress).body
+    count = len(replicas.calls)
+    assert b"it is refused for a while" in ask_at(ingress).body
+    assert len(replicas.calls) == count
+
+
+def test_silence_begins_when_a_call_has_a_replica() -> None:
+    """Not when it began to look for one: a replica that was found late is not lost at once."""
+    replicas = Fakes([])
+    replicas.seeking, replicas.reading = 1.8, 0.6
+    got = ask(replicas, silence=2.0)
+    assert without_comments(got.body) == STREAM
+    assert len(replicas.calls) == 1
+
+
 @pytest.mark.parametrize("after", range(8))
 @pytest.mark.parametrize("fault", ["die", "leave", "break off", "hang"])
 def test_a_fault_at_every_place(fault: str, after: int) -> None:
@@ -196,6 +224,40 @@ def test_a_busy_replica_is_passed_over_and_the_last_one_says_so() -> None:
     assert (got.status, got.body) == (429, b"busy")
 
 
+def test_an_answer_that_has_begun_waits_where_all_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress_module, "_PAUSE", 0.01)
+    for left in range(6):
+        turns = itertools.count()
+
+        async def busy_at_first(*asked: Any, left: int = left, turns: Iterator[int] = turns) -> None:
+            await (busy if next(turns) < left else streaming)(*asked)
+
+        replicas = Fakes([("die", 3)], names=("a", "b", "c"), apps={"b": busy_at_first, "c": busy_at_first})
+        assert without_comments(ask(replicas).body) == STREAM
+        assert [name for name, _ in replicas.calls] == ["a", *"bcbcbc"[: left + 1]]
+
+
+def test_an_answer_that_has_begun_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress_module, "_PAUSE", 0.01)
+    monkeypatch.setattr(ingress_module, "_WAIT", 0.05)
+    replicas = Fakes([("die", 3)], names=("a", "b"), apps={"b": busy})
+    assert b"no replica had room for the rest of the answer" in ask(replicas).body
+    assert len(replicas.calls) < 10
+
+
+def test_a_busy_replica_is_waited_for_where_the_others_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress_module, "_PAUSE", 0.01)
+    turns = itertools.count()
+
+    async def busy_once(*asked: Any) -> None:
+        await (streaming if next(turns) else busy)(*asked)
+
+    replicas = Fakes([("die", 3)], names=("a", "b", "c"), apps={"b": busy_once})
+    replicas.fingerprints = {"c": "other"}
+    assert without_comments(ask(replicas).body) == STREAM
+    assert [name for name, _ in replicas.calls] == ["a", "b", "c", "b"]
+
+
 def test_another_fingerprint_does_not_go_on() -> None:
     replicas = Fakes([("die", 3)])
     replicas.fingerprints = {"b": "other", "c": "other"}
@@ -207,6 +269,19 @@ def test_another_fingerprint_does_not_go_on() -> None:
     got = ask(replicas)
     assert STREAM.startswith(without_comments(got.body).split(b'data: {"error"')[0])
     assert b"another model, another build or another processor" in got.body
+
+
+def test_replicas_that_differ_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    replicas = Fakes([])
+    replicas.fingerprints = {"a": "1-2-3-4-5-6", "b": "1-2-3-4-5-7", "c": "1-2-3-4-5-7"}
+    ingress = Ingress(replicas, RetryOptions())
+    with caplog.at_level(logging.INFO, logger="onward.server"):
+        for replicas.gone in (set(), {"a"}, {"a", "b"}, set()):
+            assert without_comments(ask_at(ingress).body) == STREAM
+    assert [name for name, _ in replicas.calls] == ["a", "b", "c", "a"]
+    lines = [json.loads(record.getMessage()) for record in caplog.records]
+    (line,) = [line for line in lines if line["event"] == "replicas differ"]
+    assert (line["other"], line["replica"], line["differ"]) == ("a", "b", "what they compute of one text")
 
 
 def test_an_answer_that_differs_is_never_told() -> None:
@@ -247,7 +322,7 @@ def test_an_answer_that_began_as_a_stream_ends_with_an_event() -> None:
     got = ask(Fakes([("die", 3), ("die", 3)]))
     assert got.status == 200
     assert without_comments(got.body).startswith(EVENTS[0])
-    assert b'data: {"error": {' in got.body
+    assert b'data: {"error":{' in got.body
     assert got.is_whole
 
 
@@ -298,12 +373,12 @@ def test_what_comes_again_has_the_key_of_its_answer() -> None:
 
 def test_repeats_are_forgotten() -> None:
     repeats = Repeats(10.0)
-    headers = {"idempotency-key": "k"}
+    headers = {b"idempotency-key": b"k"}
     first = repeats.answer_key(headers, b"a", 0.0)
     assert repeats.answer_key(headers, b"a", 10.0) == first
     assert repeats.answer_key(headers, b"b", 10.1) != first
     for at in range(20_000):
-        repeats.answer_key({"idempotency-key": str(at)}, b"a", 11.0)
+        repeats.answer_key({b"idempotency-key": b"%d" % at}, b"a", 11.0)
     assert len(repeats._kept) == 10_000
 
 
@@ -314,6 +389,60 @@ def test_a_stream_that_is_taken_up_again_has_the_key_of_its_beginning() -> None:
     assert replicas.calls[-1][1].answer_key == "0a" * 16
 
 
+def test_an_idempotency_key_is_what_a_server_takes() -> None:
+    for key in ("", "k" * 256, "two words"):
+        got = ask_at(Ingress(Fakes([]), RetryOptions()), idempotency_key=key)
+        assert (got.status, b"invalid_idempotency_key" in got.body) == (400, True)
+
+
+def test_a_body_that_does_not_arrive() -> None:
+    async def run() -> Got:
+        got = Got()
+
+        async def receive() -> Any:
+            return await asyncio.Event().wait()
+
+        await asyncio.wait_for(Ingress(Fakes([]), RetryOptions(), body_seconds=0.01)(SCOPE, receive, got.send), 10)
+        return got
+
+    got = asyncio.run(run())
+    assert (got.status, b"request_timeout" in got.body) == (408, True)
+
+
 def test_a_body_that_is_too_large() -> None:
     got = ask_at(Ingress(Fakes([]), RetryOptions(), max_body=3))
     assert (got.status, b"body_too_large" in got.body) == (413, True)
+
+
+@pytest.mark.parametrize(("seconds", "whole_answer"), [(20.0, True), (0.0, False)])
+def test_an_ingress_that_drains_lets_requests_end_and_takes_none(seconds: float, whole_answer: bool) -> None:
+    replicas = Fakes([] if whole_answer else [("hang", 3)])
+    ingress, first, second, ready = Ingress(replicas, RetryOptions(silence=30.0)), Got(), Got(), Got()
+
+    def receiver() -> Any:
+        bodies = [{"type": "http.request", "body": b"body", "more_body": False}]
+
+        async def receive() -> Any:
+            return bodies.pop() if bodies else await asyncio.Event().wait()
+
+        return receive
+
+    async def run() -> None:
+        running = asyncio.ensure_future(ingress(SCOPE, receiver(), first.send))
+        while first.body.count(b"data") < 2:
+            await asyncio.sleep(0.001)
+        draining = asyncio.ensure_future(ingress.drain(seconds))
+        await asyncio.sleep(0)
+        await ingress(SCOPE, receiver(), second.send)
+        await ingress({**SCOPE, "method": "GET", "path": "/ready"}, receiver(), ready.send)
+        await asyncio.wait_for(asyncio.gather(running, draining), 20)
+
+    asyncio.run(run())
+    assert (second.status, ready.status) == (503, 503)
+    assert b"shuts down" in second.body
+    assert first.is_whole
+    if whole_answer:
+        assert without_comments(first.body) == STREAM
+    else:
+        assert without_comments(first.body).startswith(EVENTS[0] + EVENTS[1])
+        assert b"shut down before the answer was whole" in first.body

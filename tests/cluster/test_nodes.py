@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from streams import STORY, Stream, ancestors, check_same, free_port, read, undisturbed
+from benchmarks.replicas import wait_for_replicas
+from streams import STORY, Stream, ancestors, check_same, descendants, free_port, read, undisturbed
 
 pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
+    from ray.serve.context import _set_global_client
 
     from onward.cluster.deploy_options import DeployOptions
     from onward.cluster.deployment import application
@@ -47,20 +49,41 @@ def port(cluster: Any) -> Iterator[int]:
     """Of Ray's own proxy, with the ingress as a deployment."""
     ray.init(address=cluster.address, log_to_driver=False)
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": (free := free_port())})
+        # Ray would start a proxy on each machine. All of these machines have one address, so that a client would
+        # reach any of them, the lost one too.
+        serve.start(http_options={"host": "127.0.0.1", "port": (free := free_port()), "location": "HeadOnly"})
         serve.run(application(OPTIONS), name="onward", route_prefix="/")
         yield free
     finally:
         ray.shutdown()
+        _set_global_client(None)  # of a cluster whose memory is gone by now, which Ray Serve would ask first
 
 
-def test_a_machine_that_is_lost(port: int) -> None:
-    def kill_machine(stream: Stream) -> None:
-        raylets = [pid for pid in ancestors(stream.pid) if b"raylet" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(raylets[0], signal.SIGKILL)
-
+@pytest.mark.parametrize("at", [0, 20])
+@pytest.mark.parametrize("fault", ["killed", "its raylet hangs", "it hangs"])
+def test_a_machine_that_is_lost(port: int, cluster: Any, fault: str, at: int) -> None:
+    """Before the first token, and in the middle. Another machine takes its place."""
+    wait_for_replicas(OPTIONS.replicas)
     expected = undisturbed(port, STORY)
-    got = read(port, STORY, 20, kill_machine)
+    lost: list[int] = []  # its raylet, and what else is stopped
+
+    def lose_it(stream: Stream) -> None:
+        of_replica = stream.pid or expected.pid  # before it answers, it is most likely the same
+        is_raylet = [b"raylet" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ancestors(of_replica)]
+        lost.append(ancestors(of_replica)[is_raylet.index(True)])
+        lost.extend(descendants(lost[0]) if fault == "it hangs" else [])
+        for pid in lost:
+            os.kill(pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+
+    try:
+        got = read(port, STORY, at, lose_it)
+    finally:
+        node = next(node for node in cluster.worker_nodes if node.all_processes["raylet"][0].process.pid == lost[0])
+        for pid in lost:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20)
     check_same(got, expected)
 
 
@@ -86,9 +109,17 @@ def test_a_client_whose_ingress_is_lost_takes_its_stream_up_again(port: int) -> 
     assert first.said == expected.said
 
 
-def test_streams_go_on_without_the_clusters_memory(port: int, cluster: Any) -> None:
+@pytest.mark.parametrize(("fault", "at"), [("hangs", 0), ("hangs", 20), ("is killed", 20)])  # it does not come back
+def test_streams_go_on_without_the_clusters_memory(port: int, cluster: Any, fault: str, at: int) -> None:
     expected = undisturbed(port, STORY)
-    got = read(port, STORY, 20, lambda _: cluster.head_node.kill_gcs_server())
+    if fault == "is killed":
+        got = read(port, STORY, at, lambda _: cluster.head_node.kill_gcs_server())
+    else:
+        memory = cluster.head_node.all_processes["gcs_server"][0].process
+        try:
+            got = read(port, STORY, at, lambda _: memory.send_signal(signal.SIGSTOP))
+        finally:
+            memory.send_signal(signal.SIGCONT)
     check_same(got, expected)
 
 

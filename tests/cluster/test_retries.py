@@ -32,10 +32,25 @@ def test_a_request_is_refused_after_the_deaths_of_two_replicas_for_a_while() -> 
     quarantine.note_death(b"other", "b", 2.0)
     assert quarantine.holds(b"poison", 2.0)
     assert not quarantine.holds(b"other", 2.0)
-    assert quarantine.holds(b"poison", 62.0)
-    assert not quarantine.holds(b"poison", 62.1)
-    assert not quarantine.holds(b"poison", 62.1)
+    assert quarantine.holds(b"poison", 61.9)
+    assert not quarantine.holds(b"poison", 62.0)
+    assert not quarantine.holds(b"poison", 62.0)
     assert not quarantine.holds(b"unknown", 0.0)
+
+
+def test_what_was_served_whole_is_no_cause() -> None:
+    quarantine = Quarantine(RetryOptions())
+    for replica in ("a", "b", "c"):
+        quarantine.note_death(b"liked", replica, 0.0)
+        assert not quarantine.holds(b"liked", 0.0)
+        quarantine.forget(b"liked")
+
+
+def test_a_quarantine_of_no_time_refuses_none() -> None:
+    quarantine = Quarantine(RetryOptions(quarantine=0.0))
+    for replica in ("a", "b", "c"):
+        quarantine.note_death(b"poison", replica, 5.0)
+        assert not quarantine.holds(b"poison", 5.0)
 
 
 def test_a_quarantine_remembers_a_bounded_number() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from schemas import LISTED
 
 import onward
+from held_engine import held
 from onward import Speculator
 from onward.constraints import JsonSchema, mask_of
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
@@ -204,7 +205,8 @@ def test_preempted_texts_keep_their_constraints():
     alone = [content(model.generate(request)) for request in requests]
     memory = 9 * model.model.new_blocks(1).block_nbytes
     with onward.Engine(model, max_sequences=8, cache_memory=memory, overcommit=10.0) as engine:
-        generations = [engine.submit(request) for request in requests]
+        with held(engine):
+            generations = [engine.submit(request) for request in requests]
         assert [content(one.result(120)) for one in generations] == alone
         assert engine.stats().preemptions > 0
 

@@ -50,6 +50,7 @@ class Held:
     def write(self, slots, tokens: int, rng: random.Random) -> None:
         for group in self.slots.groups(slots, tokens):
             members = [slots[index] for index in group]
+            self.slots.ready(members, [slot.filled for slot in members], tokens)
             view = self.slots.view_of(members, tokens)
             for slot, row in zip(members, view.rows, strict=True):
                 ids = [rng.randrange(99) for _ in range(tokens)]
@@ -258,6 +259,7 @@ def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
     model = tiny_model()
     slots = DenseSlots.of(model, 2, 8)
     gone, stays = (slots.acquire([1], 8)[0] for _ in range(2))
+    slots.ready([stays], [0], 3)
     view = slots.view_of([stays], 3)
     for layer in view.cache.keys:
         layer[:, :, :3] = 5
@@ -266,3 +268,26 @@ def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
     slots.groups([stays], 1)
     assert stays.row == 0
     assert all((layer[0, :, :3] == 5).all() for layer in slots.cache.keys)
+
+
+@pytest.mark.parametrize("pieces", [(3, 1), (1, 2, 1)])
+def test_a_row_that_a_step_runs_twice_keeps_all_of_it(pieces):
+    """As a search's prompt is, and then its last id: rows on both sides write where the row between them ends."""
+    model = tiny_model(seed=3)
+    slots = DenseSlots.of(model, 3, 64)
+    outer, inner, other = (slots.acquire([1], 64)[0] for _ in range(3))
+
+    def forward(chosen, token, tokens, first):
+        slots.ready(chosen, [first] * len(chosen), tokens)
+        view = slots.view_of(chosen, tokens)
+        offsets = torch.tensor([first] * len(chosen) if view.offsets is None else view.offsets, dtype=torch.int32)
+        _, cache = model(torch.full((len(offsets), tokens), token, dtype=torch.int32), offsets, view.cache)
+        slots.put(view, cache)
+
+    for first, tokens in zip(itertools.accumulate(pieces, initial=0), pieces, strict=False):
+        forward([inner], 7, tokens, first)
+    end = sum(pieces)
+    before = [layer[inner.row, :, :end].clone() for layer in (*slots.cache.keys, *slots.cache.values)]
+    forward([outer, other], 9, 1, 0)
+    after = [layer[inner.row, :, :end] for layer in (*slots.cache.keys, *slots.cache.values)]
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))

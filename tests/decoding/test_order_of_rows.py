@@ -29,6 +29,7 @@ def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
     slots = DenseSlots.of(dataclasses.replace(tiny_model(), new_blocks=None), 3, 16)
     first, second, third = (slots.acquire([1], 16)[0] for _ in range(3))
     slots.release(first)
+    slots.ready([third], [0], 2)
     view = slots.view_of([third], 2)
     for leaf in (*view.cache.keys, *view.cache.values):
         leaf[0, :, :2] = 7.0

@@ -11,6 +11,7 @@ import pytest
 
 import onward
 from onward.distributed import heartbeat
+from onward.distributed.messages import Kind
 from onward.errors import CheckpointError, RankError
 from onward.testing import random_checkpoint
 
@@ -64,6 +65,24 @@ def test_a_dead_rank_is_an_error(options: dict[str, int], tmp_path: Path) -> Non
     with pytest.raises(RankError):
         lm.generate(PROMPT)
     assert time.monotonic() - began < SOON
+    await_end(pids)
+
+
+def test_ranks_end_when_one_of_them_cannot_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = onward.load(random_checkpoint(tmp_path, num_hidden_layers=3), pipeline=3)
+    pids, forward = pids_of(lm), lm.model.forward
+    links = forward.group.links  # type: ignore[attr-defined]
+    tell = links.tell
+
+    def tell_the_first(numbers: list[int], to: list[int]) -> None:
+        tell(numbers, [rank for rank in to if rank == 1])
+        if numbers[0] == Kind.FORWARD:
+            raise RankError("rank 0 has lost another rank")
+
+    monkeypatch.setattr(links, "tell", tell_the_first)
+    for _ in range(2):
+        with pytest.raises(RankError, match="has lost another rank"):
+            lm.generate(PROMPT)
     await_end(pids)
 
 

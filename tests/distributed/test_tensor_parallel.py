@@ -27,7 +27,7 @@ def test_two_ranks_equal_one_process(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4", "iq4_nl"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_any_ranks_and_formats(world: int, quantize: str | None, tied: bool, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, tie_word_embeddings=tied, **SIZES, vocab_size=260)

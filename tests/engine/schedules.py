@@ -12,6 +12,7 @@ import onward
 from onward import LanguageModel, Speculator
 from onward.cache import PagedSlots
 from onward.constraints import mask_of
+from onward.models import FAMILIES, pack_params
 from onward.ops.blocks import BLOCK
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
@@ -29,8 +30,14 @@ def _scripted():
     return scripted_model(_next_id, vocab_size=64, max_seq_len=256, selects_logits=True)
 
 
+def _packed(family):
+    stock = tiny_model(family, seed=11)
+    return dataclasses.replace(stock, params=pack_params(stock.params))
+
+
 # The models of the random schedules. Some have no blocks: decoders over a dense cache, and a script.
 MODELS = {
+    "demo": lambda: onward.load("demo").model,
     "qwen3": lambda: tiny_model("qwen3", seed=7),
     "llama": lambda: tiny_model("llama", seed=3, num_hidden_layers=1),
     "mistral": lambda: tiny_model("mistral", seed=5, sliding_window=40),
@@ -41,11 +48,17 @@ MODELS = {
     "dense": lambda: dataclasses.replace(tiny_model("qwen3", seed=9), new_blocks=None),
     "scripted": _scripted,
 }
+# One of each family. Packed, as a checkpoint's weights are: torch, which multiplies by stacks of experts that are not,
+# promises no bits.
+FAMILY_MODELS = {
+    f"{family}, packed": functools.partial(_packed, family)
+    for family in (name.removesuffix("ForCausalLM").lower() for name in FAMILIES if name.endswith("ForCausalLM"))
+}
 
 
 @functools.cache
 def model(name):
-    return onward.load("demo").model if name == "demo" else MODELS[name]()
+    return (MODELS | FAMILY_MODELS)[name]()
 
 
 @functools.cache
@@ -209,9 +222,10 @@ class Schedule:
         )
 
 
-def random_schedule(seed, most=64):
+def random_schedule(seed, most=64, name=None):
+    """name: of the model; None for any of `MODELS`."""
     chance = random.Random(seed)
-    name = chance.choice(list(MODELS))
+    name = name or chance.choice(list(MODELS))
     tight = chance.random() < 0.25  # too few blocks for long texts that run together
     long = [index for index, request in enumerate(requests(name)) if request.max_new_tokens > 100]
     arrivals = []

@@ -1,6 +1,6 @@
 """Every request gets the tokens, the text and the logprobs that it gets alone, whatever else the engine serves.
 
-ONWARD_SCHEDULES=1000 runs so many random schedules of up to 64 requests.
+ONWARD_SCHEDULES=1000 runs so many random schedules of up to 64 requests by each of its tests; `make soak` does that.
 """
 
 import os
@@ -8,7 +8,7 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import CHUNKS, MODELS, REQUESTS, Arrival, Schedule, random_schedule, run
+from schedules import CHUNKS, FAMILY_MODELS, MODELS, REQUESTS, Arrival, Schedule, random_schedule, run
 
 SCHEDULES = int(os.environ.get("ONWARD_SCHEDULES", "0"))
 
@@ -42,3 +42,9 @@ def test_any_schedule(schedule):
 @pytest.mark.parametrize("seed", range(SCHEDULES or 8))
 def test_random_schedule_of_many_requests(seed):
     run(random_schedule(seed, most=64 if SCHEDULES or seed == 0 else 24))
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_random_schedules_of_every_family(name):
+    for seed in range(max(1, SCHEDULES // len(FAMILY_MODELS))):
+        run(random_schedule(seed, most=64 if SCHEDULES else 12, name=name))

@@ -17,6 +17,11 @@ OTHERS = [{"temperature": 1.0, "seed": 5, "n": 2}, {"beams": 2}, {"logprobs": 2,
 SECONDS = 60  # a wait that takes longer never ends
 
 
+def slowly(ids, text):
+    time.sleep(0.01)
+    return False
+
+
 @pytest.fixture(scope="module")
 def alone():
     return [texts(LM.generate("the others", max_new_tokens=30, **options)) for options in OTHERS]
@@ -107,7 +112,9 @@ def test_cancel_before_while_and_after(alone):
     with AmongOthers(alone, max_sequences=8) as engine:
         before = engine.submit("abc", max_new_tokens=100)
         before.cancel()
-        running = engine.submit("abc", max_new_tokens=200, stop_when=lambda ids, text: started.set())
+        running = engine.submit(
+            "abc", max_new_tokens=200, stop_when=lambda ids, text: started.set() or slowly(ids, text)
+        )
         assert started.wait(SECONDS)
         running.cancel()
         running.cancel()
@@ -154,7 +161,8 @@ def test_an_event_of_the_callers_ends_it_from_another_thread(alone):
 @pytest.mark.parametrize("drain", [True, False])
 def test_close_ends_those_that_run_and_those_that_wait(drain):
     engine = CheckedEngine(LM, max_sequences=2)
-    generations = [engine.submit("abc", max_new_tokens=100) for _ in range(5)]
+    options = {} if drain else {"stop_when": slowly}
+    generations = [engine.submit("abc", max_new_tokens=100, **options) for _ in range(5)]
     next(iter(generations[0]))
     engine.close(drain=drain)
     assert all(generation.done for generation in generations)
@@ -167,7 +175,7 @@ def test_close_ends_those_that_run_and_those_that_wait(drain):
 
 def test_close_while_another_thread_closes_and_drains():
     engine = CheckedEngine(LM, max_sequences=1)
-    generation = engine.submit("abc", max_new_tokens=240, stop_when=lambda ids, text: time.sleep(0.01))
+    generation = engine.submit("abc", max_new_tokens=240, stop_when=slowly)
     draining = threading.Thread(target=engine.close)
     draining.start()
     engine.close(drain=False)
@@ -178,7 +186,7 @@ def test_close_while_another_thread_closes_and_drains():
 
 def test_an_error_in_a_with_statement_cancels():
     with pytest.raises(KeyError), CheckedEngine(LM) as engine:  # noqa: PT012
-        generation = engine.submit("abc", max_new_tokens=240, stop_when=lambda ids, text: time.sleep(0.01))
+        generation = engine.submit("abc", max_new_tokens=240, stop_when=slowly)
         raise KeyError
     assert generation.result(0).finish_reason == "cancelled"
 
@@ -284,7 +292,7 @@ def test_a_forward_that_fails_for_one_request_serves_the_others(fails, options):
 
 def test_a_failure_of_the_thread_itself_ends_all_with_one_error(monkeypatch):
     engine = CheckedEngine(LM, max_sequences=2)
-    generations = [engine.submit("abc", max_new_tokens=200) for _ in range(4)]
+    generations = [engine.submit("abc", max_new_tokens=200, stop_when=slowly) for _ in range(4)]
     next(iter(generations[0]))
 
     def plan(rows):

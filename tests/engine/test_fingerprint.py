@@ -1,6 +1,7 @@
 """What a fingerprint tells apart, and what it does not."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from checked_engine import CheckedEngine
 import onward
 from demo_adapters import demo_adapter
 from onward import LanguageModel
-from onward.engine.fingerprint import PARTS
+from onward.engine import fingerprint as fingerprints
+from onward.engine.fingerprint import PARTS, parts_that_differ
+from onward.engine.probe import probe
 from onward.errors import RequestError
 from onward.testing import ByteTokenizer, tiny_model
 
@@ -81,6 +84,50 @@ def test_adapters_count_for_those_who_ask_for_them(tmp_path):
                 engine.resume("Once", emitted=[], adapter="one", fingerprint=wrong, **options)
         with pytest.raises(RequestError, match="three"):
             engine.fingerprint_with("three")
+
+
+def test_a_file_that_came_after_the_process_began_makes_a_hash_like_no_other(tmp_path, monkeypatch):
+    """A process may have loaded the library that had the name before."""
+    file = tmp_path / "library.so"
+    file.write_bytes(b"the same bytes")
+    hash_of = fingerprints._hash_of.__wrapped__
+    monkeypatch.setattr(fingerprints, "_BEGAN", time.time() + 60)
+    assert hash_of((file,)) == hash_of((file,))
+    monkeypatch.setattr(fingerprints, "_BEGAN", time.time() - 60)
+    assert len({hash_of((file,)) for _ in range(3)}) == 3
+
+
+def probed(model):
+    with CheckedEngine(LanguageModel(model, ByteTokenizer())) as engine:
+        assert probe(engine) == probe(engine)
+        return probe(engine)
+
+
+def test_a_probe_sees_a_single_number_that_no_sample_has():
+    model, damaged = tiny_model(seed=7), tiny_model(seed=7)
+    before = probed(model)
+    assert probed(tiny_model(seed=7)) == before
+    assert probed(tiny_model(seed=8)) != before
+    weight = damaged.params.layers[0].feed_forward.down_proj.weight
+    assert isinstance(weight, onward.ops.NativeWeight | torch.Tensor)
+    numbers = weight if isinstance(weight, torch.Tensor) else weight.data
+    with torch.no_grad():
+        numbers.view(-1)[3] += 1.0
+    assert probed(damaged) != before
+
+
+def test_a_probe_fits_any_context():
+    for context in (2, 7, 64):
+        model = dataclasses.replace(tiny_model(seed=7), max_seq_len=context)
+        assert len(probed(model)) == 8
+    assert probed(dataclasses.replace(tiny_model(seed=7), max_seq_len=None)) == probed(tiny_model(seed=7))
+
+
+def test_parts_that_differ_are_named():
+    assert parts_that_differ("1-2-3-4-5", "1-2-3-4-5") == ""
+    assert parts_that_differ("1-2-3-4-5-6", "1-0-3-4-5-0") == (
+        "the device or the instruction set and what they compute of one text"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "abc", "12345678", 7])

@@ -1,6 +1,6 @@
 """An engine that has served thousands of requests holds no more than one that has served hundreds.
 
-ONWARD_REQUESTS=100000 serves so many; run it with -s to see what is held meanwhile.
+ONWARD_REQUESTS=100000 serves so many, as `make soak` does; with -s one sees what is held meanwhile.
 """
 
 import gc

@@ -4,6 +4,7 @@ import threading
 
 from checked_engine import CheckedEngine
 
+from held_engine import held
 from onward import LanguageModel
 from onward.testing import ByteTokenizer, tiny_model
 
@@ -58,7 +59,8 @@ def test_preemptions_are_counted_and_seen_by_nobody():
     options = [{"max_new_tokens": 150, "temperature": 1.0, "seed": seed, "logprobs": 1} for seed in range(6)]
     alone = [LM.generate("abc", **each) for each in options]
     with CheckedEngine(LM, max_sequences=6, cache_memory=7 * BLOCK_BYTES, overcommit=100.0) as engine:
-        generations = [engine.submit("abc", **each) for each in options]
+        with held(engine):
+            generations = [engine.submit("abc", **each) for each in options]
         for generation, expected in zip(generations, alone, strict=True):
             completion = generation.result(SECONDS)
             assert completion.token_ids == expected.token_ids

@@ -9,6 +9,7 @@ import weakref
 import pytest
 from checked_engine import CheckedEngine
 
+from held_engine import held
 from onward import LanguageModel
 from onward.engine import Engine
 from onward.errors import EngineBusyError, EngineError
@@ -210,10 +211,11 @@ def test_a_watch_that_is_ended_is_told_of_nothing_more():
     told = []
 
     async def serve(engine):
-        generation = engine.submit("abc", max_new_tokens=20)
-        end = generation.watch(lambda: told.append(1))
-        end()
-        end()
+        with held(engine):
+            generation = engine.submit("abc", max_new_tokens=20)
+            end = generation.watch(lambda: told.append(1))
+            end()
+            end()
         await generation
 
     with CheckedEngine(LM) as engine:

@@ -7,6 +7,7 @@ import torch
 from transformers_reference import CASES, NEW_TOKENS, PROMPT_LENGTHS, TOLERANCE, Case, Expected, build, expect, save
 
 import onward
+from held_engine import held
 from onward.cache import PagedSlots
 from onward.ops.blocks import BLOCK
 from onward.testing import poison
@@ -82,7 +83,8 @@ def test_greedy_tokens_are_those_of_transformers_after_preemption(judged):
     memory = (3 * begun + another) * one.unit_nbytes
     with onward.Engine(judged.lm, cache_memory=memory, overcommit=100.0) as engine:
         options = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-        running = [engine.submit(expected.prompt, **options) for expected in judged.expected]
+        with held(engine):
+            running = [engine.submit(expected.prompt, **options) for expected in judged.expected]
         texts = [one.result().token_ids for one in running]
         assert engine.stats().preemptions
     assert texts == [expected.greedy for expected in judged.expected]

@@ -23,7 +23,7 @@ def texts(lm, **options):
     return [one.token_ids for one in lm.generate(PROMPTS, max_new_tokens=12, temperature=0, **options)]
 
 
-@pytest.mark.parametrize("format", [None, "int8", "int4"])
+@pytest.mark.parametrize("format", [None, "int8", "int4", "iq4_nl"])
 def test_a_row_is_what_it_is_alone(format, tmp_path):
     lm = onward.load(checkpoint(tmp_path), quantize=format)
     together = texts(lm)
@@ -35,7 +35,7 @@ def test_a_row_is_what_it_is_alone(format, tmp_path):
         assert torch.equal(lm.logits(list(range(40))), whole)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
 def test_experts_are_quantized_and_routers_are_not(format, tmp_path):
     lm = onward.load(checkpoint(tmp_path), quantize=format)
     parts = marked_parts(lm.model.params)
@@ -48,7 +48,7 @@ def test_experts_are_quantized_and_routers_are_not(format, tmp_path):
     assert not any(isinstance(part.weight, ops.QuantizedWeight) for part in routers)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
 def test_a_quantized_folder_has_each_expert_and_is_the_same_model(format, tmp_path):
     source = checkpoint(tmp_path / "source")
     reports = quantize_folder(source, tmp_path / "small", format)
@@ -152,3 +152,10 @@ def test_what_a_router_of_glm_learns_stays_float32_in_a_bfloat16_model(tmp_path)
 def test_a_field_that_does_not_fit_is_named(field, value):
     with pytest.raises(ConfigError, match=field):
         read_config(tiny_config("qwen3moe", **(SIZES | {field: value})))
+
+
+def test_the_count_of_experts_may_stand_twice_but_not_with_two_values():
+    twice = tiny_config("qwen3moe", **SIZES, num_local_experts=SIZES["num_experts"])
+    assert read_config(twice) == read_config(tiny_config("qwen3moe", **SIZES))
+    with pytest.raises(ConfigError, match="num_experts is 4 and num_local_experts 5: keep one"):
+        read_config(twice | {"num_local_experts": 5})

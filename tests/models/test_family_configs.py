@@ -60,12 +60,40 @@ def test_fields_that_contradict_each_other_are_named():
         read_config(tiny_config("gemma3", sliding_window=None))
     with pytest.raises(ConfigError, match="'full_attention' and for 'sliding_attention'; got a field 'rope_theta'"):
         read_config(tiny_config("olmo3", rope_parameters={"rope_theta": 5.0}))
+    with pytest.raises(ConfigError, match="use_sliding_window and sliding_window give no window: set both"):
+        read_config(tiny_config("smollm3", sliding_window=4, layer_types=["sliding_attention", "full_attention"]))
     with pytest.raises(ConfigError, match=r"no_rope_layers must have a 1 .* for each of 2 layers; got a list of 1"):
         read_config(tiny_config("smollm3", no_rope_layers=[1]))
     with pytest.raises(ConfigError, match=r"sliding_window_pattern must be a number, or letters L .* got 'LX'"):
         read_config(tiny_config("exaone4", sliding_window_pattern="LX"))
     with pytest.raises(ConfigError, match=r"partial_rotary_factor 0.2 of head_dim 16 is 3 features"):
         read_config(tiny_config("glm", partial_rotary_factor=0.2))
+
+
+def test_what_transformers_reads_otherwise_than_the_field_says_is_refused():
+    """Half of a head, YaRN's steps that are not whole for one type of layer, and growing queries: it ignores these."""
+    half = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}
+    with pytest.raises(ConfigError, match="partial_rotary_factor is not supported"):
+        read_config(tiny_config("gemma4", rope_parameters={"full_attention": half}))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
+    with pytest.raises(ConfigError, match="there 'truncate' must be true"):
+        read_config(tiny_config("gemma4", rope_parameters={"sliding_attention": yarn}))
+    grown = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
+    with pytest.raises(ConfigError, match="no field 'llama_4_scaling_beta'"):
+        read_config(tiny_config("ministral", rope_parameters=grown))
+
+
+def test_a_flag_that_is_true_by_default_is_not_null():
+    """transformers takes null for false."""
+    for family, name in (
+        ("deepseekv3", "norm_topk_prob"),
+        ("lfm2moe", "use_expert_bias"),
+        ("bamba", "mamba_conv_bias"),
+    ):
+        with pytest.raises(ConfigError, match=f"'{name}' must be true or false; got None"):
+            read_config(tiny_config(family, **{name: None}))
+    with pytest.raises(ConfigError, match="'truncate' must be true or false; got None"):
+        read_config(tiny_config("gptoss", rope_parameters={"rope_type": "yarn", "factor": 4.0, "truncate": None}))
 
 
 def test_older_gemma3_files_say_the_same(tmp_path):
@@ -213,11 +241,15 @@ def test_a_field_of_the_text_part_that_nobody_knows_is_named():
 
 def test_a_vision_model_is_refused_by_its_name(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["SiglipVisionModel"], "hidden_size": 8}')
-    with pytest.raises(UnsupportedArchitectureError, match="'SiglipVisionModel' is not supported; supported are"):
+    wanted = "'SiglipVisionModel' is not supported; supported are .*; nor is it a causal language model of transformers"
+    with pytest.raises(UnsupportedArchitectureError, match=wanted):
         onward.load(tmp_path)
 
 
 def test_a_folder_with_an_adapter_alone_names_the_model_that_it_wants(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "google/gemma-3-1b-it", "r": 8}')
     with pytest.raises(ConfigError, match=r"no config.json.*adapter.*google/gemma-3-1b-it"):
+        onward.load(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the model that the adapter was trained on$"):
         onward.load(tmp_path)

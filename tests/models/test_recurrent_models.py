@@ -144,6 +144,28 @@ def test_prompts_that_begin_alike_go_on_from_kept_states():
     assert ids(lm.generate(other, **SAMPLED)) == ids(empty.generate(other, **SAMPLED))
 
 
+@pytest.mark.parametrize("running", [False, True], ids=["one after the other", "while the first runs"])
+def test_a_third_prompt_goes_on_from_where_the_second_left_the_first(running):
+    """The states there are kept by the second, whose prompt is cut there; the first could not know of the place."""
+    lm, empty = language_model(), language_model(prefix_memory=0)
+    chance = random.Random(5)
+    shared = [chance.randrange(250) for _ in range(150)]
+    prompts = [[*shared, *(chance.randrange(250) for _ in range(60))] for _ in range(4)]
+    alone = [ids(empty.generate(prompt, **SAMPLED)) for prompt in prompts]
+    with onward.Engine(lm) as engine:
+        texts = [engine.submit(prompts[0], **SAMPLED)]
+        if running:
+            next(iter(texts[0]))
+        else:
+            texts[0].result()
+        for prompt in prompts[1:]:
+            texts.append(engine.submit(prompt, **SAMPLED))
+            texts[-1].result()
+        done = [text.result() for text in texts]
+    assert [ids(one) for one in done] == alone
+    assert [one.cached_tokens for one in done] == [0, 0, 128, 128]
+
+
 def test_texts_evict_the_states_of_others():
     """Many texts in little memory: whatever is found, the tokens are the same."""
     chance = random.Random(3)

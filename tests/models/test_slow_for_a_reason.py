@@ -96,7 +96,7 @@ def test_a_machine_without_kernels_says_what_is_missing_once(tmp_path):
     (line,) = said(["auto", "auto"], ONWARD_NATIVE_DIR=str(tmp_path)).splitlines()
     assert line.startswith("OnwardWarning no native kernels were built when onward was installed")
     assert str(tmp_path) in line
-    assert "install a C++17 compiler" in line
+    assert "Install a C++17 compiler" in line
 
 
 def test_a_machine_without_kernels_is_silent_where_that_was_asked_for(tmp_path):

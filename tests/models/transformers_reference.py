@@ -16,6 +16,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Phi3Config,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3_5TextConfig,
@@ -788,14 +789,22 @@ CASES |= {
 
 def build(case: Case) -> PreTrainedModel:
     """The model of a case with random weights, in float32 with the plain attention."""
-    fields = SMALL | OTHER_IDS.get(case.family, {}) | case.fields
-    config = CONFIGS[case.family](**fields, attn_implementation="eager")
+    return randomized(case.family, config_of(case))
+
+
+def config_of(case: Case) -> PreTrainedConfig:
+    return CONFIGS[case.family](**SMALL | OTHER_IDS.get(case.family, {}) | case.fields)
+
+
+def randomized(family: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config, as `build` makes it."""
+    config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = MODELS[case.family](config).eval()
+    model = MODELS[family](config).eval()
     # The weights that transformers draws are so small that all logits would be nearly 0.
     for name, weight in model.named_parameters():
         noise = torch.randn_like(weight)
-        centre = 0 if case.family in ADDED_TO_ONE else 1
+        centre = 0 if family in ADDED_TO_ONE else 1
         is_factor = name.endswith(("norm.weight", "norm_f.weight", "scale"))
         weight.data = centre + 0.2 * noise if is_factor else noise * weight.shape[-1] ** -0.5
     for name, buffer in model.named_buffers():

@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_calls import DTYPES
 
+from onward import native
 from onward.errors import RequestError
+from onward.ops.quantized import ROUNDED_FORMATS
 from onward.quantization import quantize_weight, relative_rms_error, rounding
 
 SIZES = (1, 3, 15, 16, 17, 31, 32, 33, 64, 95, 127, 300)
@@ -26,17 +28,29 @@ def weight_of(matrix, kind):
     return x.sign().to(dtype) if kind == "equal" else (x * kind).to(dtype)
 
 
-@pytest.mark.parametrize("fmt", ["int8", "int4"])
+@pytest.mark.parametrize("fmt", ROUNDED_FORMATS)
 @given(matrix=matrices, kind=kinds)
 @per_isa
 def test_the_kernel_has_the_bits_of_the_definition(isa, fmt, matrix, kind):
     weight = weight_of(matrix, kind)
     quantized, error = rounding.quantize_and_measure(weight, fmt)
-    defined = (rounding._int8 if fmt == "int8" else rounding._int4)(weight)
-    assert torch.equal(quantized.data, defined.data)
+    assert torch.equal(quantized.data, rounding.definition(weight, fmt).data)
     # 32 squares summed in float32, each off by 3 roundings and their sum by 31; the root halves that. Sums of groups
     # are taken in float64.
     assert error == pytest.approx(relative_rms_error(weight, quantized), rel=17 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("fmt", ROUNDED_FORMATS)
+@given(matrix=matrices, threads=st.integers(1, 4))
+@per_isa
+def test_the_bits_do_not_depend_on_the_threads_or_on_other_rows(isa, fmt, matrix, threads):
+    weight = weight_of(matrix, 1.0)
+    native.set_num_threads(1)
+    alone = quantize_weight(weight[-1:], fmt).dequantize()
+    whole = quantize_weight(weight, fmt)
+    native.set_num_threads(threads)
+    assert torch.equal(quantize_weight(weight, fmt).data, whole.data)
+    assert torch.equal(whole.dequantize()[-1:], alone)
 
 
 @given(matrix=matrices, place=st.integers(0, 2**20), value=st.sampled_from((math.nan, math.inf, -math.inf)))
@@ -44,7 +58,7 @@ def test_the_kernel_has_the_bits_of_the_definition(isa, fmt, matrix, kind):
 def test_a_weight_that_is_no_number_is_found_wherever_it_lies(isa, matrix, place, value):
     weight = weight_of(matrix, 1.0).clone()
     weight.view(-1)[place % weight.numel()] = value
-    for fmt in ("int8", "int4"):
+    for fmt in ROUNDED_FORMATS:
         with pytest.raises(RequestError, match="finite"):
             quantize_weight(weight, fmt)
 
@@ -54,5 +68,6 @@ def test_large_weights_are_for_int8(isa):
     quantized, error = rounding.quantize_and_measure(weight, "int8")
     assert quantized.shape == (3, 40)
     assert error < torch.finfo(torch.float32).eps
-    with pytest.raises(RequestError, match="use int8"):
-        quantize_weight(weight, "int4")
+    for fmt in ("int4", "iq4_nl"):
+        with pytest.raises(RequestError, match=f"the scales of {fmt} are float16.*use int8"):
+            quantize_weight(weight, fmt)

@@ -5,11 +5,11 @@ from rounding import UNIT, random
 from torch import Tensor
 
 from onward import ops
-from onward.quantization import quantize_int4, quantize_int8
+from onward.quantization import quantize_int4, quantize_int8, quantize_iq4_nl
 from onward.quantization.rounding import quantize_weight
 
 DTYPE_OF = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-QUANTIZERS = {"int8": quantize_int8, "int4": quantize_int4}
+QUANTIZERS = {"int8": quantize_int8, "int4": quantize_int4, "iq4_nl": quantize_iq4_nl}
 FORMATS = (*DTYPE_OF, *QUANTIZERS)
 # (experts, inner width, width, chosen, tokens)
 SIZES = ((1, 1, 1, 1, 1), (4, 17, 33, 2, 1), (5, 100, 130, 5, 3), (8, 48, 64, 3, 40), (3, 33, 70, 1, 300))

@@ -13,7 +13,7 @@ from rounding import DTYPES, random, same_bits
 from torch import Tensor
 
 from onward import native, ops
-from onward.quantization import quantize_int4, quantize_int8
+from onward.quantization import quantize_int4, quantize_int8, quantize_iq4_nl
 
 # The definitions are torch's, whose sums go in an order that depends on the shape.
 KERNELS_ALONE = True
@@ -51,6 +51,7 @@ WEIGHTS = {
     "stock dtype": ops.pack,
     "int8": quantize_int8,
     "int4": quantize_int4,
+    "iq4_nl": quantize_iq4_nl,
 }
 
 

@@ -41,7 +41,7 @@ def test_a_token_stands_alone(format, tokens, experts, chosen, widths, counts, b
     assert same_bits(ops.experts(x[part], ids[part], shares[part], **weights), whole[part])
 
 
-@pytest.mark.parametrize("format", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("format", ["float32", "int8", "int4", "iq4_nl"])
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
 def test_one_expert_is_a_feed_forward(format, activation):
     weights = packed(layer(format, 3, 100, 130, biases=True))

@@ -55,7 +55,7 @@ def cut(draw, total: int) -> list[int]:
     return sizes + [1] * single
 
 
-@pytest.mark.parametrize("format", ["stock", "int8", "int4"])
+@pytest.mark.parametrize("format", ["stock", "int8", "int4", "iq4_nl"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data(), tokens=st.integers(1, 600), batch=st.integers(1, 4), seed=st.integers(0, 2**16))
 @few

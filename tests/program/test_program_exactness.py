@@ -45,11 +45,13 @@ MODELS = {
     ),
     "qwen3 int8": lambda: quantized("qwen3", "int8"),
     "qwen3 int4": lambda: quantized("qwen3", "int4"),
+    "qwen3 iq4_nl": lambda: quantized("qwen3", "iq4_nl"),
     "deepseek v3": lambda: packed("deepseekv3", torch.bfloat16),
     "mixtral": lambda: packed("mixtral", torch.bfloat16, num_local_experts=3),
     "qwen3 experts": lambda: packed("qwen3moe", torch.float32, **EXPERTS),
     "qwen3 experts int8": lambda: quantized("qwen3moe", "int8", **EXPERTS),
     "qwen3 experts int4": lambda: quantized("qwen3moe", "int4", **EXPERTS),
+    "qwen3 experts iq4_nl": lambda: quantized("qwen3moe", "iq4_nl", **EXPERTS),
 }
 PREPARED: dict[str, tuple[Model, onward.program.Program]] = {}
 

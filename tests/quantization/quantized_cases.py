@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from onward.ops import QuantizedWeight
 
-FORMATS = ("int8", "int4")
+FORMATS = ("int8", "int4", "iq4_nl")
+IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place, relative: significands of 24, 11 and 8 bits.
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -22,13 +23,18 @@ def noise(*shape, seed=0):
 
 
 def integers(format, rows, inputs, seed=0):
-    """Random q over the format's whole range, and scales; those of int4 have either sign."""
+    """Random q over the format's whole range, and scales; those of groups have either sign."""
     generator = torch.Generator().manual_seed(seed + 1000 * rows + inputs)
-    low, high = (-127, 128) if format == "int8" else (-8, 8)
+    low, high = {"int8": (-127, 128), "int4": (-8, 8), "iq4_nl": (0, 16)}[format]
     q = torch.randint(low, high, (rows, inputs), generator=generator, dtype=torch.int8)
     if format == "int8":
         return q, torch.rand(rows, 1, generator=generator) + 0.1
     return q, torch.randn(rows, -(-inputs // GROUP), generator=generator).to(torch.float16)
+
+
+def numbers(format, q):
+    """What q stand for, less their scales."""
+    return torch.tensor(IQ4_NL)[q.long()] if format == "iq4_nl" else q
 
 
 def packed(format, rows, inputs, seed=0, dtype=torch.float32):

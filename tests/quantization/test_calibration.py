@@ -50,11 +50,12 @@ def test_the_same_matrices_in_the_same_bytes(family):
     assert all(name.rpartition(".")[2].isdecimal() for name in rounded - of_tables)
 
 
-def test_a_seed_gives_the_same_bits_and_another_seed_others():
+@pytest.mark.parametrize("format", ["int4", "iq4_nl"])
+def test_a_seed_gives_the_same_bits_and_another_seed_others(format):
     lm = onward.LanguageModel(tiny_model(), defaults=GenerateOptions(eos=2, temperature=0.3, repetition_penalty=2.0))
     calibration = Calibration(texts=4, length=30, seed=1)
-    first, second = (quantize(lm, "int4", calibrate=calibration) for _ in range(2))
-    other = quantize(lm, "int4", calibrate=replace(calibration, seed=7))
+    first, second = (quantize(lm, format, calibrate=calibration) for _ in range(2))
+    other = quantize(lm, format, calibrate=replace(calibration, seed=7))
     data = [small.model.params.layers[1].feed_forward.down_proj.weight.data for small in (first, second, other)]
     assert torch.equal(data[0], data[1])
     assert not torch.equal(data[0], data[2])
@@ -87,14 +88,20 @@ def test_what_cannot_be_calibrated_says_why():
         quantize(tiny_model(), "int4", calibrate=Calibration())
     with pytest.raises(RequestError, match=r"int32 or int64 \[count, length\]; got torch.float32 \[4\]"):
         Calibration(ids=torch.ones(4))
+    with pytest.raises(RequestError, match=r"int32 or int64 \[count, length\]; got torch.int64 \[0, 9\]"):
+        Calibration(ids=torch.ones(0, 9, dtype=torch.int64))
+    for wrong in (-1, 258, 2**33):
+        with pytest.raises(RequestError, match=r"the ids to calibrate with lie in 0 … 257; got 5 …|; got -1 … 5"):
+            quantize(tiny_model(), "int4", calibrate=Calibration(ids=torch.tensor([[5, wrong]])))
     with pytest.raises(RequestError, match="texts"):
         Calibration(texts=0)
     with pytest.raises(RequestError, match="Linear and Embedding"):
         quantize(scripted_model([1, 2]), "int4", calibrate=Calibration(ids=IDS))
 
 
-def test_the_demo_model_loses_less_than_rounded_to_nearest():
-    """KL divergence on four held-out documents; benchmarks/quantization.py takes all of them."""
+@pytest.mark.parametrize("format", ["int4", "iq4_nl"])
+def test_the_demo_model_loses_less_than_rounded_to_nearest(format):
+    """KL divergence on four held-out documents; benchmarks/calibration.py takes all of them."""
     lm = onward.load("demo")
     documents = [lm.encode(text) for text in HELDOUT.read_text(encoding="utf-8").split("<|endoftext|>\n")[:4]]
     exact = [F.log_softmax(lm.logits(ids), -1) for ids in documents]
@@ -105,5 +112,5 @@ def test_the_demo_model_loses_less_than_rounded_to_nearest():
             for ids, before in zip(documents, exact, strict=True)
         )
 
-    fed = quantize(lm, "int4", calibrate=Calibration(texts=24))
-    assert divergence(fed) < 0.8 * divergence(quantize(lm, "int4"))
+    fed = quantize(lm, format, calibrate=Calibration(texts=24))
+    assert divergence(fed) < 0.8 * divergence(quantize(lm, format))

@@ -48,12 +48,13 @@ def test_errors_are_those_of_the_outputs(format):
     )
 
 
-def test_weights_that_the_format_holds_stay_as_they_are():
-    q = torch.randint(-7, 8, (16, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-    q[:, ::32] = -8  # so that the scale with which nothing is clipped is found
-    exact = QuantizedWeight.pack("int4", q, torch.full((16, 2), 0.5, dtype=torch.float16))
+@pytest.mark.parametrize(("format", "low", "high", "end"), [("int4", -7, 8, -8), ("iq4_nl", 0, 16, 0)])
+def test_weights_that_the_format_holds_stay_as_they_are(format, low, high, end):
+    q = torch.randint(low, high, (16, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    q[:, ::32] = end  # so that the scale with which nothing is clipped is found
+    exact = QuantizedWeight.pack(format, q, torch.full((16, 2), 0.5, dtype=torch.float16))
     x = correlated(200, 64, 10)
-    fed = quantize_with_feedback(exact.dequantize(), x.T @ x, "int4")
+    fed = quantize_with_feedback(exact.dequantize(), x.T @ x, format)
     assert fed.relative_rms_error == 0
     assert fed.relative_output_error == 0
 

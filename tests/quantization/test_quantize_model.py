@@ -67,6 +67,14 @@ def test_a_tied_pair_is_one_weight_and_an_untied_pair_two(format):
     assert untied.nbytes - tied.nbytes == untied.params.lm_head.weight.nbytes
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3moe"])
+def test_iq4_nl_takes_the_bytes_of_int4(family):
+    model = tiny_model(family)
+    assert quantize(model, "iq4_nl").nbytes == quantize(model, "int4").nbytes
+    reports = {format: quantize_params(model.params, format)[1] for format in ("iq4_nl", "int4")}
+    assert [report.bits for report in reports["iq4_nl"]] == [report.bits for report in reports["int4"]]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_packed_model_gives_what_the_stock_model_gives(form, tied):
     """Packing copies a tied head; quantizing finds out that it is the embedding still."""
@@ -82,7 +90,7 @@ def test_a_packed_model_gives_what_the_stock_model_gives(form, tied):
 def test_the_forward_is_that_of_the_dequantized_weights_but_for_the_rounding_of_activations(form, format):
     """With weights that are exact in the format, all that is left is 8-bit activations.
 
-    A product of K inputs gets noise of a step / sqrt(12), and a step is absmax / 127, for int4 up to twice that, with
+    A product of K inputs gets noise of a step / sqrt(12), and a step is absmax / 127, in groups up to twice that, with
     absmax at most sqrt(K) of the inputs' RMS: 1.3 and 2.6 % for the 32 inputs that most matrices here have. The noises
     of the 9 products in a row (4 a layer, the head) are independent: 3 times that.
     """
@@ -95,7 +103,7 @@ def test_the_forward_is_that_of_the_dequantized_weights_but_for_the_rounding_of_
         ),
     )
     got, expected = logits(small), logits(exact)
-    assert (got - expected).norm() < {"int8": 0.039, "int4": 0.078}[format] * expected.norm()
+    assert (got - expected).norm() < (0.039 if format == "int8" else 0.078) * expected.norm()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -135,9 +143,22 @@ def test_text_of_a_row_does_not_depend_on_the_others(form):
     assert [c.text for c in together] == [small.generate(prompt, **options).text for prompt in prompts]
 
 
+@pytest.mark.parametrize("format", [None, True, float("nan"), float("inf"), ["int8"]], ids=repr)
+def test_what_is_no_format_is_refused(format):
+    with pytest.raises(RequestError, match="'int8', 'int4' or 'iq4_nl', or to so many bits a weight; got"):
+        quantize(tiny_model(), format)
+
+
+def test_arguments_of_another_kind_are_refused():
+    with pytest.raises(RequestError, match=r"a model is an onward\.Model; got str: onward\.load reads a checkpoint"):
+        quantize("demo", "int8")
+    with pytest.raises(RequestError, match=r"calibrate is an onward\.quantization\.Calibration, or None; got True"):
+        quantize(tiny_model(), "int8", calibrate=True)
+
+
 def test_what_cannot_be_quantized_says_why():
     model = tiny_model()
-    with pytest.raises(RequestError, match="to 'int8' or 'int4'; got 'int2'"):
+    with pytest.raises(RequestError, match="to 'int8', 'int4' or 'iq4_nl'; got 'int2'"):
         quantize(model, "int2")
     with pytest.raises(RequestError, match=r"embed_tokens\.weight is int8 already"):
         quantize(quantize(model, "int8"), "int4")
@@ -148,7 +169,7 @@ def test_what_cannot_be_quantized_says_why():
         quantize(model, "int8")
 
 
-@pytest.mark.parametrize(("format", "most"), [("int8", 0.005), ("int4", 0.04)])
+@pytest.mark.parametrize(("format", "most"), [("int8", 0.005), ("int4", 0.04), ("iq4_nl", 0.03)])
 def test_the_demo_model_is_hardly_more_perplexed(form, format, most):
     """On four held-out documents; benchmarks/quantization.py takes all of them."""
     lm = onward.load("demo")

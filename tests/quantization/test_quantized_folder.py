@@ -12,11 +12,12 @@ from torch.utils import _pytree as pytree
 import onward
 from onward import ops
 from onward.checkpoint import CheckpointFolder, quantized, read_weights
+from onward.checkpoint.convert import convert
 from onward.checkpoint.quantized import read_manifest, read_quantized, write_quantized
 from onward.errors import CheckpointError, ConfigError, OnwardError, RequestError
 from onward.models import Linear, build_model, read_config
 from onward.ops import QuantizedWeight
-from onward.quantization import quantize, quantize_folder, quantize_params, quantize_weight
+from onward.quantization import Calibration, quantize, quantize_folder, quantize_params, quantize_weight
 from onward.testing import random_checkpoint
 
 # Sizes that fill no block, no group and no line.
@@ -93,6 +94,18 @@ def test_a_folder_of_a_recurrent_model_is_the_model_quantized(tmp_path):
     quantize_folder(source, tmp_path / "small", "int8")
     want = quantize(onward.load(source).model, "int8")
     assert torch.equal(onward.load(tmp_path / "small").logits(list(range(50))), logits(want))
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "qwen3_5", "lfm2moe", "deepseekv3"])
+def test_what_is_never_quantized_is_written_as_the_checkpoint_has_it(tmp_path, family):
+    """A calibration runs the packed model, of which routers, convolutions and latents are unpacked."""
+    source = random_checkpoint(tmp_path / "source", family)
+    calibration = Calibration(ids=torch.arange(40, dtype=torch.int32).view(2, 20))
+    quantize_folder(source, tmp_path / "small", "iq4_nl", calibrate=calibration)
+    want = quantize(onward.load(source).model, "iq4_nl", calibrate=calibration)
+    assert torch.equal(onward.load(tmp_path / "small").logits(list(range(50))), logits(want))
+    written, stock = (load_file(folder / "model.safetensors") for folder in (tmp_path / "small", source))
+    assert all(torch.equal(tensor, stock[name]) for name, tensor in written.items() if tensor.dtype != torch.uint8)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -180,9 +193,10 @@ def test_bytes_that_lie_anywhere_are_copied_to_where_kernels_want_them(folder):
         ({"version": True}, "of version True"),
         ({"version": 1.0}, "of version 1.0"),
         ({"group": 32.0}, "int4 has groups of 32; got group 32.0"),
-        ({"format": "int3"}, "format must be 'int8' or 'int4'; got 'int3'"),
-        ({"format": ["int4"]}, r"format must be 'int8' or 'int4'; got \['int4'\]"),
+        ({"format": "int3"}, "format must be 'int8', 'int4' or 'iq4_nl'; got 'int3'"),
+        ({"format": ["int4"]}, r"format must be 'int8', 'int4' or 'iq4_nl'; got \['int4'\]"),
         ({"group": 64}, "int4 has groups of 32; got group 64"),
+        ({"format": "iq4_nl", "group": ...}, "iq4_nl has groups of 32; got group None"),
         ({"tensors": ...}, "'tensors' must map names"),
         ({"tensors": {}}, "'tensors' must map names"),
         ({"tensors": {"x": {"shape": [3]}}}, r"x must have a 'shape' of two sizes; got \[3\]"),
@@ -255,9 +269,16 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(quantized, "write_safetensors", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RequestError, match="small cannot be written: No space left on device"):
         quantize_folder(source, tmp_path / "small", "int8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_place_that_takes_no_folder_is_refused_before_the_work(tmp_path):
+    source = random_checkpoint(tmp_path / "source")
+    for place in (source / "config.json" / "small", source / "config.json" / "deep" / "small"):
+        with pytest.raises(RequestError, match=r"small cannot be written, for .*config\.json is no folder"):
+            quantize_folder(source, place, "int8", progress=lambda report: pytest.fail("work was done"))
 
 
 def test_only_an_absent_or_empty_folder_is_written(tmp_path):
@@ -272,8 +293,11 @@ def test_only_an_absent_or_empty_folder_is_written(tmp_path):
 def test_what_is_quantized_or_unknown_is_not_quantized(tmp_path, folder):
     with pytest.raises(RequestError, match="is int4 already"):
         quantize_folder(folder, tmp_path / "again", "int8")
-    with pytest.raises(RequestError, match="to 'int8' or 'int4'; got 'q4'"):
+    with pytest.raises(RequestError, match="to 'int8', 'int4' or 'iq4_nl'; got 'q4'"):
         quantize_folder(tmp_path / "source", tmp_path / "again", "q4")
+    convert(tmp_path / "source", tmp_path / "model.gguf", "gguf")
+    with pytest.raises(RequestError, match=r"model\.gguf is GGUF, .* onward convert --to safetensors"):
+        quantize_folder(tmp_path / "model.gguf", tmp_path / "again", "int8")
     assert not (tmp_path / "again").exists()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantized_cases import DTYPES, FORMATS, UNIT, noise, packed, spread
+from quantized_cases import DTYPES, FORMATS, UNIT, noise, numbers, packed, spread
 from torch.utils import _pytree as pytree
 
 from onward import ops
@@ -35,7 +35,7 @@ def exact_and_bound(x, weight, bias):
     """
     inputs = weight.shape[1]
     q, scales = weight.unpack()
-    w64 = q.to(torch.float64) * spread(scales, inputs)
+    w64 = numbers(weight.format, q).to(torch.float64) * spread(scales, inputs)
     x64 = rounded_x(x, weight.format)
     exact, size = x64 @ w64.T, x64.abs() @ w64.abs().T
     if bias is not None:
@@ -122,10 +122,10 @@ def test_rows_are_those_of_the_dequantized_weight(format, dtype, ids):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_dequantizing_is_integers_times_scales(format):
+def test_dequantizing_is_numbers_times_scales(format):
     weight = packed(format, 1000, 300)  # more rows than are taken at once
     q, scales = weight.unpack()
-    assert torch.equal(weight.dequantize(), (q * spread(scales, 300).to(torch.float32)))
+    assert torch.equal(weight.dequantize(), (numbers(format, q) * spread(scales, 300).to(torch.float32)))
 
 
 @pytest.mark.parametrize("format", FORMATS)

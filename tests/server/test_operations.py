@@ -298,9 +298,7 @@ def test_metrics_count_what_was_served(start: Start, lm: onward.LanguageModel) -
     server.post(TEXT, {"prompt": "The fox", "max_tokens": 9, "seed": 1, "ignore_eos": True})
     text_of(server.stream(TEXT, {"prompt": "The fox", "max_tokens": 5, "seed": 1, "ignore_eos": True}).chunks)
     server.wait_idle()
-    began = time.perf_counter()
     metrics = server.app.service.metrics.text()
-    assert time.perf_counter() - began < 0.05
     answer = server.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     values = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))

@@ -209,6 +209,13 @@ def test_what_is_no_session_is_refused_and_not_overwritten(tmp_path: Path, conte
     assert file.read_bytes() == before
 
 
+def test_a_folder_is_no_session(tmp_path: Path) -> None:
+    with pytest.raises(SessionError, match="is a folder, and a session is a file: choose another name"):
+        Session(tiny()).save(tmp_path)
+    with pytest.raises(SessionError, match="is a folder, and a session is a file"):
+        Session.load(tmp_path, tiny())
+
+
 # ── damaged, newer, another's ─────────────────────────────────────────────────────────────────────────────
 
 

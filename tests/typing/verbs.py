@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import onward
-from onward import AssistantMessage, Completion, LanguageModel, Request, Score
+from onward import AssistantMessage, Completion, Engine, Generation, LanguageModel, Piece, Request, Score
 
 
 def one_prompt_gives_one_completion(lm: LanguageModel) -> str:
@@ -46,6 +46,24 @@ def streams_and_chats(lm: LanguageModel, small: LanguageModel) -> None:
     assert_type(onward.quantize(lm, "int8"), LanguageModel)
 
 
+async def an_engine_takes_the_same_options(lm: LanguageModel) -> None:
+    with Engine(lm, max_sequences=2) as engine:
+        generation = engine.submit("Once", priority=1, n=2, temperature=0.8, draft="lookup")
+        assert_type(generation, Generation)
+        assert_type(engine.submit(messages=[{"role": "user", "content": "Hi"}], enable_thinking=False), Generation)
+        assert_type(engine.resume("Once", emitted=[1, 2], seed=3), Generation)
+        assert_type(generation.result(), Completion)
+        assert_type(await generation, Completion)
+        assert_type(list(generation), list[Piece])
+        assert_type([piece async for piece in generation], list[Piece])
+        engine.submit()  # type: ignore[call-overload]
+        engine.submit("Once", temprature=1)  # type: ignore[call-overload]
+        engine.submit("Once", enable_thinking=False)  # type: ignore[call-overload]
+        engine.submit("Once", messages=[])  # type: ignore[call-overload]
+        engine.resume("Once", seed=3)  # type: ignore[call-overload]
+    Engine(lm, max_sequence=2)  # type: ignore[call-arg]
+
+
 def a_typo_is_an_error(lm: LanguageModel) -> None:
     lm.generate("Once", temprature=1)  # type: ignore[call-overload]
     lm.generate(["Once"], max_tokens=5)  # type: ignore[call-overload]
@@ -55,3 +73,6 @@ def a_typo_is_an_error(lm: LanguageModel) -> None:
     lm.generate(["Once"], per_prompt=[{"temprature": 1}])  # type: ignore[typeddict-unknown-key]
     onward.Session(lm).generate("Once", temprature=1)  # type: ignore[call-arg]
     onward.GenerateOptions(temprature=1)  # type: ignore[call-arg]
+    onward.GenerateOptions().replace(temprature=1)  # type: ignore[call-arg]
+    onward.SamplingParams().replace(max_new_tokens=1)  # type: ignore[call-arg]
+    lm.request("Once").replace(temprature=1)  # type: ignore[call-arg]

@@ -118,12 +118,13 @@ struct Rows {
 };
 
 // What to ask memory for while rows are read: at row j the row j of `rows`, from row `until` on those of
-// `then`. The rows need not exist.
+// `then`. The rows need not exist. Several readers of the same rows take turns in asking.
 template <class T>
 struct Ahead {
   Rows<T> rows;
   int64_t until = 0;
   Rows<T> then;
+  int64_t turns = 1, turn = 0;
 
   const T* at(int64_t j) const { return j < until ? rows[j] : then[j - until]; }
   // Whether row follows row in memory without a gap.
@@ -158,12 +159,15 @@ struct StreamedValues {
   ValueRows<F, T> values;
   Ahead<T> ahead;
   bool dense;
+  uint64_t asks;  // bit i: whether reading positions kPositions i … asks for what is ahead
 
   template <bool WHOLE>
   ONWARD_INLINE void read(int64_t j, int64_t d, typename F::Vector (&vectors)[F::kVectors]) const {
-    const T* next = ahead.at(j) + (dense ? d * F::kPositions : d);
-    const int64_t step = dense ? F::kVectors * 16 : ahead.rows.stride;
-    ONWARD_UNROLL_TILE for (int64_t i = 0; i < F::kPositions; ++i) fetch_here(next + i * step);
+    if (asks >> (j / F::kPositions) & 1) {
+      const T* next = ahead.at(j) + (dense ? d * F::kPositions : d);
+      const int64_t step = dense ? F::kVectors * 16 : ahead.rows.stride;
+      ONWARD_UNROLL_TILE for (int64_t i = 0; i < F::kPositions; ++i) fetch_here(next + i * step);
+    }
     values.template read<WHOLE>(j, d, vectors);
   }
 };

@@ -28,10 +28,10 @@ constexpr int kScoreRows = 2, kScoreGroups = 1;
 constexpr int tile_vectors(int) { return 1; }
 #endif
 
-// Whether the rows ahead of the keys are asked for, and in which order. Rows that follow each other
-// without a gap are asked for line by line, which the processor takes for the stream it is; in the
-// order in which the loops read, across the rows, they came at four fifths of the pace.
-enum class Fetch { kNothing, kLines, kRows };
+// In which order the rows ahead of the keys are asked for. Rows that follow each other without a gap are
+// asked for line by line, which the processor takes for the stream it is; in the order in which the loops
+// read, across the rows, they came at four fifths of the pace.
+enum class Fetch { kLines, kRows };
 
 // The dot products of ROWS queries with neighbouring keys: kSumsAtOnce in all, row by row. WHOLE: dim
 // is a multiple of what a vector holds.
@@ -39,14 +39,17 @@ template <class F, int ROWS, bool WHOLE, Fetch FETCH, class T>
 ONWARD_INLINE void dot_products(const float* queries, int64_t query_words, const Rows<T>& keys,
                                 int64_t first_key, int64_t dim, const Ahead<T>& ahead, float* out) {
   constexpr int kKeys = kSumsAtOnce / ROWS;
-  const T* fetched = FETCH == Fetch::kNothing ? nullptr : ahead.at(first_key);
+  const T* fetched = ahead.at(first_key);
   const int64_t by_key = FETCH == Fetch::kLines ? F::kFeatures : ahead.rows.stride;
   const int64_t by_feature = FETCH == Fetch::kLines ? kKeys : 1;
   const T* key_rows[kKeys] = {keys[first_key]};
   ONWARD_UNROLL_TILE for (int k = 1; k < kKeys; ++k) key_rows[k] = key_rows[k - 1] + keys.stride;
   f32x16 sum[kSumsAtOnce];
   ONWARD_UNROLL_TILE for (int i = 0; i < kSumsAtOnce; ++i) sum[i] = zero_f32();
+  int64_t others = ahead.turn;  // who ask before it is this reader's turn
   for (int64_t d = 0; d < dim; d += F::kFeatures, queries += 16) {
+    const bool asks = others-- == 0;
+    if (asks) others = ahead.turns - 1;
     typename F::Vector q[ROWS];
     ONWARD_UNROLL_TILE for (int r = 0; r < ROWS; ++r) q[r] = F::words(queries + r * query_words);
     ONWARD_UNROLL_TILE for (int k = 0; k < kKeys; ++k) {
@@ -54,9 +57,7 @@ ONWARD_INLINE void dot_products(const float* queries, int64_t query_words, const
       ONWARD_UNROLL_TILE for (int r = 0; r < ROWS; ++r) {
         sum[r * kKeys + k] = F::step(sum[r * kKeys + k], key, q[r]);
       }
-      if (FETCH != Fetch::kNothing) {
-        fetch_here(fetched + d * by_feature + k * by_key);
-      }
+      if (asks) fetch_here(fetched + d * by_feature + k * by_key);
     }
   }
   sum_lanes_of(sum, out);
@@ -75,41 +76,29 @@ struct Scoring {
 // Two rows of scores from `j` on, for the next 16 keys.
 template <class F, bool WHOLE, Fetch FETCH, class T>
 ONWARD_INLINE void score_pair(const Scoring<T>& s, const Rows<T>& keys, const float* queries,
-                              float* scores, int64_t j) {
+                              const Ahead<T>& ahead, float* scores, int64_t j) {
   constexpr int64_t kPair = kSumsAtOnce / 2;
   float sums[kSumsAtOnce];
   for (int64_t i = 0; i < kSumsAtOnce; i += kPair) {
-    dot_products<F, 2, WHOLE, FETCH>(queries, s.query_words, keys, j + i, s.dim, s.ahead, sums);
+    dot_products<F, 2, WHOLE, FETCH>(queries, s.query_words, keys, j + i, s.dim, ahead, sums);
     std::memcpy(scores + i, sums, kPair * sizeof(float));
     std::memcpy(scores + kBlock + i, sums + kPair, kPair * sizeof(float));
   }
 }
 
-// scores = the dot products of the queries with the keys. Two rows go together and share each key; the
-// first of all ask for what is ahead.
+// scores = the dot products of the queries with the keys. Two rows go together and share each key; pairs
+// take turns in asking for what is ahead.
 template <class F, bool WHOLE, Fetch FETCH, class T>
 ONWARD_APART void score_keys(const Scoring<T>& s, const Rows<T>& keys) {
   for (int64_t j = 0; j < s.positions; j += kSumsAtOnce) {
     const float* queries = s.queries;
     float* scores = s.scores + j;
+    Ahead<T> ahead = s.ahead;
     int64_t left = s.rows;
-    const auto next = [&](int64_t rows) {
-      queries += rows * s.query_words, scores += rows * kBlock, left -= rows;
-    };
-    if (FETCH != Fetch::kNothing && left >= 2) {
-      score_pair<F, WHOLE, FETCH>(s, keys, queries, scores, j);
-      next(2);
+    for (; left >= 2; left -= 2, queries += 2 * s.query_words, scores += 2 * kBlock, ++ahead.turn) {
+      score_pair<F, WHOLE, FETCH>(s, keys, queries, ahead, scores, j);
     }
-    for (; left >= 2; next(2)) {
-      score_pair<F, WHOLE, Fetch::kNothing>(s, keys, queries, scores, j);
-    }
-    if (left == 0) continue;
-    if (FETCH == Fetch::kNothing || s.rows > 1) {
-      dot_products<F, 1, WHOLE, Fetch::kNothing>(queries, s.query_words, keys, j, s.dim, s.ahead,
-                                                 scores);
-    } else {
-      dot_products<F, 1, WHOLE, FETCH>(queries, s.query_words, keys, j, s.dim, s.ahead, scores);
-    }
+    if (left > 0) dot_products<F, 1, WHOLE, FETCH>(queries, s.query_words, keys, j, s.dim, ahead, scores);
   }
 }
 

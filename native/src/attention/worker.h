@@ -13,6 +13,10 @@ namespace onward::attention {
 // How far ahead a stream of keys and values is asked for.
 constexpr int64_t kAheadBytes = 4096;
 
+// Up to so many tiles of one key/value head stream its blocks as they lie. For more, packing a block first
+// costs less than it saves.
+constexpr int64_t kStreamTiles = 6;
+
 struct Unit {
   int64_t row, kv_head, heads, first_query, queries;  // heads: of keys and values, from kv_head on
 };
@@ -28,12 +32,14 @@ class Worker {
         group_(p_.group()),
         padded_(padded(p_.values)),
         query_words_(ceil_div(p_.keys.dim, F::kFeatures) * 16) {
+    // Tiles of a unit that are streamed.
+    const int64_t streams = heads > kStreamTiles ? heads : kStreamTiles;
     // Every array begins on a cache line.
     const int64_t sizes[] = {kBlock * query_words_,
                              kBlock / F::kPositions * padded_,
-                             heads * kTileRows * kSegment,
-                             heads * kTileRows * kSegment,
-                             heads * kSegmentBlocks * 16,
+                             streams * kTileRows * kSegment,
+                             streams * kTileRows * kSegment,
+                             streams * kSegmentBlocks * 16,
                              rows * query_words_,
                              State::floats(rows, padded_),
                              State::floats(rows, padded_),
@@ -86,7 +92,7 @@ class Worker {
     clear(state, rows_of(unit));
     lay_out_queries(unit);
     cut_tiles(unit);
-    if (tile_count_ == unit.heads) return stream_segment(unit, segment, state);
+    if (tile_count_ <= unit.heads || tile_count_ <= kStreamTiles) return stream_segment(unit, segment, state);
     for (int64_t at = first_block(segment); at < segment.last; at += kBlock) {
       run_block(unit, at, segment, state);
     }
@@ -233,15 +239,18 @@ class Worker {
     }
   }
 
-  // The same for all blocks of a segment and a unit of one tile for each of its key/value heads, which
-  // runs at the pace of memory: first all keys, then all values, so that there is one long stream to ask
-  // for in advance. Every block of a head goes through the same steps in the same order as in run_block.
+  // The same for all blocks of a segment and a unit of few tiles, which runs at the pace of memory: first
+  // all keys, then all values, so that there is one long stream to ask for in advance. Every block of a
+  // head goes through the same steps in the same order as in run_block.
   void stream_segment(const Unit& unit, Span segment, const State& state) {
     const int64_t begin = first_block(segment);
     const Place first{unit.row, unit.kv_head, begin};
     walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
       const Rows<T> keys = rows_at(place, p_.keys, segment, partial_keys_);
-      const Ahead<T> ahead = ahead_of(unit, place, p_.keys, segment.last, rows_at(first, p_.values));
+      Ahead<T> ahead = ahead_of(unit, place, p_.keys, segment.last, rows_at(first, p_.values));
+      const int64_t pairs = ceil_div(tiles_[tile].rows, 2);
+      ahead.turn = reader(unit, tile) * pairs;
+      ahead.turns = readers(unit) * pairs;
       const Scoring<T> task = scoring(tiles_[tile], place.start, ahead, buffers);
       if (ahead.dense(p_.keys.dim)) {
         score_keys<F, Fetch::kLines>(task, keys);
@@ -253,38 +262,47 @@ class Worker {
       weigh(tiles_[tile], place.start, state.from_row(tiles_[tile].first), buffers);
     });
     const Rows<T> next_keys = keys_after(unit, segment);
+    uint64_t asks = 0;  // those of the first reader
+    for (int64_t i = 0; i < kBlock; i += readers(unit)) asks |= uint64_t(1) << i;
     walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
+      const ValueRows<F, T> rows{rows_at(place, p_.values, segment, partial_values_), p_.values.dim};
+      const State part = state.from_row(tiles_[tile].first);
       const Ahead<T> ahead = ahead_of(unit, place, p_.values, segment.last, next_keys);
-      const StreamedValues<F, T> values{{rows_at(place, p_.values, segment, partial_values_), p_.values.dim},
-                                        ahead,
-                                        ahead.dense(p_.values.dim)};
-      blend(tiles_[tile], place.start, state.from_row(tiles_[tile].first), values, buffers);
+      const StreamedValues<F, T> values{rows, ahead, ahead.dense(p_.values.dim), asks << reader(unit, tile)};
+      blend(tiles_[tile], place.start, part, values, buffers);
     });
   }
+
+  // How many tiles of a unit read the same block, and which of these a tile is. They take turns in asking
+  // for what is ahead: where the first alone asked, memory had nothing to do most of the time.
+  int64_t readers(const Unit& unit) const { return unit.heads > 1 ? 1 : tile_count_; }
+  static int64_t reader(const Unit& unit, int64_t tile) { return unit.heads > 1 ? 0 : tile; }
 
   // Where a block of a key/value head begins.
   struct Place {
     int64_t row, kv_head, start;
   };
 
-  // Every block of the segment, and in it every key/value head of the unit, which has the tile of its
-  // number: in the order of memory.
+  // Every block of the segment, and in it the tiles of the unit that see something of it: those of several
+  // heads in the order of memory.
   template <class Visit>
   void walk(const Unit& unit, Span segment, Visit&& visit) {
     for (int64_t at = first_block(segment), i = 0; at < segment.last; at += kBlock) {
-      for (int64_t h = 0; h < unit.heads; ++h, ++i) {
-        visit(Place{unit.row, unit.kv_head + h, at}, h, buffers_of(i));
+      for (int64_t tile = 0; tile < tile_count_; ++tile, ++i) {
+        if (overlap(tiles_[tile].seen, {at, at + kBlock}).empty()) continue;
+        visit(Place{unit.row, unit.kv_head + (unit.heads > 1 ? tile : 0), at}, tile, buffers_of(i));
       }
     }
   }
 
-  // While a block is read, of positions that end at `end`: the rows some way ahead, then `next`. Through a
-  // table they lie in one piece to the end of the block; then come those of the unit's next head or of the
+  // While a block is read, of positions that end at `end`: the rows some way ahead, then `next`. The way is
+  // a block where several tiles read it, for the first comes to a row before the others have asked. Through
+  // a table they lie in one piece to the end of the block; then come those of the unit's next head or of the
   // following block, or if that has few positions those of `next` that will be wanted after them.
   Ahead<T> ahead_of(const Unit& unit, const Place& place, const Tensor& tensor, int64_t end,
                     const Rows<T>& next) const {
     const int64_t far = ceil_div(kAheadBytes, tensor.dim * int64_t(sizeof(T)));
-    const int64_t distance = far < kBlock ? far : kBlock;
+    const int64_t distance = far < kBlock && readers(unit) == 1 ? far : kBlock;
     const Rows<T> rows = rows_at(place, tensor), ahead{rows[distance], rows.stride};
     const int64_t left = end - place.start, here = left < kBlock ? left : kBlock;
     if (place.kv_head + 1 < unit.kv_head + unit.heads) {

@@ -1,4 +1,4 @@
-// Float matrices to packed int8 and int4: the search for scales that onward/quantization/rounding.py
+// Float matrices to packed int8, int4 and iq4_nl: the search for scales that onward/quantization/groups.py
 // defines, for 16 groups at a time.
 //
 // Everything is computed in single IEEE operations in one order, so all libraries give the same bits.
@@ -13,9 +13,6 @@
 namespace onward::linear {
 namespace {
 
-// Where the element of largest magnitude may come to lie; the rules of absmax and of Q4_0 come first.
-constexpr float kExtremeAt[] = {-9.5f, -9.0f, -8.5f, -8.0f, -7.5f, -7.0f, 6.0f, 6.67f, 7.33f, 8.0f};
-constexpr float kPlain[] = {7.0f, -8.0f};
 constexpr int kRefinements = 2;
 constexpr float kSmallest = 1e-30f;     // under it the reciprocal of a scale might overflow
 constexpr float kSmallestF16 = 5e-8f;   // all float16 under it are 0
@@ -34,7 +31,6 @@ struct Sums {
 };
 
 inline f32x16 whole(f32x16 x) { return to_f32(to_i32(x)); }
-inline f32x16 clamp_int4(f32x16 x) { return max(min(x, splat(7.0f)), splat(-8.0f)); }
 
 // As float16 stores it.
 inline f32x16 as_stored(f32x16 scale) {
@@ -52,8 +48,38 @@ struct Choice {
   f32x16 scale, error;
 };
 
-// The integer of one weight. The clamp comes first: its bounds are integers, and what is rounded then fits.
-inline f32x16 integer(f32x16 x, f32x16 reciprocal) { return whole(clamp_int4(mul(x, reciprocal))); }
+// What weights divided by their group's scale are rounded to, and the code of that. kPlaces: where the
+// element of largest magnitude may come to lie; kPlain: where rules without a search put it.
+struct Int4 {
+  static constexpr float kPlaces[] = {-9.5f, -9.0f, -8.5f, -8.0f,  -7.5f,
+                                      -7.0f, 6.0f,  6.67f, 7.33f, 8.0f};
+  static constexpr float kPlain[] = {7.0f, -8.0f};
+  // The clamp comes first: its bounds are integers, and what is rounded then fits.
+  static f32x16 nearest(f32x16 x) { return whole(max(min(x, splat(7.0f)), splat(-8.0f))); }
+  static f32x16 code(f32x16 x) { return add(nearest(x), splat(8.0f)); }
+};
+
+struct Iq4Nl {
+  static constexpr float kPlaces[] = {-145.0f, -136.0f, -127.0f, -119.0f, -110.0f, -102.0f,
+                                      90.0f,   98.0f,   106.0f,  113.0f,  121.0f,  129.0f};
+  static constexpr float kPlain[] = {-127.0f, 113.0f};
+  // of(i), where value i of the table is the nearest to x; half-way between two the lower one.
+  template <class Of>
+  static f32x16 of_nearest(f32x16 x, Of&& of) {
+    f32x16 found = splat(of(0));
+    for (int i = 1; i < 16; ++i) {
+      const f32x16 half_way = splat(0.5f * float(kIq4[i - 1] + kIq4[i]));
+      found = select(less(half_way, x), splat(of(i)), found);
+    }
+    return found;
+  }
+  static f32x16 nearest(f32x16 x) {
+    return of_nearest(x, [](int i) { return float(kIq4[i]); });
+  }
+  static f32x16 code(f32x16 x) {
+    return of_nearest(x, [](int i) { return float(i); });
+  }
+};
 
 // Of a scale as stored; 0 of 0.
 inline f32x16 reciprocal_of(f32x16 scale) {
@@ -61,14 +87,15 @@ inline f32x16 reciprocal_of(f32x16 scale) {
   return select(is_zero, zero_f32(), div(splat(1.0f), select(is_zero, splat(1.0f), scale)));
 }
 
-// sum(q x) and sum(q^2); the latter 1 where all integers are 0.
+// sum(q x) and sum(q^2); the latter 1 where all values are 0.
 struct Moments {
   f32x16 product, size;
 };
+template <class Codebook>
 inline Moments moments(const Group& group, f32x16 reciprocal) {
   Moments m{zero_f32(), zero_f32()};
   for (int i = 0; i < kGroup; ++i) {
-    const f32x16 q = integer(group.x[i], reciprocal);
+    const f32x16 q = Codebook::nearest(mul(group.x[i], reciprocal));
     m.product = add(m.product, mul(q, group.x[i]));
     m.size = add(m.size, mul(q, q));
   }
@@ -76,31 +103,36 @@ inline Moments moments(const Group& group, f32x16 reciprocal) {
   return m;
 }
 
-inline f32x16 error_of(const Group& group, f32x16 scale) {
+// Of the first n inputs.
+template <class Codebook>
+inline f32x16 error_of(const Group& group, f32x16 scale, int64_t n = kGroup) {
   const f32x16 reciprocal = reciprocal_of(scale);
   f32x16 error = zero_f32();
-  for (int i = 0; i < kGroup; ++i) {
-    const f32x16 off = sub(group.x[i], mul(integer(group.x[i], reciprocal), scale));
+  for (int64_t i = 0; i < n; ++i) {
+    const f32x16 q = Codebook::nearest(mul(group.x[i], reciprocal));
+    const f32x16 off = sub(group.x[i], mul(q, scale));
     error = add(error, mul(off, off));
   }
   return error;
 }
 
-// Takes the scale, as stored, if it errs less. One that overflowed errs by no number, which is not less.
+// Takes the scale, as stored, if it errs less. One that overflowed errs by no finite number, which is not less.
+template <class Codebook>
 inline void keep_if_better(const Group& group, f32x16 scale, Choice& best) {
-  const f32x16 stored = as_stored(scale), error = error_of(group, stored);
+  const f32x16 stored = as_stored(scale), error = error_of<Codebook>(group, stored);
   const auto better = less(error, best.error);
   best.scale = select(better, stored, best.scale);
   best.error = select(better, error, best.error);
 }
 
-// The least-squares scale over the places of kExtremeAt that leaves the least: sum(x^2) - sum(q x)^2 / sum(q^2).
+// The least-squares scale over the places that leaves the least: sum(x^2) - sum(q x)^2 / sum(q^2).
+template <class Codebook>
 inline f32x16 searched(const Group& group, f32x16 extreme) {
   const auto tiny = less(abs(extreme), splat(kSmallest));
   const f32x16 reciprocal = select(tiny, zero_f32(), div(splat(1.0f), select(tiny, splat(1.0f), extreme)));
-  f32x16 best_gain = zero_f32(), best = div(extreme, splat(7.0f));
-  for (float place : kExtremeAt) {
-    const Moments m = moments(group, mul(reciprocal, splat(place)));
+  f32x16 best_gain = zero_f32(), best = div(extreme, splat(Codebook::kPlain[0]));
+  for (float place : Codebook::kPlaces) {
+    const Moments m = moments<Codebook>(group, mul(reciprocal, splat(place)));
     const f32x16 scale = div(m.product, m.size), gain = mul(m.product, scale);
     const auto better = less(best_gain, gain);
     best_gain = select(better, gain, best_gain);
@@ -109,6 +141,7 @@ inline f32x16 searched(const Group& group, f32x16 extreme) {
   return best;
 }
 
+template <class Codebook>
 Choice best_scale(const Group& group) {
   f32x16 highest = group.x[0], lowest = group.x[0];
   for (int i = 1; i < kGroup; ++i) {
@@ -116,15 +149,15 @@ Choice best_scale(const Group& group) {
     lowest = min(group.x[i], lowest);
   }
   const f32x16 extreme = select(less(highest, sub(zero_f32(), lowest)), lowest, highest);
-  Choice best{as_stored(div(extreme, splat(kPlain[0]))), zero_f32()};
-  best.error = error_of(group, best.scale);
-  keep_if_better(group, div(extreme, splat(kPlain[1])), best);
-  f32x16 scale = searched(group, extreme);
-  keep_if_better(group, scale, best);
+  Choice best{as_stored(div(extreme, splat(Codebook::kPlain[0]))), zero_f32()};
+  best.error = error_of<Codebook>(group, best.scale);
+  keep_if_better<Codebook>(group, div(extreme, splat(Codebook::kPlain[1])), best);
+  f32x16 scale = searched<Codebook>(group, extreme);
+  keep_if_better<Codebook>(group, scale, best);
   for (int i = 0; i < kRefinements; ++i) {
-    const Moments m = moments(group, reciprocal_of(as_stored(scale)));
+    const Moments m = moments<Codebook>(group, reciprocal_of(as_stored(scale)));
     scale = div(m.product, m.size);
-    keep_if_better(group, scale, best);
+    keep_if_better<Codebook>(group, scale, best);
   }
   best.scale = add(best.scale, zero_f32());  // no -0
   return best;
@@ -144,11 +177,12 @@ void read_group(const T* x, int64_t stride, int64_t rows, int64_t k, int64_t inp
   for (int i = 0; i < kGroup; ++i) group.x[i] = load(lanes[i]);
 }
 
-// The group's integers, offset by 8, in the lines of its pair.
+// The group's codes in the lines of its pair.
+template <class Codebook>
 void write_lines(const Group& group, f32x16 scale, uint8_t* lines) {
   const f32x16 reciprocal = reciprocal_of(scale);
   alignas(64) float q[kGroup][kBlockRows];
-  for (int i = 0; i < kGroup; ++i) store(q[i], add(integer(group.x[i], reciprocal), splat(8.0f)));
+  for (int i = 0; i < kGroup; ++i) store(q[i], Codebook::code(mul(group.x[i], reciprocal)));
   for (int line = 0; line < 4; ++line) {
     for (int r = 0; r < kBlockRows; ++r) {
       for (int j = 0; j < 4; ++j) {
@@ -173,18 +207,20 @@ void count(const Group& group, f32x16 error, Sums& sums) {
   sums.see(max_lanes(largest), zeros);
 }
 
-template <class T>
-Sums int4_block(const T* x, int64_t stride, int64_t rows, int64_t inputs, uint8_t* block) {
+template <class Codebook, class T>
+Sums grouped_block(const T* x, int64_t stride, int64_t rows, int64_t inputs, uint8_t* block) {
   Sums sums;
   for (int64_t k = 0; k < round_up(inputs, 2 * kGroup); k += kGroup) {
     uint8_t* pair = block + k / (2 * kGroup) * kInt4Pair;
     const int64_t half = k / kGroup % 2;
     Group group;
     read_group(x, stride, rows, k, inputs, group);
-    const Choice best = best_scale(group);
+    const Choice best = best_scale<Codebook>(group);
     store(reinterpret_cast<F16*>(pair) + half * 16, best.scale);
-    write_lines(group, best.scale, pair + 64 + half * 256);
-    count(group, best.error, sums);
+    write_lines<Codebook>(group, best.scale, pair + 64 + half * 256);
+    // A table without 0 errs in what fills up the last group, too.
+    const bool whole_group = inputs - k >= kGroup;
+    count(group, whole_group ? best.error : error_of<Codebook>(group, best.scale, inputs - k), sums);
   }
   return sums;
 }
@@ -234,7 +270,7 @@ Sums int8_block(const T* x, int64_t stride, int64_t rows, int64_t inputs, uint8_
 }  // namespace
 }  // namespace onward::linear
 
-// x, float [rows, inputs] with a stride in elements from row to row, to a packed int8 or int4 weight.
+// x, float [rows, inputs] with a stride in elements from row to row, to a packed int8, int4 or iq4_nl weight.
 // sums: double [blocks of 16 rows, 3]: the squared error, the squares of x, the largest magnitude, which
 // is NaN, and the weight of no use, where x holds an infinity or a NaN.
 ONWARD_API int32_t onward_linear_quantize(int32_t format, int64_t rows, int64_t inputs, const void* x,
@@ -242,7 +278,7 @@ ONWARD_API int32_t onward_linear_quantize(int32_t format, int64_t rows, int64_t 
                                           double* sums) {
   using namespace onward;
   using namespace onward::linear;
-  if (format != kPackedInt8 && format != kPackedInt4) return kBadArgument;
+  if (format != kPackedInt8 && format != kPackedInt4 && format != kPackedIq4Nl) return kBadArgument;
   if (rows < 0 || inputs < 0 || inputs > kMaxInputs) return kBadArgument;
   const int64_t bytes = block_bytes(Format(format), inputs);
   const bool known = with_dtype(x_dtype, [&](auto* tag) {
@@ -253,8 +289,9 @@ ONWARD_API int32_t onward_linear_quantize(int32_t format, int64_t rows, int64_t 
         const int64_t count = rows - first < kBlockRows ? rows - first : kBlockRows;
         const T* part = static_cast<const T*>(x) + first * x_stride;
         auto* block = static_cast<uint8_t*>(packed) + b * bytes;
-        const Sums found = format == kPackedInt8 ? int8_block(part, x_stride, count, inputs, block)
-                                                 : int4_block(part, x_stride, count, inputs, block);
+        const Sums found = format == kPackedInt8   ? int8_block(part, x_stride, count, inputs, block)
+                           : format == kPackedInt4 ? grouped_block<Int4>(part, x_stride, count, inputs, block)
+                                                   : grouped_block<Iq4Nl>(part, x_stride, count, inputs, block);
         sums[b * 3] = found.error, sums[b * 3 + 1] = found.size, sums[b * 3 + 2] = found.largest;
       }
     });

@@ -33,12 +33,12 @@ def merged_params(architecture: Architecture, params: Any, adapter: Adapter) -> 
     head keeps the old weight, as in the model with the adapter beside it.
 
     Raises:
-        CheckpointError: the adapter is for another model: a module is not there, or of another shape.
+        CheckpointError: the adapter is for another model: a module is not there, or of another kind or shape.
         RequestError: the weights are quantized.
     """
     names = part_names(architecture)
-    check_modules(adapter, names)
     leaves, structure = pytree.tree_flatten(params, is_leaf=is_marked)
+    check_modules(adapter, names, leaves)
     merged = [_merged(leaf, name, adapter) for leaf, name in zip(leaves, names, strict=True)]
     return pytree.tree_unflatten(merged, structure)
 
@@ -54,9 +54,7 @@ def _merged(leaf: Any, name: str | None, adapter: Adapter) -> Any:
     if isinstance(leaf, Embedding):
         return _merged_embedding(leaf, str(name), adapter)
     if isinstance(leaf, ShortConv):
-        stock = leaf.by_tap.T.unsqueeze(1)
-        replaced = adapter.replaced.get(f"{name}.weight")
-        return leaf if replaced is None else leaf._replace(weight=_like(stock, fitting(str(name), replaced, stock)))
+        return _merged_conv(leaf, str(name), adapter)
     replaced = None if name is None else adapter.replaced.get(name)
     return leaf if replaced is None else _like(leaf, fitting(str(name), replaced, leaf))
 
@@ -71,6 +69,17 @@ def _merged_linear(part: Linear | Router, module: str, adapter: Adapter) -> Line
         fitting_bias(module, new_bias, bias)
         bias = None if bias is None else _like(bias, new_bias)
     return part._replace(weight=weight, bias=bias)
+
+
+def _merged_conv(part: ShortConv, module: str, adapter: Adapter) -> ShortConv:
+    weight, bias = part.weight, part.bias
+    if (replaced := adapter.replaced.get(f"{module}.weight")) is not None:
+        stock = part.by_tap.T.unsqueeze(1)
+        weight = _like(stock, fitting(f"{module}.weight", replaced, stock))
+    if (new_bias := adapter.replaced.get(f"{module}.bias")) is not None:
+        fitting_bias(module, new_bias, bias)
+        bias = None if bias is None else _like(bias, new_bias)
+    return ShortConv(weight, bias)
 
 
 def updated(module: str, weight: Tensor, update: Update) -> Tensor:

@@ -14,6 +14,10 @@ CONFIG = "adapter_config.json"
 # Fields that change what an adapter computes in ways that Onward does not have, unless they are empty.
 _REFUSED = ("layer_replication", "target_parameters", "megatron_config", "corda_config", "alora_invocation_tokens")
 
+# The values of init_lora_weights with which peft takes from the weights what A and B begin with (as PiSSA does, arXiv
+# 2404.02948): the adapter is one of what is left of them.
+_WEIGHTS_CHANGED = re.compile(r"(pissa|corda|olora|loftq|lora_ga)(_.*)?", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class PeftConfig:
@@ -60,6 +64,13 @@ def read_peft_config(folder: Path) -> PeftConfig:
                 f"{path}: {name} is {fields[name]!r}, which Onward does not have: merge the adapter with peft "
                 "(merge_and_unload) and load the merged model"
             )
+    begun = fields.get("init_lora_weights")
+    if isinstance(begun, str) and _WEIGHTS_CHANGED.fullmatch(begun):
+        raise CheckpointError(
+            f"{path}: init_lora_weights is {begun!r}, which changes the model's own weights too: save the adapter for "
+            "the weights as they were (save_pretrained with path_initial_model_for_weight_conversion), or merge it "
+            "with peft (merge_and_unload) and load the merged model"
+        )
     return PeftConfig(
         rank=_number(path, fields, "r", whole=True),
         alpha=_number(path, fields, "lora_alpha"),

@@ -154,10 +154,11 @@ def _update(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, T
 
 def _embedding(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Update:
     a, b = _pair(path, module, tensors, "embedding_a", "embedding_b")
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+    rank = config.rank_of(module)
+    if a.dim() != 2 or b.dim() != 2 or not a.shape[0] == b.shape[1] == rank:
         raise CheckpointError(
-            f"{path}: {module} has lora_embedding_A {list(a.shape)} and lora_embedding_B {list(b.shape)}: they must be "
-            "[rank, vocabulary] and [width, rank]"
+            f"{path}: {module} has lora_embedding_A {list(a.shape)} and lora_embedding_B {list(b.shape)}, and "
+            f"adapter_config.json makes its rank {rank}: they must be [{rank}, vocabulary] and [width, {rank}]"
         )
     if config.dora or "magnitude" in tensors:
         raise CheckpointError(f"{path}: {module} is an embedding with DoRA, which Onward does not have")

@@ -8,7 +8,16 @@ from torch.utils import _pytree as pytree
 
 from onward.adapters.peft_folder import Adapter, Update, changed_modules
 from onward.errors import CheckpointError, RequestError
-from onward.models import Architecture, Embedding, Linear, Model, architecture_of, named_params
+from onward.models import (
+    Architecture,
+    Embedding,
+    LatentLinear,
+    Linear,
+    Model,
+    Router,
+    architecture_of,
+    named_params,
+)
 from onward.models.linear import is_marked
 from onward.ops import Weight
 from onward.ops.linear import weight_shape
@@ -42,8 +51,11 @@ def part_names(architecture: Architecture) -> list[str | None]:
     return [name_of(leaf) for leaf in leaves]
 
 
-def check_modules(adapter: Adapter, names: Sequence[str | None]) -> None:
-    """Raise `CheckpointError` where an adapter changes a module that is none of the model's. names: of `part_names`."""
+def check_modules(adapter: Adapter, names: Sequence[str | None], parts: Sequence[Any]) -> None:
+    """Raise `CheckpointError` where an adapter changes a module that is none of the model's, or is of another kind.
+
+    names: of `part_names`. parts: the leaves of the params, which these name.
+    """
     modules = [name for name in names if name is not None]
     known = {*modules, *(name.rpartition(".")[0] for name in modules)}  # of a norm the tensor is known by its name
     if unknown := sorted(set(changed_modules(adapter)) - known):
@@ -51,6 +63,20 @@ def check_modules(adapter: Adapter, names: Sequence[str | None]) -> None:
             f"the adapter changes {len(unknown)} modules that the model does not have, {unknown[0]!r} for one: is it "
             "for another model?"
         )
+    named = [(name, part) for name, part in zip(names, parts, strict=True) if name is not None]
+    linear = {name for name, part in named if isinstance(part, Linear | Router | LatentLinear)}
+    tables = {name for name, part in named if isinstance(part, Embedding)}
+    tensors = {tensor for name, part in named for tensor in _tensors(name, part)}
+    others = [*(adapter.updates.keys() - linear), *(adapter.embeddings.keys() - tables)]
+    if others := sorted([*others, *(adapter.replaced.keys() - tensors)]):
+        raise CheckpointError(f"the adapter's update of {others[0]} is of another kind of layer than the model's")
+
+
+def _tensors(name: str, part: Any) -> tuple[str, ...]:
+    """The names of the tensors of a part."""
+    if not is_marked(part):
+        return (name,)
+    return (f"{name}.weight",) if isinstance(part, Embedding) else (f"{name}.weight", f"{name}.bias")
 
 
 def fitting(name: str, tensor: Tensor, weight: Weight) -> Tensor:

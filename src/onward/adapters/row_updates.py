@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from onward.adapters.peft_folder import Adapter
 from onward.adapters.places import adaptable, check_modules, fitting, fitting_bias, fitting_update, part_names
-from onward.errors import CheckpointError, RequestError
+from onward.errors import RequestError
 from onward.models import Embedding, Linear, Model
 from onward.models.linear import is_marked
 from onward.ops import QuantizedWeight, Weight
@@ -41,18 +41,17 @@ def row_updates(model: Model, adapter: Adapter) -> dict[str, RowUpdate]:
     """The changes of an adapter by module.
 
     Raises:
-        CheckpointError: the adapter is for another model: a module is not there, or of another shape.
+        CheckpointError: the adapter is for another model: a module is not there, or of another kind or shape.
         RequestError: it changes what all rows of a batch share, or the model is of no family.
     """
     names = part_names(adaptable(model))
-    check_modules(adapter, names)
+    parts = pytree.tree_leaves(model.params, is_leaf=is_marked)
+    check_modules(adapter, names, parts)
     updates: dict[str, RowUpdate] = {}
-    for name, part in zip(names, pytree.tree_leaves(model.params, is_leaf=is_marked), strict=True):
+    for name, part in zip(names, parts, strict=True):
         update = None if name is None else _update(name, part, adapter)
         if name is not None and update is not None:
             updates[name] = update
-    if others := sorted({*adapter.updates, *adapter.embeddings} - set(updates)):
-        raise CheckpointError(f"the adapter's update of {others[0]} is of another kind of layer than the model's")
     return updates
 
 

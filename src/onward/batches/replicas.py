@@ -105,7 +105,7 @@ def ray_cluster(address: str | None, replicas: int) -> Iterator[None]:
     try:
         if address is None:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-            ray.init(num_cpus=replicas, object_store_memory=_STORE, include_dashboard=False, **quiet)
+            ray.init(address="local", num_cpus=replicas, object_store_memory=_STORE, include_dashboard=False, **quiet)
         else:
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import onward
 from onward.engine import Engine, Generation
 from onward.engine.fingerprint import bits_fingerprint
-from onward.errors import EngineBusyError, EngineError, OnwardError
+from onward.errors import EngineBusyError, EngineError, OnwardError, one_line
 from onward.openai import BatchLine, Body, BodyReader, answer_body
 from onward.requests import Request
 
@@ -87,6 +87,9 @@ class LineServer:
             completions = [await generation for generation in generations]
         except OnwardError as error:
             return _failure(line, id, error)
+        except Exception as error:  # of torch, or memory that was not there
+            what = f"the text could not be finished: {type(error).__name__}: {one_line(error)}"
+            return _failure(line, id, OnwardError(what))
         answer = answer_body(body, completions, tokenizer, onward.__version__)
         return Served(line.served(id, answer), False, answer["usage"]["completion_tokens"])
 

@@ -40,13 +40,15 @@ class Slot:
     see them, and the slot does not write them. noted: how many of the first blocks can be found. note_at: the number of
     ids at which `note` has something to do. findable: whether its text may be found at all. stamp: changes with blocks.
     windows: the blocks of sliding layers that it has, by their index among `blocks`. most_windows: how many of them it
-    may have. state: the slot of its recurrent states; None without recurrent layers. adapter: that its keys and values
-    are computed with.
+    may have. state: the slot of its recurrent states; None without recurrent layers. branch: up to which block's end
+    its prompt was found, with recurrent states after less of it, or none; 0 where all that was found is used. adapter:
+    that its keys and values are computed with.
     """
 
     __slots__ = (
         "adapter",
         "blocks",
+        "branch",
         "findable",
         "length",
         "most_windows",
@@ -68,6 +70,7 @@ class Slot:
         self.windows: dict[int, int] = {}
         self.most_windows = 0
         self.state: int | None = None
+        self.branch = 0
         self.stamp = next(_stamps)
         self.thread = threading.get_ident()
 

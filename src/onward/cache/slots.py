@@ -194,6 +194,7 @@ class PagedSlots:
             if partial is not None and own[0] != partial.block:
                 self._memory.copy(partial.block, own[0], common)
             slot.place([*slot.blocks, *own])
+            slot.branch = self._texts.branch(ids, limit, adapter) if reuse else 0
             self._add(slot, noted=len(path))
             if reuse:
                 self.lookups += len(ids)
@@ -443,11 +444,12 @@ class PagedSlots:
             room = min(room, self.block)
         return room if self._states.memory is None else min(room, STATE_BLOCK)
 
-    def piece(self, slot: Slot, first: int, count: int) -> int:
+    def piece(self, slot: Slot | None, first: int, count: int) -> int:
         """How many of `count` ids of a prompt, from position `first` on, to process at once: where layers slide as many
         as there are blocks for, which are reserved; where recurrent states are kept those up to the last end of a
-        block, for only there they are."""
-        while count > self.block:
+        block, for only there they are, or to where the prompt leaves an earlier one, since a third may leave it there
+        too (arXiv 2411.19379). Without a slot (a search, whose beams have them) count is 1."""
+        while slot is not None and count > self.block:
             with self.lock:
                 self._mend(slot)
                 missing = self._windows.missing(slot, first, first + count)
@@ -455,7 +457,9 @@ class PagedSlots:
                     break
             count = max(self.block, count // 2)
         end = (first + count) // self.block * self.block
-        return end - first if self._states.most_kept and end > first else count
+        if slot is None or not self._states.most_kept or end <= first:
+            return count
+        return (slot.branch if first < slot.branch < end else end) - first
 
     def read(self, slot: Slot, positions: int) -> Any:
         """A copy of the first positions of a slot, as a dense cache of one row."""

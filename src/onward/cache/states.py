@@ -183,7 +183,10 @@ class StatePool:
         if self.most_kept and self._can_copy and self.memory is not None:
             slot = self.fork(source)
             assert slot is not None
-            self.keep(node, slot, end)
+            if self._is_found(node):
+                self.keep(node, slot, end)
+            else:  # it made room for the copy
+                self.free.append(slot)
 
     def fork_kept(self, node: BlockNode) -> int:
         """A slot that holds what a node keeps; the very one of the node where there is no room for another."""
@@ -195,12 +198,15 @@ class StatePool:
             return source
         copy = self.fork(source)
         assert copy is not None
-        if self._budget.blocks.nodes[node.block] is node:
+        if self._is_found(node):
             node.state = source
             self.kept[node] = None
         else:
             self.free.append(source)
         return copy
+
+    def _is_found(self, node: BlockNode) -> bool:
+        return self._budget.blocks.nodes[node.block] is node
 
     @property
     def _can_copy(self) -> bool:

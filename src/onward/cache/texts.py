@@ -23,6 +23,16 @@ class Texts:
             return self.reusable(NO_MATCH)
         return self.reusable(self._pools.blocks.trie.match(ids, limit, digest_of(adapter)))
 
+    def branch(self, ids: Sequence[int], limit: int, adapter: RowAdapter | None) -> int:
+        """Up to which block's end an earlier text has the first `limit` of these ids; 0 without recurrent layers."""
+        if self._pools.states.memory is None or limit <= 0:
+            return 0
+        return len(self._found(ids, limit, adapter)) * self._pools.block
+
+    def _found(self, ids: Sequence[int], limit: int, adapter: RowAdapter | None) -> list[BlockNode]:
+        """The nodes of the full blocks that hold the first `limit` of these ids, as far as there are any."""
+        return self._pools.blocks.trie.match(ids, limit, digest_of(adapter)).path
+
     def reusable(self, match: Match) -> tuple[Match, BlockNode | None]:
         """The longest part of a match that a text can go on from, and the node that keeps recurrent states of it."""
         while True:
@@ -61,15 +71,17 @@ class Texts:
             slot.noted += 1
         slot.sealed = max(slot.sealed, full)
         slot.note_at = (full + 1) * size
-        self._keep_states(slot, full)
+        self._keep_states(slot, ids, full)
 
-    def _keep_states(self, slot: Slot, full: int) -> None:
-        """Let the node of the slot's last full block keep the recurrent states after it, if they are there."""
+    def _keep_states(self, slot: Slot, ids: Sequence[int], full: int) -> None:
+        """Let the node of the slot's last full block, or another's of the same text, keep the recurrent states after
+        it, if they are there."""
         states, end = self._pools.states, full * self._pools.block
-        if slot.state is not None and slot.noted == full > 0 and states.holds(slot.state, end):
-            node = self.last_noted(slot)
-            if node.state is None:
-                states.snapshot(node, slot.state, end)
+        if slot.state is None or not full or not states.holds(slot.state, end):
+            return
+        path = [self.last_noted(slot)] if slot.noted == full else self._found(ids, end, slot.adapter)[full - 1 :]
+        if path and path[0].state is None:
+            states.snapshot(path[0], slot.state, end)
 
     def leave(self, slot: Slot, ids: Sequence[int]) -> list[BlockNode]:
         """Let the blocks after the noted ones be found, unless a slot holds them; return the nodes of these ids.

@@ -5,10 +5,7 @@ What is written stands for the same numbers, or the conversion is refused.
 
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onward.checkpoint.destination import appears, check_destination
 from onward.checkpoint.folder import CheckpointFolder
-from onward.checkpoint.gguf import GgufCheckpoint
-from onward.checkpoint.gguf.exporting import model_metadata, model_tensors, tokenizer_metadata
+from onward.checkpoint.gguf import GgufCheckpoint, parts_of
+from onward.checkpoint.gguf.exporting import all_tensors, model_metadata
+from onward.checkpoint.gguf.exporting_families import written
+from onward.checkpoint.gguf.exporting_texts import texts_metadata
 from onward.checkpoint.gguf.writer import write_gguf
 from onward.checkpoint.opening import Checkpoint, open_checkpoint
 from onward.checkpoint.quantized import (
     MANIFEST,
-    check_destination,
+    METHODS,
     copy_small_files,
     read_manifest,
     read_quantized,
@@ -34,6 +34,7 @@ from onward.checkpoint.quantized import (
 from onward.checkpoint.quantizers import method_of
 from onward.checkpoint.shards import WEIGHTS
 from onward.checkpoint.source import find_folder
+from onward.checkpoint.stacked_experts import with_stacked_experts
 from onward.checkpoint.weights import read_weights
 from onward.errors import RequestError
 from onward.models import Architecture, read_config
@@ -42,6 +43,21 @@ from onward.ops import QuantizedWeight
 
 FORMATS = ("safetensors", "gguf")
 _CPU = torch.device("cpu")
+# transformers' names of configs that are not those of their architectures in small letters.
+_MODEL_TYPES = {
+    "DeepseekV2": "deepseek_v2",
+    "DeepseekV3": "deepseek_v3",
+    "FalconH1": "falcon_h1",
+    "Gemma3": "gemma3_text",
+    "Gemma4": "gemma4_text",
+    "Glm4Moe": "glm4_moe",
+    "GptOss": "gpt_oss",
+    "NemotronH": "nemotron_h",
+    "Qwen3Moe": "qwen3_moe",
+    "Qwen3_5": "qwen3_5_text",
+    "Qwen3_5Moe": "qwen3_5_moe_text",
+    "SeedOss": "seed_oss",
+}
 _Weights = dict[str, Tensor | QuantizedWeight]
 
 
@@ -57,34 +73,34 @@ def convert(
 
     Args:
         source: a folder, a GGUF file, a hub id or "demo", as for `onward.load`.
-        destination: absent. For "safetensors" a folder, which may be empty; for "gguf" a file. It appears when all is
-            written, or not at all.
+        destination: absent. For "safetensors" a folder, which may be empty; for "gguf" a file "….gguf". It appears
+            when all is written, or not at all.
         to: "safetensors", floats in the Hugging Face layout; or "gguf", for most families that Onward reads from GGUF:
-            floats as they are, int4 as Q4_0.
-        dtype: of the weights; by default the checkpoint's own. Where they are quantized and are to be floats, that is
-            float32, which alone holds every scale times every integer.
+            floats as they are, int4 as Q4_0, iq4_nl as IQ4_NL.
+        dtype: of the weights; by default each keeps one that holds it. Where they are quantized and are to be floats,
+            that is float32, which alone holds every scale times every integer.
         show_downloads: show bars while a hub id is fetched.
 
     Returns:
         The destination.
 
     Raises:
-        RequestError: another format, a destination that is taken, or a model that the format does not hold.
+        RequestError: another format, a destination that is taken or cannot be written, or a model that the format does
+            not hold.
     """
     if to not in FORMATS:
         raise RequestError(f"a checkpoint is converted to {' or '.join(FORMATS)}; got {to!r}")
     target = Path(destination).expanduser().absolute()
-    if to == "safetensors":
-        check_destination(target)
-    elif target.exists() or target.is_symlink():
-        raise RequestError(f"{target} is there already: give a file that is absent")
+    check_destination(target, is_file=to == "gguf")
+    if to == "gguf":
+        _check_name(target)
     path = find_folder(source if isinstance(source, str) else Path(source), progress=show_downloads)
     checkpoint = open_checkpoint(path)
     if to == "gguf" and isinstance(checkpoint, GgufCheckpoint):
         raise RequestError(f"{path} is GGUF already")
     config = read_config(checkpoint.config)
     weights = _weights(checkpoint, config, dtype, packed=to == "gguf")
-    with _appears(target) as partial:
+    with appears(target) as partial:
         if to == "safetensors":
             _write_folder(checkpoint, weights, partial)
         else:
@@ -93,12 +109,24 @@ def convert(
     return target
 
 
+def _check_name(target: Path) -> None:
+    """Raise unless a GGUF file is known as one by this name."""
+    if target.suffix.lower() != ".gguf":
+        raise RequestError(f"{target} must end with .gguf, by which a GGUF file is known")
+    if (parts := len(parts_of(target.name))) != 1:
+        raise RequestError(
+            f"{target} is the name of one of {parts} parts, and the file will be whole: give another name"
+        )
+
+
 def _weights(checkpoint: Checkpoint, config: Architecture, dtype: torch.dtype | None, packed: bool) -> _Weights:
     """The weights by stock name, as floats; where `packed` and no dtype is given, quantized ones as they are."""
     if isinstance(checkpoint, GgufCheckpoint):
         blocks = set(checkpoint.types) - {"F32", "F16", "BF16"}
         # float32 is the dtype in which a GGUF's blocks are not kept in their own bits; other floats are cut from it.
-        params = checkpoint.read_weights(config, dtype=torch.float32 if blocks else dtype, device=_CPU)
+        params = checkpoint.read_weights(
+            config, dtype=torch.float32 if blocks else dtype, device=_CPU, exact=dtype is None
+        )
         named = weights_by_stock_name(config, params)
         return {name: _as_float(weight, dtype) for name, weight in named.items()}
     manifest = read_manifest(checkpoint.path, checkpoint.config)
@@ -110,7 +138,9 @@ def _weights(checkpoint: Checkpoint, config: Architecture, dtype: torch.dtype | 
         return {name: _as_float(weight, dtype or torch.float32) for name, weight in named.items()}
     if dtype is None and method_of(checkpoint.config) is not None:
         dtype = torch.float32
-    return weights_by_stock_name(config, read_weights(checkpoint.path, config, dtype=dtype, device=_CPU))
+    return weights_by_stock_name(
+        config, read_weights(checkpoint.path, config, dtype=dtype, device=_CPU, own_dtypes=True)
+    )
 
 
 def _as_float(weight: Tensor | QuantizedWeight, dtype: torch.dtype | None) -> Tensor:
@@ -120,32 +150,25 @@ def _as_float(weight: Tensor | QuantizedWeight, dtype: torch.dtype | None) -> Te
     return weight if dtype is None else weight.to(dtype)
 
 
-@contextmanager
-def _appears(target: Path) -> Iterator[Path]:
-    """A path beside the target, which takes its place when the block has ended well."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-    try:
-        yield partial
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)
-        raise
-
-
 def _write_folder(checkpoint: Checkpoint, weights: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir()
     matrix = next(weight for weight in weights.values() if weight.dim() > 1)
-    left_out = (MANIFEST, "quantization_config", "compression_config", "torch_dtype")
+    left_out = (MANIFEST, *METHODS, "torch_dtype")
     config = {name: value for name, value in checkpoint.config.items() if name not in left_out}
     config["dtype"] = str(matrix.dtype).removeprefix("torch.")
     if isinstance(checkpoint, GgufCheckpoint):
-        config["model_type"] = checkpoint.files[0].metadata["general.architecture"]
+        config["model_type"] = _model_type(*config["architectures"])
         _write_gguf_texts(checkpoint, folder)
     else:
         copy_small_files(checkpoint.path, folder)
     _write_json(folder / "config.json", config)
-    write_safetensors(weights, folder / WEIGHTS)
+    write_safetensors(with_stacked_experts(weights, config["architectures"][0]), folder / WEIGHTS)
+
+
+def _model_type(architecture: str) -> str:
+    """What transformers calls the config of an architecture."""
+    name = architecture.removesuffix("ForCausalLM")
+    return _MODEL_TYPES.get(name, name.lower())
 
 
 def _write_gguf_texts(checkpoint: GgufCheckpoint, folder: Path) -> None:
@@ -166,16 +189,14 @@ def _write_gguf_texts(checkpoint: GgufCheckpoint, folder: Path) -> None:
 
 
 def _write_gguf(checkpoint: CheckpointFolder, config: Architecture, weights: _Weights, file: Path) -> None:
-    fields = dict(checkpoint.config)
-    metadata = model_metadata(fields, checkpoint.path.name)
-    if checkpoint.tokenizer is None:
-        metadata["tokenizer.ggml.model"] = "none"  # llama.cpp loads no file that does not say it
-    else:
-        template = None if checkpoint.chat_template is None else checkpoint.chat_template.sources[0]
-        metadata |= tokenizer_metadata(checkpoint.tokenizer, config.vocab_size, template)
-    write_gguf(file, metadata, model_tensors(fields, weights))
-    written = read_config(GgufCheckpoint(file).config)
-    if _of_forward(written) != _of_forward(read_config(_as_float32(fields))):
+    line = written(checkpoint.config, config)
+    assert isinstance(config, Decoder), "families that are written are decoders"
+    fields = line.config(checkpoint.config, config)
+    metadata = model_metadata(line, fields, checkpoint.path.name)
+    metadata |= texts_metadata(checkpoint, config.vocab_size)
+    write_gguf(file, metadata, all_tensors(line, checkpoint.config, fields, metadata, weights))
+    back = read_config(_as_float32(GgufCheckpoint(file).config))
+    if _of_forward(back) != _of_forward(read_config(_as_float32(fields))):
         raise RequestError(
             f"{checkpoint.path}: its config.json says what GGUF's metadata do not, such as a sliding window or another "
             "RoPE schedule"

@@ -28,7 +28,8 @@ class CheckpointFolder:
                 advice = "put that of the model beside the training checkpoint (docs/training.md)"
             if self._has("adapter_config.json"):
                 base = self._read_json("adapter_config.json", ConfigError).get("base_model_name_or_path")
-                advice = f"it holds an adapter alone; load the model that the adapter was trained on ({base})"
+                advice = "it holds an adapter alone; load the model that the adapter was trained on"
+                advice += f" ({base})" if base else ""
             raise ConfigError(f"{self.path} holds no config.json: {advice}")
         config = self._read_json("config.json", ConfigError)
         try:

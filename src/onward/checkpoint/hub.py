@@ -19,22 +19,12 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.tqdm import tqdm
 
 from onward.checkpoint.gguf import parts_of
-from onward.checkpoint.shards import INDEX, WEIGHTS, lies_outside, weight_files
+from onward.checkpoint.shards import INDEX, TEXT_FILES, WEIGHTS, lies_outside, weight_files
 from onward.errors import OnwardError, SourceError, one_line
 
 # The files of a checkpoint in the Hugging Face layout. Repositories often hold the same weights in other formats too;
 # those are not fetched. Shards are fetched after the index, which names them.
-_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates/tool_use.jinja",
-    WEIGHTS,
-    INDEX,
-)
+_FILES = ("config.json", *TEXT_FILES, WEIGHTS, INDEX)
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack", ".onnx")
 
 

@@ -7,7 +7,6 @@ docs/quantization.md describes both.
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
@@ -19,30 +18,35 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from onward.checkpoint.destination import appears, check_destination
 from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.safetensors_folder import SafetensorsFolder
-from onward.checkpoint.shards import WEIGHTS, open_safetensors
+from onward.checkpoint.shards import TEXT_FILES, WEIGHTS, open_safetensors
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line
-from onward.models import Architecture, ExpertLinear, LatentLinear, Scope, map_marked, named_params
+from onward.models import (
+    Architecture,
+    ExpertLinear,
+    LatentLinear,
+    Router,
+    Scope,
+    ShortConv,
+    map_marked,
+    named_params,
+)
 from onward.models.architecture import is_unread
 from onward.ops import PackedWeight, QuantizedWeight
-from onward.ops.quantized import ROUNDED_FORMATS
+from onward.ops.linear import stock_weight
+from onward.ops.quantized import ROUNDED_FORMATS, rounded_formats
 from onward.ops.quantized_layout import GROUP, data_shape
 
 MANIFEST = "onward_quantization"
+# Where config.json says how others quantized the weights, which these are no longer.
+METHODS = ("quantization_config", "compression_config")
 # Of one format for all matrices, and of one for each.
 VERSION, MIXED_VERSION = 1, 2
 ALIGNMENT = 64
 
-_COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates/tool_use.jinja",
-    "LICENSE",
-)
+_COPIED = (*TEXT_FILES, "LICENSE")
 _DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -50,7 +54,8 @@ _DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torc
 class Manifest:
     """What config.json says of the quantized matrices.
 
-    shapes: stock name -> (N, K) of the weight that the bytes stand for. formats: stock name -> "int8" or "int4".
+    shapes: stock name -> (N, K) of the weight that the bytes stand for. formats: stock name -> "int8", "int4" or
+    "iq4_nl".
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -99,9 +104,9 @@ def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
 
 def _check_format(where: str, format: Any, manifest: Mapping[str, Any]) -> None:
     if not isinstance(format, str) or format not in ROUNDED_FORMATS:
-        raise ConfigError(f"{where}: format must be {' or '.join(map(repr, ROUNDED_FORMATS))}; got {format!r}")
-    if format == "int4" and not _is_whole(manifest.get("group"), GROUP):
-        raise ConfigError(f"{where}: int4 has groups of {GROUP}; got group {manifest.get('group')!r}")
+        raise ConfigError(f"{where}: format must be {rounded_formats()}; got {format!r}")
+    if format != "int8" and not _is_whole(manifest.get("group"), GROUP):
+        raise ConfigError(f"{where}: {format} has groups of {GROUP}; got group {manifest.get('group')!r}")
 
 
 def _is_whole(value: Any, number: int) -> bool:
@@ -214,14 +219,6 @@ def _open(path: Path) -> Any:
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_destination(destination: Path) -> None:
-    """Raise unless `destination` is absent or an empty folder."""
-    if destination.is_dir() and not any(destination.iterdir()):
-        return
-    if destination.exists() or destination.is_symlink():
-        raise RequestError(f"{destination} is there already: give a folder that is absent or empty")
-
-
 def write_quantized(
     source: CheckpointFolder,
     config: Architecture,
@@ -231,7 +228,7 @@ def write_quantized(
 ) -> None:
     """Write quantized weights as a checkpoint, with the tokenizer, templates and defaults of the source.
 
-    Everything is written to a folder beside the destination, which is then renamed: it appears whole or not at all.
+    It appears whole or not at all.
 
     Args:
         source: the folder that the weights came from, whose small files are copied.
@@ -241,30 +238,24 @@ def write_quantized(
         errors: relative RMS errors by the names of `parameter_name`, for the manifest.
 
     Raises:
-        RequestError: the destination is not free.
+        RequestError: the destination is not free, or cannot be written.
     """
     destination = destination.absolute()
     check_destination(destination)
     weights = _by_stock_name(config, params, errors or {})
     formats = {weight.format for weight, _ in weights.values() if isinstance(weight, QuantizedWeight)}
     if others := formats - set(ROUNDED_FORMATS):
-        raise RequestError(f"a quantized folder holds weights in {' and '.join(ROUNDED_FORMATS)}; got {sorted(others)}")
+        raise RequestError(f"a quantized folder holds weights in {rounded_formats()}; got {sorted(others)}")
     if not formats:
         raise RequestError("a quantized folder holds quantized weights; got none")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    partial = destination.with_name(f".{destination.name}.partial-{secrets.token_hex(4)}")
-    partial.mkdir()
-    try:
+    with appears(destination) as partial:
+        partial.mkdir()
         copy_small_files(source.path, partial)
         _write_config(source, weights, formats, partial)
         write_safetensors(
             {name: w.data if isinstance(w, QuantizedWeight) else w for name, (w, _) in weights.items()},
             partial / WEIGHTS,
         )
-        partial.rename(destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
@@ -298,9 +289,13 @@ def weights_by_stock_name(config: Architecture, params: Any) -> dict[str, Tensor
 
 
 def _one_by_one(part: Any) -> Any:
-    """The weights as a checkpoint names them: each expert's, and a latent's in one."""
+    """The weights as a checkpoint has them: each expert's, a latent's in one, and unpacked what is never quantized."""
     if isinstance(part, LatentLinear):
         return replace(part, weight=part.stock)
+    if isinstance(part, Router) and isinstance(part.weight, PackedWeight):
+        return part._replace(weight=stock_weight(part.weight))
+    if isinstance(part, ShortConv):
+        return part._replace(weight=part.by_tap.T.unsqueeze(1))
     return part._replace(weight=part.matrices) if isinstance(part, ExpertLinear) else part
 
 
@@ -320,8 +315,9 @@ def _write_config(source: CheckpointFolder, weights: _Named, formats: Set[str], 
             tensors[name] |= {"format": weight.format} if is_mixed else {}
             tensors[name] |= {} if error is None else {"relative_rms_error": float(f"{error:.4g}")}
     version = {"version": MIXED_VERSION} if is_mixed else {"version": VERSION, "format": next(iter(formats))}
-    group = {"group": GROUP} if "int4" in formats else {}
-    text = json.dumps(source.config | {MANIFEST: version | group | {"tensors": tensors}}, indent=2)
+    group = {"group": GROUP} if formats != {"int8"} else {}
+    config = {name: value for name, value in source.config.items() if name not in METHODS}
+    text = json.dumps(config | {MANIFEST: version | group | {"tensors": tensors}}, indent=2)
     (destination / "config.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -31,15 +31,22 @@ class SafetensorsFolder:
 
     A tensor that already has the wanted dtype and device is a view of the memory map, not a copy.
 
-    dtype: to convert to; None: that of the first tensor taken. keeps_bits: give matrices that are stored in few bits,
-    and that the kernels multiply with as they are, as `QuantizedWeight`; else floats. in_floats: modules whose weights
-    were quantized and became floats.
+    dtype: to convert to; None: that of the first tensor taken, or with `own_dtypes` each tensor's own. keeps_bits: give
+    matrices that are stored in few bits, and that the kernels multiply with as they are, as `QuantizedWeight`; else
+    floats. in_floats: modules whose weights were quantized and became floats.
     """
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype | None, device: torch.device, *, keeps_bits: bool = False
+        self,
+        folder: Path,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        *,
+        keeps_bits: bool = False,
+        own_dtypes: bool = False,
     ) -> None:
         self.dtype = dtype
+        self._own_dtypes = own_dtypes
         self.in_floats: list[str] = []
         self._order: Tensor | None = None
         self._keeps_bits = keeps_bits
@@ -79,7 +86,7 @@ class SafetensorsFolder:
         check_float(self._folder / file, name, tensor.dtype)
         self._taken.add(name)
         if dtype is None:
-            dtype = self.dtype = self.dtype or tensor.dtype
+            dtype = self._dtype_of(tensor)
         return placed(self._folder, name, tensor, dtype, self._device)
 
     def all(self) -> dict[str, Tensor]:
@@ -94,6 +101,13 @@ class SafetensorsFolder:
     def left(self) -> list[str]:
         """Names that were not taken."""
         return sorted(set(self._where) - self._taken)
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """That of a weight which follows the model's."""
+        if self.dtype is None and self._own_dtypes:
+            return tensor.dtype
+        self.dtype = self.dtype or tensor.dtype
+        return self.dtype
 
     def _few_bits(self, module: str, parts: set[str], shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         """The weight of a module that another library quantized: in its bits, or in floats."""
@@ -145,8 +159,7 @@ class SafetensorsFolder:
                 raise ValueError(f"its part has shape {list(own[0].shape)}")
             else:
                 check_float(file, first, own[0].dtype)
-                self.dtype = self.dtype or own[0].dtype
-                weight = placed(self._folder, name, own[0], self.dtype, self._device)
+                weight = placed(self._folder, name, own[0], self._dtype_of(own[0]), self._device)
         except (ValueError, IndexError, RuntimeError) as error:
             raise CheckpointError(
                 f"{file}: tensor {first!r} {list(stored[0].shape)} must hold {name!r}, {list(shape)} by config.json: "

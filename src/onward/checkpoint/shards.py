@@ -11,6 +11,15 @@ from onward.errors import CheckpointError, one_line
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What a folder may have beside config.json and weights: its tokenizer's files, templates, and how it samples.
+TEXT_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""Checkpoints that hold the weights of a layer's experts in one tensor, found by the names that families give them.
+"""Checkpoints that hold the weights of a layer's experts in one tensor: read by the names that families give them, and
+written where transformers reads no others.
 
 Families name each expert's matrix, `experts.3.gate_proj.weight` [I, D], `up_proj` and `down_proj` [D, I], and the
 biases of all experts, `experts.gate_proj.bias` [E, I]. Files may have instead, with gate and up in one tensor:
@@ -14,12 +15,18 @@ Shapes: E experts, D width of the stream, I inner width of an expert.
 """
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 _NAME = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(gate_proj|up_proj|down_proj)\.(weight|bias)")
+# Architectures of which transformers reads the experts of a layer in one tensor only.
+_OF_ONE_TENSOR = (
+    *("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    *("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeHybridForCausalLM"),
+)
 
 
 class StackedPart(NamedTuple):
@@ -66,9 +73,46 @@ def stacked_part(name: str, stored: Container[str]) -> StackedPart | None:
         return StackedPart((bias,), None, part, True, False) if bias in stored else None
     if packed[0] in stored:
         return StackedPart(packed, int(expert), part, True, False)
-    granite = f"{stem.removesuffix('experts')}{'output' if part == 'down_proj' else 'input'}_linear.weight"
+    granite = _granite_name(stem, "output" if part == "down_proj" else "input")
     if granite in stored:
         return StackedPart((granite,), int(expert), part, False, False)
     # Only gpt-oss has biases, and its floats are transposed.
-    like_gpt_oss = bias in stored
+    like_gpt_oss = any(f"{stem}.{each}_bias" in stored for each in ("gate_up_proj", "down_proj"))
     return StackedPart((whole,), int(expert), part, like_gpt_oss, like_gpt_oss) if whole in stored else None
+
+
+def with_stacked_experts(weights: Mapping[str, Tensor], architecture: str) -> dict[str, Tensor]:
+    """Weights by stock name, with those of a layer's experts in one tensor where transformers wants this architecture's
+    so; copies of them."""
+    if architecture not in _OF_ONE_TENSOR:
+        return dict(weights)
+    matches = {name: _NAME.fullmatch(name) for name in weights}
+    written = {name: weight for name, weight in weights.items() if matches[name] is None}
+    for stem in dict.fromkeys(match[1] for match in matches.values() if match is not None):
+        written |= _stacked(weights, stem, architecture)
+    return written
+
+
+def _stacked(weights: Mapping[str, Tensor], stem: str, architecture: str) -> dict[str, Tensor]:
+    """The tensors of all experts of a layer."""
+    count = sum(f"{stem}.{expert}.down_proj.weight" in weights for expert in range(len(weights)))
+    gate, up, down = (
+        torch.stack([weights[f"{stem}.{expert}.{part}.weight"] for expert in range(count)])
+        for part in ("gate_proj", "up_proj", "down_proj")
+    )
+    above = torch.cat([gate, up], dim=1)
+    if architecture.startswith("Granite"):
+        return {_granite_name(stem, "input"): above, _granite_name(stem, "output"): down}
+    if architecture != "GptOssForCausalLM":
+        return {f"{stem}.gate_up_proj": above, f"{stem}.down_proj": down}
+    biases = torch.stack([weights[f"{stem}.{part}.bias"] for part in ("gate_proj", "up_proj")], dim=2).flatten(1)
+    return {
+        f"{stem}.gate_up_proj": torch.stack([gate, up], dim=2).flatten(1, 2).mT,
+        f"{stem}.gate_up_proj_bias": biases,
+        f"{stem}.down_proj": down.mT,
+        f"{stem}.down_proj_bias": weights[f"{stem}.down_proj.bias"],
+    }
+
+
+def _granite_name(stem: str, end: str) -> str:
+    return f"{stem.removesuffix('experts')}{end}_linear.weight"

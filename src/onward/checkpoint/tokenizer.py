@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from onward.errors import OnwardError, RequestError, TokenizerError, one_line, warn
+from onward.errors import CheckpointError, ConfigError, OnwardError, RequestError, TokenizerError, one_line, warn
 from onward.reprs import described
 
 
@@ -130,6 +130,19 @@ class JsonTokenizer:
             warn("tokenizer_config.json says add_bos_token, but names no bos_token: none is added")
             return False
         return self._adds_bos if add_bos is None else add_bos
+
+
+def check_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, eos: tuple[int, ...]) -> None:
+    """Raise unless the model's vocabulary has the tokenizer's ids and the EOS ids; it may have more (padding)."""
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
+            f"{vocab_size - 1}: they are of different models"
+        )
+    if outside := [token for token in eos if token >= vocab_size]:
+        raise ConfigError(
+            f"{path}: eos_token_id names id {outside[0]}, but the model's vocabulary ends at {vocab_size - 1}"
+        )
 
 
 def token_text(value: object) -> str | None:

@@ -25,6 +25,7 @@ def read_weights(
     name_map: NameMapSource = None,
     each_layer: Callable[[Any], Any] = lambda layer: layer,
     keeps_bits: bool = False,
+    own_dtypes: bool = False,
     show_in_floats: Callable[[list[str]], None] = lambda modules: None,
 ) -> Any:
     """All weights of a model. Every tensor of the folder must be one of them.
@@ -38,6 +39,7 @@ def read_weights(
         each_layer: converts each layer (packs it, say) as soon as it is read.
         keeps_bits: give matrices that are stored in few bits, and that the kernels multiply with as they are, as
             `QuantizedWeight`; else floats.
+        own_dtypes: without a dtype, safetensors keep each its own.
         show_in_floats: is called with the modules whose weights others quantized and that became floats.
 
     Raises:
@@ -48,7 +50,7 @@ def read_weights(
     if is_distributed(folder):
         tensors = DistributedFolder(folder, config, dtype, device, name_map)
     elif name_map is None:
-        tensors = SafetensorsFolder(folder, dtype, device, keeps_bits=keeps_bits)
+        tensors = SafetensorsFolder(folder, dtype, device, keeps_bits=keeps_bits, own_dtypes=own_dtypes)
     else:
         raise RequestError(f"a name map is for a torch.distributed.checkpoint folder, and {folder} is none")
     params = config.read(Scope(tensors), each_layer)

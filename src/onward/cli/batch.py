@@ -110,7 +110,7 @@ def _reader(
 
     lm = load_model(model, drafting, adapting)
     needed_tokenizer(lm.tokenizer, "a batch")
-    options = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    options: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     lm.defaults.replace(**options)  # which checks them
     return BodyReader(lm, model_name or model.model, options, template_variables(template, lm, model.model))
 

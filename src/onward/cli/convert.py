@@ -15,7 +15,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder, a GGUF file, a hub id, or 'demo'.")],
-    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="A folder or a file that is absent.")],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DESTINATION", help="A folder or a .gguf file that is absent.")
+    ],
     *,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors or gguf.", show_default=False)],
     dtype: Annotated[
@@ -26,7 +28,7 @@ def convert(
 
     What is written stands for the same numbers, or it is refused. safetensors
     are floats: quantized weights become float32, unless --dtype is given.
-    GGUF holds floats and int4 (as Q4_0), of most families that are read from it.
+    GGUF holds floats, int4 (as Q4_0) and iq4_nl, of most families that are read from it.
     """
     if dtype not in (None, *_DTYPES):
         raise RequestError(f"--dtype is one of {', '.join(_DTYPES)}; got {dtype!r}")

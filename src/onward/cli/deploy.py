@@ -36,7 +36,7 @@ class ReplicaFlags:
         typer.Option("--affinity/--no-affinity", help="Send what begins alike to one replica, for its cache."),
     ] = True
     attempts: Annotated[
-        int, typer.Option("--attempts", metavar="N", help="Replicas that a request may lose before it fails.")
+        int, typer.Option("--attempts", metavar="N", help="How often a request is tried when replicas are lost.")
     ] = 3
     silence: Annotated[
         float, typer.Option("--silence", metavar="SECONDS", help="After which a replica counts as lost.")
@@ -91,7 +91,8 @@ def deploy(
     )
     package.log_to_stderr()
     with package.running(options, server.host, server.port, replicas.address) as url:
-        note(f"{options.name} at {url}/v1 · {options.replicas} replicas · Ctrl-C ends it")
+        count = f"{options.replicas} replica{'s' if options.replicas > 1 else ''}"
+        note(f"{options.name} at {url}/v1 · {count} · Ctrl-C ends it")
         package.until_signal()
 
 

@@ -109,7 +109,9 @@ class SamplingFlags:
 class GenerateFlags:
     """The fields of `GenerateOptions` that a command line can give; None means not given."""
 
-    n: Annotated[int | None, _texts("--samples", metavar="N", help="N texts, with '---' lines between them.")] = None
+    n: Annotated[
+        int | None, _texts("--samples", metavar="N", min=1, help="N texts, with '---' lines between them.")
+    ] = None
     beams: Annotated[
         int | None, _texts("--beams", metavar="N", help="Search with N beams; prints the best text, or --samples.")
     ] = None
@@ -194,8 +196,8 @@ class LoadFlags:
         _model(
             "--quantize",
             metavar="NAME",
-            autocompletion=_one_of("int8", "int4"),
-            help="Hold the weights as int8 or int4.",
+            autocompletion=_one_of("int8", "int4", "iq4_nl"),
+            help="Hold the weights as int8, int4 or iq4_nl.",
         ),
     ] = None
     merge: Annotated[
@@ -351,7 +353,11 @@ class EngineFlags:
     ] = 1000.0
     overcommit: Annotated[
         float | None,
-        Option("--overcommit", metavar="X", help="Reserve 1/X of what may be generated; computes again what fails."),
+        Option(
+            "--overcommit",
+            metavar="X",
+            help="Reserve 1/X of what may be generated; the newest gives way where room is missing.",
+        ),
     ] = None
 
     def limits(self) -> dict[str, Any]:
@@ -384,7 +390,7 @@ class ServerEngineFlags(EngineFlags):
             "--overcommit",
             metavar="X",
             show_default=False,
-            help="Reserve 1/X of what may be generated, else a quarter; computes again what fails.",
+            help="Reserve 1/X of what may be generated, else a quarter; the newest gives way where room is missing.",
         ),
     ] = 4.0
 

@@ -74,8 +74,8 @@ _command(epilog="Example: onward deploy Qwen/Qwen3-0.6B --replicas 4 --quantize 
 _command(epilog="Example: onward batch requests.jsonl results.jsonl -m Qwen/Qwen3-0.6B")(with_flags(batch))
 _command(epilog="Example: onward score --file story.txt")(with_flags(score))
 _command("eval", epilog="Example: onward eval arc_easy hellaswag --limit 100 -m Qwen/Qwen3-0.6B")(with_flags(evaluate))
-_command(epilog="Example: onward quantize Qwen/Qwen3-0.6B qwen3-int4 --format int4")(quantize)
-_command(epilog="Example: onward convert qwen3-int4 qwen3.gguf --to gguf")(convert)
+_command(epilog="Example: onward quantize Qwen/Qwen3-0.6B qwen3-iq4 --format iq4_nl")(quantize)
+_command(epilog="Example: onward convert qwen3-iq4 qwen3.gguf --to gguf")(convert)
 _command(epilog="Example: onward bench Qwen/Qwen3-0.6B --quantize int8 --profile")(with_flags(bench))
 _command(epilog="Example: onward info demo --context 1024 --batch 8")(with_flags(info))
 

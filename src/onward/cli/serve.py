@@ -87,7 +87,8 @@ class ServerFlags:
             try:
                 lines = expanded(self.api_key_file).read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
-                raise RequestError(f"the keys in {str(self.api_key_file)!r} cannot be read: {error}") from error
+                reason = getattr(error, "strerror", None) or error
+                raise RequestError(f"the keys in {str(self.api_key_file)!r} cannot be read: {reason}") from error
             of_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
             if not of_file:
                 raise RequestError(f"there is no key in {str(self.api_key_file)!r}: write one on each line")
@@ -127,8 +128,8 @@ def serve(
         _model(
             "--model",
             "-m",
-            metavar="[NAME=]SOURCE[,OPTION=VALUE]",
-            help="A model under a name; options are those below, as quantize=int8,draft=lookup. Repeatable.",
+            metavar="[NAME=]SOURCE",
+            help="A model under a name; after commas options of its own, such as SOURCE,quantize=int8. Repeatable.",
         ),
     ] = None,
     server: ServerFlags,

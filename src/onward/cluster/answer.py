@@ -1,13 +1,12 @@
 """What the client of an ingress has got of its answer, whoever makes the rest of it."""
 
 import hashlib
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from onward.cluster.call import Emitted, Item
 from onward.errors import OnwardError
-from onward.openai import error_fields, status_of
+from onward.server.errors import error_answer
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 
@@ -59,15 +58,13 @@ class Answer:
             elif message["status"] != self._status:
                 raise DivergedError(f"the answer has the status {message['status']}, and had {self._status}")
 
-    async def fail(self, error: OnwardError, retry_after: float | None = None) -> None:
+    async def fail(self, error: OnwardError) -> None:
         """Say that there will be no more: with a status, or in a stream with an event."""
-        content = json.dumps({"error": error_fields(error)}).encode()
+        whole = error_answer(error)
+        content = bytes(whole.body)
         if not self.started:
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-            if retry_after is not None:
-                headers.append((b"retry-after", str(max(1, round(retry_after))).encode()))
             self.started = True
-            await self._send({"type": "http.response.start", "status": status_of(error), "headers": headers})
+            await self._send({"type": "http.response.start", "status": whole.status_code, "headers": whole.raw_headers})
         elif self._is_stream:
             content = b"data: " + content + b"\n\n"
         else:

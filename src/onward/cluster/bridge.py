@@ -13,8 +13,6 @@ from onward.cluster.call import Call, Parcel, Part
 HEARTBEAT = 0.5
 # Seconds in which what comes is gathered into one parcel, for a parcel costs as much as many tokens of a small model.
 GATHER = 0.02
-# Parcels that go at once after a pause: an answer's status and its first token do not wait for each other.
-_AT_ONCE = 3
 # Messages in a parcel, beyond which applications wait for it to be sent: what they say then comes together.
 _MOST = 64
 # Seconds that the application gets for its last words when nobody listens any more.
@@ -24,43 +22,55 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class Outbox:
-    """What answers bring for one ingress, gathered into parcels.
+    """What answers bring for one ingress, gathered into parcels. An answer's status, its first words and its end do not
+    wait to be gathered.
 
-    replica: its name. fingerprint: what the bits of its texts depend on. gather: seconds between two parcels, in the
-    long run.
+    replica: its name. fingerprint: what the bits of its texts depend on. gather: seconds between two other parcels.
     """
 
     def __init__(self, replica: str, fingerprint: str, gather: float = GATHER, heartbeat: float = HEARTBEAT) -> None:
         self._replica, self._fingerprint = replica, fingerprint
         self._gather, self._heartbeat = gather, heartbeat
         self._parts: dict[int, list[Mapping[str, Any]]] = {}
+        self._speaking: set[int] = set()  # answers that have said their first words
         self._ended: set[int] = set()
         self._count = 0
-        self._changed, self._taken = asyncio.Event(), asyncio.Event()
+        self._changed, self._urgent, self._taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._is_closed = False
 
     async def put(self, number: int, message: Mapping[str, Any]) -> None:
         """Say a message of an answer. Waits while there are many to be sent."""
+        if self._is_closed:
+            return
         self._parts.setdefault(number, []).append(message)
         self._count += 1
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
+        is_body = message["type"] == "http.response.body"
+        is_last = is_body and not message.get("more_body", False)
+        if is_last or number not in self._speaking:
+            self._urgent.set()
+        if is_last:
             self._ended.add(number)
+            self._speaking.discard(number)
+        elif is_body:
+            self._speaking.add(number)
         self._changed.set()
-        if self._count >= _MOST and not self._is_closed:
+        if self._count >= _MOST:
             await self._taken.wait()
+
+    def forget(self, number: int) -> None:
+        """An answer says no more, whether or not it has said its end."""
+        self._speaking.discard(number)
 
     async def parcels(self) -> AsyncGenerator[Parcel, None]:
         """What comes, with a heartbeat at least every so often. Closing it closes the outbox: nothing is kept then."""
         beat = -math.inf  # the last heartbeat
-        due = 0.0  # when the next parcel would be sent, if they had come evenly
+        due = 0.0  # when the next parcel is sent that nobody waits for
         try:
             while True:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, beat + self._heartbeat - time.monotonic())):
-                        await self._changed.wait()
-                await asyncio.sleep(due - time.monotonic())
+                await _until(self._changed, beat + self._heartbeat)
+                await _until(self._urgent, due)
                 now = time.monotonic()
-                due = max(due, now - _AT_ONCE * self._gather) + self._gather
+                due = now + self._gather
                 is_beat = now - beat >= self._heartbeat
                 beat = now if is_beat else beat
                 yield Parcel(self._replica, self._fingerprint, self._take(), is_beat)
@@ -75,9 +85,17 @@ class Outbox:
         self._parts, self._count = {}, 0
         self._ended.clear()
         self._changed.clear()
+        self._urgent.clear()
         taken, self._taken = self._taken, asyncio.Event()
         taken.set()
         return parts
+
+
+async def _until(event: asyncio.Event, end: float) -> None:
+    """Wait for an event, or until the clock shows `end`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(max(0.0, end - time.monotonic())):
+            await event.wait()
 
 
 def _joined(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -123,6 +141,7 @@ async def serve_into(app: App, call: Call, number: int, outbox: Outbox, where: s
         if not running.done():
             await asyncio.wait([running], timeout=_LAST_WORDS)
             running.cancel()
+        outbox.forget(number)
 
 
 def _scope(call: Call) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What passes between an ingress and a replica: a request on the way there, parts of its answer on the way back."""
 
+import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -68,17 +69,19 @@ class Route:
     """Where a call is to go, and where it went.
 
     key: what requests of one beginning have in common; None: nothing. avoid: replicas that failed it. only: the replica
-    that has to get it. replica: the one that it was sent to last; None as long as there is none.
+    that has to get it. replica: the one that it was sent to last; None as long as there is none. since: when that was,
+    on this process's monotonic clock.
     """
 
     key: str | None = None
     avoid: frozenset[str] = field(default_factory=frozenset)
     only: str | None = None
     replica: str | None = None
+    since: float = 0.0
 
     def found(self, replica: str) -> None:
         """The call is sent to a replica."""
-        self.replica = replica
+        self.replica, self.since = replica, time.monotonic()
 
 
 class ReplicaLostError(Exception):

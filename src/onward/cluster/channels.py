@@ -1,6 +1,7 @@
 """What replicas send an ingress: one channel from each, whatever the number of streams."""
 
 import asyncio
+import contextvars
 import itertools
 import time
 import uuid
@@ -29,7 +30,8 @@ class Channel:
         self._parcels, self._is_wanted, self._closed = parcels, is_wanted, closed
         self._streams: dict[int, asyncio.Queue[_News]] = {}
         self._used = time.monotonic()
-        self._task = asyncio.ensure_future(self._read())
+        # In a context of its own: Ray ends with a request what was called in its context, and this serves others too.
+        self._task = asyncio.get_running_loop().create_task(self._read(), context=contextvars.Context())
 
     def listen(self, number: int, news: asyncio.Queue[_News]) -> None:
         """Put what comes for a call into a queue."""

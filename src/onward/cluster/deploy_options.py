@@ -8,6 +8,7 @@ from typing import Any
 
 from onward.cluster.retries import RetryOptions
 from onward.errors import RequestError
+from onward.option_names import check_option_names
 from onward.server import Settings
 
 _TEXTS = (str, str | None)
@@ -57,6 +58,14 @@ class DeployOptions:
                 raise RequestError(f"{name} must be a whole number of {least} or more; got {value!r}")
         if isinstance(self.cpus, bool) or not isinstance(self.cpus, int | float) or not 0 < self.cpus < float("inf"):
             raise RequestError(f"cpus must be a number above 0; got {self.cpus!r}")
+        for name in ("fused", "affinity"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false; got {getattr(self, name)!r}")
+        for name in ("load", "engine", "settings", "retries"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise RequestError(f"{name} must be a mapping of options; got {getattr(self, name)!r}")
+        check_option_names(self.settings, [each.name for each in fields(Settings)])
+        check_option_names(self.retries, [each.name for each in fields(RetryOptions)])
         Settings(**self.settings)
         RetryOptions(**self.retries)
 

@@ -38,6 +38,7 @@ def ingress_of(handle: Any, options: DeployOptions) -> Ingress:
         settings.max_body,
         settings.max_requests,
         Repeats(settings.idempotency_seconds),
+        settings.body_seconds,
     )
 
 

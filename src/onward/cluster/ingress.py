@@ -18,13 +18,19 @@ from onward.cluster.call import Call, Item, ReplicaLostError, Replicas, Route
 from onward.cluster.repeats import Repeats
 from onward.cluster.retries import Quarantine, RetryBudget, RetryOptions
 from onward.cluster.routing import routing_key
+from onward.engine.fingerprint import parts_that_differ
 from onward.errors import EngineBusyError, EngineError, OnwardError
 from onward.openai import AnswerKey, BodyError
+from onward.server.lifecycle import emptied
 from onward.server.log import log
 
 # Seconds that a request waits for a replica to be there at all.
 _WAIT = 60.0
+# Seconds until all replicas are asked again, where an answer that has begun found all of them busy.
+_PAUSE = 0.25
 _BUSY = (429, 503)
+# How many fingerprints are remembered: more only where each replica has another.
+_FINGERPRINTS = 64
 
 
 class _Outcome(enum.Enum):
@@ -39,7 +45,8 @@ class Ingress:
     """An ASGI application that forwards requests to replicas.
 
     replicas: whom it calls. options: what it tries. max_body: the most bytes of a request. max_requests: the most
-    requests at once; more are refused. repeats: remembers what came with an Idempotency-Key.
+    requests at once; more are refused. repeats: remembers what came with an Idempotency-Key. body_seconds: how long a
+    body may take to arrive.
     """
 
     def __init__(
@@ -49,11 +56,15 @@ class Ingress:
         max_body: int = 8 * 2**20,
         max_requests: int = 4096,
         repeats: Repeats | None = None,
+        body_seconds: float = 60.0,
     ) -> None:
         self._replicas, self._options = replicas, options
-        self._max_body, self._max_requests = max_body, max_requests
+        self._max_body, self._max_requests, self._body_seconds = max_body, max_requests, body_seconds
         self._budget, self._quarantine = RetryBudget(options), Quarantine(options)
         self._repeats = Repeats(600.0) if repeats is None else repeats
+        self._computed: dict[str, str] = {}  # fingerprint -> the first replica that had it
+        self._draining = False
+        self._ends: set[asyncio.Future[None]] = set()  # of the requests that run: done where they are to end
         self.inside = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -62,28 +73,52 @@ class Ingress:
         answer = Answer(send)
         self.inside += 1
         try:
+            if self._draining and (scope["method"] == "POST" or scope["path"] == "/ready"):
+                raise EngineError("the server shuts down and takes no more requests")
             if self.inside > self._max_requests:
                 raise EngineBusyError("the ingress has as many requests as it takes; try again in 1 s", 1.0)
             body = await self._read_body(receive)
             if body is not None:
                 await self._until_gone(receive, self._serve(self._call_of(scope, body), answer))
         except OnwardError as error:
-            await answer.fail(error, getattr(error, "retry_after", None))
+            await answer.fail(error)
         finally:
             self.inside -= 1
 
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, let those that run end within so many seconds, and tell the others that they end."""
+        self._draining = True
+
+        def cancel() -> None:
+            log("cancels", requests=self.inside)
+            for end in self._ends:
+                end.set_result(None)
+
+        await emptied(lambda: self.inside, seconds, cancel)
+
     async def _read_body(self, receive: Any) -> bytes | None:
-        """The body; None when the client leaves before it is whole."""
+        """The body; None when the client leaves before it is whole.
+
+        Raises:
+            BodyError: it is too large, or does not arrive.
+        """
         parts: list[bytes] = []
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            if sum(map(len, parts)) > self._max_body:
-                raise BodyError(f"a body has {self._max_body} bytes at most", code="body_too_large", status=413)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+        length = 0
+        try:
+            async with asyncio.timeout(self._body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    length += len(parts[-1])
+                    if length > self._max_body:
+                        raise BodyError(f"a body has {self._max_body} bytes at most", code="body_too_large", status=413)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            message = f"the body did not arrive within {self._body_seconds:g} s"
+            raise BodyError(message, code="request_timeout", status=408) from None
 
     def _call_of(self, scope: Any, body: bytes) -> Call:
         headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
@@ -93,22 +128,31 @@ class Ingress:
         ):  # which begins with the key; the application checks the rest
             with contextlib.suppress(OnwardError):
                 return replace(call, answer_key=AnswerKey(last.partition(".")[0]).text)
-        key = self._repeats.answer_key(call.named_headers, _digest(call.path, body), time.monotonic())
+        key = self._repeats.answer_key(dict(headers), _digest(call.path, body), time.monotonic())
         return replace(call, answer_key=key)
 
     async def _until_gone(self, receive: Any, serving: Any) -> None:
-        """Serve, and stop when the client leaves."""
+        """Serve, and stop when the client leaves.
+
+        Raises:
+            OnwardError: of `serving`, or the ingress ends before.
+        """
 
         async def gone() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
         tasks = [asyncio.ensure_future(serving), asyncio.ensure_future(gone())]
+        end = asyncio.get_running_loop().create_future()
+        self._ends.add(end)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*tasks, end], return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
                 tasks[0].result()
+            elif end.done():
+                raise EngineError("the server shut down before the answer was whole")
         finally:
+            self._ends.discard(end)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -122,7 +166,8 @@ class Ingress:
         digest = _digest(call.path, call.body)
         key = routing_key(call.named_headers, call.body)
         avoid: frozenset[str] = frozenset()
-        lost = 0
+        failed: frozenset[str] = frozenset()  # of these, all that were not merely busy or left
+        lost, waited = 0, 0.0
         self._budget.came()
         if self._quarantine.holds(digest, time.monotonic()):
             raise EngineError("two replicas died while they served this request: it is refused for a while")
@@ -132,16 +177,22 @@ class Ingress:
             try:
                 outcome = await self._attempt(call, route, answer)
                 if outcome is _Outcome.WHOLE:
+                    self._quarantine.forget(digest)
                     return
             except ReplicaLostError as error:
                 lost += 1
                 self._note(error, digest, route, lost)
+                failed |= _set_of(route.replica)
             except DivergedError as error:
-                if not self._others(route):
+                failed |= _set_of(route.replica)
+                if not self._replicas.names - failed:
                     raise EngineError(str(error)) from error
-            if route.replica is not None:
-                avoid |= {route.replica}
+            avoid |= _set_of(route.replica)
             call = replace(call, emitted=answer.emitted, last_event_id=answer.last_event_id)
+            there = self._replicas.names
+            if there - failed and not there - avoid:  # those that are left are busy
+                waited = await _until_asked_again(waited)
+                avoid = failed
 
     def _note(self, error: ReplicaLostError, digest: bytes, route: Route, lost: int) -> None:
         """A replica was lost.
@@ -172,6 +223,7 @@ class Ingress:
             while not answer.ended:
                 item = await self._next(items, route)
                 route.replica = item.replica
+                self._compare(item)
                 if _is_busy(item) and (answer.started or self._others(route)):
                     return _Outcome.BUSY
                 await answer.tell(item)
@@ -183,6 +235,17 @@ class Ingress:
             closing = asyncio.ensure_future(items.aclose())
             _closing.add(closing)
             closing.add_done_callback(_closing.discard)
+
+    def _compare(self, item: Item) -> None:
+        """Log that replicas have several fingerprints: the same request may get other texts of them."""
+        if item.fingerprint in self._computed:
+            return
+        for fingerprint, replica in list(self._computed.items())[-1:]:
+            differ = parts_that_differ(fingerprint, item.fingerprint)
+            log("replicas differ", replica=item.replica, other=replica, differ=differ)
+        self._computed[item.fingerprint] = item.replica
+        if len(self._computed) > _FINGERPRINTS:
+            del self._computed[next(iter(self._computed))]
 
     async def _next(self, items: Any, route: Route) -> Item:
         if route.replica is None:
@@ -198,11 +261,11 @@ class Ingress:
     async def _first(self, items: Any, route: Route) -> Item:
         """The first item of a call, which may wait for a replica to be there. From when it has one it has less time."""
         coming = asyncio.ensure_future(anext(items))
-        since = time.monotonic()
+        came = time.monotonic()
         try:
             while True:
-                seconds = _WAIT if route.replica is None else self._options.silence
-                left = since + seconds - time.monotonic()
+                end = came + _WAIT if route.replica is None else route.since + self._options.silence
+                left = end - time.monotonic()
                 if left <= 0:
                     break
                 done, _ = await asyncio.wait([coming], timeout=min(left, self._options.silence))
@@ -228,6 +291,22 @@ class Ingress:
 
 # Generators that are being closed: a task that nobody holds may be collected.
 _closing: set[Any] = set()
+
+
+def _set_of(replica: str | None) -> frozenset[str]:
+    return frozenset() if replica is None else frozenset([replica])
+
+
+async def _until_asked_again(waited: float) -> float:
+    """Wait a little, and say for how long in all. waited: seconds before this.
+
+    Raises:
+        EngineBusyError: that was long enough.
+    """
+    if waited >= _WAIT:
+        raise EngineBusyError(f"no replica had room for the rest of the answer within {_WAIT:g} s", 1.0)
+    await asyncio.sleep(_PAUSE)
+    return waited + _PAUSE
 
 
 def _digest(path: str, body: bytes) -> bytes:

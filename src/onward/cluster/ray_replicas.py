@@ -59,6 +59,13 @@ class RayReplicas:
             return coming.result()  # type: ignore[no-any-return]
         finally:
             coming.cancel()
+            coming.add_done_callback(_look_at)  # Ray raises an error of its own where a task is cancelled
+
+
+def _look_at(ended: asyncio.Future[Any]) -> None:
+    """Take the error of what nobody waits for any more: asyncio reports errors that nobody took."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 async def _ended(response: Any) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import platform
 import threading
+import warnings
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ from onward.cluster.bridge import Outbox, serve_into
 from onward.cluster.call import Call, Parcel, Route
 from onward.cluster.deploy_options import DeployOptions
 from onward.cluster.scaling import LOAD, load_of
-from onward.errors import EngineError
+from onward.engine.probe import probe
+from onward.errors import EngineError, OnwardWarning
 from onward.server import Settings, bound, create_app
 from onward.server.lifecycle import Server, config_of, drain
 
@@ -28,14 +30,18 @@ class Replica:
         threads = chosen.threads or max(1, int(chosen.cpus))
         onward.set_num_threads(threads)
         torch.set_num_threads(threads)
-        self._engine = onward.Engine(onward.load(chosen.source, **chosen.load), **chosen.engine)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", OnwardWarning)
+            lm = onward.load(chosen.source, **chosen.load)
+        self._warned = [str(one.message) for one in caught if issubclass(one.category, OnwardWarning)]
+        self._engine = onward.Engine(lm, **chosen.engine)
         settings = Settings(**{**chosen.settings, "access_log": False})
         self._hang = settings.hang_seconds
         self._app = create_app({chosen.name or chosen.source: self._engine}, settings)
         self._watching: asyncio.Task[None] | None = None
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._limit = self._engine.max_sequences
-        self._fingerprint = self._engine.fingerprint
+        self._fingerprint = f"{self._engine.fingerprint}-{probe(self._engine)}"
         self._outboxes: dict[str, Outbox] = {}
 
     async def serve(self, call: Call, route: Route, ingress: str, number: int) -> None:
@@ -47,6 +53,9 @@ class Replica:
 
     async def parcels(self, route: Route, ingress: str) -> AsyncGenerator[Parcel, None]:
         """All that the calls of an ingress bring, as long as it listens."""
+        if route.only != self._name:  # Ray has sent it to another than it was for, whose words it may not take
+            yield Parcel(self._name, self._fingerprint, (), is_beat=True)
+            return
         outbox = self._outbox(ingress)
         try:
             async for parcel in outbox.parcels():
@@ -54,6 +63,10 @@ class Replica:
         finally:
             if self._outboxes.get(ingress) is outbox:
                 del self._outboxes[ingress]
+
+    async def warned(self) -> list[str]:
+        """What loading the model warned of."""
+        return self._warned
 
     def _outbox(self, ingress: str) -> Outbox:
         if ingress not in self._outboxes:
@@ -96,9 +109,15 @@ class ListeningReplica(Replica):
         self._listener = bound(host, port, shared=True)
         self._listener.listen()  # who connects before the thread accepts waits, and is not refused
         self._server = Server(config_of(self._app))
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._listen()), name="onward-replica", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="onward-replica", daemon=True)
         self._ending = threading.Event()
         self._thread.start()
+
+    def _run(self) -> None:
+        # Ray makes uvloop the default, under which this thread and the engine's take turns so seldom that a small model
+        # gives 0.7 of the tokens (benchmarks/LOG.md).
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            runner.run(self._listen())
 
     async def _listen(self) -> None:
         serving = asyncio.ensure_future(self._server.serve([self._listener]))

@@ -18,7 +18,7 @@ class RetryOptions:
     silence: seconds without a word from a replica, which speaks about every half second, after which it counts as lost.
     retry_share: retries for each request that came, beyond `retry_burst`: so retries cannot multiply the load when
         many replicas are lost (the retry budget of Finagle and of Envoy).
-    quarantine: seconds for which a request that was there when two replicas died is refused.
+    quarantine: seconds for which a request that was there when two replicas died is refused; 0 refuses none.
 
     Raises:
         RequestError: a value outside its range.
@@ -67,7 +67,8 @@ _DEATHS = 2
 class Quarantine:
     """Requests that were there when replicas died: at the second death they are refused for a while.
 
-    A request is known by a digest of its body. Replicas that only hang, or hand over, are no deaths.
+    A request is known by a digest of its body. Replicas that only hang, or hand over, are no deaths, and a request that
+    was served whole is no cause.
     """
 
     def __init__(self, options: RetryOptions) -> None:
@@ -84,7 +85,11 @@ class Quarantine:
     def holds(self, request: bytes, now: float) -> bool:
         """Whether the request is refused now."""
         since, replicas = self._deaths.get(request, (now, frozenset()))
-        if now - since > self._seconds:
-            del self._deaths[request]
+        if now - since >= self._seconds:
+            self.forget(request)
             return False
         return len(replicas) >= _DEATHS
+
+    def forget(self, request: bytes) -> None:
+        """The request was served whole."""
+        self._deaths.pop(request, None)

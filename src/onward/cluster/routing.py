@@ -1,4 +1,4 @@
-"""Which replica gets a request: the one that has its beginning in its cache, unless that one has too much to do.
+"""Which replica gets a request: one that has its beginning in its cache, unless that one has too much to do.
 
 Nothing here knows Ray, a clock or a model, so simulations run the same code.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 # Places of each replica on the ring: with 64 the largest share of keys is some 1.3 times the mean.
 _PLACES = 64
-# A replica is passed over where it has this many times the mean load (arXiv 1608.01350).
-_BOUND = 1.25
+# What the keys of sessions begin with. Their replica is passed over only where it has this many times the mean load.
+_SESSION, _SESSION_BOUND = "session ", 1.25
 # Of a prompt: enough for several blocks of the cache, and less than long conversations of one beginning differ by.
 _CHARACTERS = 2048
 _IDS = 512
@@ -23,7 +23,8 @@ _IDS = 512
 class Ring:
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350).
 
-    A key has the same replica as long as that one is there, and only the keys of a replica that leaves move.
+    From the place of a key on, the first replica that is not passed over is the best. So a key has the same ones as
+    long as these are there, and only the keys of a replica that leaves move.
     """
 
     def __init__(self) -> None:
@@ -58,12 +59,10 @@ class Ring:
             affinity: False: the least loaded is the best for every request.
         """
         loads = {replica: load(replica) for replica in self._replicas}
-        bound = math.inf
         if key is None or not affinity:
-            order = self._least_loaded_first(loads)
+            order, bound = self._least_loaded_first(loads), math.inf
         else:
-            order = self._around(key)
-            bound = math.ceil(_BOUND * (sum(loads.values()) + 1) / max(1, len(loads)))
+            order, bound = self._around(key), _bound(key, loads)
         later: list[str] = []
         for replica in order:
             if replica in avoid or loads[replica] >= bound:
@@ -92,6 +91,19 @@ class Ring:
                 return
 
 
+def _bound(key: str, loads: Mapping[str, float]) -> float:
+    """The load from which on a replica is passed over; in any case there is one below.
+
+    As long as a replica has nothing to do, a beginning in the cache saves less than company costs. Where all have
+    something, those that have the mean are passed over (benchmarks/results/2026-11-23-fleet.md). A session is worth
+    more: all of its text is in the cache of one replica.
+    """
+    mean = (sum(loads.values()) + 1) / max(1, len(loads))
+    if key.startswith(_SESSION):
+        return math.ceil(_SESSION_BOUND * mean)
+    return mean if all(loads.values()) else 1.0
+
+
 def routing_key(headers: Mapping[str, str], body: bytes) -> str | None:
     """What a request has in common with those that share a session or the beginning of a prompt; None where nothing is.
 
@@ -100,7 +112,7 @@ def routing_key(headers: Mapping[str, str], body: bytes) -> str | None:
     """
     session = headers.get("x-session-id")
     if session:
-        return f"session {session}"
+        return f"{_SESSION}{session}"
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,6 +1,9 @@
 """A deployment while it runs: on this machine alone, or on a cluster that is there."""
 
+import asyncio
 import contextlib
+import io
+import itertools
 import logging
 import os
 import signal
@@ -14,14 +17,17 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
 
 import onward
 from onward.cluster.deploy_options import DeployOptions
-from onward.cluster.deployment import application, ingress_of, replicas_of
+from onward.cluster.deployment import REPLICA, application, ingress_of, replicas_of
 from onward.cluster.ingress import Ingress
-from onward.errors import EngineError, RequestError, one_line
-from onward.server import bound, log_to_stderr
+from onward.errors import EngineError, RequestError, one_line, warn
+from onward.server import Settings, bound, log_to_stderr
 from onward.server.lifecycle import Server, address_of, config_of
+from onward.server.log import log
 
 __all__ = ["DeployOptions", "log_to_stderr", "running", "until_signal"]
 
@@ -38,6 +44,8 @@ def running(
 ) -> Iterator[str]:
     """Deploy, and yield the URL once all replicas are there. Afterwards nothing of it is left.
 
+    What else runs on the cluster goes on: another deployment of this command too, whose application has another name.
+
     The ingress is this process. Fused replicas listen themselves on this machine (Linux), and are behind Ray's proxy on
     a cluster.
 
@@ -50,45 +58,93 @@ def running(
     if address is None and options.threads is None:
         options = replace(options, threads=max(1, onward.num_threads() // most))
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with closing(bound(host, port)) as listener:
+    with closing(bound(host, port)) as listener, _connected(options, address):
         url = address_of(listener)
         at = host, int(url.rpartition(":")[2])
-        _connect(options, address)
+        name = _APPLICATION if address is None else _free_name()
         try:
             if options.fused:
                 listener.close()  # others listen there
                 if address is None and sys.platform == "linux":
-                    _start({"location": "NoServer"}, replicas_of(options, at), None)
+                    _start(name, {"location": "NoServer"}, replicas_of(options, at), None)
                 else:
-                    _start({"host": host, "port": at[1]}, application(options), "/")
+                    _start(name, {"host": host, "port": at[1]}, application(options), "/")
+                _pass_warnings_on(name)
                 yield url
             else:
-                ingress = ingress_of(_start({"location": "NoServer"}, replicas_of(options), None), options)
-                with _serving(ingress, listener):
+                ingress = ingress_of(_start(name, {"location": "NoServer"}, replicas_of(options), None), options)
+                _pass_warnings_on(name)
+                with _serving(ingress, listener, Settings(**options.settings).drain):
                     yield url
         finally:
-            serve.shutdown()
-            ray.shutdown()
-
-
-def _start(http_options: dict[str, Any], deployed: Any, route_prefix: str | None) -> Any:
-    serve.start(http_options=http_options, logging_config={"log_level": "WARNING"})
-    quiet = {"log_level": "WARNING", "enable_access_log": False}
-    try:
-        return serve.run(deployed, name=_APPLICATION, route_prefix=route_prefix, logging_config=quiet)
-    except RuntimeError as error:
-        raise EngineError(f"the replicas do not start: {one_line(error)}") from error
+            with contextlib.redirect_stdout(io.StringIO()):  # Ray prints, as a failure, that its controller has ended
+                _end(name)
 
 
 @contextlib.contextmanager
-def _serving(ingress: Ingress, listener: socket.socket) -> Iterator[None]:
-    """The ingress in a thread of this process."""
+def _connected(options: DeployOptions, address: str | None) -> Iterator[None]:
+    """Part of a cluster: of the one at the address, or of one of this process alone."""
+    _connect(options, address)
+    try:
+        yield
+    finally:
+        with contextlib.redirect_stdout(io.StringIO()):
+            ray.shutdown()
+
+
+def _free_name() -> str:
+    """A name that no application of a cluster has."""
+    taken = serve.status().applications
+    names = (f"{_APPLICATION}-{number}" if number > 1 else _APPLICATION for number in itertools.count(1))
+    return next(name for name in names if name not in taken)
+
+
+def _start(name: str, http_options: dict[str, Any], deployed: Any, route_prefix: str | None) -> Any:
+    serve.start(http_options=http_options, logging_config={"log_level": "WARNING"})
+    quiet = {"log_level": "WARNING", "enable_access_log": False}
+    try:
+        return serve.run(deployed, name=name, route_prefix=route_prefix, logging_config=quiet)
+    except (RuntimeError, RayServeException) as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        raise EngineError(f"the replicas do not start: {one_line(cause)}") from error
+
+
+def _pass_warnings_on(name: str) -> None:
+    """Warn of what a replica was warned of, in a process whose output nobody sees. They all load the same."""
+    for message in serve.get_deployment_handle(REPLICA, app_name=name).warned.remote().result():
+        warn(message)
+
+
+def _end(name: str) -> None:
+    """End an application, and Ray Serve with it where it was the only one."""
+    try:
+        others = serve.status().applications.keys() - {name}
+    except RayError:  # what keeps the applications is gone
+        others = set()
+    if others:
+        serve.delete(name)
+    else:
+        serve.shutdown()
+
+
+@contextlib.contextmanager
+def _serving(ingress: Ingress, listener: socket.socket, drain: float) -> Iterator[None]:
+    """The ingress in a thread of this process. At the end requests that run have `drain` seconds to end."""
     server = Server(config_of(ingress))
     listener.listen()  # who connects before the thread accepts waits, and is not refused
-    thread = threading.Thread(target=server.run, args=([listener],), name="onward-ingress")
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve([listener])
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), name="onward-ingress")
     thread.start()
     try:
         yield
+        if thread.is_alive() and ingress.inside:
+            log("drains", requests=ingress.inside, seconds=drain)
+            asyncio.run_coroutine_threadsafe(ingress.drain(drain), loops[0]).result()
     finally:
         server.should_exit = True
         thread.join()
@@ -110,9 +166,11 @@ def _connect(options: DeployOptions, address: str | None) -> None:
     common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": True}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else all that runs beside goes before replicas
         # Ray counts processors; how many threads a replica runs is ours to say.
         most = options.max_replicas or options.replicas
         ray.init(
+            address="local",  # whatever RAY_ADDRESS names, or runs on this machine
             num_cpus=int(most * options.cpus) + 2,
             include_dashboard=False,
             object_store_memory=_STORE,
@@ -134,6 +192,7 @@ def _check_answers(address: str) -> None:
         raise RequestError(f"the address of a Ray cluster is HOST:PORT, ray://HOST:PORT or auto; got {address!r}")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT).close()
-    except OSError as error:
-        message = f"no Ray cluster answers at {address!r}: {error.strerror or error}; start one with ray start --head"
+    except (OSError, UnicodeError) as error:  # the latter for what is no name of a host
+        reason = getattr(error, "strerror", None) or error
+        message = f"no Ray cluster answers at {address!r}: {reason}; start one with ray start --head"
         raise RequestError(message) from error

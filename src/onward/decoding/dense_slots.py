@@ -62,7 +62,7 @@ class DenseSlots:
         self._slots: list[DenseSlot | None] = [None] * rows
         self._views: dict[tuple[int, int], Cache] = {}
         self._adapters: dict[tuple[int, int], Tensor] = {}
-        self._viewed: list[tuple[DenseSlot, int]] = []  # by the last view, each with the position after its tokens
+        self._ready: list[tuple[DenseSlot, int]] = []  # for the next view, each with the position after its tokens
 
     @classmethod
     def of(cls, model: Model, rows: int, length: int) -> "DenseSlots":
@@ -167,10 +167,11 @@ class DenseSlots:
         return count
 
     def ready(self, slots: Sequence[DenseSlot], firsts: Sequence[int], tokens: int) -> None:
-        """A row has memory for all of its positions."""
+        """A row has memory for all of its positions. Where its tokens end is noted: a step may run a row twice before
+        its slot advances (a search's prompt, then the last id)."""
+        self._ready = [(slot, first + tokens) for slot, first in zip(slots, firsts, strict=True)]
 
     def view_of(self, slots: Sequence[DenseSlot], tokens: int) -> View:
-        self._viewed = [(slot, slot.filled + tokens) for slot in slots]
         if self.rows == 1:
             return View(self._adapted(self.cache, 0, 1), (0,))
         rows = [slot.row for slot in slots]
@@ -184,7 +185,7 @@ class DenseSlots:
 
     def put(self, view: View, cache: Cache) -> None:
         """Keep what a forward returned. It may have made new tensors, and for some rows alone."""
-        for slot, end in self._viewed:
+        for slot, end in self._ready:
             slot.written = end
         if cache is view.cache:
             return

@@ -4,6 +4,7 @@ Entries at or past a text's computed positions are never read. So an edited text
 the ids after it are processed again. Nothing is cleared: fewer ids take the others back.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from onward.decoding.dense_slots import DenseSlots
 from onward.decoding.kept_slots import slots_for
 from onward.decoding.slots import Slot, Slots
 from onward.errors import ContextOverflowError, RequestError
+from onward.forks import renew_in_forks
 from onward.models import Cache, Model
 from onward.models.weights_version import WeightsVersion
 
@@ -44,6 +46,13 @@ class HeldText:
         self._weights: WeightsVersion | None = None
         self.adapter: RowAdapter | None = None
         self._turns = 0
+        renew_in_forks(self)
+
+    def renew(self) -> None:
+        """In a forked child: a slot of a thread that the child does not have was let go, so nothing is held."""
+        if isinstance(self._slots, PagedSlots) and self._slot.thread != threading.get_ident():
+            self._slots, self._slot, self._tokens, self.adapter = None, None, [], None
+            self._turns += 1
 
     @property
     def tokens(self) -> list[int]:

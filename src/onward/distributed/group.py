@@ -65,9 +65,13 @@ class Group:
         self.check()
         with self.lock:
             self.check()
-            while self._forgotten:
-                self.links.tell([Kind.FORGET, self._forgotten.popleft()], self.others)
-            self.links.tell([kind, *numbers], self.others)
+            try:
+                while self._forgotten:
+                    self.links.tell([Kind.FORGET, self._forgotten.popleft()], self.others)
+                self.links.tell([kind, *numbers], self.others)
+            except RankError as error:  # some were told, and others were not
+                self.broke(str(error))
+                raise
 
     def check(self) -> None:
         """Raise `RankError` where the ranks cannot be told anything."""
@@ -81,11 +85,14 @@ class Group:
         """What the ranks do together, one thing at a time.
 
         Raises:
-            RankError: one of them hangs.
+            RankError: one of them hangs, or has ended.
         """
         with self.lock, self._watch.waiting():
             try:
                 yield
+            except RankError as error:
+                self.broke(str(error))
+                raise RankError(self.broken) from error
             except Exception as error:
                 if not self._hung.why:
                     raise

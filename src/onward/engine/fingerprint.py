@@ -5,6 +5,8 @@ import hashlib
 import json
 import platform
 import re
+import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -23,7 +25,10 @@ PARTS = (
     "the version of torch",
     "the adapter",
 )
+# What a replica adds: `onward.engine.probe`.
+PROBE = "what they compute of one text"
 _DIGITS = 8  # of each part
+_BEGAN = time.time()
 _FINGERPRINT = re.compile("-".join([f"[0-9a-f]{{{_DIGITS}}}"] * len(PARTS)))
 
 
@@ -49,12 +54,17 @@ def check_same_bits(theirs: str, ours: str) -> None:
         return
     if not isinstance(theirs, str) or not _FINGERPRINT.fullmatch(theirs):
         raise RequestError(f"a fingerprint is a text such as {ours!r} (Engine.fingerprint); got {theirs!r}")
-    pairs = zip(PARTS, theirs.split("-"), ours.split("-"), strict=True)
-    differ = " and ".join(name for name, left, right in pairs if left != right)
     raise RequestError(
-        f"the text was begun by another engine than this, and would not go on with the same bits: {differ} differ: "
+        "the text was begun by another engine than this, and would not go on with the same bits: "
+        f"{parts_that_differ(theirs, ours)} differ: "
         "resume it where the fingerprints are equal, or submit it anew"
     )
+
+
+def parts_that_differ(theirs: str, ours: str) -> str:
+    """The names of what differs between two fingerprints, which may have a probe as their last part."""
+    pairs = zip((*PARTS, PROBE), theirs.split("-"), ours.split("-"), strict=False)
+    return " and ".join(name for name, left, right in pairs if left != right)
 
 
 def _kernels() -> str:
@@ -71,7 +81,11 @@ def _sources() -> str:
 
 @functools.cache
 def _hash_of(files: tuple[Path, ...]) -> str:
+    """A hash of the files' bytes. One that was put there after this process began may not be what it has loaded: then
+    the hash is like no other."""
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
         digest.update(file.read_bytes())
+        if file.stat().st_ctime > _BEGAN:  # when it came to this name, whatever date it bears
+            digest.update(uuid.uuid4().bytes)
     return digest.hexdigest()

@@ -27,8 +27,6 @@ from onward.models import ModelRun
 from onward.models.weights_version import computation
 from onward.requests.steps import Steps
 
-# How many positions past those of a step a draft may take.
-_DRAFTED = 16
 # Seconds between two looks at the events by which callers cancel what waits.
 _WATCH = 0.02
 # Seconds that the end of the interpreter waits for the step that runs.
@@ -234,7 +232,8 @@ class Serving:
         if sequence.slot is None:  # a search, which has all that it may need
             return True
         slots, slot = self.slots, sequence.slot
-        length = min(row.computed + tokens + _DRAFTED, sequence.longest)
+        drafted = self._of_sequence[sequence].longest_draft
+        length = min(row.computed + tokens + drafted, sequence.longest)
         try:
             more = slots.blocks_for(length) - slots.blocks_of([slot])
             return (more <= 0 or more <= self._available()) and slots.reserve(slot, length)

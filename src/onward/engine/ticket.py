@@ -9,12 +9,14 @@ from onward.decoding.schedule import scored_chunk
 from onward.engine.generation import Generation
 from onward.engine.watches import Watches
 from onward.requests.job import Job
+from onward.speculation.pace import LENGTHS
 
 
 class Ticket:
     """A job with its generation. It is a `policy.Item`, told apart by identity.
 
     priority: smaller goes first. error: what made it fail. cancel: asks for its end, at any time from any thread.
+    longest_draft: how many positions past those of a step a draft may take.
     """
 
     def __init__(
@@ -29,6 +31,8 @@ class Ticket:
         self.job, self.priority = job, priority
         self.generation = Generation(job.request, partial(cancel, self), watches)
         self.error: BaseException | None = None
+        draft = job.request.options.draft
+        self.longest_draft = max(LENGTHS[-1], 0 if draft is None else draft.longest)  # what is forced is drafted, too
         self._slots = slots
         self._scored_chunk = scored_chunk(vocab_size)
         self._promised = 0

@@ -162,12 +162,13 @@ def every_nth_full(interval: int, num_layers: int) -> list[str]:
     return ["sliding_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
 
 
-def layer_windows(types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer, by the layers' types."""
+def layer_windows(types: Sequence[str], window: int | None, *, has_switch: bool = False) -> tuple[int | None, ...]:
+    """The window of each layer, by the layers' types. has_switch: whether the family has `use_sliding_window`."""
     if window is None and "sliding_attention" in types:
+        given = "use_sliding_window and sliding_window give" if has_switch else "sliding_window gives"
         raise ConfigError(
-            "config.json: layer_types names 'sliding_attention', but sliding_window gives no window: set it, or make "
-            "every layer 'full_attention'"
+            f"config.json: layer_types names 'sliding_attention', but {given} no window: set "
+            f"{'both' if has_switch else 'it'}, or make every layer 'full_attention'"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
@@ -179,6 +180,11 @@ def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         raise ConfigError(
             f"config.json: rope_parameters of this family has an object for {' and for '.join(map(repr, _LAYER_TYPES))}"
             f"; got a field {unknown[0]!r}"
+        )
+    if any(json_object(by_type, name).get("truncate") is False for name in by_type):
+        raise ConfigError(
+            "config.json: rope_parameters has an object for each type of layer, and there 'truncate' must be true: "
+            "transformers reads it beside these objects alone"
         )
     return {name: json_object(by_type, name) for name in by_type}
 
@@ -200,12 +206,7 @@ def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None
         first = 0 if config.get("max_window_layers") == 0 else positive_int(config, "max_window_layers", 28)
         types = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
     check_layer_types(types, num_layers)
-    if window is None and "sliding_attention" in types:
-        raise ConfigError(
-            "config.json: layer_types names 'sliding_attention', but use_sliding_window and sliding_window give no "
-            "window: set both, or make every layer 'full_attention'"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return layer_windows(types, window, has_switch=True)
 
 
 def check_layer_types(
@@ -220,10 +221,15 @@ def check_layer_types(
         )
 
 
-def check_attends(types: Sequence[str]) -> None:
-    """Raise where no layer is of full attention: texts are kept with the keys and values of one at least."""
+def check_attends(types: Sequence[str], *, name: str = "layer_types") -> None:
+    """Raise where no layer is of full attention: texts are kept with the keys and values of one at least.
+
+    name: the field that says the types.
+    """
     if "full_attention" not in types:
-        raise ConfigError("config.json: at least one layer of this family must be 'full_attention'; got none")
+        raise ConfigError(
+            f"config.json: at least one layer of this family must be 'full_attention'; {name} makes none so"
+        )
 
 
 def _default_head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int | None:

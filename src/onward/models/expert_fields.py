@@ -10,8 +10,10 @@ from onward.models.fields import positive_int
 
 def qwen_expert_count(config: Mapping[str, Any], default: int) -> int:
     """How many experts a layer has. Files of transformers 5 may say num_local_experts for Qwen's num_experts."""
-    name = "num_local_experts" if config.get("num_experts") is None else "num_experts"
-    return positive_int(config, name, default)
+    count, other = config.get("num_experts"), config.get("num_local_experts")
+    if None not in (count, other) and count != other:
+        raise ConfigError(f"config.json: num_experts is {count!r} and num_local_experts {other!r}: keep one")
+    return positive_int(config, "num_local_experts" if count is None else "num_experts", default)
 
 
 def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> list[bool]:

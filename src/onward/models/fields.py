@@ -56,10 +56,10 @@ def number_or_infinity(value: Any, name: str) -> float:
     return float(word)
 
 
-def flag(fields: Mapping[str, Any], name: str) -> bool:
-    """true or false; null and absent mean false."""
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
+def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """true or false; an absent field means the default. null means false, and is refused where the default is true."""
+    value = fields.get(name, default)
+    if not isinstance(value, bool) and (value is not None or default):
         raise ConfigError(f"config.json: {name!r} must be true or false; got {value!r}")
     return bool(value)
 

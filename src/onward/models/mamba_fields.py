@@ -13,7 +13,7 @@ FULL, LINEAR = "full_attention", "linear_attention"
 # What files of older versions of transformers call them.
 _OLD_NAMES = {"attention": FULL, "mamba": LINEAR, "mamba2": LINEAR}
 # How a prompt is cut, which changes nothing here; how weights were drawn; and how others keep states.
-_NO_SAY = (
+NO_SAY = (
     *("mamba_chunk_size", "chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "rescale_prenorm_residual"),
     *(
         "num_logits_to_keep",
@@ -35,21 +35,21 @@ def mamba_block(config: Mapping[str, Any], fields: CommonFields, *, inner: int |
     """
     heads = positive_int(config, "mamba_n_heads", 128)
     expand = positive_int(config, "mamba_expand", 2)
+    width = "mamba_expand times hidden_size" if inner is None else "mamba_d_ssm"
     inner = expand * fields.hidden_size if inner is None else inner
     auto = config.get("mamba_d_head") in (None, "auto")
     head_dim = inner // heads if auto else positive_int(config, "mamba_d_head")
     if head_dim * heads != inner:
         raise ConfigError(
             f"config.json: mamba_n_heads ({heads}) heads of mamba_d_head ({head_dim}) make {heads * head_dim}, "
-            f"and Mamba's inner width is {inner}"
+            f"and {width} is {inner}"
         )
-    by_default = config.get("mamba_conv_bias") is None
     return mamba2(
         config, fields, heads=heads, head_dim=head_dim,
         groups=positive_int(config, "mamba_n_groups", 1),
         state_dim=positive_int(config, "mamba_d_state", 256),
         taps=positive_int(config, "mamba_d_conv", 4),
-        conv_bias=by_default or flag(config, "mamba_conv_bias"),
+        conv_bias=flag(config, "mamba_conv_bias", default=True),
         in_bias=flag(config, "mamba_proj_bias"),
         **{"out_bias": flag(config, "mamba_proj_bias"), "limits": time_step_limit(config)} | changes,
     )  # fmt: skip
@@ -70,7 +70,7 @@ def mamba2(
 
     options: other fields of `Mamba2`.
     """
-    for name in _NO_SAY:
+    for name in NO_SAY:
         config.get(name)
     if heads % groups:
         raise ConfigError(f"config.json: the heads of Mamba2 ({heads}) must be a multiple of its groups ({groups})")
@@ -105,7 +105,7 @@ def hybrid_types(
     types = list(default) if types is None else types
     types = [_OLD_NAMES.get(kind, kind) for kind in types] if isinstance(types, list) else types
     check_layer_types(types, num_layers, (FULL, LINEAR, *also), name=name)
-    check_attends(types)
+    check_attends(types, name=name)
     return list(types)
 
 

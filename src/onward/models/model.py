@@ -47,6 +47,10 @@ class NewCache(Protocol):
     def __call__(self, batch: int, max_len: int) -> Cache: ...
 
 
+_NOT_COMPILED = "the model says that it is not to be compiled"
+_WHY_EAGER = f"{_NOT_COMPILED}; by torch's own products the last bits of a row may depend on its batch"
+
+
 @dataclass(frozen=True, repr=False)
 class Model:
     """A forward, its weights and how to make its cache.
@@ -74,7 +78,7 @@ class Model:
     num_parameters: int | None = None
     compiles: bool = True
     new_blocks: NewBlocks | None = None
-    why_eager: str = "the model says that it is not to be compiled"
+    why_eager: str = _NOT_COMPILED
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
@@ -100,6 +104,10 @@ class Model:
         weights are not copied: the next decode sees what a training step changes. Each forward runs without
         gradients and with every submodule in eval mode. Afterwards each submodule has its former mode again, also
         after an error. (The flags `training` are set; a `train` or `eval` of the module's own is not called.)
+
+        Torch computes, whose products round a row by how many rows there are: in float32 the last bits of a row's
+        logits may depend on its batch and its chunks, and so once in a while may a token. A forward with `params` runs
+        as a program, whose kernels give a row the same bits everywhere.
 
         A causal language model of transformers needs nothing more: it keeps its own forward and attention, over an
         `onward.KVCache`. One token is processed here, to see what it caches.
@@ -144,6 +152,7 @@ class Model:
             num_parameters=sum(parameter.numel() for parameter in module.parameters()),
             # Training may replace the module's tensors at any time.
             compiles=False,
+            why_eager=_WHY_EAGER,
         )
 
     def __repr__(self) -> str:

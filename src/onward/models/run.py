@@ -27,6 +27,11 @@ class ModelRun:
     """
 
     def __init__(self, model: Model, compile: str = "auto", programs: Programs | None = None) -> None:
+        if not isinstance(model, Model):
+            raise RequestError(
+                f"a model is an onward.Model; got {type(model).__name__}: onward.load reads a checkpoint, and "
+                "onward.Model.from_module takes a module"
+            )
         check_backend(compile)
         _limit_threads_in_forks()
         self.model = model
@@ -142,8 +147,8 @@ def _warn_without_kernels() -> None:
     if sys.platform != "win32" and os.environ.get("ONWARD_OPS") != "definition" and not native.built_isas():
         warn_once(
             f"no native kernels were built when onward was installed (none in {native.library_folder()}), so torch's "
-            "operators run, many times slower on a CPU: install a C++17 compiler, then onward again "
-            '(compile="eager" silences this)'
+            "operators run: many times slower on a CPU, and rounded by how many rows there are, so that a text may "
+            'depend on its batch. Install a C++17 compiler, then onward again (compile="eager" silences this)'
         )
 
 

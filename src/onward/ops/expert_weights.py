@@ -130,7 +130,7 @@ def pack_experts(weights: ExpertWeights | Sequence[Weight]) -> ExpertWeights:
 
 
 def matrix(data: Tensor, index: int, format: str, rows: int, inputs: int) -> Tensor:
-    """The weight of one expert as float32 [N, K]. format: "stock", "packed", "int8" or "int4"."""
+    """The weight of one expert as float32 [N, K]. format: "stock", "packed", or of a `QuantizedWeight`."""
     if format == "stock":
         return data[index].to(torch.float32)
     if format == "packed":

@@ -15,7 +15,7 @@ from onward.native import Library
 from onward.native.interface import ExpertsArguments, Format, Status
 from onward.ops import quantized
 from onward.ops.autocast import autocast_dtype, lowered, off
-from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, matrix
+from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, matrix, pack_experts
 from onward.ops.operators import DTYPES, Operator, like_first, shapes
 from onward.ops.packed import FORMATS as PACKED_FORMATS
 
@@ -228,7 +228,7 @@ def _flat(x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, T
 def _native(library: Library, x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tensor:
     layer = _Experts(*rest)
     if layer.format == "stock":
-        return _without_kernels(x, chosen, weights, *rest)
+        chosen, layer = _packed_for_a_call(chosen, layer)
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
     biases = [None if bias is None else bias.contiguous() for bias in layer[3:6]]
     addresses = [None if bias is None else bias.data_ptr() for bias in biases]
@@ -247,6 +247,27 @@ def _native(library: Library, x: Tensor, chosen: Tensor, weights: Tensor, *rest:
         raise _no_such_expert(chosen, len(layer.up))
     library.check(status, "onward_experts")
     return out
+
+
+def _packed_for_a_call(chosen: Tensor, layer: _Experts) -> tuple[Tensor, _Experts]:
+    """The chosen experts of a stock layer packed, and `chosen` by their places among these.
+
+    torch's own product rounds a row by how many rows an expert has, so it is not used here.
+    """
+    used, places = torch.unique(chosen, return_inverse=True)
+    if used.numel() and not 0 <= int(used[0]) <= int(used[-1]) < len(layer.up):
+        raise _no_such_expert(chosen, len(layer.up))
+    weights = [None if weight is None else _packed_of(weight, used) for weight in layer[:3]]
+    biases = [None if bias is None else bias[used] for bias in layer[3:6]]
+    packed: tuple[Any, ...] = (*weights, *biases, "packed", *layer[7:])
+    return places.to(torch.int32), _Experts(*packed)
+
+
+def _packed_of(weights: Tensor, used: Tensor) -> Tensor:
+    """The data of these experts' weights, packed; where no token is there to choose any, that of the first."""
+    packed = pack_experts([weights[index] for index in used.tolist() or [0]])
+    assert isinstance(packed, NativeExperts), "asked for on the CPU, where there is a library"
+    return packed.data
 
 
 def _no_such_expert(chosen: Tensor, count: int) -> RequestError:

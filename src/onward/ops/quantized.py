@@ -21,10 +21,16 @@ from onward.ops.grouped_formats import GROUPED_FORMATS
 from onward.ops.operators import DTYPES, Operator, shapes
 from onward.ops.packed import check_id_dtype, check_ids, native_rows
 
-# Those that floats are rounded to, and those that hold GGUF's blocks.
-ROUNDED_FORMATS = {"int8": Format.INT8, "int4": Format.INT4}
+# Those that floats are rounded to, and all: the others hold what was quantized elsewhere.
+ROUNDED_FORMATS = {"int8": Format.INT8, "int4": Format.INT4, "iq4_nl": Format.IQ4_NL}
 FORMATS = ROUNDED_FORMATS | {name: Format[name.upper()] for name in GROUPED_FORMATS}
-_SCALE_DTYPES = {"int8": torch.float32, "int4": torch.float16}
+_SCALE_DTYPES = {"int8": torch.float32, "int4": torch.float16, "iq4_nl": torch.float16}
+
+
+def rounded_formats() -> str:
+    """The names in `ROUNDED_FORMATS`, as a sentence has them."""
+    *names, last = map(repr, ROUNDED_FORMATS)
+    return f"{', '.join(names)} or {last}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +38,7 @@ class QuantizedWeight:
     """A weight [N, K] in few bits, packed. A pytree of its tensors.
 
     data: uint8, laid out as `quantized_layout` says; contiguous. The kernels are fast where it is 64-byte aligned.
-    format: "int8", "int4", or one of those that hold GGUF's blocks (`onward.ops.grouped_formats`).
+    format: "int8", "int4", or one of `onward.ops.grouped_formats`: "iq4_nl", and those that others quantize to.
     shape: (N, K).
     dtype: the dtype of the weight that this one stands for; `rows` and `dequantize` return it.
     order: int64 [K], a permutation: column j of what is packed multiplies input order[j]. None: input j.
@@ -46,7 +52,10 @@ class QuantizedWeight:
 
     @classmethod
     def pack(cls, format: str, q: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> "QuantizedWeight":
-        """Pack integers, int8 q [N, K], and their scales [N, groups]: float32 for int8, float16 for int4.
+        """Pack int8 q [N, K] and scales [N, groups], which are float32 for int8 and else float16.
+
+        q are the integers of int8 and int4, and of iq4_nl the places 0 … 15 in the table
+        (`onward.ops.grouped_formats.IQ4`).
 
         Integers outside the format's range are not noticed.
 
@@ -55,7 +64,7 @@ class QuantizedWeight:
         """
         rows, inputs = q.shape if q.dim() == 2 else (0, 0)
         if format not in ROUNDED_FORMATS:
-            raise RequestError(f"a weight is packed as {' or '.join(ROUNDED_FORMATS)}; got {format!r}")
+            raise RequestError(f"a weight is packed as {rounded_formats()}; got {format!r}")
         if not 1 <= inputs <= layout.MAX_INPUTS or rows < 1 or q.dtype != torch.int8:
             raise RequestError(
                 f"the integers of a weight must be int8 [N, K] with 1 … {layout.MAX_INPUTS} inputs; got {shapes(q=q)}"

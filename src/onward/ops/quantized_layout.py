@@ -1,8 +1,9 @@
 """How quantized weights lie in memory, written in torch: the definition of what the kernels read.
 
-The formats of GGUF are in `grouped_layout`; those that `quantize` makes are here. Both are symmetric, scale * q:
-int8 with a float32 scale for each row and q in [-127, 127]; int4 with a float16 scale (of either sign) for each row and
-group of 32 inputs and q in [-8, 7]. The layout is that of native/src/linear/layout.h; docs/quantization.md draws it.
+The formats of GGUF are in `grouped_layout`; those that `quantize` makes are here. int8 and int4 are symmetric,
+scale * q: int8 with a float32 scale for each row and q in [-127, 127]; int4 with a float16 scale (of either sign) for
+each row and group of 32 inputs and q in [-8, 7]. iq4_nl, one of GGUF's, lies as int4 does; its q are the places 0 … 15
+in a table. The layout is that of native/src/linear/layout.h; docs/quantization.md draws it.
 
 Shapes: N rows (outputs), K inputs. Rows come in blocks of 16; N and K are padded with zeros. `data` is uint8
 [blocks, bytes of a block]. Functions that take data take any slice of its blocks.
@@ -18,7 +19,7 @@ from onward.ops.grouped_formats import GROUPED_FORMATS
 from onward.ops.grouped_layout import block_bytes, packed_values
 
 BLOCK = 16  # rows
-GROUP = 32  # inputs that share a scale of int4
+GROUP = 32  # inputs that share a scale of int4 or iq4_nl
 MAX_INPUTS = 65536  # the int32 sums of a longer row could overflow
 
 _INT8_HEADER = 64  # bytes: 16 scales
@@ -41,14 +42,17 @@ def num_groups(format: str, inputs: int) -> int:
 
 
 def pack(format: str, q: Tensor, scales: Tensor) -> Tensor:
-    """int8 q [N, K] and scales [N, groups] (float32 for int8, float16 for int4) -> data."""
-    return _pack_int8(q, scales) if format == "int8" else _pack_int4(q, scales)
+    """int8 q [N, K] and scales [N, groups] (float32 for int8, else float16) -> data."""
+    if format == "int8":
+        return _pack_int8(q, scales)
+    return _pack_int4(q - 8 if format == "iq4_nl" else q, scales)
 
 
 def unpack(format: str, data: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """q and scales as `pack` took them."""
     rows, inputs = shape
     q, scales = _unpack_int8(data) if format == "int8" else _unpack_int4(data)
+    q = q + 8 if format == "iq4_nl" else q
     return q[:rows, :inputs].contiguous(), scales[:rows, : num_groups(format, inputs)].contiguous()
 
 
@@ -64,6 +68,8 @@ def row_values(format: str, data: Tensor, ids: Tensor, inputs: int) -> Tensor:
     """The values of the rows at int64 ids [count]: float32 [count, K]. No other row is read."""
     block, row = ids // BLOCK, ids % BLOCK
     if format in GROUPED_FORMATS:
+        if len(ids) == 0:
+            return data.new_empty((0, inputs), dtype=torch.float32)
         blocks, place = torch.unique(block, return_inverse=True)
         return values(format, data[blocks], inputs)[place * BLOCK + row]
     if format == "int8":

@@ -1,7 +1,7 @@
 """Quantize weights to 8 and 4 bits. `onward.ops.linear` multiplies with them.
 
-small = onward.quantize(lm, "int4")
-onward.quantization.quantize_folder("Qwen/Qwen3-0.6B", "qwen3-int4", "int4")    # then onward.load("qwen3-int4")
+small = onward.quantize(lm, "iq4_nl")
+onward.quantization.quantize_folder("Qwen/Qwen3-0.6B", "qwen3-iq4", "iq4_nl")    # then onward.load("qwen3-iq4")
 """
 
 from onward.quantization.calibration import Calibration, calibration_ids
@@ -13,6 +13,7 @@ from onward.quantization.rounding import (
     check_format,
     quantize_int4,
     quantize_int8,
+    quantize_iq4_nl,
     quantize_weight,
     relative_rms_error,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "quantize_folder",
     "quantize_int4",
     "quantize_int8",
+    "quantize_iq4_nl",
     "quantize_params",
     "quantize_weight",
     "quantize_with_feedback",

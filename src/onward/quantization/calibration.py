@@ -37,10 +37,10 @@ class Calibration:
         check_whole("texts", self.texts, low=1)
         check_whole("length", self.length, low=2)
         check_whole("seed", self.seed, low=0)
-        if self.ids is not None and (self.ids.dim() != 2 or self.ids.dtype not in (torch.int32, torch.int64)):
+        ids = self.ids
+        if ids is not None and (ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64) or ids.numel() == 0):
             raise RequestError(
-                f"the ids to calibrate with are int32 or int64 [count, length]; got {self.ids.dtype} "
-                f"{list(self.ids.shape)}"
+                f"the ids to calibrate with are int32 or int64 [count, length]; got {ids.dtype} {list(ids.shape)}"
             )
 
 
@@ -49,8 +49,12 @@ def calibration_ids(lm: LanguageModel, calibration: Calibration) -> Tensor:
 
     A text begins with the BOS id, or where the tokenizer has none with an id that ends texts, and goes on past its end.
     """
-    if calibration.ids is not None:
-        return calibration.ids.to(device=lm.model.device, dtype=torch.int32)
+    if (given := calibration.ids) is not None:
+        if int(given.min()) < 0 or int(given.max()) >= lm.model.vocab_size:
+            raise RequestError(
+                f"the ids to calibrate with lie in 0 … {lm.model.vocab_size - 1}; got {given.min()} … {given.max()}"
+            )
+        return given.to(device=lm.model.device, dtype=torch.int32)
     length = min(calibration.length, lm.model.max_seq_len or calibration.length)
     first = _first_id(lm)
     writer = LanguageModel(lm.model, defaults=GenerateOptions(), compile=lm._model_run.compile, prefix_memory=0)

@@ -15,20 +15,17 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.ops import quantized_layout as layout
 from onward.ops.quantized import QuantizedWeight
-from onward.quantization.rounding import (
-    INT4_PLACES,
-    extremes,
-    int4_integers,
-    quantize_and_measure,
-    relative_rms_error,
-)
+from onward.quantization.groups import CODEBOOKS, Codebook, extremes
+from onward.quantization.rounding import quantize_and_measure, relative_rms_error
 
 # Added to the diagonal of H, relative to its mean, as in the paper; ten times as much wherever H is not yet definite.
 _DAMPING = 0.01
-_REFINEMENTS = 2  # scales tried for a place of a group's extreme: its own, and that of the integers it gives
+_REFINEMENTS = 2  # scales tried for a place of a group's extreme: its own, and that of the values it gives
 # Rows that are rounded together. A row knows nothing of another, so this bounds memory and changes nothing.
 _ROWS = 8192
 _LARGEST_SCALE = torch.finfo(torch.float16).max
+# Its scales are not searched.
+_INT8 = Codebook(lambda quotients: quotients.round_().clamp_(-127, 127), lambda values: values.to(torch.int8))
 
 
 class Rounded(NamedTuple):
@@ -42,14 +39,14 @@ class Rounded(NamedTuple):
 def quantize_with_feedback(weight: Tensor, hessian: Tensor, format: str) -> Rounded:
     """Quantize for small errors of the outputs on the inputs that `hessian` is of.
 
-    Groups of int4 are taken by their inputs' energy, greatest first, and so are the inputs in a group. A group's scale
-    is chosen when its turn has come, for the weights as the errors before have changed them. Where rounding to nearest
+    Groups of 32 are taken by their inputs' energy, greatest first, and so are the inputs in a group. A group's scale is
+    chosen when its turn has come, for the weights as the errors before have changed them. Where rounding to nearest
     errs less, it is kept.
 
     Args:
         weight: float [N, K], finite.
         hessian: float32 [K, K], X^T X of inputs X, up to a factor.
-        format: "int8" or "int4".
+        format: "int8", "int4" or "iq4_nl".
 
     Raises:
         RequestError: as `quantize_weight`, or a Hessian of another size or that is not finite.
@@ -63,7 +60,7 @@ def quantize_with_feedback(weight: Tensor, hessian: Tensor, format: str) -> Roun
         )
     size = _energy(weight, hessian)
     result = Rounded(nearest, error, _relative(_error_energy(weight, nearest, hessian), size))
-    order = _order(hessian.diagonal(), layout.GROUP if format == "int4" else inputs)
+    order = _order(hessian.diagonal(), inputs if format == "int8" else layout.GROUP)
     factor = _inverse_factor(hessian[order][:, order])
     if factor is None:
         return result
@@ -126,30 +123,31 @@ def _inverse_factor(hessian: Tensor) -> Tensor | None:
 
 
 def _rounded(weight: Tensor, factor: Tensor, order: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """int8 q [N, K] and the scales of some rows. factor: of the inputs in `order`."""
+    """What `QuantizedWeight.pack` takes of some rows: int8 [N, K] and the scales. factor: of the inputs in `order`."""
     left = weight.to(torch.float32).T[order]  # [K, N]: an input's weights lie side by side
-    q = torch.empty_like(left, dtype=torch.int8)
+    codes = torch.empty_like(left, dtype=torch.int8)
     inputs, rows = left.shape
-    lowest, highest = (-8, 7) if format == "int4" else (-127, 127)
+    codebook = _INT8 if format == "int8" else CODEBOOKS[format]
     scales = left.new_zeros(layout.num_groups(format, inputs), rows)
     if format == "int8":
         scales[0] = left.abs().amax(0) / 127
     for begin, end, group in _runs(order, format):
         block = left[begin:end]
-        if format == "int4":
-            scales[group] = _scales(block, factor.diagonal()[begin:end])
+        if format != "int8":
+            scales[group] = _scales(block, factor.diagonal()[begin:end], codebook)
         scale = scales[group]
         reciprocal = torch.where(scale == 0, 0.0, 1 / scale)
         errors = torch.empty_like(block)
         for index in range(end - begin):
             row = factor[begin + index, begin + index : end]
-            rounded = (block[index] * reciprocal).round_().clamp_(lowest, highest)
-            q[begin + index] = rounded.to(torch.int8)
-            errors[index] = (block[index] - rounded * scale) / row[0]
+            values = codebook.nearest(block[index] * reciprocal)
+            errors[index] = (block[index] - values * scale) / row[0]
             block[index + 1 :] -= row[1:, None] * errors[index]
+            block[index] = values
+        codes[begin:end] = codebook.codes(block)
         left[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1)
-    stored = scales.T.contiguous().to(torch.float16 if format == "int4" else torch.float32)
-    return q[order.argsort()].T.contiguous(), stored
+    stored = scales.T.contiguous().to(torch.float32 if format == "int8" else torch.float16)
+    return codes[order.argsort()].T.contiguous(), stored
 
 
 def _runs(order: Tensor, format: str) -> list[tuple[int, int, int]]:
@@ -159,12 +157,12 @@ def _runs(order: Tensor, format: str) -> list[tuple[int, int, int]]:
         group = int(order[begin]) // layout.GROUP
         width = layout.GROUP if format == "int8" else min(layout.GROUP, inputs - group * layout.GROUP)
         end = min(begin + width, inputs)
-        runs.append((begin, end, group if format == "int4" else 0))
+        runs.append((begin, end, 0 if format == "int8" else group))
         begin = end
     return runs
 
 
-def _scales(block: Tensor, factor: Tensor) -> Tensor:
+def _scales(block: Tensor, factor: Tensor, codebook: Codebook) -> Tensor:
     """The scale [N], as float16 stores it, with the least sum of (w - s q)² / u² over a group float32 [inputs, N].
 
     (w - s q) / u is what GPTQ counts of an input: its error as far as later inputs cannot make up for it.
@@ -176,10 +174,10 @@ def _scales(block: Tensor, factor: Tensor) -> Tensor:
     best_error = torch.full_like(extreme, torch.inf)
 
     def keep_if_better(scale: Tensor) -> Tensor:
-        """Returns the least-squares scale of the integers that this one gives."""
+        """Returns the least-squares scale of the values that this one gives."""
         nonlocal best, best_error
         stored = scale.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(torch.float16).to(torch.float32)
-        q = int4_integers(block, stored)
+        q = codebook.rounded(block, stored)
         error = ((block - q * stored).square_() * weights).sum(0)
         better = error < best_error
         best, best_error = torch.where(better, stored, best), torch.where(better, error, best_error)
@@ -187,7 +185,7 @@ def _scales(block: Tensor, factor: Tensor) -> Tensor:
         size = (weighted * q).sum(0)
         return torch.where(size == 0, 0.0, (weighted * block).sum(0) / size.clamp_min(1e-30))
 
-    for place in INT4_PLACES:
+    for place in codebook.places:
         scale = extreme / place
         for _ in range(_REFINEMENTS):
             scale = keep_if_better(scale)

@@ -7,14 +7,15 @@ from pathlib import Path
 import torch
 
 from onward.checkpoint import CheckpointFolder, find_folder, page_releaser, read_weights
-from onward.checkpoint.quantized import check_destination, read_manifest, write_quantized
+from onward.checkpoint.destination import check_destination
+from onward.checkpoint.gguf import is_gguf
+from onward.checkpoint.quantized import read_manifest, write_quantized
 from onward.errors import RequestError
 from onward.language_model import LanguageModel
 from onward.models import Model, build_model, pack_params, read_config
 from onward.quantization.calibration import Calibration
-from onward.quantization.model import quantized_params
+from onward.quantization.model import check_quantizing, quantized_params
 from onward.quantization.params import Progress, TensorReport
-from onward.quantization.rounding import check_format
 from onward.requests import generation_defaults
 
 
@@ -33,7 +34,7 @@ def quantize_folder(
     Args:
         source: a folder, a hub id or "demo", as for `onward.load`.
         destination: a folder that is absent or empty. It appears when all is written, or not at all.
-        format: "int8" or "int4", or a number, the most bits a weight on average (`onward.quantize`).
+        format: "int8", "int4" or "iq4_nl", or a number, the most bits a weight on average (`onward.quantize`).
         progress: called after each matrix with its report.
         show_downloads: show bars while a hub id is fetched.
         show_fraction: called after each matrix with the fraction that is done, from 0 to 1; where a budget of bits is
@@ -43,11 +44,15 @@ def quantize_folder(
     Returns:
         The report of each matrix.
     """
-    if isinstance(format, str):
-        check_format(format)
+    check_quantizing(format, calibrate)
     target = Path(destination).expanduser()
     check_destination(target)
     path = find_folder(source if isinstance(source, str) else Path(source), progress=show_downloads)
+    if is_gguf(path):
+        raise RequestError(
+            f"{path} is GGUF, in types of its own: make a folder of it with onward convert --to safetensors, or give "
+            "quantize= to onward.load"
+        )
     folder = CheckpointFolder(path)
     if (manifest := read_manifest(path, folder.config)) is not None:
         raise RequestError(f"{path} is {manifest.format} already: quantize the checkpoint that it was made from")

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, overload
 
+from onward.checks import is_finite
 from onward.errors import RequestError
 from onward.language_model import LanguageModel
 from onward.models import Model, marked_parts
+from onward.ops.quantized import rounded_formats
 from onward.quantization.budget import MEASURED, choose_formats
 from onward.quantization.calibration import Calibration, calibrated_params, calibration_ids
 from onward.quantization.params import ParamsQuantizer, Progress, TensorReport
@@ -39,20 +41,31 @@ def quantize(
 
     Args:
         model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
-        format: "int8" (a scale for each row) or "int4" (a scale for each 32 inputs of a row); or a number, the most
-            bits a weight on average: matrices that cost most in int4 then get int8 (`onward.quantization.budget`).
+        format: "int8" (a scale for each row), "int4" or "iq4_nl" (a scale for each 32 inputs of a row, for whole
+            numbers or for the table of IQ4_NL, which errs less); or a number, the most bits a weight on average:
+            matrices that cost most in iq4_nl then get int8 (`onward.quantization.budget`).
         progress: called with each matrix's report, in order. A tied pair has one report.
         calibrate: round with error feedback on text, such as `onward.quantization.Calibration()`: the same bytes with
             less error, for minutes of work (docs/quantization.md). By default each matrix is rounded to nearest.
 
     Raises:
         RequestError: another format, a model of no built-in family, a model that is quantized already, or weights that
-            are not finite. A forward of your own can call `ops.linear` with weights from `quantize_int8` and
-            `quantize_int4`.
+            are not finite. A forward of your own can call `ops.linear` with weights from `quantize_weight`.
     """
+    check_quantizing(format, calibrate)
     lm = model if isinstance(model, LanguageModel) else LanguageModel(model)
     small = replace(lm.model, params=quantized_params(lm, format, calibrate, progress)[0])
     return lm.with_model(small) if isinstance(model, LanguageModel) else small
+
+
+def check_quantizing(format: object, calibrate: object) -> None:
+    """Raise `RequestError` unless these are arguments of `quantize`, before a model is read for nothing."""
+    if isinstance(format, str):
+        check_format(format)
+    elif not is_finite(format):
+        raise RequestError(f"weights are quantized to {rounded_formats()}, or to so many bits a weight; got {format!r}")
+    if not isinstance(calibrate, Calibration | None):
+        raise RequestError(f"calibrate is an onward.quantization.Calibration, or None; got {calibrate!r}")
 
 
 def quantized_params(
@@ -72,7 +85,7 @@ def quantized_params(
     if not marked_parts(params):
         raise RequestError(
             f"quantize finds matrices by their types, Linear and Embedding; got a model whose params are "
-            f"{type(params).__name__}, without any: make its weights with quantize_int8 or quantize_int4"
+            f"{type(params).__name__}, without any: make its weights with quantize_weight"
         )
 
     def report(done: TensorReport) -> None:
@@ -80,8 +93,6 @@ def quantized_params(
             progress(done)
         show_fraction(quantizer.fraction)
 
-    if isinstance(format, str):
-        check_format(format)
     if calibrate is None and isinstance(format, str):
         quantizer = ParamsQuantizer(params, format, report, release)
         return quantizer.quantized(params), quantizer.reports

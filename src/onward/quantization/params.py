@@ -26,11 +26,11 @@ class TensorReport:
     name: its place in the params, such as "layers.3.mixer.q_proj.weight".
     relative_rms_error: sqrt(sum (w - w')² / sum w²).
     nbytes: of the quantized weight.
-    format: "int8" or "int4".
+    format: "int8", "int4" or "iq4_nl".
     relative_output_error: the same of the outputs, on the text of a calibration; None where the matrix was rounded
         to nearest.
-    divergence: what it costs to have this matrix in int4, rounded to nearest, and no other: the KL divergence from the
-        model as it was, in nats a token. It is what a budget of bits is spent by; None where there is none.
+    divergence: what it costs to have this matrix in iq4_nl, rounded to nearest, and no other: the KL divergence from
+        the model as it was, in nats a token. It is what a budget of bits is spent by; None where there is none.
     """
 
     name: str
@@ -66,7 +66,7 @@ def quantize_params(
 
     Args:
         params: stock or packed; `onward.models.Linear` and `Embedding` mark the matrices.
-        format: "int8" or "int4".
+        format: "int8", "int4" or "iq4_nl".
         progress: called after each matrix with its report.
         release: called after each matrix, when its stock weight has been read for the last time.
         keep: leave experts that are quantized already as they are; else they are an error.
@@ -76,7 +76,7 @@ def quantize_params(
 
 
 class Choice(NamedTuple):
-    """The format of a matrix. divergence: what int4 alone costs there, where that was measured (`TensorReport`)."""
+    """The format of a matrix. divergence: what iq4_nl alone costs there, where that was measured (`TensorReport`)."""
 
     format: str
     divergence: float | None = None

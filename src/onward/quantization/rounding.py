@@ -1,4 +1,4 @@
-"""Round float matrices to integers with scales, and measure the error."""
+"""Round float matrices to 8 and 4 bits with scales, and measure the error."""
 
 import math
 from collections.abc import Iterator
@@ -11,21 +11,12 @@ from onward.errors import RequestError
 from onward.native import Library, advise_huge_pages
 from onward.ops import quantized_layout as layout
 from onward.ops.operators import DTYPES, usable_library
-from onward.ops.quantized import ROUNDED_FORMATS, QuantizedWeight
-
-# Scales that `quantize_int4` tries for a group: where the element of largest magnitude comes to lie. Beyond the ends
-# -8 and 7 it is clipped. A grid forty times as fine errs 0.05 to 0.4 % less (docs/quantization.md).
-INT4_PLACES = (-9.5, -9.0, -8.5, -8.0, -7.5, -7.0, 6.0, 6.67, 7.33, 8.0)
-_REFINEMENTS = 2
-# The places of rules that do not search: absmax and llama.cpp's Q4_0. They are kept where the search is not better.
-_PLAIN = (7.0, -8.0)
-_LARGEST_INT4 = 7 * torch.finfo(torch.float16).max
-# Below this magnitude a group's float16 scale is 0, and the reciprocal of its extreme might overflow.
-_SMALLEST_INT4 = 1e-30
+from onward.ops.quantized import ROUNDED_FORMATS, QuantizedWeight, rounded_formats
+from onward.quantization.groups import CODEBOOKS, best_scale
 
 
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
-    """`quantize_int8` or `quantize_int4`, by the name of the format."""
+    """`quantize_int8`, `quantize_int4` or `quantize_iq4_nl`, by the name of the format."""
     return quantize_and_measure(weight, format)[0]
 
 
@@ -37,14 +28,14 @@ def quantize_and_measure(weight: Tensor, format: str) -> tuple[QuantizedWeight, 
     if library is not None and weight.device.type == "cpu" and weight.dtype in DTYPES:
         return _quantize_native(library, weight, format)
     _check_values(weight, format, _largest(weight))
-    quantized = _int8(weight) if format == "int8" else _int4(weight)
+    quantized = definition(weight, format)
     return quantized, relative_rms_error(weight, quantized)
 
 
 def check_format(format: str) -> None:
-    """Raise unless it is "int8" or "int4"."""
+    """Raise unless it is one of `ROUNDED_FORMATS`."""
     if format not in ROUNDED_FORMATS:
-        raise RequestError(f"weights are quantized to {' or '.join(map(repr, ROUNDED_FORMATS))}; got {format!r}")
+        raise RequestError(f"weights are quantized to {rounded_formats()}; got {format!r}")
 
 
 def quantize_int8(weight: Tensor) -> QuantizedWeight:
@@ -80,6 +71,22 @@ def quantize_int4(weight: Tensor) -> QuantizedWeight:
     return quantize_weight(weight, "int4")
 
 
+def quantize_iq4_nl(weight: Tensor) -> QuantizedWeight:
+    """Round each group of 32 inputs of a row to multiples of a float16 scale: the 16 numbers of llama.cpp's IQ4_NL.
+
+    They are denser near 0, as weights are: -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113. The scale is
+    searched as that of `quantize_int4`, and no group is worse than with its extreme element at either end. What fills
+    up a shorter last group is searched as zeros.
+
+    Args:
+        weight: float [N, K], finite, magnitudes up to 8,319,008 (127 times the largest float16).
+
+    Raises:
+        RequestError: as for `quantize_int4`.
+    """
+    return quantize_weight(weight, "iq4_nl")
+
+
 def _quantize_native(library: Library, weight: Tensor, format: str) -> tuple[QuantizedWeight, float]:
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     rows, inputs = weight.shape
@@ -96,6 +103,11 @@ def _quantize_native(library: Library, weight: Tensor, format: str) -> tuple[Qua
     return QuantizedWeight(data, format, (rows, inputs), weight.dtype), math.sqrt(error / size) if size else 0.0
 
 
+def definition(weight: Tensor, format: str) -> QuantizedWeight:
+    """What the kernel computes, in torch, of a weight that is known to be one."""
+    return _int8(weight) if format == "int8" else _grouped(weight, format)
+
+
 def _int8(weight: Tensor) -> QuantizedWeight:
     data = _empty(weight, "int8")
     for blocks, part in _row_chunks(weight):
@@ -105,15 +117,17 @@ def _int8(weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight(data, "int8", (weight.shape[0], weight.shape[1]), weight.dtype)
 
 
-def _int4(weight: Tensor) -> QuantizedWeight:
-    inputs = weight.shape[1]
-    data = _empty(weight, "int4")
+def _grouped(weight: Tensor, format: str) -> QuantizedWeight:
+    inputs, codebook = weight.shape[1], CODEBOOKS[format]
+    data = _empty(weight, format)
     for blocks, part in _row_chunks(weight):
         rows = len(part)
         groups = pad(part, (0, -inputs % layout.GROUP)).view(-1, layout.GROUP).T.contiguous()
-        q, scales = _best_int4(groups)
-        data[blocks] = layout.pack("int4", q.T.reshape(rows, -1)[:, :inputs].contiguous(), scales.view(rows, -1))
-    return QuantizedWeight(data, "int4", (weight.shape[0], inputs), weight.dtype)
+        scale = best_scale(groups, codebook)
+        codes = codebook.codes(codebook.rounded(groups, scale.to(torch.float32)))
+        codes = codes.T.reshape(rows, -1)[:, :inputs].contiguous()
+        data[blocks] = layout.pack(format, codes, scale.view(rows, -1))
+    return QuantizedWeight(data, format, (weight.shape[0], inputs), weight.dtype)
 
 
 def relative_rms_error(weight: Tensor, quantized: QuantizedWeight) -> float:
@@ -128,81 +142,6 @@ def relative_rms_error(weight: Tensor, quantized: QuantizedWeight) -> float:
         error += float((part - values).square_().sum(dtype=torch.float64))
         size += float(part.square().sum(dtype=torch.float64))
     return math.sqrt(error / size) if size else 0.0
-
-
-def _best_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [32, G] -> int8 [32, G] and float16 [G]. Groups lie along the columns, so that sums run over rows."""
-    extreme = extremes(groups)
-    best_scale = (extreme / _PLAIN[0]).to(torch.float16)
-    best_q, best_error = _with_scale(groups, best_scale)
-
-    def keep_if_better(scale: Tensor) -> Tensor:
-        nonlocal best_scale, best_q, best_error
-        stored = scale.to(torch.float16)
-        q, error = _with_scale(groups, stored)
-        better = error < best_error  # false where the scale overflowed, for then the error is NaN
-        best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, stored, best_scale)
-        best_q = torch.where(better, q, best_q)
-        return q
-
-    for place in _PLAIN[1:]:
-        keep_if_better(extreme / place)
-    q = keep_if_better(_search(groups, extreme))
-    for _ in range(_REFINEMENTS):
-        product, size = _moments(q, groups)
-        q = keep_if_better(product / size)
-    return best_q.to(torch.int8), best_scale + 0  # no -0
-
-
-def _search(groups: Tensor, extreme: Tensor) -> Tensor:
-    """The best least-squares scale [G] over the places in `INT4_PLACES`.
-
-    The scale sum(q x) / sum(q²) leaves the error sum(x²) - sum(q x)² / sum(q²): the second term is what to maximise.
-    """
-    reciprocal = torch.where(extreme.abs() < _SMALLEST_INT4, 0.0, 1 / extreme)
-    best_gain, best_scale = torch.zeros_like(extreme), extreme / 7
-    q = torch.empty_like(groups)
-    for place in INT4_PLACES:
-        torch.mul(groups, reciprocal * place, out=q).round_().clamp_(-8, 7)
-        product, size = _moments(q, groups)
-        scale = product / size
-        gain = product * scale
-        better = gain > best_gain
-        best_gain = torch.where(better, gain, best_gain)
-        best_scale = torch.where(better, scale, best_scale)
-    return best_scale
-
-
-def _moments(q: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """sum(q x) and sum(q²) of each group, the latter 1 where all integers are 0."""
-    return _sum(q * groups), _sum(q.square()).clamp_min_(1.0)
-
-
-def _with_scale(groups: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
-    """The integers (as floats) that a float16 scale [G] gives, and the squared errors [G]."""
-    scale = stored.to(torch.float32)
-    q = int4_integers(groups, scale)
-    return q, _sum((groups - q * scale).square_())
-
-
-def extremes(groups: Tensor) -> Tensor:
-    """The element of the largest magnitude of each group, with its sign: [inputs, G] -> [G]."""
-    highest, lowest = groups.amax(0), groups.amin(0)
-    return torch.where(highest >= -lowest, highest, lowest)
-
-
-def int4_integers(groups: Tensor, scale: Tensor) -> Tensor:
-    """The integers (as floats) of groups [inputs, G] that a scale [G] gives: 0 where it is 0."""
-    return (groups * torch.where(scale == 0, 0.0, 1 / scale)).round_().clamp_(-8, 7)
-
-
-def _sum(terms: Tensor) -> Tensor:
-    """[32, G] -> [G], from the first row to the last: in the kernel's order, so that the bits agree."""
-    total = terms[0].clone()
-    for row in terms[1:]:
-        total += row
-    return total
 
 
 def _row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -242,8 +181,8 @@ def _check_values(weight: Tensor, format: str, largest: float) -> None:
         raise RequestError(
             f"a weight to quantize is finite; {weight.dtype} {list(weight.shape)} holds an infinity or a NaN"
         )
-    if format == "int4" and largest > _LARGEST_INT4:
+    if format != "int8" and largest > CODEBOOKS[format].largest:
         raise RequestError(
-            f"the scales of int4 are float16, which serves weights up to {_LARGEST_INT4:.0f}; got one of "
-            f"{largest:.6g}: use int8"
+            f"the scales of {format} are float16, which serves weights up to {CODEBOOKS[format].largest:.0f}; got one "
+            f"of {largest:.6g}: use int8"
         )

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias, Unpack
 
 from onward.checkpoint import ChatTemplate, Tokenizer
 from onward.checks import as_tuple, check_whole, is_finite, plain
@@ -239,29 +239,30 @@ class GenerateOptions(SamplingParams):
         """How many rows of the batch a prompt takes."""
         return max(self.n, self.beams)
 
-    def replace(self, **options: Any) -> Self:
+    def replace(self, **options: Unpack[GenerateOptionsDict]) -> Self:
         """A copy with `options` changed and checked.
 
         A change drops options that mean nothing with it, for they may be a checkpoint's defaults for another kind of
         decoding. A change to beams drops the options for drawing (temperature, top_k, …). A change from beams drops
         theirs (length_penalty, early_stopping) and n. Greedy decoding drops n. A smaller max_new_tokens lowers
-        min_new_tokens. A constraint drops that of another kind.
+        min_new_tokens. A constraint drops that of another kind. `draft` is a Speculator here, or None.
 
         Raises:
             RequestError: an unknown option, a value outside its range, or options that contradict each other.
         """
-        if (beams := options.get("beams", self.beams)) != 1 and self.beams == 1:
-            options = _OF_DRAWING | options
+        changed: dict[str, Any] = {**options}
+        if (beams := changed.get("beams", self.beams)) != 1 and self.beams == 1:
+            changed = _OF_DRAWING | changed
         elif beams == 1 and self.beams != 1:
-            options = {name: getattr(type(self), name) for name in OF_BEAMS} | {"n": 1} | options
-        if self.n > 1 and beams == 1 and plain(options.get("temperature", self.temperature)) == 0:
-            options = {"n": 1} | options
-        most = plain(options.get("max_new_tokens"))
+            changed = {name: getattr(type(self), name) for name in OF_BEAMS} | {"n": 1} | changed
+        if self.n > 1 and beams == 1 and plain(changed.get("temperature", self.temperature)) == 0:
+            changed = {"n": 1} | changed
+        most = plain(changed.get("max_new_tokens"))
         if isinstance(most, int) and 0 <= most < self.min_new_tokens:
-            options = {"min_new_tokens": most} | options
-        if any(options.get(name) is not None for name in CONSTRAINTS):
-            options = dict.fromkeys(CONSTRAINTS) | options
-        return super().replace(**options)
+            changed = {"min_new_tokens": most} | changed
+        if any(changed.get(name) is not None for name in CONSTRAINTS):
+            changed = dict.fromkeys(CONSTRAINTS) | changed
+        return super().replace(**changed)
 
     def _check_search(self) -> None:
         if self.beams > 1 and self.draft is not None:

@@ -1,9 +1,9 @@
 """Checks the prompts and options that users give, and makes requests of them."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from onward.messages import AnswerReading
 from onward.models import Model
 from onward.option_names import check_option_names
 from onward.reprs import brief_list
-from onward.requests.options import GenerateOptions, option_names
+from onward.requests.options import GenerateOptions, GenerateOptionsDict, option_names
 from onward.speculation import Speculator
 
 # Ids: a list or a tuple, or one dimension of an array or a tensor of whole numbers.
@@ -52,7 +52,7 @@ class Request:
         assert self.options.max_new_tokens is not None, "a request that runs has been read"
         return self.options.max_new_tokens
 
-    def replace(self, **options: Any) -> Self:
+    def replace(self, **options: Unpack[GenerateOptionsDict]) -> Self:
         """The same prompt with `options` changed, checked as `GenerateOptions.replace` does."""
         return dataclasses.replace(self, options=self.options.replace(**options))
 
@@ -223,11 +223,18 @@ def checked_ids(ids: Ids, vocab_size: int) -> list[int]:
     listed = _as_ids(ids)
     for token in listed:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise RequestError(f"a prompt of ids must hold whole numbers from 0 to {vocab_size - 1}; got {token!r}")
+            hint = ": messages are for chat" if isinstance(token, Mapping) else ""
+            raise RequestError(
+                f"a prompt of ids must hold whole numbers from 0 to {vocab_size - 1}; got {token!r}{hint}"
+            )
     return listed
 
 
 def _as_ids(ids: Ids) -> list[int]:
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise RequestError(
+            f"ids are a list, or one dimension of an array or tensor; got {type(ids).__name__} (encode takes a text)"
+        )
     if isinstance(ids, np.ndarray | Tensor) and ids.ndim != 1:
         raise RequestError(
             f"a prompt of ids has one dimension; got an array of shape {list(ids.shape)}: give a list of its rows, or "

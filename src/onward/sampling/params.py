@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from onward.checks import PYTHONS_OWN, check_whole, plain
 from onward.errors import RequestError
@@ -119,10 +119,11 @@ class SamplingParams(
         """The ids that end the text."""
         return frozenset() if self.ignore_eos else frozenset(self.eos or ())
 
-    def replace(self, **options: Any) -> Self:
+    def replace(self, **options: Unpack[SamplingOptionsDict]) -> Self:
         """A copy with `options` changed; an unknown option raises and names those that exist."""
         check_option_names(options, option_names(self._kind))
-        return type(self)(**vars(self) | options)
+        changed: dict[str, Any] = {**vars(self), **options}
+        return type(self)(**changed)
 
 
 @functools.cache

@@ -38,8 +38,9 @@ _EVENT_ID = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{8})\.([0-9a-f]{8})\.([0-9,;+/
 class Handover:
     """What is known of an answer before it begins here.
 
-    key: of the answer. emitted: ids of its texts; None where none are known. last_event_id: of the last event that its
-    client has. reports: whether messages are to say what they tell. idempotency: what a repetition is known by.
+    key: of the answer. emitted: ids of its texts that the caller knows; None where it knows none. last_event_id: of the
+    last event that its client has. reports: whether messages are to say what they tell. idempotency: what a repetition
+    is known by.
     """
 
     key: AnswerKey
@@ -62,20 +63,10 @@ class Handover:
             key = AnswerKey(given["answer"]) if "answer" in given else AnswerKey.new()
             return cls(key, given.get("emitted"), given.get("last_event_id"), reports=True)
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
-        idempotency = _idempotency(headers)
+        idempotency = idempotency_of(headers)
         if not (last := headers.get(b"last-event-id", b"").decode("latin-1")):
             return cls(AnswerKey.new(), idempotency=idempotency)
         return cls(AnswerKey(_parts(last)[0]), last_event_id=last, idempotency=idempotency)
-
-    def emitted_by(self, requests: Sequence[Request]) -> list[list[Sequence[int]]]:
-        """The known ids of each request's texts; an empty list for a request of which none are known."""
-        if self.emitted is None:
-            return [[] for _ in requests]
-        counts, left = [request.options.n for request in requests], list(self.emitted)
-        if len(left) != sum(counts):
-            raise RequestError(f"emitted has ids of {len(left)} texts, and the body asks for {sum(counts)}")
-        each = [[left.pop(0) for _ in range(count)] for count in counts]
-        return [texts if any(texts) else [] for texts in each]
 
 
 @dataclass(frozen=True)
@@ -113,8 +104,26 @@ class EventIds:
         return cls(prefix, before)
 
 
-def _idempotency(headers: Mapping[bytes, bytes]) -> str | None:
-    """What a repetition is known by: the key, of one caller's."""
+def emitted_by(requests: Sequence[Request], emitted: Sequence[Sequence[int]] | None) -> list[list[Sequence[int]]]:
+    """The known ids of each request's texts; an empty list for a request of which none are known.
+
+    emitted: of all texts, those of the first request first; None where none are known.
+    """
+    if emitted is None:
+        return [[] for _ in requests]
+    counts, left = [request.options.n for request in requests], list(emitted)
+    if len(left) != sum(counts):
+        raise RequestError(f"emitted has ids of {len(left)} texts, and the body asks for {sum(counts)}")
+    each = [[left.pop(0) for _ in range(count)] for count in counts]
+    return [texts if any(texts) else [] for texts in each]
+
+
+def idempotency_of(headers: Mapping[bytes, bytes]) -> str | None:
+    """What a repetition is known by: the Idempotency-Key, of one caller's; None without one.
+
+    Raises:
+        BodyError: the header is no such key.
+    """
     key = headers.get(b"idempotency-key")
     if key is None:
         return None

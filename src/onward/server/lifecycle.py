@@ -35,6 +35,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_config=None,
+        loop="asyncio",  # the one that `run` takes, whatever else is installed
         access_log=False,
         server_header=False,
         ws="none",
@@ -125,16 +126,28 @@ async def drain(app: App, server: uvicorn.Server) -> None:
     """Take no more requests, let those that run end within the time for it, cancel the others, and stop."""
     service = app.service
     service.draining = True
-    if not await _empty(app, service.settings.drain):
+
+    def cancel() -> None:
         log("cancels", requests=len(service.live))
         service.end()
-        await _empty(app, _LAST_WORDS)
+
+    await emptied(lambda: app.gate.inside, service.settings.drain, cancel)
     server.should_exit = True
 
 
-async def _empty(app: App, seconds: float) -> bool:
+async def emptied(inside: Callable[[], int], seconds: float, cancel: Callable[[], None]) -> None:
+    """Let requests end within so many seconds, then cancel the others and give them a little for their last words.
+
+    inside: how many there are.
+    """
+    if not await _is_empty(inside, seconds):
+        cancel()
+        await _is_empty(inside, _LAST_WORDS)
+
+
+async def _is_empty(inside: Callable[[], int], seconds: float) -> bool:
     """Whether nobody waits for an answer any more, within so many seconds."""
     end = time.monotonic() + seconds
-    while app.gate.inside and time.monotonic() < end:
+    while inside() and time.monotonic() < end:
         await asyncio.sleep(0.02)
-    return not app.gate.inside
+    return not inside()

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -13,7 +13,7 @@ from onward.errors import one_line
 from onward.openai import AnswerKey, Body, BodyError
 from onward.server.bounds import check_bounds
 from onward.server.client import Client
-from onward.server.handover import EventIds, Handover, digest_of
+from onward.server.handover import EventIds, Handover, digest_of, emitted_by
 from onward.server.kept import KeptAnswers
 from onward.server.metrics import Metrics
 from onward.server.models import ServedModel, ServedModels
@@ -56,9 +56,10 @@ class Service:
             OnwardError: what is wrong with the body, or that the engine takes no more.
         """
         if handover.idempotency is None:
-            if handover.last_event_id is not None and handover.emitted is None:
-                handover = replace(handover, emitted=self.kept.emitted(handover.key))
-            recipient = await self._begun(await self._read(read, handover), handover)
+            emitted = handover.emitted
+            if handover.last_event_id is not None and emitted is None:
+                emitted = self.kept.emitted(handover.key)
+            recipient = await self._begun(await self._read(read, handover), handover, emitted)
         else:
             recipient = await self._again(read, handover, handover.idempotency)
         self.live.add(recipient.submission)
@@ -80,9 +81,7 @@ class Service:
                 raise _other_body("this Idempotency-Key came with another body before: give each request its own")
             if before is not None and not before.is_cut and not before.has_failed:
                 return Recipient(before, handover, asked.ids)
-            if before is not None:
-                handover = replace(handover, emitted=before.emitted())
-            recipient = await self._begun(asked, handover)
+            recipient = await self._begun(asked, handover, None if before is None else before.emitted())
             kept.submission = recipient.submission
             return recipient
 
@@ -101,16 +100,17 @@ class Service:
             raise BodyError("Last-Event-ID is for streams: send stream: true, or no such id", "stream")
         return _Asked(served, body, ids, digest_of(body) if handover.idempotency is not None else "")
 
-    async def _begun(self, asked: "_Asked", handover: Handover) -> Recipient:
-        submission = await self.in_thread(self._submitted, asked, handover)
+    async def _begun(self, asked: "_Asked", handover: Handover, emitted: Sequence[Sequence[int]] | None) -> Recipient:
+        """emitted: ids of its texts that are known here, which may be more than the handover says."""
+        submission = await self.in_thread(self._submitted, asked, emitted)
         return Recipient(submission, handover, asked.ids)
 
-    def _submitted(self, asked: "_Asked", handover: Handover) -> Submission:
+    def _submitted(self, asked: "_Asked", emitted: Sequence[Sequence[int]] | None) -> Submission:
         submission = Submission(asked.served, asked.body, generations := [], asked.digest)
         engine = asked.served.engine
-        emitted = handover.emitted_by(asked.body.requests)
+        known = emitted_by(asked.body.requests, emitted)
         try:
-            for request, texts in zip(asked.body.requests, emitted, strict=True):
+            for request, texts in zip(asked.body.requests, known, strict=True):
                 resumed = texts and request.options.beams == 1
                 generations.append(engine.resume(request, emitted=texts) if resumed else engine.submit(request))
         except BaseException:

@@ -1,6 +1,6 @@
 """What whoever runs a server decides."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,5 +59,9 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise RequestError(f"{name} must be a number of seconds; got {value!r}")
+        for name in ("api_keys", "cors_origins", "hosts"):
+            texts = getattr(self, name)
+            if isinstance(texts, str) or not isinstance(texts, Iterable) or not all(isinstance(t, str) for t in texts):
+                raise RequestError(f"{name} must be a list of texts; got {texts!r}")
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise RequestError("an API key must be printable ASCII without spaces, and not empty")

@@ -225,6 +225,8 @@ def _read_verified(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 def _read_header(file: Path, refusal: str) -> dict[str, str]:
     """The metadata of a session that this version can read. `refusal` begins the error for any other file."""
+    if file.is_dir():
+        raise SessionError(f"{str(file)!r} is a folder, and a session is a file: choose another name")
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
             metadata: dict[str, str] = content.metadata() or {}

@@ -38,6 +38,8 @@ class Session:
     """
 
     def __init__(self, lm: LanguageModel) -> None:
+        if not isinstance(lm, LanguageModel):
+            raise RequestError(f"a session is of a LanguageModel; got {type(lm).__name__}: see onward.load")
         self.lm = lm
         self.notes: dict[str, str] = {}
         self._text = HeldText(lm._slots_for)

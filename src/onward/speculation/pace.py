@@ -75,6 +75,9 @@ class Pace:
     paid once: programs for new shapes and the draft model's prompt.
 
     rest: how many of the next steps are plain ones in any case. `note_time` takes their time.
+
+    Calls of several threads may share one. It takes no lock: what one thread adds while another looks makes a choice
+    less good, and no text another.
     """
 
     def __init__(self) -> None:
@@ -123,7 +126,7 @@ class Pace:
         """Note time that was spent on something else: a prompt, or a plain step during `rest`."""
         self._credit += _BUDGET * seconds
         if self.rest:
-            self.rest -= 1
+            self.rest = max(0, self.rest - 1)
             self._since_probe += 1
 
     def note_plain(self, rows: int, seconds: float, *, drafting: float = 0.0, new: bool = False) -> None:
@@ -160,7 +163,7 @@ class Pace:
         """The costs of a batch of so many rows; where it is new, those of the nearest size measured."""
         costs = self._costs.get(rows)
         if costs is None:
-            measured = [size for size, others in self._costs.items() if others.plain.count]
+            measured = [size for size, others in list(self._costs.items()) if others.plain.count]
             nearest = min(measured, key=lambda size: abs(size - rows), default=None)
             costs = self._costs[rows] = _Costs() if nearest is None else self._costs[nearest].copy()
         return costs
@@ -173,10 +176,11 @@ class RecentMean:
         self.value, self.count = value, count
 
     def add(self, value: float) -> None:
-        self.count += 1
-        if self.count > 1:
+        count = self.count + 1
+        if count > 1:
             value = min(value, 2 * self.value)
-        self.value += max(1 / self.count, 0.2) * (value - self.value)
+        self.value += max(1 / count, 0.2) * (value - self.value)
+        self.count = count  # last: another thread divides by what was counted
 
 
 class _Costs:
@@ -191,13 +195,13 @@ class _Costs:
         """Costs for another size of batch, until it is measured. They weigh as much as one observation."""
         other = _Costs()
         other.plain = RecentMean(self.plain.value, 1)
-        other.rounds = {length: RecentMean(mean.value, 1) for length, mean in self.rounds.items()}
+        other.rounds = {length: RecentMean(mean.value, 1) for length, mean in list(self.rounds.items())}
         return other
 
     @property
     def reach(self) -> int:
         """The longest draft whose cost can be guessed from those measured."""
-        return 2 * max(self.rounds) + 1 if self.rounds else 1
+        return 2 * max(list(self.rounds), default=0) + 1
 
     def round(self, length: int) -> float:
         """Seconds of a round, at least those of a plain step: a round measured as shorter was noise."""
@@ -211,8 +215,9 @@ class _Costs:
         """
         if length in self.rounds:
             return self.rounds[length].value
-        below = max((n for n in self.rounds if n < length), default=0)
-        above = min((n for n in self.rounds if n > length), default=None)
+        measured = list(self.rounds)
+        below = max((n for n in measured if n < length), default=0)
+        above = min((n for n in measured if n > length), default=None)
         low = self.rounds[below].value if below else self.plain.value
         if above is not None:
             return low + (self.rounds[above].value - low) * (length - below) / (above - below)

@@ -95,7 +95,7 @@ class Speculator:
             chooser,
             device,
             verifier=_VERIFIERS[self.verifier],
-            longest=self._longest,
+            longest=self.longest,
             pace=self._pace,
             acceptance=self._acceptance,
             vocab_size=vocab_size,
@@ -124,7 +124,7 @@ class Speculator:
         request = DraftRequest(
             rows=len(sequences),
             max_len=max(sequence.longest for sequence in sequences) if max_len is None else max_len,
-            longest=self._longest,
+            longest=self.longest,
             vocab_size=vocab_size,
             select=sampler if select is None else select,
             histories=histories,
@@ -137,5 +137,6 @@ class Speculator:
             sequence.drafting = DraftedText(group, owner, Acceptance(self._acceptance.rate))
 
     @property
-    def _longest(self) -> int:
+    def longest(self) -> int:
+        """The most ids of a draft."""
         return LENGTHS[-1] if self.length is None else self.length

@@ -129,10 +129,9 @@ class SpeculativeStep:
         self._shape_counts: Counter[tuple[int, int]] = Counter()  # steps by (sequences, longest draft)
 
     def __call__(self, work: abc.Sequence[Work]) -> Emitted:
-        # What is pending of a text that has ended is a prompt's, too.
-        prompts = [at for at, (text, _) in enumerate(work) if text.pending > 1 or text.finish_reason is not None]
         began, pace = self._clock(), self._pace
         sequences = [sequence for sequence, _ in work]
+        prompts = any(map(self._has_prompt, sequences))
         forced = None if prompts else self._forced(sequences)
         if prompts or (pace is not None and pace.rest and forced is None):
             # Sequences that decode beside a prompt wait for it anyway, so they are not drafted for.
@@ -157,6 +156,16 @@ class SpeculativeStep:
         elif pace is not None:
             self._note(len(work), emitted, longest, self._clock() - began, drafting)
         return emitted
+
+    def _has_prompt(self, sequence: Sequence) -> bool:
+        """Whether what is pending is a prompt's. It is in a text that has ended, too.
+
+        The ids of the accept/resample rule depend on where drafts begin. There that is behind the first new id, also
+        where a cache holds all of the prompt but its last id.
+        """
+        if sequence.pending > 1 or sequence.finish_reason is not None:
+            return True
+        return self._verifier is not coupled and not sequence.has_begun
 
     def _note(self, rows: int, emitted: Emitted, longest: int, seconds: float, drafting: float) -> None:
         assert self._pace is not None

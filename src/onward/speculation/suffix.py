@@ -3,10 +3,13 @@
 It looks in the text itself and in the outputs of earlier requests.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from onward.checks import check_whole
+from onward.forks import renew_in_forks
 from onward.speculation.automaton import SuffixAutomaton
 from onward.speculation.drafter import DraftRequest, DraftRow, continued
 
@@ -31,17 +34,30 @@ class SuffixLookup:
         check_whole("max_tokens", max_tokens, low=0)
         self.shortest = shortest
         self.max_tokens = max_tokens
+        self._lock = threading.Lock()  # of who adds: calls of several threads may begin at once
         self._earlier = _Earlier(max_tokens)
         self._running: list[_SuffixLookups] = []
+        renew_in_forks(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy learns anew."""
+        return type(self), (self.shortest, self.max_tokens)
 
     def start(self, request: DraftRequest) -> "_SuffixLookups":
         """Begin a request. What earlier requests have put out until now counts as earlier output."""
-        for running in self._running:
-            for output in running.outputs.values():
-                self._earlier.add(output)
-        started = _SuffixLookups(self, self._earlier.automaton)
-        self._running = [started] if self.max_tokens else []
-        return started
+        with self._lock:
+            for running in self._running:
+                for output in list(running.outputs.values()):  # another thread's request may still go on
+                    self._earlier.add(output)
+            started = _SuffixLookups(self, self._earlier.automaton)
+            self._running = [started] if self.max_tokens else []
+            return started
+
+    def renew(self) -> None:
+        """In a forked child: a new lock. What another thread was adding to is forgotten."""
+        if self._lock.locked():
+            self._earlier, self._running = _Earlier(self.max_tokens), []
+        self._lock = threading.Lock()
 
 
 class _Earlier:

@@ -84,7 +84,11 @@ def rejection(
         target = _finite(sampler.probabilities(logits_k, positions_k, histories, constraints))
         drafted = torch.tensor([_id_at(drafts[place], k) for place in places], device=logits_k.device)
         drawn_from = _draft_distributions([drafts[place] for place in places], k, drafted, target)
-        return checked_ids(accept_or_resample(target, drawn_from, drafted, sampler.keys, positions_k), logits_k)
+        ids = accept_or_resample(target, drawn_from, drafted, sampler.keys, positions_k)
+        plain = [at for at, place in enumerate(places) if not drafts[place].ids]
+        if plain:  # as in a plain step, which these would be in where nothing was drafted for others
+            ids[plain] = chooser(logits_k[plain], positions_k[plain], [some[at] for at in plain])
+        return checked_ids(ids, logits_k)
 
     return _one_by_one(sequences, drafts, choose)
 

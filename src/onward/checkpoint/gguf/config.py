@@ -12,7 +12,7 @@ from onward.checkpoint.gguf import layout
 from onward.checkpoint.gguf.blocks import dequantized
 from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
 from onward.checkpoint.gguf.family import GgufFamily
-from onward.checkpoint.gguf.keys import NUMBERS, YARN
+from onward.checkpoint.gguf.keys import LENGTHS, NUMBERS, YARN
 from onward.checkpoint.gguf.names import with_fused_experts
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.errors import ConfigError, UnsupportedArchitectureError
@@ -24,7 +24,6 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 # A divisor with which a pair turns by no angle that a float32 tells from none.
 _NEVER = 1e20
-_LENGTHS = "short", "long"
 
 
 def family_of(metadata: Mapping[str, Any], tensors: Collection[str], where: object) -> GgufFamily:
@@ -85,7 +84,7 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], wh
     config["rope_parameters"] = _rope(metadata, prefix, tensors, head_dim, where)
     behind = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     try:
-        return config | dict(family.fields(behind, config))
+        return config | dict(family.said.read(behind, config))
     except ConfigError as error:
         raise ConfigError(f"{where}: {metadata['general.architecture']}: {error}") from error
 
@@ -129,9 +128,12 @@ def _rope(
         rope |= {"rope_type": kind, "factor": said("scaling.factor")}
         rope |= {"original_max_position_embeddings": said("scaling.original_context_length")}
     if kind == "yarn":
+        mixed = said("scaling.yarn_ext_factor")
+        if isinstance(mixed, int | float) and 0 <= mixed != 1:  # below 0 is the default, 1
+            raise ConfigError(f"{where}: {prefix}rope.scaling.yarn_ext_factor is {mixed}, and only 1 is supported")
         rope |= _yarn(said)
     if "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors:
-        rope |= {f"{length}_factor": _numbers(tensors[f"rope_factors_{length}.weight"]).tolist() for length in _LENGTHS}
+        rope |= {f"{length}_factor": _numbers(tensors[f"rope_factors_{length}.weight"]).tolist() for length in LENGTHS}
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": said("scaling.original_context_length")}
     if "rope_freqs.weight" in tensors:
         divisors = _numbers(tensors["rope_freqs.weight"])

@@ -1,10 +1,10 @@
 """The table of GGUF's architectures: what config.json and the names of weights would be in the Hugging Face layout.
 
 A family that Onward reads from folders is read from GGUF by a line here, whose names, keys and functions stand in
-`names`, `keys`, `fields` and `layout`.
+`names`, `keys`, `fields*` and `layout`.
 """
 
-from onward.checkpoint.gguf import fields, keys, layout, names
+from onward.checkpoint.gguf import fields, fields_gemma, fields_latent, fields_states, keys, layout, names
 from onward.checkpoint.gguf.family import GgufFamily
 
 # "llama" is Mistral's too: the two differ in a sliding window, which the converter leaves out.
@@ -26,16 +26,16 @@ FAMILIES = {
         order=layout.value_heads,
         names=names.QWEN35,
         numbers=keys.DELTA,
-        values=layout.qwen35_values,
-        fields=fields.qwen35,
+        changes=(layout.NORMS_BUT_OF_STATES, layout.RATES),
+        said=fields_states.QWEN35,
     ),
     "qwen35moe": GgufFamily(
         "Qwen3_5MoeForCausalLM",
         order=layout.value_heads,
         names=names.QWEN35,
         numbers=keys.DELTA_EXPERTS,
-        values=layout.qwen35_values,
-        fields=fields.qwen35,
+        changes=(layout.NORMS_BUT_OF_STATES, layout.RATES),
+        said=fields_states.QWEN35,
     ),
     # Read as Qwen3.5's, the same forward: there the projections that the converter cuts are apart.
     "qwen3next": GgufFamily(
@@ -43,8 +43,8 @@ FAMILIES = {
         order=layout.beta_and_decay,
         names=names.QWEN3NEXT,
         numbers=keys.DELTA_EXPERTS,
-        values=layout.qwen35_values,
-        fields=fields.qwen35,
+        changes=(layout.NORMS_BUT_OF_STATES, layout.RATES),
+        said=fields_states.QWEN35,
     ),
     "gemma2": GgufFamily(
         "Gemma2ForCausalLM",
@@ -55,39 +55,42 @@ FAMILIES = {
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         },
-        values=layout.norms_less_one,
-        fields=fields.gemma_scale,
+        changes=(layout.NORMS,),
+        said=fields_gemma.GEMMA_SCALE,
     ),
     "gemma3": GgufFamily(
         "Gemma3ForCausalLM",
         config={"hidden_activation": "gelu_pytorch_tanh"},
         names=names.FOUR_NORMS,
         numbers=keys.WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
-        values=layout.norms_less_one,
-        fields=fields.gemma3,
+        changes=(layout.NORMS,),
+        said=fields_gemma.GEMMA3,
     ),
     "gemma4": GgufFamily(
         "Gemma4ForCausalLM",
         config={"hidden_activation": "gelu_pytorch_tanh"},
-        parts={"attention_k_eq_v": fields.keys_are_values},
+        parts={"attention_k_eq_v": fields_gemma.keys_are_values},
         names=names.GEMMA4,
         numbers=keys.GEMMA4,
-        fields=fields.gemma4,
+        said=fields_gemma.GEMMA4,
     ),
-    "phi3": GgufFamily("Phi3ForCausalLM", numbers=keys.WINDOW, fields=fields.phi3),
+    "phi3": GgufFamily("Phi3ForCausalLM", numbers=keys.WINDOW, said=fields.PHI3),
     "olmo2": GgufFamily("Olmo2ForCausalLM", names=names.AFTER_BOTH),
-    "exaone4": GgufFamily("Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, fields=fields.layer_types),
+    "exaone4": GgufFamily("Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.LAYER_TYPES),
     "glm4": GgufFamily(
         "Glm4ForCausalLM",
         parts={"attention_bias": "attn_q.bias"},
         names={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     ),
-    "granite": GgufFamily("GraniteForCausalLM", order=layout.pairs_to_halves, numbers=keys.GRANITE),
+    "granite": GgufFamily(
+        "GraniteForCausalLM", order=layout.pairs_to_halves, numbers=keys.GRANITE, said=fields.GRANITE
+    ),
     "granitemoe": GgufFamily(
         "GraniteMoeForCausalLM",
         order=layout.pairs_to_halves,
         names=names.GRANITE_EXPERTS,
         numbers=keys.GRANITE | keys.EXPERTS | {"num_local_experts": "expert_count"},
+        said=fields.GRANITE,
     ),
     "granitehybrid": GgufFamily(
         "GraniteMoeHybridForCausalLM",
@@ -96,8 +99,9 @@ FAMILIES = {
         parts={"attention_bias": "attn_q.bias", "mamba_conv_bias": "ssm_conv1d.bias"},
         names=names.GRANITE_HYBRID,
         numbers=keys.GRANITE_HYBRID,
-        values=layout.rates_as_logarithms,
-        fields=fields.granite_hybrid,
+        shape=layout.mamba_shapes,
+        changes=(layout.RATES,),
+        said=fields_states.GRANITE_HYBRID,
     ),
     "falcon-h1": GgufFamily(
         "FalconH1ForCausalLM",
@@ -110,8 +114,9 @@ FAMILIES = {
         },
         names=names.FALCON_H1,
         numbers=keys.MAMBA | {"mamba_d_ssm": "ssm.inner_size"},
-        values=layout.rates_as_logarithms,
-        fields=fields.falcon_h1,
+        shape=layout.mamba_shapes,
+        changes=(layout.RATES,),
+        said=fields_states.FALCON_H1,
     ),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_moe"),
@@ -121,8 +126,9 @@ FAMILIES = {
             parts={"mlp_bias": "ffn_up.bias", "use_conv_bias": "ssm_conv1d.bias"},
             names=names.NEMOTRON_H,
             numbers=keys.NEMOTRON_H,
-            values=layout.rates_as_logarithms,
-            fields=fields.nemotron_h,
+            shape=layout.mamba_shapes,
+            changes=(layout.RATES,),
+            said=fields_states.NEMOTRON_H,
         ),
     ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", order=layout.pairs_to_halves, config={"no_rope_layer_interval": 4}),
@@ -135,14 +141,14 @@ FAMILIES = {
         "Lfm2ForCausalLM",
         names=names.LFM2,
         numbers={"num_key_value_heads": None, "conv_L_cache": "shortconv.l_cache"},
-        fields=fields.lfm2,
+        said=fields_states.LFM2,
     ),
     "glm4moe": GgufFamily(
         "Glm4MoeForCausalLM",
         parts={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         names=names.AFTER_ATTENTION,
         numbers=keys.DEEPSEEK_EXPERTS,
-        fields=fields.without_ahead,
+        said=fields.WITHOUT_AHEAD,
     ),
     "deepseek2": GgufFamily(
         "DeepseekV3ForCausalLM",
@@ -157,7 +163,7 @@ FAMILIES = {
             "n_group": "expert_group_count",
             "topk_group": "expert_group_used_count",
         },
-        fields=fields.deepseek,
+        said=fields_latent.DEEPSEEK,
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
@@ -165,7 +171,7 @@ FAMILIES = {
         numbers=keys.EXPERTS
         | keys.WINDOW
         | {"num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"},
-        fields=fields.gpt_oss,
+        said=fields.GPT_OSS,
     ),
 }
 # (architecture, a key behind it) -> the family of files that have such a key.
@@ -180,12 +186,13 @@ WITH_KEY = {
         order=layout.pairs_to_halves,
         names=names.SHARED_GRANITE,
         numbers=keys.GRANITE_EXPERTS,
+        said=fields.GRANITE,
     ),
     ("granitehybrid", "expert_count"): FAMILIES["granitehybrid"]._replace(
         names={**names.GRANITE_HYBRID, **names.SHARED_GRANITE}
     ),
     ("olmo2", "attention.sliding_window"): GgufFamily(
-        "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, fields=fields.olmo3
+        "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.OLMO3
     ),
 }
 # (architecture, how the name of a tensor ends) -> the family of files that have such a tensor.

@@ -1,4 +1,4 @@
-"""The fields of config.json that keys of a GGUF file's metadata say."""
+"""The fields of config.json and generation_config.json that keys of a GGUF file's metadata say."""
 
 # A field of config.json -> the key behind "{architecture}.".
 NUMBERS = {
@@ -11,8 +11,12 @@ NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
 }
+# A field of generation_config.json -> the key behind "general.sampling.".
+SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 # A field of config.json's YaRN -> the key behind "rope.scaling.".
 YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+# LongRoPE's two lists of divisors, "rope_factors_short.weight" and "…_long.weight".
+LENGTHS = "short", "long"
 EXPERTS = {"num_experts_per_tok": "expert_used_count"}
 DELTA = {
     "num_hidden_layers": None,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.gguf.family import Order, Orders
+from onward.checkpoint.gguf.family import Change, Order, Orders
 
 
 def pairs_to_halves(name: str, config: Mapping[str, Any], rows: int) -> Order:
@@ -77,20 +77,32 @@ def with_fused_experts(order: Orders) -> Orders:
     return of_halves
 
 
-def norms_less_one(name: str, values: Tensor) -> Tensor:
-    """Weights of norms without the 1 that the family's forward adds, and the converter too."""
-    return values.to(torch.float32) - 1 if name.endswith("norm.weight") else values
+def mamba_shapes(name: str, config: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of Mamba2 what each head has is a row, and the norm has a row for each group."""
+    if name.endswith((".A_log", ".D")):
+        return (*shape, 1)
+    groups = config.get("mamba_n_groups", config.get("n_groups"))
+    return (groups, shape[0] // groups) if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")) else shape
 
 
-def rates_as_logarithms(name: str, values: Tensor) -> Tensor:
-    """Rates of decay, which the converter computes, as the logarithms that they were."""
-    return (-values.to(torch.float32)).log() if name.endswith(".A_log") else values
-
-
-def qwen35_values(name: str, values: Tensor) -> Tensor:
-    """Both; but the norm of Gated DeltaNet is as it was."""
-    values = rates_as_logarithms(name, values)
-    return values if name.endswith(".linear_attn.norm.weight") else norms_less_one(name, values)
+# The family's forward adds 1 to weights of norms, and the converter too.
+NORMS = Change(
+    lambda name: name.endswith("norm.weight"),
+    write=lambda weight: weight + 1,
+    read=lambda values: values - 1,
+    what="the weights of this norm plus 1",
+)
+# The norm of Gated DeltaNet is as it was.
+NORMS_BUT_OF_STATES = NORMS._replace(of=lambda name: NORMS.of(name) and not name.endswith(".linear_attn.norm.weight"))
+# Rates of decay, -exp(A), in place of the logarithms A. A float32 exp is within a unit in the last place, 2**-23 of it,
+# which moves its logarithm by 2**-23, and a float32 log within a unit of the result; 1/16 holds their product.
+RATES = Change(
+    lambda name: name.endswith(".A_log"),
+    write=lambda weight: -weight.exp(),
+    read=lambda values: (-values).log(),
+    what="the rates of decay of these logarithms",
+    bound=lambda weight: (1 + weight.abs()) * (17 / 16 * 2**-23),
+)
 
 
 def keys_and_values(parts: list[Tensor]) -> Tensor:
@@ -98,3 +110,19 @@ def keys_and_values(parts: list[Tensor]) -> Tensor:
     values, [H, V, R]."""
     keys, values = parts
     return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+
+
+def apart(whole: Tensor, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The two of `keys_and_values`."""
+    of_heads = whole.view(config["num_attention_heads"], -1, whole.shape[1])
+    content = config["qk_nope_head_dim"]
+    return of_heads[:, :content].transpose(1, 2), of_heads[:, content:]
+
+
+def blocks_of(columns: Tensor, weights: int) -> Tensor | None:
+    """An order of columns as one of blocks of so many; None: it does not move whole blocks."""
+    if len(columns) % weights:
+        return None
+    blocks = columns.view(-1, weights)
+    whole = (blocks[:, 0] % weights == 0).all() and (blocks == blocks[:, :1] + torch.arange(weights)).all()
+    return blocks[:, 0] // weights if whole else None

@@ -11,9 +11,10 @@ import torch
 
 from onward.checkpoint.chat_template import ChatTemplate
 from onward.checkpoint.gguf.config import config_of, family_of, head_dim_of
+from onward.checkpoint.gguf.keys import SAMPLING
 from onward.checkpoint.gguf.names import gguf_name
 from onward.checkpoint.gguf.reader import GgufFile, GgufTensor
-from onward.checkpoint.gguf.vocabulary import Vocabulary
+from onward.checkpoint.gguf.vocabulary import NAMED_ENDS, Vocabulary
 from onward.checkpoint.gguf.weights import read_gguf_weights
 from onward.checkpoint.pages import releaser_of
 from onward.checkpoint.tokenizer import JsonTokenizer
@@ -22,9 +23,7 @@ from onward.models import Architecture
 from onward.models.architecture import PartOfCheckpoint
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-_TEMPLATE = "tokenizer.chat_template"
-# A field of generation_config.json -> the key behind "general.sampling.".
-_SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+TEMPLATE = "tokenizer.chat_template"
 
 
 def is_gguf(path: Path) -> bool:
@@ -87,8 +86,10 @@ class GgufCheckpoint:
     @cached_property
     def generation_config(self) -> dict[str, Any]:
         """The sampling that the file advises; empty where it has no advice."""
-        found = {field: self._metadata.get(f"general.sampling.{key}") for field, key in _SAMPLING.items()}
-        advice = {field: value for field, value in found.items() if value is not None}
+        found = {field: self._metadata.get(f"general.sampling.{key}") for field, key in SAMPLING.items()}
+        # A float32 as people write it: 0.7, not 0.699999988.
+        shortest = {field: float(f"{value:.7g}") for field, value in found.items() if isinstance(value, float)}
+        advice = {field: value for field, value in (found | shortest).items() if value is not None}
         return {"do_sample": True, **advice} if advice else {}
 
     @cached_property
@@ -109,7 +110,7 @@ class GgufCheckpoint:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        source, tools = (self._template(name) for name in (_TEMPLATE, f"{_TEMPLATE}.tool_use"))
+        source, tools = (self._template(name) for name in (TEMPLATE, f"{TEMPLATE}.tool_use"))
         if source is None:
             return None
         texts = {name: text for name, text in self.tokenizer_config.items() if name.endswith("_token")}
@@ -118,7 +119,10 @@ class GgufCheckpoint:
     @cached_property
     def eos(self) -> tuple[int, ...]:
         """The ids that end a text."""
-        return () if self.vocabulary is None else self.vocabulary.ends
+        if self.vocabulary is not None:
+            return self.vocabulary.ends
+        named = [self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in NAMED_ENDS]
+        return tuple(id for id in named if type(id) is int and id >= 0)
 
     @cached_property
     def types(self) -> dict[str, int]:
@@ -136,13 +140,15 @@ class GgufCheckpoint:
         *,
         dtype: torch.dtype | None,
         device: torch.device,
+        exact: bool = False,
         each_layer: Callable[[Any], Any] = lambda layer: layer,
     ) -> Any:
         """`read_gguf_weights` of this model."""
         family, fields = family_of(self._metadata, self.tensors, self.path), self.config
         fields = fields | {"head_dim": head_dim_of(fields)}
         ahead = self._metadata.get(f"{self._metadata['general.architecture']}.nextn_predict_layers", 0)
-        ahead, first = ahead if isinstance(ahead, int) else 0, fields["num_hidden_layers"]
+        # A layer has a tensor at least, whatever their number is said to be.
+        ahead, first = min(ahead if isinstance(ahead, int) else 0, len(self.tensors)), fields["num_hidden_layers"]
         unread = [f"blk.{layer}." for layer in range(first, first + ahead)]  # they look further ahead
         if isinstance(config, PartOfCheckpoint):
             unread += [gguf_name(f"{start}weight", family).tensors[0] for start in config.unread]
@@ -155,6 +161,7 @@ class GgufCheckpoint:
             unread=unread,
             dtype=dtype,
             device=device,
+            exact=exact,
             each_layer=each_layer,
         )
 

@@ -4,7 +4,7 @@ Three kinds: "gpt2" (byte-level BPE; `tokenizer.ggml.pre` names how texts are cu
 bytes for what is no piece; its merges follow from the scores), and "gemma4" (the same, with merges).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from onward.errors import TokenizerError
 from onward.garbage import without_collections
 
 _PREFIX = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 # Characters. The longest pieces in use are runs of some 128 spaces.
 _LONGEST_PIECE = 512
-_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+# Ids that end a text and have a key of their own.
+NAMED_ENDS = "eos", "eot", "eom"
 # Tokens that end an answer whatever eos_token_id says, as in llama.cpp.
 _ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
@@ -46,13 +48,13 @@ class Vocabulary:
         types = self._get_array("token_type", len(self.tokens))
         if types is not None and not all(type(kind) is int for kind in types):
             raise TokenizerError(f"{where}: {_PREFIX}token_type must be whole numbers")
-        self.types: list[int] = [_NORMAL] * len(self.tokens) if types is None else types
+        self.types: list[int] = [NORMAL] * len(self.tokens) if types is None else types
         if not self.tokens:
             raise TokenizerError(f"{where}: the tokenizer has no tokens")
 
     def special(self, name: str) -> int | None:
         """The id of "bos", "eos", "eot" …; None where the file names none."""
-        token: int | None = self._get(f"{_SPECIAL.get(name, name)}_token_id", int, optional=True)
+        token: int | None = self._get(f"{SPECIAL.get(name, name)}_token_id", int, optional=True)
         if token is not None and not 0 <= token < len(self.tokens):
             raise TokenizerError(f"{self._where}: the {name} token is {token}, and there are {len(self.tokens)} tokens")
         return token
@@ -60,16 +62,13 @@ class Vocabulary:
     @property
     def ends(self) -> tuple[int, ...]:
         """The ids that end a text."""
-        named = [token for name in ("eos", "eot", "eom") if (token := self.special(name)) is not None]
-        # gpt-oss ends its messages with <|end|>, and its turn with <|return|>.
-        texts = set(_ENDS) - ({"<|end|>"} if "<|return|>" in self.tokens else set())
-        known = [id for id, text in enumerate(self.tokens) if text in texts and self.types[id] == _CONTROL]
-        return tuple(dict.fromkeys(named + known))
+        named = [token for name in NAMED_ENDS if (token := self.special(name)) is not None]
+        return tuple(dict.fromkeys(named + known_ends(self.tokens, self.types)))
 
     @property
     def config(self) -> dict[str, Any]:
         """tokenizer_config.json's fields."""
-        texts = {f"{name}_token": self.special(name) for name in _SPECIAL}
+        texts = {f"{name}_token": self.special(name) for name in SPECIAL}
         config: dict[str, Any] = {name: self.tokens[id] for name, id in texts.items() if id is not None}
         add_bos = self._get("add_bos_token", bool, optional=True)
         config["add_bos_token"] = self._adds_bos() if add_bos is None else add_bos
@@ -103,7 +102,7 @@ class Vocabulary:
     def byte_level(self) -> tokenizers.Tokenizer:
         splitting = SPLITTINGS[self._splitting()]
         merges = self._pairs(self._get("merges", list))
-        model = models.BPE(self._ids(_UNUSED), merges, ignore_merges=splitting.whole_words)
+        model = models.BPE(self._ids(UNUSED), merges, ignore_merges=splitting.whole_words)
         tokenizer = tokenizers.Tokenizer(model)
         if splitting.nfc:
             tokenizer.normalizer = normalizers.NFC()
@@ -119,7 +118,9 @@ class Vocabulary:
         if scores is None:
             raise TokenizerError(f"{self._where}: a tokenizer of kind 'llama' needs scores")
         prefix = self._get("add_space_prefix", bool, optional=True) is not False
-        return self._of_pieces(ids, list(_merges(ids, scores, self.types)), prefix)
+        said = self._get("merges", list, optional=True)  # where a score says too little of their order
+        merges = list(merges_of(ids, scores, self.types)) if said is None else self._pairs(said)
+        return self._of_pieces(ids, merges, prefix)
 
     def merged_pieces(self) -> tokenizers.Tokenizer:
         prefix = self._get("add_space_prefix", bool, optional=True) is True
@@ -149,8 +150,8 @@ class Vocabulary:
 
     def _mark_added(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Tokens that are never merged from a text's pieces: those that mark turns, say."""
-        special = [self.tokens[id] for id, kind in enumerate(self.types) if kind in (_UNKNOWN, _CONTROL)]
-        plain = [self.tokens[id] for id, kind in enumerate(self.types) if kind == _USER]
+        special = [self.tokens[id] for id, kind in enumerate(self.types) if kind in (UNKNOWN, CONTROL)]
+        plain = [self.tokens[id] for id, kind in enumerate(self.types) if kind == USER]
         tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special if text])
         tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain if text])
 
@@ -180,10 +181,17 @@ _KINDS: dict[str, Callable[[Vocabulary], tokenizers.Tokenizer]] = {
 }
 
 
-def _merges(ids: Mapping[str, int], scores: list[float], types: list[int]) -> Iterator[tuple[str, str]]:
+def known_ends(tokens: Sequence[str], types: Sequence[int]) -> list[int]:
+    """The ids that end a text by what they are called."""
+    # gpt-oss ends its messages with <|end|>, and its turn with <|return|>.
+    texts = set(_ENDS) - ({"<|end|>"} if "<|return|>" in tokens else set())
+    return [id for id, text in enumerate(tokens) if text in texts and types[id] == CONTROL]
+
+
+def merges_of(ids: Mapping[str, int], scores: list[float], types: list[int]) -> Iterator[tuple[str, str]]:
     """The pairs of pieces that make a piece, best scores first: what sentencepiece merges, written as ranks."""
     texts = {id: text for text, id in ids.items() if len(text) <= _LONGEST_PIECE}
-    pieces = [id for id in texts if types[id] in (_NORMAL, _USER, _UNUSED)]
+    pieces = [id for id in texts if types[id] in (NORMAL, USER, UNUSED)]
     for id in sorted(pieces, key=lambda id: (-scores[id], id)):
         text = texts[id]
         pairs = ((text[:at], text[at:]) for at in range(1, len(text)))

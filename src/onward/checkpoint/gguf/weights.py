@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onward.checkpoint.gguf.blocks import dequantized, float_rows, read_parts, scales_are_finite
 from onward.checkpoint.gguf.family import GgufFamily, Order
+from onward.checkpoint.gguf.layout import blocks_of
 from onward.checkpoint.gguf.names import GgufName, gguf_name
 from onward.checkpoint.gguf.packing import pack_blocks, packed_format
 from onward.checkpoint.gguf.reader import GgufTensor
@@ -35,6 +36,7 @@ def read_gguf_weights(
     unread: Sequence[str] = (),
     dtype: torch.dtype | None,
     device: torch.device,
+    exact: bool = False,
     each_layer: Callable[[Any], Any] = lambda layer: layer,
 ) -> Any:
     """All weights of a model; every tensor of the file must be one of them.
@@ -48,13 +50,14 @@ def read_gguf_weights(
         unread: what the names of tensors begin with that the file has beside the model.
         dtype: of norms, biases and activations. None takes bfloat16 where there are blocks, else the embedding's.
         device: where they go. On "meta" no weight is read.
+        exact: give floats that the dtype does not hold as float32.
         each_layer: converts each layer (packs it, say) as soon as it is read.
 
     Raises:
         CheckpointError: a tensor is missing or mis-shaped, has infinite scales, or is none of the architecture's.
     """
     chosen = _default_dtype(tensors) if dtype is None else dtype
-    reader = _GgufTensors(path, tensors, family, fields, chosen, device)
+    reader = _GgufTensors(path, tensors, family, fields, chosen, device, exact)
     params = config.read(Scope(reader), each_layer)
     reader.check_left(unread)
     return params
@@ -78,9 +81,10 @@ class _GgufTensors:
         fields: Mapping[str, Any],
         dtype: torch.dtype,
         device: torch.device,
+        exact: bool,
     ) -> None:
         self._path, self._tensors, self._family, self._fields = path, tensors, family, fields
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._exact = dtype, device, exact
         # By tensor, the experts' matrices that were taken of it; None: all of it.
         self._taken: dict[str, set[int | None]] = {name: {None} for name in _NO_WEIGHTS}
 
@@ -88,8 +92,11 @@ class _GgufTensors:
         place = gguf_name(name, self._family)
         if len(place.tensors) > 1:
             return self._joined(name, place, shape, dtype)
+        stored = self._found(place.tensors[0], name, shape)
+        if math.prod(stored.shape) < math.prod(shape):  # an order of rows would take as much memory as metadata say
+            raise self._misshaped(stored, shape)
         order = self._family.order(name, self._fields, shape[0])
-        return self._ordered(name, self._stored(name, place, shape, order.stored_rows), order, dtype)
+        return self._ordered(name, self._part(stored, place.expert, shape, order.stored_rows), order, dtype)
 
     def _ordered(self, name: str, stored: GgufTensor, order: Order, dtype: torch.dtype | None) -> Any:
         """A tensor as the weight of a stock name, its rows and columns in the stock order."""
@@ -103,8 +110,8 @@ class _GgufTensors:
         values = self._values(stored, rows)
         if order.columns is not None:
             values = values[:, order.columns]
-        values = self._family.values(name, values).reshape(stored.shape)
-        return placed(self._path, stored.name, values, dtype or self._dtype, self._device)
+        values = self._family.stock_values(name, values).reshape(stored.shape)
+        return placed(self._path, stored.name, values, dtype or self._dtype_of(values), self._device)
 
     def _joined(self, name: str, place: GgufName, shape: tuple[int, ...], dtype: torch.dtype | None) -> Any:
         """A weight that the file has in several tensors; in the bits of their blocks where these lie one below another
@@ -123,7 +130,14 @@ class _GgufTensors:
         if self._device.type == "meta":
             return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         whole = place.by([self._values(part, part.rows).view(part.shape) for part in parts])
-        return placed(self._path, name, self._family.values(name, whole), dtype or self._dtype, self._device)
+        values = self._family.stock_values(name, whole)
+        return placed(self._path, name, values, dtype or self._dtype_of(values), self._device)
+
+    def _dtype_of(self, values: Tensor) -> torch.dtype:
+        """That of a weight which follows the model's, or with `exact` one that holds it."""
+        if not self._exact or torch.equal(values.to(self._dtype).to(values.dtype), values):
+            return self._dtype
+        return torch.float32
 
     def _found(self, tensor: str, name: str, shape: tuple[int, ...]) -> GgufTensor:
         stored = self._tensors.get(tensor)
@@ -133,19 +147,22 @@ class _GgufTensors:
             )
         return stored
 
-    def _stored(self, name: str, place: GgufName, shape: tuple[int, ...], stored_rows: int | None) -> GgufTensor:
-        """The tensor of a stock name, or the part of it that is one expert's; its shape is checked. It gets that of the
-        weight, and all rows of which the weight may be some."""
-        ((tensor,), expert, _) = place
-        stored = self._found(tensor, name, shape)
+    def _misshaped(self, stored: GgufTensor, shape: tuple[int, ...]) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path}: tensor {stored.name!r} has shape {list(stored.shape)}, but the metadata makes it "
+            f"{list(shape)}"
+        )
+
+    def _part(
+        self, stored: GgufTensor, expert: int | None, shape: tuple[int, ...], stored_rows: int | None
+    ) -> GgufTensor:
+        """A tensor, or the part of it that is one expert's; its shape is checked. It gets that of the weight, and all
+        rows of which the weight may be some."""
         rows = stored_rows or shape[0]
         whole = (rows, *shape[1:]) if expert is None else (max(stored.shape[0], expert + 1), rows, *shape[1:])
         if not _holds(stored.shape, whole):
-            raise CheckpointError(
-                f"{self._path}: tensor {stored.name!r} has shape {list(stored.shape)}, but the metadata makes it "
-                f"{list(whole)}"
-            )
-        self._taken.setdefault(tensor, set()).add(expert)
+            raise self._misshaped(stored, whole)
+        self._taken.setdefault(stored.name, set()).add(expert)
         if expert is None:
             return stored._replace(shape=shape)
         return stored._replace(shape=shape, rows=stored.rows[expert * rows : (expert + 1) * rows])
@@ -224,16 +241,11 @@ def _joined_shape(place: GgufName, parts: Sequence[GgufTensor]) -> tuple[int, ..
 
 def _moves_blocks(columns: Tensor | None, stored: GgufTensor) -> bool:
     """Whether an order of columns moves whole blocks."""
-    if columns is None:
-        return True
-    weights = stored.type.weights
-    if len(columns) % weights:
-        return False
-    blocks = columns.view(-1, weights)
-    return bool((blocks[:, 0] % weights == 0).all() and (blocks == blocks[:, :1] + torch.arange(weights)).all())
+    return columns is None or blocks_of(columns, stored.type.weights) is not None
 
 
 def _with_blocks(rows: Tensor, columns: Tensor, stored: GgufTensor) -> Tensor:
     """Rows whose blocks are in this order of columns."""
-    blocks = columns.view(-1, stored.type.weights)[:, 0] // stored.type.weights
+    blocks = blocks_of(columns, stored.type.weights)
+    assert blocks is not None
     return rows.view(len(rows), -1, stored.type.size)[:, blocks].flatten(1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onward.checkpoint.gguf.reader import MAGIC
 from onward.checkpoint.gguf.types import TYPES
+from onward.errors import RequestError
 
 _VERSION, _ALIGNMENT = 3, 32
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
@@ -50,13 +51,19 @@ def _padded(size: int) -> int:
 
 
 def _text(text: str) -> bytes:
-    encoded = text.encode()
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{text[:80]!r} is not valid Unicode, which all texts in GGUF are") from error
     return struct.pack("<Q", len(encoded)) + encoded
 
 
 def _value(value: Any) -> Iterable[bytes]:
     if isinstance(value, list):
-        kind, one = _kind(value)
+        # llama.cpp reads types of tokens as int32 alone, and lists of whole numbers as either. Merges alone may be
+        # none, and they are strings.
+        whole = bool(value) and all(type(item) is int for item in value)
+        kind, one = (_INT32, struct.Struct("<i").pack) if whole else _kind(value)
         return [struct.pack("<IIQ", _ARRAY, kind, len(value)), *(one(item) for item in value)]
     kind, one = _kind([value])
     return [struct.pack("<I", kind), one(value)]

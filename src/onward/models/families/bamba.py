@@ -19,7 +19,7 @@ def read_config(config: Mapping[str, Any]) -> Decoder:
     mixers: dict[str, Mixer] = {FULL: fields.attention(qkv_bias=bias, o_bias=bias), LINEAR: mamba_block(config, fields)}
     feed_forward = fields.feed_forward(bias=flag(config, "mlp_bias"))
     types = layers_by_index(config, "attn_layer_indices", fields.num_layers)
-    check_attends(types)
+    check_attends(types, name="attn_layer_indices")
     return fields.decoder(
         (
             fields.layer(mixers[kind], feed_forward, names=names(mixer="self_attn" if kind == FULL else "mamba"))

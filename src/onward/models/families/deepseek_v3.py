@@ -46,7 +46,7 @@ def latent_attention(
     # A config that says what part of a head turns, says it of the whole head.
     whole = rope_fields(config).get("partial_rotary_factor") not in (None, 1, 1.0)
     head_dim = {"head_dim": content + rotary if whole else rotary}
-    interleaved = config.get("rope_interleave") is None or flag(config, "rope_interleave")
+    interleaved = flag(config, "rope_interleave", default=True)
     options = options | {"interleaved": interleaved, "partial_rotary": 1.0}
     fields = common_fields(Overlaid(head_dim, config), **options)
     if fields.rope.dims != rotary:
@@ -121,7 +121,7 @@ def deepseek_experts(
         num_experts=count,
         num_chosen=chosen,
         score="sigmoid",
-        normalize=config.get("norm_topk_prob") is None or flag(config, "norm_topk_prob"),
+        normalize=flag(config, "norm_topk_prob", default=True),
         scale=positive_number(config, "routed_scaling_factor", scale),
         groups=of_groups,
         kept_groups=kept_groups,

@@ -36,7 +36,7 @@ def _mixer(config: Mapping[str, Any], fields: CommonFields) -> SideBySide:
         None if "mamba_d_ssm" in config and config["mamba_d_ssm"] is None else positive_int(config, "mamba_d_ssm", 1024)
     )
     bias = flag(config, "attention_bias")
-    norm_first = config.get("mamba_norm_before_gate") is None or flag(config, "mamba_norm_before_gate")
+    norm_first = flag(config, "mamba_norm_before_gate", default=True)
     mamba = mamba_block(
         config,
         fields,

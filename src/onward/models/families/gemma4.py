@@ -163,7 +163,10 @@ def _attentions(
 
 
 def _full_rope(fields: CommonFields, head_dim: int, rope: Mapping[str, Any]) -> RotarySchedule:
-    return rotary_schedule({"rope_parameters": rope}, head_dim, fields.max_position_embeddings, base=1e6, partial=1.0)
+    partial = None if rope.get("rope_type", "default") == "default" else 1.0  # whole heads turn, as in transformers
+    return rotary_schedule(
+        {"rope_parameters": rope}, head_dim, fields.max_position_embeddings, base=1e6, partial=partial
+    )
 
 
 def _full_heads(config: Mapping[str, Any], fields: CommonFields, types: Sequence[str], shared: bool) -> tuple[int, int]:

@@ -69,7 +69,7 @@ def _adjusted(config: Mapping[str, Any], size: int) -> int:
     """The inner width: two thirds of what the config says, rounded up, unless the config says that it is exact."""
     multiple = positive_int(config, "block_multiple_of", 256)
     factor = positive_number(config, "block_ffn_dim_multiplier", 1.0)
-    if config.get("block_auto_adjust_ff_dim") is not None and not flag(config, "block_auto_adjust_ff_dim"):
+    if not flag(config, "block_auto_adjust_ff_dim", default=True):
         return size
     return multiple * -(-int(factor * int(2 * size / 3)) // multiple)
 

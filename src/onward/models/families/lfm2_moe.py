@@ -20,17 +20,12 @@ def read_config(config: Mapping[str, Any]) -> Decoder:
         num_experts=count,
         num_chosen=experts_per_token(config, count, default=4),
         score="sigmoid",
-        normalize=_by_default(config, "norm_topk_prob"),
+        normalize=flag(config, "norm_topk_prob", default=True),
         sum_eps=1e-6,
         scale=positive_number(config, "routed_scaling_factor", 1.0),
-        choice_bias=_by_default(config, "use_expert_bias"),
+        choice_bias=flag(config, "use_expert_bias", default=True),
         names=ExpertNames(choice_bias="expert_bias", gate_proj="w1", up_proj="w3", down_proj="w2"),
     )
     first = num_dense_layers(config, 2, "num_dense_layers")
     feed_forward = fields.feed_forward(names=FEED_FORWARD)
     return conv_decoder(config, fields, [feed_forward if i < first else experts for i in range(fields.num_layers)])
-
-
-def _by_default(config: Mapping[str, Any], name: str) -> bool:
-    """A flag that is true where the config does not say it."""
-    return config.get(name) is None or flag(config, name)

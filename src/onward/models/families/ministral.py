@@ -14,8 +14,12 @@ ARCHITECTURES = ("MinistralForCausalLM", "Ministral3ForCausalLM")
 
 def read_config(config: Mapping[str, Any]) -> Decoder:
     third = config["architectures"] == ["Ministral3ForCausalLM"]
-    fields = common_fields(config, default_head_dim=128 if third else None, rope_also=("llama_4_scaling_beta",))
-    attention = fields.attention(query_growth=query_growth(config, fields.rope))
+    if third:
+        fields = common_fields(config, default_head_dim=128, rope_also=("llama_4_scaling_beta",))
+        attention = fields.attention(query_growth=query_growth(config, fields.rope))
+    else:
+        fields = common_fields(config)
+        attention = fields.attention()
     window = sliding_window(config, None if third else 4096)
     types = None if third else config.get("layer_types")
     if types is None:

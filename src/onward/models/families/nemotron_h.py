@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from onward.errors import ConfigError
+from onward.models import mamba_fields
 from onward.models.blocks import Decoder, DecoderLayer, DecoderNames, Experts, LayerNames, UngatedFeedForward
-from onward.models.config import CommonFields, check_attends, common_fields, only
+from onward.models.config import CommonFields, common_fields, only
 from onward.models.expert_fields import expert_groups, experts_per_token
 from onward.models.fields import Overlaid, flag, positive_int, positive_number
 from onward.models.mamba_fields import FULL, LINEAR, hybrid_types, mamba2
@@ -24,9 +25,12 @@ _NO_SAY = (
     *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     *("moe_shared_expert_overlap", "expand", "time_step_limit"),
 )
-_OF_EXPERTS = (
+# Of experts and of Mamba2, which files name for models without such layers too.
+_OF_BLOCKS = (
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
     *("moe_latent_size", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_bias", "use_conv_bias"),
+    *("mlp_bias", *mamba_fields.NO_SAY),
 )
 _LAYER = LayerNames(mixer_norm="norm", mixer="mixer", feed_forward_norm="norm", feed_forward="mixer")
 
@@ -34,19 +38,17 @@ _LAYER = LayerNames(mixer_norm="norm", mixer="mixer", feed_forward_norm="norm", 
 def read_config(config: Mapping[str, Any]) -> Decoder:
     for name, value in _ONLY.items():
         only(config, name, value)
-    for name in _NO_SAY:
+    for name in (*_NO_SAY, *_OF_BLOCKS):
         config.get(name)
     eps = positive_number(config, "layer_norm_epsilon", 1e-5)
     for name in ("norm_eps", "rms_norm_eps"):
-        only(config, name, eps)
+        if config.get(name) not in (None, eps):
+            raise ConfigError(f"config.json: {name} is {config[name]!r} and layer_norm_epsilon {eps!r}: keep one")
     types = _layer_types(config)
     head_dim = {"head_dim": config.get("attention_head_dim")}
     sizes = {"num_hidden_layers": len(types), "rms_norm_eps": eps, "hidden_act": "silu"}
     fields = common_fields(Overlaid(sizes, config, head_dim), default_head_dim=128)
     layers = {kind: _layer(config, fields, kind) for kind in dict.fromkeys(types)}
-    if _MOE not in types:
-        for name in _OF_EXPERTS:
-            config.get(name)
     return fields.decoder(
         (layers[kind] for kind in types),
         norm=fields.norm(after_cast=False),
@@ -66,9 +68,7 @@ def _layer_types(config: Mapping[str, Any]) -> list[str]:
             f"{', '.join(_BY_LETTER)} for each layer, or layers_block_type; got {pattern!r} and {types!r}"
         )
     count = positive_int(config, "num_hidden_layers", len(types))
-    types = hybrid_types({"layers_block_type": types}, "layers_block_type", count, also=(_MLP, _MOE))
-    check_attends(types)
-    return types
+    return hybrid_types({"layers_block_type": types}, "layers_block_type", count, also=(_MLP, _MOE))
 
 
 def _layer(config: Mapping[str, Any], fields: CommonFields, kind: str) -> DecoderLayer:
@@ -91,7 +91,7 @@ def _mamba(config: Mapping[str, Any], fields: CommonFields) -> Any:
         groups=positive_int(config, "n_groups", 8),
         state_dim=positive_int(config, "ssm_state_size", 128),
         taps=positive_int(config, "conv_kernel", 4),
-        conv_bias=config.get("use_conv_bias") is None or flag(config, "use_conv_bias"),
+        conv_bias=flag(config, "use_conv_bias", default=True),
         in_bias=bias,
         out_bias=bias,
         limits=(positive_number(config, "time_step_min", 0.001), float("inf")),
@@ -114,7 +114,7 @@ def _experts(config: Mapping[str, Any], fields: CommonFields) -> Experts:
         num_experts=count,
         num_chosen=chosen,
         score="sigmoid",
-        normalize=config.get("norm_topk_prob") is None or flag(config, "norm_topk_prob"),
+        normalize=flag(config, "norm_topk_prob", default=True),
         scale=positive_number(config, "routed_scaling_factor", 1.0),
         groups=groups,
         kept_groups=kept_groups,

@@ -31,7 +31,7 @@ def read_config(config: Mapping[str, Any]) -> Decoder:
             config.get(name)  # of experts that no layer has
         blocks: list[TokenBlock] = [fields.feed_forward()] * fields.num_layers
     else:
-        normalize = config.get("norm_topk_prob") is None or flag(config, "norm_topk_prob")
+        normalize = flag(config, "norm_topk_prob", default=True)
         experts = gated_experts(config, fields, default_count=512, default_chosen=10, normalize=normalize)
         blocks = [experts if has_experts else fields.feed_forward() for has_experts in sparse]
     return hybrid_decoder(config, fields, blocks, fused=True, unread=("mtp.",))

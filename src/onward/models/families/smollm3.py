@@ -45,4 +45,4 @@ def _windows(config: Mapping[str, Any], turns: list[bool]) -> tuple[int | None, 
     if flag(config, "use_sliding_window") and config.get("sliding_window") is not None:
         window = positive_int(config, "sliding_window")
     default = ["full_attention" if turn or window is None else "sliding_attention" for turn in turns]
-    return layer_windows(layer_types(config, default), window)
+    return layer_windows(layer_types(config, default), window, has_switch=True)

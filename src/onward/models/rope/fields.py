@@ -53,7 +53,8 @@ def rotary_schedule(
     original = positive_int(fields, "original_max_position_embeddings", max_position)
     read, names = _SCALINGS[kind]
     scaling = read(_Given(fields, f"config.json: {kind} RoPE scaling", dims, base, share, original, max_position))
-    unknown = [name for name in fields if name not in {*names, *_EITHER_PLACE, *also, *_NO_SAY}]
+    known = {*names, *_EITHER_PLACE, *also, *_NO_SAY}
+    unknown = [name for name, value in fields.items() if name not in known and value is not None]
     if unknown:
         raise ConfigError(
             f"config.json: {kind} RoPE has no field {unknown[0]!r}: remove it, or name the RoPE type that it belongs to"
@@ -72,7 +73,7 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in fields.items():
             name = "rope_type" if name == "type" else name
             value = "longrope" if name == "rope_type" and value == "su" else value  # its former name
-            if value is None:
+            if value is None and name != "truncate":  # the one whose null means false, and which is true by default
                 continue
             first, other = found.setdefault(name, (place, value))
             if other is not value and other != value:  # nan is not even itself
@@ -172,7 +173,7 @@ def _yarn(given: _Given) -> Scaling:
             f"{given.where}: attention_factor is {magnitude:g}, but mscale {mscale:g} and mscale_all_dim "
             f"{mscale_all_dim:g} mean {inferred:g}: remove one or the other"
         )
-    truncate = given.fields.get("truncate") is None or flag(given.fields, "truncate")
+    truncate = flag(given.fields, "truncate", default=True)
     return Yarn(factor, given.original, magnitude, fast, slow, truncate, mscale_all_dim)
 
 

@@ -27,7 +27,7 @@ def top_experts(b: Builder, node: Node) -> None:
 def experts(b: Builder, node: Node) -> None:
     x, chosen, weights, gate, up, down, *biases, format, inner, activation, alpha, limit = node.args
     if format == "stock":
-        raise Unsupported("weights that are not packed")
+        raise Unsupported("weights that are not packed, which each call does anew: give it ops.pack_experts of them")
     x, rows, width, stride = b.rows(x)
     out = node.outputs[0]
     arguments = {

@@ -1,0 +1,184 @@
+"""Streams whose replica is lost, at every token of a text: is the text the undisturbed one? How long is the gap?
+
+    python -m benchmarks.failover                                   # the demo model
+    python -m benchmarks.failover --source my-model --quantize int8 --ids --tokens 12
+
+`onward deploy` with three replicas of one thread each. A text is read undisturbed. Then, before the first event
+of it and behind each (behind some, in a text of more than 16), the replica that serves it is killed (SIGKILL), stopped
+(SIGSTOP), or killed while all are being replaced, up to 2 s after that began; and the text is compared, ids and
+logprobs. A gap is the longest time between two events from then on. The text should take longer than the fault: 2 s for
+the last kind. It exits with 1 where a text differs.
+"""
+
+import argparse
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray  # noqa: F401  (before onward.cluster, so that a missing one is named)
+from ray import serve
+
+from benchmarks.machine import description
+from benchmarks.replicas import wait_for_replicas
+from onward.cluster.deploy_options import DeployOptions
+from onward.cluster.deployment import replicas_of
+from onward.cluster.running import running
+
+REPLICAS = 3
+SILENCE = 3.0
+_DRAIN = 2.0  # seconds of a replacement in which replicas are killed
+FAULTS = ("kill", "stop", "kill while draining")
+
+Act = Callable[[int], None]  # is given the process of the replica
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="demo")
+    parser.add_argument("--quantize")
+    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--ids", action="store_true", help="with token_ids: random weights write ids without text")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
+    arguments = parser.parse_args()
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    load = {} if arguments.quantize is None else {"quantize": arguments.quantize}
+    options = DeployOptions(
+        source=arguments.source,
+        replicas=REPLICAS,
+        threads=1,
+        load=load,
+        retries={"silence": SILENCE, "quarantine": 0.0},
+    )
+    body = {"prompt": "Once upon a time", "max_tokens": arguments.tokens, "seed": 10, "temperature": 0.5}
+    body |= {"stream": True, "logprobs": 1, "return_token_ids": arguments.ids}
+    with running(options, port=0) as url:
+        result = measured(url, options, body, arguments.faults)
+    print(json.dumps({"machine": description(), "source": arguments.source, "quantize": arguments.quantize, **result}))
+    sys.exit(any(fault["differ"] for fault in result["faults"].values()))
+
+
+def measured(url: str, options: DeployOptions, body: dict[str, Any], faults: tuple[str, ...]) -> dict[str, Any]:
+    """Of each fault the texts that differ, and the gaps in milliseconds."""
+    wait_for_replicas(REPLICAS)
+    expected = Reading(url, body)
+    undisturbed = [Reading(url, body) for _ in range(5)]
+    assert all(reading.told == expected.told for reading in undisturbed), "nothing happened, and the text is another"
+    found: dict[str, Any] = {}
+    for fault in faults:
+        gaps, differ, too_late = [], 0, 0
+        for at in range(0, len(expected.times), 1 + len(expected.times) // 17):
+            wait_for_replicas(REPLICAS)
+            act = _Replacement(options, _DRAIN * at / len(expected.times)) if "draining" in fault else _ACTS[fault]
+            got = Reading(url, body, at, act)
+            if isinstance(act, _Replacement):
+                act.join()
+            differ += got.told != expected.told
+            if got.acted:
+                gaps.append(got.gap * 1e3)
+            else:
+                too_late += 1
+        if not gaps:
+            raise SystemExit(f"{fault}: every text was whole before the fault could come")
+        found[fault] = {
+            "texts": len(gaps),
+            "whole_before": too_late,
+            "differ": differ,
+            "gap_ms": {"median": round(statistics.median(gaps)), "most": round(max(gaps))},
+        }
+    gap = max(reading.gap for reading in undisturbed)
+    return {
+        "events": len(expected.times),
+        "silence_s": SILENCE,
+        "undisturbed_gap_ms": round(gap * 1e3),
+        "faults": found,
+    }
+
+
+class Reading:
+    """A stream, read to its end.
+
+    at: the events after which `act` is called with the process that serves it.
+    told: tokens with their logprobs, ids, and the end.
+    times: of the events. gap: seconds between two of them, from `act` on, at most.
+    acted: whether `act` was called: events that hold several tokens may be fewer than `at`.
+    """
+
+    def __init__(self, url: str, body: dict[str, Any], at: int | None = None, act: Act | None = None) -> None:
+        self.told: tuple[list[Any], list[int], list[Any]] = [], [], []
+        self.times: list[float] = []
+        connection = http.client.HTTPConnection(url.removeprefix("http://").partition("/")[0], timeout=120)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        since = time.perf_counter()
+        while True:
+            if len(self.times) == at and act is not None:
+                act(int((answer.getheader("x-onward-replica") or "").split()[-1]))
+                since, act = time.perf_counter(), None
+            line = answer.readline()
+            if not line or line == b"data: [DONE]\n":
+                break
+            if line.startswith(b"data: "):
+                self.times.append(time.perf_counter())
+                self._note(json.loads(line[6:]))
+        connection.close()
+        self.acted = act is None
+        times = [since, *(moment for moment in self.times if moment > since)]
+        self.gap = max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """Tokens one by one, however the events cut them."""
+        (choice,) = event.get("choices") or [event]
+        logprobs = choice.get("logprobs") or {"token_logprobs": [], "tokens": []}
+        tokens, ids, ends = self.told
+        tokens += zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+        ids += choice.get("token_ids") or ()
+        ends += [choice["error"]] if "error" in choice else filter(None, [choice["finish_reason"]])
+
+
+class _Replacement:
+    """All replicas are replaced by new ones, and the replica that serves is killed some seconds later."""
+
+    def __init__(self, options: DeployOptions, after: float) -> None:
+        self._new = replicas_of(DeployOptions(**{**vars(options), "settings": {"max_prompts": 200 + next(_settings)}}))
+        self._after = after
+        self._threads: list[threading.Thread] = []
+
+    def __call__(self, pid: int) -> None:
+        run = lambda: serve.run(self._new, name="onward", route_prefix=None, blocking=False)  # noqa: E731
+        self._threads = [threading.Thread(target=run), threading.Timer(self._after, _end, [pid])]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+_settings = iter(range(10**9))
+
+
+def _stop(pid: int) -> None:
+    """Stop a process, and kill it when it has counted as lost, so that another can take its place."""
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(SILENCE + 1.0, _end, [pid]).start()
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+_ACTS: dict[str, Act] = {"kill": _end, "stop": _stop}
+
+
+if __name__ == "__main__":
+    main()

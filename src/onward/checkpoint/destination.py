@@ -1,0 +1,50 @@
+"""Where a checkpoint is written: it appears whole or not at all."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from onward.errors import RequestError
+
+
+def check_destination(destination: Path, *, is_file: bool = False) -> None:
+    """Raise unless `destination` is absent, or, where it is to be a folder, empty; and unless it can be written.
+
+    Work that takes minutes asks before it begins.
+    """
+    is_free = destination.is_dir() and not is_file and not any(destination.iterdir())
+    if not is_free and (destination.exists() or destination.is_symlink()):
+        what = "a file that is absent" if is_file else "a folder that is absent or empty"
+        raise RequestError(f"{destination} is there already: give {what}")
+    parent = next(place for place in destination.absolute().parents if place.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise RequestError(f"{destination} cannot be written, for {parent} is no folder that takes files: give another")
+
+
+@contextmanager
+def appears(destination: Path) -> Iterator[Path]:
+    """A path beside the destination, which takes its place when the block has ended well; else folders that were made
+    for it go away again. Of a symbolic link to an empty folder that is the folder.
+
+    Raises:
+        RequestError: the destination cannot be written, or the disk is full.
+    """
+    place = destination.resolve()
+    partial = place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")
+    made = [folder for folder in place.parents if not folder.exists()]
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.rename(place)
+    except OSError as error:
+        raise RequestError(f"{destination} cannot be written: {error.strerror or error}") from error
+    finally:
+        # After a rename nothing is there, and the folders are not empty.
+        with suppress(OSError):
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()

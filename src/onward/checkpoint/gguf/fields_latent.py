@@ -1,0 +1,59 @@
+"""What metadata of DeepSeek and its kin say in a way of their own (`onward.checkpoint.gguf.fields`)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from onward.checkpoint.gguf.family import Said
+from onward.checkpoint.gguf.fields import without_ahead
+from onward.checkpoint.gguf.metadata import number
+
+# llama.cpp's numbers of the functions that choose experts.
+_BY_SOFTMAX, _BY_SIGMOID = 1, 2
+
+
+def _read(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """V2 where experts are chosen by softmax, else V3, which GLM-4.7-Flash and Kimi K2 are too. The widths of heads are
+    those before the keys and values are computed of the latent."""
+    rotary = number(metadata, "rope.dimension_count")
+    keys = number(metadata, "attention.key_length_mla", number(metadata, "attention.key_length"))
+    content = keys - rotary if isinstance(keys, int) and isinstance(rotary, int) else None
+    rope = {name: value for name, value in config["rope_parameters"].items() if name != "partial_rotary_factor"}
+    multiplier = number(metadata, "rope.scaling.yarn_log_multiplier")
+    if isinstance(multiplier, float):
+        rope |= {"mscale": round(10 * multiplier, 6), "mscale_all_dim": round(10 * multiplier, 6)}
+    by_softmax = number(metadata, "expert_gating_func", _BY_SOFTMAX) == _BY_SOFTMAX
+    groups = config.get("n_group", 1)
+    of_v2 = {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"} if by_softmax else {}
+    return {
+        **without_ahead(metadata, config),
+        "architectures": ["DeepseekV2ForCausalLM" if by_softmax else "DeepseekV3ForCausalLM"],
+        "num_key_value_heads": config.get("num_attention_heads"),
+        "q_lora_rank": config.get("q_lora_rank"),
+        "qk_nope_head_dim": content,
+        "v_head_dim": number(metadata, "attention.value_length_mla", number(metadata, "attention.value_length")),
+        "n_group": groups,
+        "topk_group": config.get("topk_group", 1),
+        "rope_parameters": rope,
+        **of_v2,
+    }
+
+
+def _write(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As newer converters do, which cut the matrix that makes keys and values (`names.CUT_LATENT`): there is one head,
+    whose keys are the latent and the part that turns, and its values the latent."""
+    content, rotary, latent = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
+    multiplier = config["rope_parameters"].get("mscale_all_dim")
+    return {
+        "block_count": config["num_hidden_layers"],
+        "attention.head_count_kv": 1,
+        "attention.key_length": latent + rotary,
+        "attention.value_length": latent,
+        "attention.key_length_mla": content + rotary,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rotary,
+        "rope.scaling.yarn_log_multiplier": 0.1 * multiplier if multiplier else None,
+        "expert_gating_func": _BY_SOFTMAX if config["architectures"] == ["DeepseekV2ForCausalLM"] else _BY_SIGMOID,
+    }
+
+
+DEEPSEEK = Said(_read, _write)

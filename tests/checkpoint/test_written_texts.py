@@ -1,0 +1,182 @@
+"""What a checkpoint says of texts is what its GGUF file says: ids, special ids, ends, templates and sampling."""
+
+import json
+import random
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+import onward
+from onward.checkpoint.convert import convert
+from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.gguf import GgufCheckpoint
+from onward.errors import CheckpointError, ConfigError, OnwardWarning, RequestError
+from onward.testing import random_checkpoint
+
+SPECIAL = ["<s>", "</s>", "<|im_end|>", "<mask>"]
+BOS, EOS, IM_END, MASK = range(256, 260)  # where nothing is merged
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def bytes_tokenizer(*merges: tuple[str, str]) -> Tokenizer:
+    """Byte-level BPE that cuts as GPT-2."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: id for id, text in enumerate([*letters, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def folder_with(path, tokenizer: Tokenizer | None, **files):
+    """A checkpoint with this tokenizer; files: other small JSON files by their names without the end."""
+    random_checkpoint(path, vocab_size=300)
+    if tokenizer is not None:
+        tokenizer.save(str(path / "tokenizer.json"))
+    for name, content in {"tokenizer_config": NAMES, **files}.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def written(tmp_path, tokenizer: Tokenizer | None, **files) -> tuple[CheckpointFolder, GgufCheckpoint]:
+    source = folder_with(tmp_path / "source", tokenizer, **files)
+    convert(source, tmp_path / "model.gguf", "gguf")
+    return CheckpointFolder(source), GgufCheckpoint(tmp_path / "model.gguf")
+
+
+def random_texts() -> list[str]:
+    draw = random.Random(0)
+    parts = [*"hello, é东\n\t 12", "  ", *SPECIAL, "<|fim|>"]
+    return ["".join(draw.choices(parts, k=draw.randrange(0, 20))) for _ in range(3000)]
+
+
+@pytest.mark.parametrize("merges", [[], [("l", "l"), ("h", "e"), ("he", "ll")]])
+def test_byte_level_ids_are_those_of_tokenizer_json(merges, tmp_path):
+    tokenizer = bytes_tokenizer(*merges)
+    tokenizer.add_tokens([AddedToken("<|fim|>", normalized=False)])
+    folder, file = written(tmp_path, tokenizer)
+    for text in random_texts():
+        assert file.tokenizer.encode(text) == folder.tokenizer.encode(text), repr(text)
+
+
+@pytest.mark.parametrize("way", ["lstrip", "rstrip", "single_word"])
+def test_added_tokens_of_byte_level_bpe_that_a_file_cannot_say_are_refused(way, tmp_path):
+    tokenizer = bytes_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|fim|>", normalized=False, **{way: True})])
+    with pytest.raises(RequestError, match=rf"the added token '<\|fim\|>' has {way}, which GGUF cannot say"):
+        written(tmp_path, tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "taken"),
+    [
+        (normalizers.NFC(), True),
+        (normalizers.Sequence([]), True),
+        (normalizers.NFKC(), False),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()]), False),
+    ],
+)
+def test_a_normalizer_that_a_file_cannot_say_is_named(normalizer, taken, tmp_path):
+    tokenizer = bytes_tokenizer()
+    tokenizer.normalizer = normalizer
+    if taken:
+        written(tmp_path, tokenizer)
+    else:
+        with pytest.raises(RequestError, match=r"normalizer is .*, and GGUF has none of byte-level BPE but NFC"):
+            written(tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("around", "words"),
+    [
+        ("$A", None),
+        ("<s> $A", None),
+        ("<s> $A </s>", "puts </s> around"),
+        ("<mask> <s> $A", "puts <mask> <s> around"),
+    ],
+)
+def test_tokens_around_a_text_that_a_file_cannot_say_are_warned_of(around, words, tmp_path):
+    tokenizer = bytes_tokenizer()
+    pairs = [(text, tokenizer.token_to_id(text)) for text in SPECIAL]
+    tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=pairs)
+    if words is None:
+        folder, file = written(tmp_path, tokenizer)
+        assert file.tokenizer.encode("hello") == folder.tokenizer.encode("hello")
+    else:
+        with pytest.warns(OnwardWarning, match=f"the tokenizer {words} each text, which GGUF cannot say"):
+            written(tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize("names", [NAMES, {"bos_token": "<s>"}])
+@pytest.mark.parametrize("ends", [7, [7], [EOS, 7, 9], [IM_END, EOS, 7], [7, IM_END, 9]])
+def test_texts_end_with_all_ids_that_end_them_in_the_folder(ends, names, tmp_path):
+    """And with those that end them by what they are called."""
+    files = {"tokenizer_config": names, "generation_config": {"eos_token_id": ends}}
+    folder, file = written(tmp_path, bytes_tokenizer(), **files)
+    own = {EOS} if "eos_token" in names else set()
+    assert set(file.eos) == {*folder.eos, *own, IM_END}
+    assert file.tokenizer.eos_id == (EOS if own else folder.eos[0])
+
+
+def test_texts_of_ids_alone_end_with_the_ids_of_the_folder(tmp_path):
+    folder, file = written(tmp_path, None, generation_config={"eos_token_id": [7, 9]})
+    assert file.tokenizer is None
+    assert file.eos == folder.eos == (7, 9)
+
+
+def test_more_ends_than_a_file_can_say_are_refused(tmp_path):
+    with pytest.raises(RequestError, match=r"texts end with the ids 257, 1, 2, 3, and GGUF has keys for 3"):
+        written(tmp_path, bytes_tokenizer(), generation_config={"eos_token_id": [1, 2, 3]})
+
+
+@pytest.mark.parametrize(
+    ("generation", "kind", "words"),
+    [
+        ({"eos_token_id": 300}, ConfigError, "eos_token_id names id 300, but the model's vocabulary ends at 299"),
+        ({}, CheckpointError, "ids up to 359, but the model's vocabulary ends at 299"),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_refused(generation, kind, words, tmp_path):
+    tokenizer = bytes_tokenizer()
+    if kind is CheckpointError:
+        tokenizer.add_tokens([f"<{number}>" for number in range(100)])
+    with pytest.raises(kind, match=words):
+        written(tmp_path, tokenizer, generation_config=generation)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.filterwarnings("ignore:.*do_sample, so decoding is greedy")
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {},
+        {"temperature": 0.7},
+        {"do_sample": False, "temperature": 0.7},
+        {"do_sample": True},
+        {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05},
+        {"do_sample": True, "temperature": 1, "top_k": None},
+    ],
+)
+def test_texts_are_sampled_as_the_folder_advises(generation, tmp_path):
+    source = folder_with(tmp_path / "source", None, generation_config=generation)
+    convert(source, tmp_path / "model.gguf", "gguf")
+    folder, file = (onward.load(path, compile="eager") for path in (source, tmp_path / "model.gguf"))
+    assert file.defaults == folder.defaults
+
+
+def test_both_templates_are_written_with_the_tokens_that_they_name(tmp_path):
+    plain, tools = "{{ bos_token }}{{ pad_token }}{{ unk_token }}{{ messages[0].content }}", "{{ tools }}"
+    templates = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
+    config = NAMES | {"pad_token": "<mask>", "unk_token": {"content": "</s>"}, "chat_template": templates}
+    folder, file = written(tmp_path, bytes_tokenizer(), tokenizer_config=config)
+    assert file.chat_template.sources == folder.chat_template.sources == (plain, tools)
+    message = [{"role": "user", "content": "Hi"}]
+    assert file.chat_template.render(message) == folder.chat_template.render(message) == "<s><mask></s>Hi"
+
+
+def test_a_text_that_is_no_unicode_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="is not valid Unicode, which all texts in GGUF are"):
+        written(tmp_path, bytes_tokenizer(), tokenizer_config=NAMES | {"chat_template": "\ud800 {{ messages }}"})
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -1,0 +1,30 @@
+"""Ctrl-C on `onward deploy`: streams that run are not cut."""
+
+import threading
+
+import pytest
+from streams import STORY, Stream, deployed, read
+
+pytest.importorskip("ray")
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.parametrize("options", [[], ["--fused"]], ids=["behind an ingress", "fused"])
+def test_requests_that_run_have_time_to_end(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    body = STORY | {"n": 16, "ignore_eos": True}
+    got: list[Stream] = []
+    began = threading.Event()
+
+    def client(port: int) -> None:
+        got.append(read(port, body, at=1, act=lambda stream: began.set()))
+
+    with deployed(*options, "--drain", "60") as (port, _):
+        reading = threading.Thread(target=client, args=(port,))
+        reading.start()
+        assert began.wait(60)
+    reading.join()
+    assert got[0].is_whole
+    texts, _ = got[0].said
+    assert [parts[2] for _, parts in texts] == ["length"] * 16

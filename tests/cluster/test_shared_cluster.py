@@ -1,0 +1,63 @@
+"""A cluster that others use too: commands deploy beside each other, and take only what is theirs when they end."""
+
+import json
+import os
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from streams import STORY, deployed, read
+
+pytest.importorskip("ray")
+with warnings.catch_warnings(action="ignore"):  # of Ray's own
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+
+SECONDS = 90
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a cluster with an application of somebody else's."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 6, "object_store_memory": 80 * 2**20, "include_dashboard": False},
+    )
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster.address
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_commands_share_a_cluster_with_others(address: str) -> None:
+    @serve.deployment
+    class Other:
+        async def __call__(self) -> str:
+            return "here"
+
+    others: Any = serve.run(Other.bind(), name="other", route_prefix=None)  # type: ignore[attr-defined]
+    with deployed("--address", address) as (port, _):
+        with deployed("--address", address) as (another, _):
+            assert set(serve.status().applications) == {"other", "onward", "onward-2"}
+            assert _models(port) == _models(another)
+            first, second = (read(one, STORY) for one in (port, another))
+            assert first.said == second.said
+            assert first.pid != second.pid
+        assert set(serve.status().applications) == {"other", "onward"}
+        assert read(port, STORY).said == first.said
+    assert set(serve.status().applications) == {"other"}
+    assert others.remote().result() == "here"
+
+
+def _models(port: int) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=SECONDS) as answer:
+        return [model["id"] for model in json.load(answer)["data"]]

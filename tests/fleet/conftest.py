@@ -1,6 +1,0 @@
-"""The simulation is a benchmark: it lies beside the package."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))

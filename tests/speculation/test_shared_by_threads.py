@@ -1,0 +1,71 @@
+"""What a speculator has learnt is shared by all who draft with it: by calls in several threads, and an engine's."""
+
+import random
+import sys
+import threading
+
+import pytest
+
+from onward.speculation import DraftRow, SuffixLookup
+from onward.speculation.pace import LENGTHS, Pace, RowPace
+
+SECONDS = 60  # a thread that takes longer never ends
+
+
+@pytest.fixture(autouse=True)
+def threads_alternate():
+    """Whatever two threads may do to each other happens within a second."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def at_once(work):
+    """Call `work` with generators of chance in threads of their own; what they raised."""
+    errors = []
+
+    def tried(chance):
+        try:
+            work(chance)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=tried, args=(random.Random(seed),), daemon=True) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+def test_a_pace():
+    def rounds(chance):
+        for _ in range(40):
+            rows = chance.randint(1, 40)
+            pace.note_plain(rows, 0.010)
+            assert 0 <= pace.choose([RowPace(0.95, 15)] * rows, 15) <= 15
+            pace.note_round(rows, chance.choice(LENGTHS), 3 * rows, 0.012)
+            pace.note_time(0.010)
+            assert pace.rest >= 0
+
+    for _ in range(20):
+        pace = Pace()
+        assert at_once(rounds) == []
+
+
+def test_a_suffix_lookup():
+    def requests(chance):
+        for _ in range(12):
+            drafting, prompt = lookup.start(None), [chance.randrange(4) for _ in range(20)]
+            outputs = [[] for _ in range(3)]
+            for _ in range(12):
+                rows = [DraftRow(owner, prompt, output, 4) for owner, output in enumerate(outputs)]
+                for proposed, output in zip(drafting.propose(rows), outputs, strict=True):
+                    assert set(proposed) <= set(range(4))
+                    output.append(chance.randrange(4))
+
+    for _ in range(4):
+        lookup = SuffixLookup(max_tokens=300)
+        assert at_once(requests) == []

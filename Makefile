@@ -69,7 +69,7 @@ sanitize: $(VENV)/.installed-dev $(CMAKE) ## the kernel tests over AddressSaniti
 	@$(CMAKE) --build build/sanitize --parallel $$(nproc)
 	@ONWARD_NATIVE_DIR=$(CURDIR)/build/sanitize ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-		$(BIN)/python -m pytest --capture=sys tests/native
+		$(BIN)/python -m pytest --capture=sys --numprocesses auto --maxprocesses 8 --dist worksteal tests/native
 
 docs: $(VENV)/.installed-docs ## the site of docs/ and README.md into build/site; a link that leads nowhere fails it
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

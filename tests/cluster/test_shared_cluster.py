@@ -5,6 +5,8 @@ import os
 import urllib.request
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -45,17 +47,29 @@ def test_commands_share_a_cluster_with_others(address: str) -> None:
             return "here"
 
     others: Any = serve.run(Other.bind(), name="other", route_prefix=None)  # type: ignore[attr-defined]
-    with deployed("--address", address) as (port, _):
-        with deployed("--address", address) as (another, _):
-            assert set(serve.status().applications) == {"other", "onward", "onward-2"}
-            assert _models(port) == _models(another)
-            first, second = (read(one, STORY) for one in (port, another))
-            assert first.said == second.said
-            assert first.pid != second.pid
-        assert set(serve.status().applications) == {"other", "onward"}
+    commands = [ExitStack(), ExitStack()]
+    try:
+        with ThreadPoolExecutor() as pool:  # both start at the same moment
+            ports = pool.map(lambda command: command.enter_context(deployed("--address", address))[0], commands)
+        port, another = ports
+        assert _ours() == 2
+        assert _models(port) == _models(another)
+        first, second = (read(one, STORY) for one in (port, another))
+        assert first.said == second.said
+        assert first.pid != second.pid
+        commands[1].close()
+        assert _ours() == 1
         assert read(port, STORY).said == first.said
+    finally:
+        for command in commands:
+            command.close()
     assert set(serve.status().applications) == {"other"}
     assert others.remote().result() == "here"
+
+
+def _ours() -> int:
+    """How many applications there are beside that of somebody else's."""
+    return len(serve.status().applications.keys() - {"other"})
 
 
 def _models(port: int) -> Any:

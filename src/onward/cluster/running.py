@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import io
-import itertools
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -61,7 +61,8 @@ def running(
     with closing(bound(host, port)) as listener, _connected(options, address):
         url = address_of(listener)
         at = host, int(url.rpartition(":")[2])
-        name = _APPLICATION if address is None else _free_name()
+        # On a cluster several commands may start at the same moment.
+        name = _APPLICATION if address is None else f"{_APPLICATION}-{secrets.token_hex(4)}"
         try:
             if options.fused:
                 listener.close()  # others listen there
@@ -90,13 +91,6 @@ def _connected(options: DeployOptions, address: str | None) -> Iterator[None]:
     finally:
         with contextlib.redirect_stdout(io.StringIO()):
             ray.shutdown()
-
-
-def _free_name() -> str:
-    """A name that no application of a cluster has."""
-    taken = serve.status().applications
-    names = (f"{_APPLICATION}-{number}" if number > 1 else _APPLICATION for number in itertools.count(1))
-    return next(name for name in names if name not in taken)
 
 
 def _start(name: str, http_options: dict[str, Any], deployed: Any, route_prefix: str | None) -> Any:

@@ -1,4 +1,4 @@
-"""Calls of slots in any order, as a base of machines whose memory holds more than keys and values."""
+"""Calls of slots in any order: what machines of every kind of memory have in common."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -19,6 +19,7 @@ class RowsInAnyOrder(RuleBasedStateMachine):
     """`start` of a machine sets memory, slots, rows and key."""
 
     def text(self, ids):
+        """What a row of these ids writes at the last of them: the weights count as much as the ids before."""
         return (self.key, *ids)
 
     def pick(self, data):

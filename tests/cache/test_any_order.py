@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rows_in_any_order import Row
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from rows_in_any_order import Row, RowsInAnyOrder
 from written_blocks import WrittenBlocks
 
 from onward.cache.slots import PagedSlots
@@ -18,7 +18,7 @@ def common_length(text, other):
     return next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
 
 
-class AnyOrder(RuleBasedStateMachine):
+class AnyOrder(RowsInAnyOrder):
     @initialize(
         count=st.integers(1, 14),
         size=st.integers(2, 4),
@@ -30,23 +30,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.slots = PagedSlots(self.memory, max_len=MAX_LEN, cached_blocks=cached, warm_blocks=warm, block=size)
         self.rows, self.key = [], 0
 
-    def text(self, ids):
-        """What a row of these ids writes at the last of them: the weights count as much as the ids before."""
-        return (self.key, *ids)
-
-    def found_texts(self):
-        """All that can be found: (ids, block, positions) of each node."""
-        for node in self.slots._pool.trie:
-            ids, above = node.tokens, node.parent
-            while above is not None:
-                ids, above = above.tokens + ids, above.parent
-            yield ids, node.block, len(node.tokens)
-
     def counts(self):
         return self.slots.free, self.slots.cached, self.slots.held, self.slots.hits, self.slots.lookups
-
-    def pick(self, data):
-        return data.draw(st.sampled_from(self.rows))
 
     @rule(ids=TEXTS, more=st.integers(-4, 8), reuse=st.booleans() | st.just(True))
     def acquire(self, ids, more, reuse):
@@ -58,7 +43,7 @@ class AnyOrder(RuleBasedStateMachine):
         before = self.counts()
         room = self.slots.free + self.slots.cached
         limit = min(len(ids) - 1, length)
-        longest = max((common_length(text, ids[:limit]) for text, _, _ in self.found_texts()), default=0)
+        longest = max((common_length(text, ids[:limit]) for _, text, _ in self.found_texts()), default=0)
         acquired = self.slots.acquire(ids, length, reuse=reuse)
         if acquired is None:
             assert self.counts() == before
@@ -141,13 +126,6 @@ class AnyOrder(RuleBasedStateMachine):
         assert row.slot.length == positions
         del row.written[positions:], row.ids[positions:]
 
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data(), part=st.floats(0, 1))
-    def release(self, data, part):
-        row = self.pick(data)
-        self.rows.remove(row)
-        self.slots.release(row.slot, row.ids[: round(part * len(row.written))])
-
     @rule(key=st.integers(0, 2))
     def use(self, key):
         self.slots.use(key)
@@ -201,9 +179,9 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def what_can_be_found_is_what_was_written(self):
         if hasattr(self, "slots"):
-            for ids, block, positions in self.found_texts():
-                starts = range(len(ids) - positions + 1, len(ids) + 1)
-                assert self.memory.texts[block][:positions] == [self.text(ids[:end]) for end in starts]
+            for node, _, written in self.found_texts():
+                positions = len(node.tokens)
+                assert self.memory.texts[node.block][:positions] == written[-positions:]
 
     @invariant()
     def blocks_add_up(self):
@@ -214,12 +192,9 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.slots.free + self.slots.cached + self.slots.held == self.slots.total == self.memory.count
 
     def teardown(self):
+        super().teardown()
         if not hasattr(self, "slots"):
             return
-        for row in self.rows:
-            self.slots.release(row.slot, row.ids[: len(row.written)])
-            self.slots.check()
-        assert self.slots.held == 0
         self.slots.clear()
         self.slots.check()
         assert self.slots.free == self.slots.total

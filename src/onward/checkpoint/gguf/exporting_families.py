@@ -72,8 +72,6 @@ WRITTEN: dict[str, Written] = {
         Written("deepseek2", WITH_TENSOR["deepseek2", ".attn_k_b.weight"], config=configs.latents),
     ),
 }
-
-
 WRITTEN |= {
     f"{name}ForConditionalGeneration": _text_part(WRITTEN[f"{name}ForCausalLM"])
     for name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")

@@ -96,10 +96,6 @@ def keys_are_values(tensors: Collection[str]) -> bool:
     return counts[0] > counts[1]
 
 
-GEMMA_SCALE = Said(_scale)
-GEMMA3 = Said(_gemma3)
-
-
 def _gemma4_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     types, shared = config["layer_types"], config["num_kv_shared_layers"]
     heads, full_heads = config["num_key_value_heads"], config["num_global_key_value_heads"]
@@ -117,4 +113,6 @@ def _gemma4_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+GEMMA_SCALE = Said(_scale)
+GEMMA3 = Said(_gemma3)
 GEMMA4 = Said(_gemma4, _gemma4_keys)

@@ -1,5 +1,7 @@
 """Streams whose replica is lost, at every token of a text: is the text the undisturbed one? How long is the gap?
 
+    python -m benchmarks.failover --faults idle opening prefill stream start   # how soon a death is noticed
+
     python -m benchmarks.failover                                   # the demo model
     python -m benchmarks.failover --source my-model --quantize int8 --ids --tokens 12
 
@@ -8,6 +10,11 @@ of it and behind each (behind some, in a text of more than 16), the replica that
 (SIGSTOP), or killed while all are being replaced, up to 2 s after that began; and the text is compared, ids and
 logprobs. A gap is the longest time between two events from then on. The text should take longer than the fault: 2 s for
 the last kind. It exits with 1 where a text differs.
+
+The other faults kill the replica that has the beginning of the prompt in its cache, `--rounds` times each, while four
+other streams run: "idle" before the request is sent, while its channel is open and unused; "opening" as the request is
+sent, with no channel open; "prefill" while a prompt of 400 tokens is processed; "stream" in the middle of the text;
+"start" in the middle of the first text of a new replica. The gap then includes the time to the first event.
 """
 
 import argparse
@@ -37,6 +44,9 @@ REPLICAS = 3
 SILENCE = 3.0
 _DRAIN = 2.0  # seconds of a replacement in which replicas are killed
 FAULTS = ("kill", "stop", "kill while draining")
+STATES = ("idle", "opening", "prefill", "stream", "start")
+_UNUSED = 7.0  # seconds after which a channel that nobody uses is closed
+_BESIDE = 4  # streams that run beside the one that is measured
 
 Act = Callable[[int], None]  # is given the process of the replica
 
@@ -47,7 +57,8 @@ def main() -> None:
     parser.add_argument("--quantize")
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--ids", action="store_true", help="with token_ids: random weights write ids without text")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--faults", nargs="+", choices=FAULTS + STATES, default=FAULTS)
+    parser.add_argument("--rounds", type=int, default=6, help="of each of the faults " + ", ".join(STATES))
     arguments = parser.parse_args()
     os.environ["RAY_AUTH_MODE"] = "disabled"
     load = {} if arguments.quantize is None else {"quantize": arguments.quantize}
@@ -61,12 +72,14 @@ def main() -> None:
     body = {"prompt": "Once upon a time", "max_tokens": arguments.tokens, "seed": 10, "temperature": 0.5}
     body |= {"stream": True, "logprobs": 1, "return_token_ids": arguments.ids}
     with running(options, port=0) as url:
-        result = measured(url, options, body, arguments.faults)
+        result = measured(url, options, body, [fault for fault in arguments.faults if fault in FAULTS])
+        states = [fault for fault in arguments.faults if fault in STATES]
+        result["faults"] |= {state: killed(url, body, state, arguments.rounds) for state in states}
     print(json.dumps({"machine": description(), "source": arguments.source, "quantize": arguments.quantize, **result}))
     sys.exit(any(fault["differ"] for fault in result["faults"].values()))
 
 
-def measured(url: str, options: DeployOptions, body: dict[str, Any], faults: tuple[str, ...]) -> dict[str, Any]:
+def measured(url: str, options: DeployOptions, body: dict[str, Any], faults: list[str]) -> dict[str, Any]:
     """Of each fault the texts that differ, and the gaps in milliseconds."""
     wait_for_replicas(REPLICAS)
     expected = Reading(url, body)
@@ -88,12 +101,7 @@ def measured(url: str, options: DeployOptions, body: dict[str, Any], faults: tup
                 too_late += 1
         if not gaps:
             raise SystemExit(f"{fault}: every text was whole before the fault could come")
-        found[fault] = {
-            "texts": len(gaps),
-            "whole_before": too_late,
-            "differ": differ,
-            "gap_ms": {"median": round(statistics.median(gaps)), "most": round(max(gaps))},
-        }
+        found[fault] = {"whole_before": too_late, **_summary(gaps, differ)}
     gap = max(reading.gap for reading in undisturbed)
     return {
         "events": len(expected.times),
@@ -103,12 +111,58 @@ def measured(url: str, options: DeployOptions, body: dict[str, Any], faults: tup
     }
 
 
+def killed(url: str, body: dict[str, Any], state: str, rounds: int) -> dict[str, Any]:
+    """Kill the replica that serves a body while it is in a state; see the module."""
+    gaps, differ, loads = [], 0, []
+    for turn in range(rounds):
+        wait_for_replicas(REPLICAS)
+        prompt = f"{turn} {body['prompt']}" + " there was a little girl" * (80 if state == "prefill" else 0)
+        asked = {**body, "prompt": prompt, "max_tokens": 80}
+        expected = Reading(url, asked)
+        if state == "start":
+            _end(expected.pid)
+            wait_for_replicas(REPLICAS)
+            expected = Reading(url, asked)
+        time.sleep(_UNUSED if state == "opening" else 0.0)
+        beside = [threading.Thread(target=Reading, args=[url, {**asked, "prompt": str(at)}]) for at in range(_BESIDE)]
+        for thread in beside:
+            thread.start()
+        loads.append(os.getloadavg()[0])
+        got = _killed_reading(url, asked, state, expected.pid)
+        for thread in beside:
+            thread.join()
+        differ += got.told != expected.told
+        gaps.append(got.gap * 1e3)
+    return {**_summary(gaps, differ), "load_average": {"least": round(min(loads), 1), "most": round(max(loads), 1)}}
+
+
+def _killed_reading(url: str, body: dict[str, Any], state: str, pid: int) -> "Reading":
+    """Read a stream whose replica is killed. pid: of the replica that has its beginning in the cache."""
+    if state in ("stream", "start"):
+        return Reading(url, body, 20, _end)
+    if state == "idle":
+        _end(pid)
+        return Reading(url, body)
+    timer = threading.Timer(0.0 if state == "opening" else 0.02, _end, [pid])
+    timer.start()
+    return Reading(url, body)
+
+
+def _summary(gaps: list[float], differ: int) -> dict[str, Any]:
+    return {
+        "texts": len(gaps),
+        "differ": differ,
+        "gap_ms": {"median": round(statistics.median(gaps)), "most": round(max(gaps))},
+    }
+
+
 class Reading:
     """A stream, read to its end.
 
     at: the events after which `act` is called with the process that serves it.
     told: tokens with their logprobs, ids, and the end.
     times: of the events. gap: seconds between two of them, from `act` on, at most.
+    pid: of the replica that began it.
     acted: whether `act` was called: events that hold several tokens may be fewer than `at`.
     """
 
@@ -116,12 +170,13 @@ class Reading:
         self.told: tuple[list[Any], list[int], list[Any]] = [], [], []
         self.times: list[float] = []
         connection = http.client.HTTPConnection(url.removeprefix("http://").partition("/")[0], timeout=120)
+        since = time.perf_counter()
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        since = time.perf_counter()
+        self.pid = int((answer.getheader("x-onward-replica") or "0").split()[-1])
         while True:
             if len(self.times) == at and act is not None:
-                act(int((answer.getheader("x-onward-replica") or "").split()[-1]))
+                act(self.pid)
                 since, act = time.perf_counter(), None
             line = answer.readline()
             if not line or line == b"data: [DONE]\n":

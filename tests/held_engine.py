@@ -8,19 +8,20 @@ from onward.engine import Engine
 
 
 @contextlib.contextmanager
-def held(engine: Engine) -> Iterator[None]:
-    """The engine's thread goes no further than its next step: requests that are submitted meanwhile run together,
-    however slowly this thread runs."""
-    steps, goes_on = engine._serving._steps, threading.Event()
+def held(engine: Engine) -> Iterator[threading.Event]:
+    """The engine's thread stops at its next step: requests submitted meanwhile run together, however slowly this
+    thread runs. The event is set once the engine has stopped there."""
+    steps, reached, goes_on = engine._serving._steps, threading.Event(), threading.Event()
     by_kind = steps.by_kind
 
     def when_it_goes_on(work):
+        reached.set()
         goes_on.wait()
         return by_kind(work)
 
     steps.by_kind = when_it_goes_on
     try:
-        yield
+        yield reached
     finally:
         steps.by_kind = by_kind
         goes_on.set()

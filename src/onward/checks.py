@@ -1,6 +1,6 @@
 """Checks of single values, as every option needs them."""
 
-import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from onward.errors import RequestError
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def check_whole(name: str, value: object, *, low: int) -> None:
@@ -22,7 +24,13 @@ def is_number(value: object) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    return is_number(value) and math.isfinite(value)
+    """Whether it is a number within the range of a float, as an int may not be."""
+    return is_number(value) and abs(value) <= sys.float_info.max
+
+
+def is_float32(value: Any) -> bool:
+    """Whether it is a number within the range of float32, as numbers are that meet logits."""
+    return is_number(value) and abs(value) <= _FLOAT32_MAX
 
 
 # What almost every option is, told apart without asking torch's metaclass.

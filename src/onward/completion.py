@@ -74,6 +74,8 @@ class Completion:
     stopped_by: what ended the text with "stop": the ending id, the stop string, or the function `stop_when`; otherwise
         None, also where a constraint lets nothing follow.
     message: of a chat, the text in its parts: content, reasoning, calls of tools (docs/chat.md); otherwise None.
+    reasoning_tokens: of a chat, how many of `token_ids` have text of the reasoning. Marks such as "<think>" do not
+        count. Otherwise None.
     timing: see `Timing`.
     prompt_tokens: how many ids the prompt had.
     cached_tokens: how many of the prompt's ids a session held already.
@@ -103,6 +105,7 @@ class Completion:
     stopped_by: StoppedBy | None = None
     json_schema: JsonSchema | None = None
     message: AssistantMessage | None = None
+    reasoning_tokens: int | None = None
 
     def __repr__(self) -> str:
         """One line; every field is an attribute."""
@@ -132,6 +135,8 @@ class Completion:
                 f"the JSON is not whole, for the text ended by {self.finish_reason!r} after {len(self.token_ids)} "
                 "tokens: give it more room (max_new_tokens, time_limit)"
             )
+        if self.message is not None and self.message.tool_calls and self.message.content is None:
+            raise RequestError("the answer calls tools, and has no text to be parsed: see message.tool_calls")
         said = None if self.message is None else self.message.content  # without what was thought before
         return self.json_schema.parsed(self.text if said is None else said)
 

@@ -7,6 +7,7 @@ Any other exception is a defect in Onward and keeps its traceback. Built-in base
     ├── RequestError (ValueError)            an option, a prompt or an argument cannot be served
     │   ├── ContextOverflowError             a request needs more positions than the context or the cache holds
     │   ├── NothingToDrawError               bans or a constraint leave no id to choose
+    │   ├── TextError                        text is not UTF-8, JSON or Unicode, or nested too deep (onward.text_input)
     │   ├── NotHostedError                   a module of transformers runs over its own caches alone (onward.models)
     │   └── BodyError                        a body of OpenAI's format asks for what is not served (onward.openai)
     ├── ConfigError (ValueError)             config.json is missing, unreadable or contradicts itself
@@ -110,9 +111,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# Files that a warning never points at: the package's own, and functools.py, which stands between a cached property and
-# its caller.
+# Files that a warning never points at: the package's own, functools.py, which stands between a cached property and its
+# caller, and torch's, which stands between a function under `inference_mode` and its caller. (Importing torch for its
+# path would cost every error a second.)
 _INTERNAL_FILES = (str(Path(__file__).parent), functools.__file__)
+_DECORATORS = str(Path("torch", "utils", "_contextlib.py"))
 
 
 _warned: set[str] = set()
@@ -128,6 +131,10 @@ def warn_once(message: str) -> None:
 def warn(message: str) -> None:
     """Issue an `OnwardWarning` that points at the user's line, however deep in the package it arises."""
     depth = 1
-    while (frame := sys._getframe(depth)).f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL_FILES):
+    while (frame := sys._getframe(depth)).f_back is not None and _is_internal(frame.f_code.co_filename):
         depth += 1
     warnings.warn(message, OnwardWarning, stacklevel=depth + 1)
+
+
+def _is_internal(file: str) -> bool:
+    return file.startswith(_INTERNAL_FILES) or file.endswith(_DECORATORS)

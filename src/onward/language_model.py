@@ -1,8 +1,10 @@
 """`LanguageModel`: a model, its tokenizer, its chat template and its defaults, behind a few verbs."""
 
 import dataclasses
+import datetime
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
@@ -16,7 +18,6 @@ from onward.checks import check_whole, plain, plain_items
 from onward.completion import Completion, Piece
 from onward.decoding import KeptSlots, Slots
 from onward.decoding.held import HeldText
-from onward.decoding.kept_slots import slots_for
 from onward.decoding.room import check_room
 from onward.errors import CheckpointError, RequestError
 from onward.messages import AssistantMessage, MessageFormat, checked_format, format_of
@@ -44,6 +45,7 @@ from onward.requests import (
 )
 from onward.requests.request import as_list, check_top, checked_ids, needed_tokenizer
 from onward.requests.runner import Pieces
+from onward.requests.scoring import logits_of
 from onward.speculation import ModelDrafter, Speculator, check_same_tokens
 
 # An item of a list of prompts. A type variable, because lists are invariant: a list[str] is no list[Prompt].
@@ -161,9 +163,9 @@ class LanguageModel:
         """
         self.adapters.drop(name)
 
-    def _slots_for(self, model: Model, rows: int, length: int) -> Slots:
-        """Slots for `rows` sequences of at most `length` positions."""
-        return self._kept.of(model, rows, length)
+    def _lease(self, model: Model, rows: int, length: int) -> AbstractContextManager[Slots]:
+        """Slots with room for `rows` sequences of at most `length` positions, for as long as the context lasts."""
+        return self._kept.lease(model, rows, length)
 
     @property
     def prefix_memory(self) -> int:
@@ -188,6 +190,7 @@ class LanguageModel:
         """
         return LanguageModel(*self._arguments(model))
 
+    @torch.inference_mode(False)  # as `onward.load`
     def merge(self, adapter: str | os.PathLike[str]) -> "LanguageModel":
         """This model with an adapter merged into its weights, which are not changed: W becomes W + B A.
 
@@ -294,6 +297,7 @@ class LanguageModel:
                 parallel_tool_calls: whether one answer may have several calls.
                 The variables of the chat template: enable_thinking, documents, reasoning_effort, or any other that it
                 reads. `template={…}` gives variables as a mapping, also those whose names are options.
+                now: the time for templates that write the date; by default the present one, in UTC.
 
         Returns:
             A `Completion`, whose `message` is the answer in its parts: content, reasoning, calls of tools.
@@ -314,12 +318,17 @@ class LanguageModel:
         """
         return self._chat_request(messages, options)
 
-    def chat_prompt(self, messages: Messages, template: Mapping[str, Any] | None = None) -> list[int]:
+    def chat_prompt(
+        self,
+        messages: Messages,
+        template: Mapping[str, Any] | None = None,
+        now: datetime.datetime | None = None,
+    ) -> list[int]:
         """The ids of a conversation as the chat template writes it, up to where the answer begins.
 
-        template: variables of the chat template, such as {"enable_thinking": False}.
+        template: variables of the chat template, such as {"enable_thinking": False}. now: as in `chat`.
         """
-        return self._chat_reader.prompt(messages, template or {})
+        return self._chat_reader.prompt(messages, template or {}, now)
 
     @overload
     def score(
@@ -378,7 +387,12 @@ class LanguageModel:
         return scores if is_batch else scores[0]
 
     def score_continuations(
-        self, context: str | Ids, continuations: Sequence[str | Ids], *, logprobs: int = 0
+        self,
+        context: str | Ids,
+        continuations: Sequence[str | Ids],
+        *,
+        logprobs: int = 0,
+        adapter: str | None = None,
     ) -> list[Score]:
         """How likely the model finds each of several continuations of one context, which is processed once.
 
@@ -387,13 +401,16 @@ class LanguageModel:
             continuations: texts, encoded without special tokens, or ids; of one id at least each. The ids of a text
                 are not always those that it has behind the context: give ids where that matters.
             logprobs: how many of the likeliest ids to report at each place of a continuation.
+            adapter: the name of a loaded adapter that the weights are changed by.
 
         Returns:
             A `Score` of each: bit for bit the logprobs that `score` gives the whole text's last ids.
 
         Raises:
-            RequestError: an empty context or continuation. ContextOverflowError: together they are too long.
+            RequestError: an empty context or continuation, an adapter that is not loaded.
+            ContextOverflowError: together they are too long.
         """
+        changed_by = self.adapters.find(adapter)
         check_top("logprobs", logprobs, self.model.vocab_size)
         given = self._reader.prompt_ids(context)
         after = [
@@ -404,30 +421,22 @@ class LanguageModel:
             raise RequestError("a continuation to score must have an id at least; got an empty one")
         for ids in after:
             check_room(len(given) + len(ids), 0, self.model.max_seq_len)
-        return score_continuations(self._model_run, self._kept, given, after, logprobs, self.prefill_chunk)
+        return score_continuations(self._model_run, self._kept, given, after, logprobs, self.prefill_chunk, changed_by)
 
-    @torch.no_grad()
-    def logits(self, ids: Ids) -> Tensor:
-        """The model's logits after each of `ids`: float32 [T, V], on the CPU."""
+    def logits(self, ids: Ids, *, adapter: str | None = None) -> Tensor:
+        """The model's logits after each of `ids`: float32 [T, V], on the CPU.
+
+        Args:
+            adapter: the name of a loaded adapter that the weights are changed by.
+
+        Raises:
+            RequestError: no ids, one outside the vocabulary, an adapter that is not loaded.
+            ContextOverflowError: more ids than the context holds.
+        """
+        changed_by = self.adapters.find(adapter)
         ids = checked_ids(ids, self.model.vocab_size)
         check_room(len(ids), 0, self.model.max_seq_len)
-        tokens = torch.tensor([ids], dtype=torch.int32, device=self.model.device)
-        slots = slots_for(self.model, 1, len(ids))
-        acquired = slots.acquire((), len(ids))
-        assert acquired is not None, "new slots have room"
-        slot, parts = acquired[0], []
-        start = 0
-        while start < len(ids):
-            some = tokens[:, start : start + slots.piece(slot, start, min(self.prefill_chunk, len(ids) - start))]
-            offsets = torch.tensor([start], dtype=torch.int32, device=self.model.device)
-            slots.ready([slot], [start], some.shape[1])
-            view = slots.view_of([slot], some.shape[1])
-            logits, cache = self.model(some, offsets, view.cache)
-            slots.put(view, cache)
-            start += some.shape[1]
-            slots.advance(slot, start, lambda first, last: ids[first:last])
-            parts.append(logits[0].to(device="cpu", dtype=torch.float32))
-        return torch.cat(parts)
+        return logits_of(self._model_run, ids, self.prefill_chunk, changed_by)
 
     @property
     def draft(self) -> Speculator | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from onward.adapters import read_adapter
+from onward.adapters import grown, read_adapter
 from onward.checkpoint import (
     Checkpoint,
     CheckpointFolder,
@@ -23,7 +23,6 @@ from onward.checkpoint import (
 )
 from onward.checkpoint.distributed import NameMapSource
 from onward.checkpoint.module import is_known, read_module
-from onward.checkpoint.tokenizer import check_vocabulary
 from onward.checks import check_whole
 from onward.distributed import Settings, load_ranks
 from onward.errors import RequestError, UnsupportedArchitectureError, warn
@@ -34,7 +33,7 @@ from onward.models import Architecture, Model, build_model, check_backend, pack_
 from onward.models.hosted import host
 from onward.native import isa, num_threads
 from onward.quantization import check_format, quantize_params
-from onward.requests import LOOKUPS, Draft, generation_defaults
+from onward.requests import LOOKUPS, Draft, generation_defaults, within_vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +48,7 @@ _DTYPES = {
 }
 
 
+@torch.inference_mode(False)  # torch counts no writes to tensors created in inference mode (`WeightsVersion`)
 def load(
     source: str | os.PathLike[str],
     *,
@@ -84,8 +84,8 @@ def load(
             terminal. A function is called with that fraction, from 0 to 1, after each layer, for a display of your own.
         quantize: "int8", "int4" or "iq4_nl" holds all matrices in 8 or 4 bits (docs/quantization.md). A folder that
             `quantize_folder` wrote is quantized already.
-        name_map: from the trainer's names of weights to Hugging Face's, for a torch.distributed.checkpoint folder: a
-            JSON file or a mapping (docs/training.md). By default it is the folder's name_map.json, if any.
+        name_map: from other names of weights to Hugging Face's: a JSON file or a mapping (docs/training.md). For a
+            torch.distributed.checkpoint folder the default is its name_map.json, if any.
         compile: what runs the model: "auto", "native", "cuda", "inductor" or "eager" (docs/programs.md).
         draft: what guesses the next tokens (docs/speculation.md): "lookup", "suffix", or a smaller model of the same
             vocabulary. The model is loaded already, or a source to load with the same dtype, device and quantization
@@ -131,10 +131,14 @@ def load(
     show_fraction = progress if callable(progress) else None
     show = on_terminal if progress is None or show_fraction is not None else bool(progress)
     path = find_folder(_as_source(source), progress=show)
-    adapter = None if merge is None else read_adapter(find_adapter(_as_source(merge), progress=show))
+    merged = None if merge is None else find_adapter(_as_source(merge), progress=show)
+    adapter = None if merged is None else read_adapter(merged)
     folder = open_checkpoint(path)
     tokenizer, template = folder.tokenizer, folder.chat_template
-    defaults = generation_defaults(folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path)
+    named = {"file": folder.generation_file} if isinstance(folder, CheckpointFolder) else {}
+    defaults = generation_defaults(
+        folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, **named
+    )
     config = _family(folder, via)
     ranks = max(pipeline, tensor)
     if ranks > 1:
@@ -143,10 +147,14 @@ def load(
         if name_map is not None or adapter is not None:
             raise RequestError("name_map= and merge= are for the families of Onward, and transformers runs this model")
         model = _read_hosted(folder, torch_dtype, torch_device, quantize, max_seq_len)
-        check_vocabulary(path, model.vocab_size, tokenizer, folder.eos)
+        tokenizer = None if tokenizer is None else tokenizer.within(path, model.vocab_size)
     else:
         context = _context(config, max_seq_len)
-        check_vocabulary(path, config.vocab_size, tokenizer, folder.eos)
+        whole = config if adapter is None else grown(config, adapter)
+        if merged is not None and whole is not config:
+            beside = CheckpointFolder(merged)
+            tokenizer, template = beside.tokenizer or tokenizer, beside.chat_template or template
+        tokenizer = None if tokenizer is None else tokenizer.within(path, whole.vocab_size)
         in_place = partial(LayersInPlace, show=show and show_fraction is None, tell=show_fraction)
         if ranks > 1:
             settings = Settings(
@@ -172,7 +180,8 @@ def load(
                     adapter=adapter,
                     layers=layers,
                 )
-                model = build_model(config, reader.read(), context)
+                model = build_model(whole, reader.read(), context)
+    defaults = within_vocabulary(defaults, model.vocab_size, path)
     if torch_device.type == "cpu":
         _keep_freed_memory()
     own = compile if ranks == 1 else "eager"  # the ranks compile their parts

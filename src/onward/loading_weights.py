@@ -11,7 +11,7 @@ from onward.adapters import Adapter, merged_params
 from onward.checkpoint import Checkpoint, GgufCheckpoint, page_releaser, read_weights
 from onward.checkpoint.distributed import NameMapSource, is_distributed
 from onward.checkpoint.quantized import Manifest, read_manifest, read_quantized
-from onward.checkpoint.quantizers import Mxfp4, method_of
+from onward.checkpoint.quantizers import methods_of
 from onward.errors import RequestError, warn
 from onward.models import Architecture, pack_layer, pack_params, stack_params
 from onward.quantization import TensorReport, count_matrices, quantize_params
@@ -63,7 +63,8 @@ class WeightsReader:
     """Reads the params of a family's model.
 
     dtype: of floats; None: that of the checkpoint. device: where they go. format: "int8", "int4" or "iq4_nl" to
-    quantize to; None: as they are. name_map: of a distributed checkpoint. adapter: merged before they are quantized.
+    quantize to; None: as they are. name_map: to Hugging Face's names of weights. adapter: merged before they are
+    quantized.
     """
 
     checkpoint: Checkpoint
@@ -109,10 +110,10 @@ class WeightsReader:
 
     def _read_stock(self) -> Any:
         path, config = self.checkpoint.path, self.checkpoint.config
-        method = method_of(config)
-        can_keep = method is not None and self.dtype != torch.float32 and self.device.type == "cpu"
+        methods = methods_of(config)
         # An adapter is merged into floats, and floats are quantized. Experts in MXFP4 are left as they are.
-        keeps_bits = can_keep and (isinstance(method, Mxfp4) or (self.format is None and self.adapter is None))
+        can_keep = methods is not None and (methods.name == "mxfp4" or (self.format is None and self.adapter is None))
+        keeps_bits = can_keep and self.dtype != torch.float32 and self.device.type == "cpu"
         # What is not mapped (a distributed checkpoint, repacked bits) is put together layer by layer: memory holds it
         # once.
         lean = self.device.type == "cpu" and (keeps_bits or (is_distributed(path) and self.format is None))
@@ -132,10 +133,10 @@ class WeightsReader:
     def _warn_of_floats(self, modules: list[str]) -> None:
         if not modules or self.format is not None:
             return
-        config = self.checkpoint.config
-        settings = config.get("quantization_config") or config["compression_config"]
+        methods = methods_of(self.checkpoint.config)
+        assert methods is not None, "modules are quantized"
         warn(
-            f"{self.checkpoint.path}: {len(modules)} weights quantized by {settings['quant_method']} become floats as "
+            f"{self.checkpoint.path}: {len(modules)} weights quantized by {methods.name} become floats as "
             f"they are read ({modules[0]} for one), and so do activations: quantize='int8' or 'iq4_nl' holds them "
             "in fewer bits"
         )
@@ -183,7 +184,8 @@ class WeightsReader:
     def _refuse_name_map(self, kind: str) -> None:
         if self.name_map is not None:
             raise RequestError(
-                f"a name map is for a torch.distributed.checkpoint folder, and {self.checkpoint.path} is {kind}"
+                f"a name map is for a folder of safetensors or of torch.distributed.checkpoint in floats, and "
+                f"{self.checkpoint.path} is {kind}"
             )
 
     def _refuse_format(self, own: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _MOST_ITEMS = 8
+_LONGEST = 200
 
 
 def brief_list(items: Sequence[Any]) -> str:
@@ -11,6 +12,15 @@ def brief_list(items: Sequence[Any]) -> str:
     if len(items) <= _MOST_ITEMS:
         return repr(list(items))
     return f"[{', '.join(map(repr, items[:_MOST_ITEMS]))}, … {len(items)} in all]"
+
+
+def brief(value: object) -> str:
+    """The repr of any value at all, cut to a length: Python writes no numbers of thousands of digits."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"a value of type {type(value).__name__} that is too large to show"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def described(of: object, *facts: str) -> str:

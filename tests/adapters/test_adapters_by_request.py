@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from peft_adapters import FORMS, adapted, base, saved
 
 import onward
+from onward.decoding.token import token_logprobs
 from onward.errors import CheckpointError, RequestError, SessionError
 
 IDS = [5, 17, 99, 3, 42, 8]
@@ -317,3 +319,52 @@ def test_a_forward_of_ones_own_has_no_modules_to_adapt(folders):
     lm = onward.LanguageModel(onward.Model(lambda *_: None, {}, lambda batch, length: (), vocab_size=5))
     with pytest.raises(RequestError, match="names modules of a checkpoint"):
         lm.load_adapter("plain", folders[1]["plain"])
+
+
+# ── every verb ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+@pytest.mark.parametrize("cut", [1, 3, 5])
+def test_continuations_are_scored_with_the_adapter(loaded, name, cut):
+    """As the ids at the end of a whole text, bit for bit."""
+    others = [7, 11]
+    scores = loaded.score_continuations(IDS[:cut], [IDS[cut:], others], logprobs=2, adapter=name)
+    for score, ids in zip(scores, (IDS, [*IDS[:cut], *others]), strict=True):
+        assert score.logprobs[cut:] == loaded.score(ids, logprobs=2, adapter=name).logprobs[cut:]
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+@pytest.mark.parametrize("chunk", [2, 512])
+def test_logits_are_those_with_the_adapter(loaded, name, chunk):
+    lm = copy.copy(loaded)
+    lm.prefill_chunk = chunk
+    logits = lm.logits(IDS, adapter=name)
+    assert logits.dtype == torch.float32
+    assert logits.shape == (len(IDS), lm.model.vocab_size)
+    expected = lm.score(IDS, logprobs=3, adapter=name).logprobs[1:]
+    assert token_logprobs(IDS[1:], logits[:-1], 3) == expected, "bit for bit"
+
+
+def test_every_verb_takes_an_adapter_and_refuses_one_that_is_not_loaded(loaded):
+    """A verb of LanguageModel is whatever runs the model for ids, a text or messages."""
+    verbs = {
+        "generate": lambda **options: loaded.generate(IDS, max_new_tokens=4, **options).token_ids,
+        "stream": lambda **options: [piece.token_id for piece in loaded.stream(IDS, max_new_tokens=4, **options)],
+        "request": lambda **options: loaded.generate(loaded.request(IDS, max_new_tokens=4, **options)).token_ids,
+        "score": lambda **options: loaded.score(IDS, **options).logprobs,
+        "score_continuations": lambda **options: loaded.score_continuations(IDS, [IDS], **options)[0].logprobs,
+        "logits": lambda **options: loaded.logits(IDS, **options).tolist(),
+    }
+    for verb in verbs.values():
+        assert verb(adapter="head and embedding") != verb()
+        with pytest.raises(RequestError, match="nobody"):
+            verb(adapter="nobody")
+    runs_the_model = {
+        name
+        for name, method in inspect.getmembers(onward.LanguageModel, inspect.isfunction)
+        if not name.startswith("_")
+        and {"text", "prompt", "ids", "messages", "context"} & set(inspect.signature(method).parameters)
+    }
+    chats = {"chat", "stream_chat", "chat_request", "chat_prompt"}  # they make requests; the model here has no template
+    assert runs_the_model - chats - {"encode", "decode"} == set(verbs)

@@ -114,9 +114,11 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/storage/"):
             return self._storage(*path.removeprefix("/storage/").split("/", 1))
         if path.startswith("/api/models/"):
-            owner, name, verb, *rest = path.removeprefix("/api/models/").split("/")
+            *names, verb, revision = path.removeprefix("/api/models/").split("/")[:4]
+            if names and verb not in ("revision", "tree"):  # the name alone of a repository without an owner
+                *names, verb, revision = path.removeprefix("/api/models/").split("/")[:3]
             return self._with_revision(
-                f"{owner}/{name}", rest[0], token, {"revision": self._info, "tree": self._tree}[verb]
+                "/".join(names), revision, token, {"revision": self._info, "tree": self._tree}[verb]
             )
         if "/resolve/" in path:
             repo, _, rest = path[1:].partition("/resolve/")

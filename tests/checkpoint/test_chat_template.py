@@ -1,8 +1,10 @@
 """Chat templates: what `transformers` makes of them, in a sandbox, and a clear no to everything else."""
 
+import contextlib
 import datetime
 import enum
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 import onward
 from onward.checkpoint import ChatTemplate, CheckpointFolder
+from onward.checkpoint.template_dates import strftime
 from onward.errors import OnwardWarning, RequestError, TokenizerError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -192,9 +195,67 @@ def test_any_text_goes_through_as_transformers_puts_it(messages):
     assert ours(CHATML, messages) == theirs(CHATML, messages)
 
 
+def today():
+    return datetime.datetime.now(datetime.UTC).date()
+
+
 def test_the_date_is_todays():
-    before, prompt, after = datetime.date.today(), ours(DATED, CONVERSATIONS["one question"]), datetime.date.today()
+    before, prompt, after = today(), ours(DATED, CONVERSATIONS["one question"]), today()
     assert any(day.strftime("Today Date: %d %b %Y") in prompt for day in (before, after))
+
+
+WHEN = st.datetimes(min_value=datetime.datetime(1970, 1, 1), max_value=datetime.datetime(2400, 1, 1))
+
+
+@given(WHEN, st.lists(st.sampled_from("aAbBhcdDeFHIjmMnpPrRSstTuUVwWxXyYzZ%fGgCkl") | st.text(max_size=2), max_size=6))
+def test_dates_are_those_of_c_whatever_the_time_zone(when, directives):
+    layout = "".join(
+        f"%{each}" if each.isascii() and each.isalpha() else each.replace("%", "%%") for each in directives
+    )
+    when = when.replace(tzinfo=datetime.UTC)
+    with time_zone("UTC"):
+        expected = when.strftime(layout)
+    for zone in ("Asia/Kolkata", "America/New_York"):
+        with time_zone(zone):
+            assert strftime(when, layout) == expected
+
+
+@contextlib.contextmanager
+def time_zone(name):
+    """The time zone of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", name)
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("layout", "written"),
+    [
+        ("%-d %B %Y", "5 February 2026"),
+        ("%^a %#h", "THU FEB"),
+        ("%Ex %OH", "02/05/26 09"),
+        ("%%A %A%%", "%A Thursday%"),
+        ("%s", "1770282000"),
+    ],
+)
+def test_flags_and_modifiers_of_dates(layout, written):
+    source = "{% macro date(layout) %}{{ strftime_now(layout) }}{% endmacro %}{{ date(layout) }}"
+    when = datetime.datetime(2026, 2, 5, 9, tzinfo=datetime.UTC)
+    template = ChatTemplate(source, {})
+    assert template.render(CONVERSATIONS["one question"], when, layout=layout) == written
+    assert template.render(CONVERSATIONS["one question"], when.replace(tzinfo=None), layout=layout) == written
+
+
+def test_a_template_reads_no_clock_and_nothing_random():
+    when = datetime.datetime(2026, 2, 5, 9, tzinfo=datetime.UTC)
+    assert "strftime_now" not in ChatTemplate(DATED, {}).variables
+    for source in ("{{ [1, 2] | random }}", "{{ strftime_now.__closure__ }}"):
+        with pytest.raises(TokenizerError, match="sandbox"):
+            ChatTemplate(source, {}).render(CONVERSATIONS["one question"], when)
+    with refused(RequestError, "now must be a datetime"):
+        ChatTemplate(DATED, {}).render(CONVERSATIONS["one question"], "2026-02-05")
 
 
 JSON = st.recursive(

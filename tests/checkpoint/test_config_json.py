@@ -46,7 +46,7 @@ def test_a_folder_without_a_config_is_no_checkpoint(folder):
         (b"null", "object; got NoneType"),
         (b'"llama"', "object; got str"),
         (json.dumps(CONFIG).encode("utf-16"), "UTF-8"),
-        (b"\xef\xbb\xbf{}", "JSON"),
+        (b"\xef\xbb\xbf{", "JSON"),
         (b'{"hidden_size": ' + b"9" * 5000 + b"}", "JSON"),
         (b"[" * 100_000, "JSON"),
     ],

@@ -415,11 +415,16 @@ def test_layers_that_look_further_ahead_are_left_out(tmp_path):
         read_params(checkpoint)
 
 
-def test_any_number_of_layers_that_look_further_ahead_takes_no_memory(tmp_path):
+def test_layers_that_look_further_ahead_are_some_of_all_in_every_family(tmp_path):
     write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
+    for ahead in (2, 2**62):
+        checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+        checkpoint.files[0].metadata["qwen3.nextn_predict_layers"] = ahead
+        with refused(ConfigError, f"{ahead} of 2 layers predict further ahead"):
+            read_params(checkpoint)
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
-    checkpoint.files[0].metadata["qwen3.nextn_predict_layers"] = 2**62
-    assert len(read_params(checkpoint).layers) == 2
+    checkpoint.files[0].metadata["qwen3.nextn_predict_layers"] = 1
+    assert len(read_params(checkpoint).layers) == 1
 
 
 def test_a_share_of_yarn_that_is_no_number_is_none(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 
 import pytest
 from gguf_files import write_model
@@ -45,7 +46,8 @@ LETTERS += [
 ]
 
 
-def strings(count: int = 10_000, seed: int = 0) -> list[str]:
+@cache
+def strings(count: int = 3_000, seed: int = 0) -> list[str]:
     draw = random.Random(seed)
     return ["".join(draw.choices(LETTERS, k=draw.randrange(0, 24))) for _ in range(count)]
 
@@ -89,10 +91,12 @@ def write_byte_level(file, tokenizer: Tokenizer, pre: str | None, **metadata: ob
     write_model(file, "qwen3", "Q8_0", metadata=vocabulary, vocab_size=len(tokens), num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("pre", SPLITTINGS)
+# The first name of each rule.
+RULES = list({rule: pre for pre, rule in reversed(SPLITTINGS.items())}.values())
+
+
+@pytest.mark.parametrize("pre", RULES)
 def test_byte_level(tmp_path, pre):
-    if SPLITTINGS[pre] in [SPLITTINGS[name] for name in list(SPLITTINGS)[: list(SPLITTINGS).index(pre)]]:
-        pytest.skip("another name of a rule that has been tested")
     original = trained(pre)
     write_byte_level(tmp_path / "m.gguf", original, pre, add_add_bos_token=False)
     ours = GgufCheckpoint(tmp_path / "m.gguf").tokenizer
@@ -219,7 +223,6 @@ def spoilt(tmp_path, **changes: object) -> GgufCheckpoint:
         ({"merges": ["q z"]}, ("m.gguf",)),
         ({"tokens": []}, ("no tokens",)),
         ({"token_type": [1]}, ("token_type", "one for each token")),
-        ({"eos_token_id": 10**6}, ("eos", "1000000")),
         ({"bos_token_id": "x"}, ("bos_token_id",)),
     ],
 )

@@ -276,7 +276,6 @@ def test_offline_and_not_in_the_cache(published, hub, offline):
         "../nowhere",
         "/nowhere/at/all",
         "a/b/c",
-        "nowhere",
         "a b/c",
         "x" * 300,
         "a\0b",
@@ -287,6 +286,13 @@ def test_what_is_neither_a_folder_nor_a_hub_id(source, hub, cache):
     with refused(SourceError, "no folder", "hub id"):
         onward.load(source)
     assert hub.requests == []
+
+
+def test_a_name_without_an_owner_is_asked_for_on_the_hub(hub, cache):
+    """As transformers does: gpt2 and bert-base-uncased are such names."""
+    with refused(SourceError, "no folder and no hub repository 'nowhere'"):
+        onward.load("nowhere")
+    assert hub.requests
 
 
 @pytest.mark.parametrize("source", ["a--b/c", "a/b.git", "a/b-"])

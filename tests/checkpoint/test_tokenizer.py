@@ -21,6 +21,7 @@ import onward
 from onward.checkpoint import CheckpointFolder, JsonTokenizer
 from onward.decoding import StreamingDetokenizer
 from onward.errors import CheckpointError, OnwardWarning, RequestError, TokenizerError
+from onward.text_input import TextError
 
 BYTE_LEVEL = JsonTokenizer(byte_level_tokenizer(), {"bos_token": "<s>", "eos_token": "</s>"})
 SENTENCEPIECE = JsonTokenizer(sentencepiece_tokenizer(metaspace=False), {"bos_token": "<s>", "eos_token": "</s>"})
@@ -128,7 +129,7 @@ def test_what_are_no_ids(ids):
 @pytest.mark.parametrize("text", ["\ud800", "caf\udce9", "ok \udfff"], ids=ascii)
 def test_half_a_character_in_a_prompt_is_refused(text):
     """As os.fsdecode makes them of an argument that is not UTF-8."""
-    with refused(RequestError, "not valid Unicode"):
+    with refused(TextError, "not valid Unicode"):
         BYTE_LEVEL.encode(text)
 
 

@@ -116,7 +116,7 @@ def test_texts_end_with_all_ids_that_end_them_in_the_folder(ends, names, tmp_pat
     files = {"tokenizer_config": names, "generation_config": {"eos_token_id": ends}}
     folder, file = written(tmp_path, bytes_tokenizer(), **files)
     own = {EOS} if "eos_token" in names else set()
-    assert set(file.eos) == {*folder.eos, *own, IM_END}
+    assert set(file.eos) == {*folder.eos, EOS, IM_END}
     assert file.tokenizer.eos_id == (EOS if own else folder.eos[0])
 
 

@@ -1,7 +1,9 @@
 """--adapter: loaded by a name, and used as the command says."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from command_line import Cli
@@ -58,6 +60,37 @@ def test_lines_of_a_batch_call_adapters_as_models(cli: Cli, folders: dict[str, P
         answer = line["response"]["body"]
         assert answer["model"] == line["custom_id"]
         assert answer["choices"][0]["text"] == text_of(folders.get(line["custom_id"]), "The fox")
+
+
+def test_score_uses_the_first(cli: Cli, folders: dict[str, Path]) -> None:
+    lm = onward.load("demo", adapters=dict(folders))
+    text = "The fox ran into the woods."
+    for flags, name in ((given(folders), "poet"), ([], None)):
+        printed = json.loads(cli("score", text, "--json", *flags).out)
+        assert printed["log_likelihood"] == lm.score(text, adapter=name).log_likelihood
+
+
+def test_eval_hands_the_first_to_the_harness(
+    cli: Cli, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/integrations has the numbers, where the harness is installed."""
+    import onward.cli.evaluate as command
+
+    monkeypatch.setattr(command, "_harness", lambda: SimpleNamespace(simple_evaluate=lambda model, **_: model))
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    tasks = ModuleType("lm_eval.tasks")
+    tasks.TaskManager = lambda include_path: SimpleNamespace(all_tasks=["a task"])
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    integration = ModuleType("onward.integrations.lm_eval")
+    integration.OnwardLM = lambda lm, **options: {
+        "results": {"adapters": list(lm.adapters), **options},
+        "n-shot": {},
+        "versions": {},
+    }
+    monkeypatch.setitem(sys.modules, "onward.integrations.lm_eval", integration)
+    for flags, name in ((given(folders), "poet"), ([], None)):
+        results = json.loads(cli("eval", "a task", "--json", *flags).out)["results"]
+        assert results == {"adapters": list(folders) if name else [], "batch_size": 8, "adapter": name}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from command_line import ENVIRONMENT, PROGRAM, Cli
 
 import onward
 from onward.errors import EngineError
+from onward.text_input import LONGEST_LINE
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -130,6 +131,12 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(cli: Cli, loaded: onward.La
         "{": "invalid_json_line",
         "\udcff": "invalid_json_line",
         "[1]": "invalid_json_line",
+        '{"custom_id": "nan", "body": NaN}': "invalid_json_line",
+        '{"custom_id": "half", "body": {"prompt": "\\ud800"}}': "invalid_json_line",
+        "[" * 900: "invalid_json_line",
+        "9" * 5000: "invalid_json_line",
+        "x" * (LONGEST_LINE + 10): "invalid_json_line",
+        json.dumps(chat("first", seed=5)): "duplicate_custom_id",
         json.dumps(chat("") | {"custom_id": 5}): "missing_required_parameter",
         json.dumps(chat("get") | {"method": "GET"}): "invalid_method",
         json.dumps(chat("url") | {"url": "/v1/embeddings"}): "invalid_url",
@@ -141,11 +148,11 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(cli: Cli, loaded: onward.La
     out = tmp_path / "out.jsonl"
     run = cli("batch", str(source), str(out))
     assert run.code == 2
-    assert run.out.startswith("9 lines: 2 served, 7 failed")
+    assert run.out.startswith("15 lines: 2 served, 13 failed")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["custom_id"] for line in lines if line["error"] is None} == {"first", "last"}
     errors = {line["error"]["line"]: line["error"] for line in lines if line["error"] is not None}
-    assert [errors[number]["code"] for number in range(3, 10)] == list(bad.values())
+    assert [errors[number]["code"] for number in range(3, 16)] == list(bad.values())
     assert all(error["message"].startswith(f"line {number}: ") for number, error in errors.items())
     assert all(line["response"] is None for line in lines if line["error"] is not None)
 
@@ -317,7 +324,6 @@ def test_results_that_find_no_room_are_one_line(cli: Cli, loaded: onward.Languag
         (("in.jsonl", "link.jsonl"), "is the batch itself"),
         (("in.jsonl", "no/folder/out.jsonl"), "cannot be written to"),
         (("in.jsonl", "."), "cannot be written to"),
-        (("twice.jsonl", "out.jsonl"), "lines 1 and 3 of 'twice.jsonl' have one custom_id, 'a'"),
         (("in.jsonl", "notes.txt"), "line 1 of 'notes.txt' is no result of a batch"),
         (("in.jsonl", "data.json"), "line 1 of 'data.json' is no result of a batch"),
         (("in.jsonl", "other.jsonl"), "a result of custom_id 'other'"),

@@ -39,9 +39,9 @@ def test_bad_forms_are_one_line(cli: Cli, tmp_path: Path) -> None:
     for flags, message in (
         (("--regex", "("), "cannot be compiled"),
         (("--regex", "a", "--choice", "b"), "regex and choice each say what the text may be"),
-        (("--json-schema", str(broken)), "holds no JSON Schema, for it is no JSON"),
+        (("--json-schema", str(broken)), "is not a JSON Schema: Expecting"),
         (("--json-schema", str(tmp_path / "none")), "cannot be read: No such file"),
-        (("--grammar", str(latin)), "is not UTF-8 text: byte 7"),
+        (("--grammar", str(latin)), "byte 7 (0xe9) is out of place"),
     ):
         result = cli("generate", "Once", *flags)
         assert (result.code, result.out) == (2, "")

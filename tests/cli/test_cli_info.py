@@ -124,6 +124,7 @@ def test_a_gguf_file(cli: Cli, tmp_path: Path) -> None:
         writer.add_uint32(f"qwen3.{name}", value)
     for name, value in {"context_length": 32, "attention.head_count": 2, "attention.key_length": 32}.items():
         writer.add_uint32(f"qwen3.{name}", value)
+    writer.add_layer_norm_rms_eps(1e-6)
     shapes = {"token_embd": (8, 64), "output_norm": (64,), "blk.0.attn_norm": (64,), "blk.0.ffn_norm": (64,)}
     shapes |= {f"blk.0.{name}": (64, 64) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
     shapes |= {f"blk.0.{name}": (64, 64) for name in ("ffn_gate", "ffn_up", "ffn_down")}

@@ -1,12 +1,15 @@
 """A replica is killed, hangs or leaves in the middle of a text, and the client gets the text it would have got."""
 
 import contextlib
+import json
+import logging
 import os
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -62,6 +65,26 @@ def test_a_replica_that_is_killed(port: int, at: int) -> None:
     assert len(expected.events) > 100, "tokens that come together are one event"
     got = read(port, STORY, at, signal_it(signal.SIGKILL))
     check_same(got, expected)
+
+
+def test_replicas_that_are_killed_with_nobody_looking(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Between streams, with no channel open or an unused one, and as requests arrive: no death waits for a silence."""
+    caplog.set_level(logging.INFO, logger="onward.server")
+    for turn, (unused, delay) in enumerate([(0.0, 0.0), (7.0, 0.0), (7.0, 0.02), (0.0, 0.05)]):
+        wait_for_replicas(OPTIONS.replicas)
+        bodies = [STORY | {"prompt": f"{turn} {at} Once upon a time", "max_tokens": 60} for at in range(5)]
+        expected = [undisturbed(port, body) for body in bodies]
+        time.sleep(unused)
+        killing = threading.Timer(delay, os.kill, [expected[0].pid, signal.SIGKILL])
+        killing.start()
+        if not delay:
+            killing.join()
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            got = list(pool.map(lambda body: read(port, body), bodies))
+        for one, other in zip(got, expected, strict=True):
+            check_same(one, other)
+    lost = [json.loads(record.getMessage()) for record in caplog.records if "replica lost" in record.getMessage()]
+    assert not [line for line in lost if "silent" in line["reason"]]
 
 
 @pytest.mark.parametrize("kind", BODIES)

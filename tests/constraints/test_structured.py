@@ -145,7 +145,7 @@ def test_logprobs_are_the_models_own(lm):
         ({"grammar": " "}, "grammar must be a grammar in Lark's syntax"),
         ({"choice": []}, "choice must be one or more non-empty texts"),
         ({"choice": ["a", ""]}, "choice must be one or more non-empty texts"),
-        ({"json_schema": {"type": "foo"}}, "Invalid type: foo"),
+        ({"json_schema": {"type": "foo"}}, r"json_schema\.type must be one or several of .*; got 'foo'"),
         ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 1}}, "Unsatisfiable schema"),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json_schema": False}, "json_schema is False, which no text meets"),

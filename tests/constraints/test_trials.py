@@ -1,7 +1,9 @@
 """Grammars that would take minutes, the memory or the stack are refused, and nothing goes on computing."""
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -24,7 +26,7 @@ def vocabulary(request):
 
 
 def tried(trials, grammar, vocabulary):
-    trials.check(grammar.source(), id(vocabulary.tokens), vocabulary.described, repr(grammar))
+    trials.check(grammar.source(), vocabulary.tokens, vocabulary.described, repr(grammar))
 
 
 def test_what_takes_too_long_is_ended_and_refused(vocabulary):
@@ -99,3 +101,29 @@ def test_the_process_ends_with_its_owner(vocabulary):
     process = trials._running[0]
     del trials
     assert process.returncode is not None
+
+
+def test_a_vocabulary_that_is_tried_with_is_not_mistaken_for_a_later_one():
+    """An object that is freed gives its id to another; the key of the process is kept as long as it counts."""
+    trials, grammar = Trials(), JsonSchema({"type": "integer", "multipleOf": 5})
+    for tokenizer in (ByteTokenizer(), onward.load("demo").tokenizer, ByteTokenizer()):
+        vocabulary = Vocabulary.of(tokenizer)
+        tried(trials, grammar, vocabulary)
+        assert trials._key is vocabulary.tokens
+    process = trials._running[0]
+    tried(trials, grammar, vocabulary)
+    assert trials._running[0] is process
+
+
+def test_threads_that_come_at_once_have_one_vocabulary(monkeypatch):
+    together, before, tokenizer = threading.Barrier(4), Vocabulary.of, ByteTokenizer()
+
+    def waits(tokenizer):
+        together.wait(60)
+        return before(tokenizer)
+
+    monkeypatch.setattr(Vocabulary, "of", staticmethod(waits))
+    kept = CompiledGrammars()
+    with ThreadPoolExecutor(4) as pool:
+        vocabularies = list(pool.map(lambda _: kept.vocabulary(tokenizer), range(4)))
+    assert len(set(map(id, vocabularies))) == 1

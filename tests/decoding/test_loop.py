@@ -248,3 +248,33 @@ def test_what_bans_leave_an_ended_sequence_concerns_nobody(opaque):
     sequences = [Sequence([0, 1], 2, sampling=banned), Sequence([2], 6, sampling=GREEDY)]
     run(model, sequences, slots=opaque_slots(model, 2) if opaque else None)
     assert [sequence.token_ids for sequence in sequences] == [[2, 3], [3, 0, 1, 2, 3, 0]]
+
+
+# ── texts that do not begin at position 0 ─────────────────────────────────────────────────────────────────────
+
+
+@given(st.integers(0, 5), st.lists(st.integers(0, 9), min_size=1, max_size=6), st.lists(st.integers(0, 9), max_size=6))
+def test_ids_are_those_at_their_positions_wherever_a_text_begins(start, prompt, new):
+    sequence = Sequence(prompt, 10, start=start)
+    sequence.token_ids += new
+    at = dict(enumerate([*prompt, *new], start))
+    for first in range(start, sequence.length + 1):
+        for last in range(first, sequence.length + 1):
+            assert sequence.ids(first, last) == [at[position] for position in range(first, last)]
+    for first in range(start):  # the ids before the start are the cache's
+        with pytest.raises(AssertionError):
+            sequence.ids(first, sequence.length)
+    sequence.computed = sequence.length - 1
+    assert sequence.computed_ids() == ([] if start else [*prompt, *new][:-1])
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_slot_is_released_with_the_ids_of_its_first_positions(start, monkeypatch):
+    model = scripted_model([1])
+    cache = model.new_cache(1, 64)
+    cache.tokens[0, :start] = 5
+    slots = DenseSlots.given(model, cache, 1, [start])
+    released = []
+    monkeypatch.setattr(slots, "release", lambda slot, ids=(): released.append(ids))
+    run(model, [Sequence([7, 8, 9], 2, sampling=GREEDY, start=start)], slots=slots)
+    assert released == [[] if start else [7, 8, 9, 1]]

@@ -1,9 +1,14 @@
 """Stop strings end the text before the first of them and never leak, wherever tokens cut them."""
 
+import functools
+from itertools import groupby
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import onward
+from onward.checkpoint import CheckpointFolder, find_folder, special_tokens
 from onward.decoding import Sequence, StopStrings, StreamingDetokenizer
 from onward.testing import ByteTokenizer
 
@@ -140,3 +145,123 @@ def test_a_stop_string_that_the_flush_completes_stops():
 def test_after_a_stop_nothing_follows():
     stream = StopStrings(Pieces(["stop", "more"]), ["stop"])
     assert (stream.push(0), stream.push(1), stream.flush()) == ("", "", "")
+
+
+# ── special tokens, which are not part of the text ───────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def demo_tokenizer():
+    return CheckpointFolder(find_folder("demo")).tokenizer
+
+
+def raw_text(ids):
+    """With special tokens written out, as `decode(ids, skip_special_tokens=False)` of the tokenizers library does."""
+    special = special_tokens(demo_tokenizer())
+    runs = groupby(ids, key=special.get)
+    return "".join(written * len([*run]) if written else demo_tokenizer().decode([*run]) for written, run in runs)
+
+
+@st.composite
+def texts_with_special_tokens(draw):
+    """Ids of words and special tokens, and stop strings cut from their text."""
+    words = st.one_of(
+        st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im", "|>", "\n", "€"]), st.text("ab€ ", max_size=3)
+    )
+    ids = demo_tokenizer().encode("".join(draw(st.lists(words, max_size=8))), add_special_tokens=False)
+    raw = raw_text(ids)
+    ends = st.tuples(st.integers(0, max(len(raw) - 1, 0)), st.integers(1, 14))
+    shown = demo_tokenizer().decode(ids)
+    text = st.sampled_from([raw, shown])
+    stops = [draw(text)[at : at + length] for at, length in draw(st.lists(ends, max_size=2))]
+    return ids, [stop for stop in stops if stop]
+
+
+def first_match(ids, stops):
+    """Where in the raw text the first stop string begins that is in it, or in the text without special tokens."""
+    raw = raw_text(ids)
+    places = [at for at in range(len(raw)) if len(visible_part(ids, at)) < len(visible_part(ids, at + 1))]
+    shown = visible_part(ids, len(raw))
+    assert [raw[at] for at in places] == [*shown]
+    starts = [raw.find(stop) for stop in stops if stop in raw]
+    return min([*starts, *(places[shown.find(stop)] for stop in stops if stop in shown)], default=None)
+
+
+@given(texts_with_special_tokens(), st.booleans())
+def test_stop_strings_see_special_tokens(case, as_eos):
+    ids, stops = case
+    special = special_tokens(demo_tokenizer())
+    eos = set(special) if as_eos else frozenset()
+    marks = {2: special[2]}
+    stream = StopStrings(StreamingDetokenizer(demo_tokenizer().decode), stops, marks, special)
+    sequence = Sequence([0], 1000, eos, stream)
+    streamed, taken = "", []
+    for token in ids:
+        streamed += sequence.accept(token)
+        taken.append(token)
+        if sequence.finish_reason is not None:
+            break
+    else:
+        streamed += stream.flush()
+    raw, start = raw_text(taken), first_match(taken, stops)
+    assert (sequence.finish_reason == "stop") == (start is not None or any(token in eos for token in taken))
+    assert (sequence.stopped_by in stops) == (start is not None), "a stop string precedes the eos that completes it"
+    assert first_match(taken[:-1], stops) is None, "it stops with the token that completes a stop string"
+    assert streamed == visible_part(taken, len(raw) if start is None else start)
+    marked = [at for at, token in enumerate(taken) if token in marks and token not in eos]
+    if start is not None:
+        marked = [at for at in marked if len(raw_text(taken[: at + 1])) <= start]
+    assert [mark.at for mark in stream.marks] == marked, "a mark in a stop string is not part of the answer"
+
+
+def visible_part(ids, end):
+    """What stands among the first `end` characters of the raw text, without special tokens."""
+    shown, at = "", 0
+    for written, run in groupby(ids, key=special_tokens(demo_tokenizer()).get):
+        text = raw_text([*run])
+        shown += text[: max(0, end - at)] if written is None else ""
+        at += len(text)
+    return shown
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "\ufffd<|im_end|>", "\ufffd<"])
+def test_a_stop_string_at_a_special_token_inside_a_character(stop):
+    tokenizer = demo_tokenizer()
+    stream = StopStrings(StreamingDetokenizer(tokenizer.decode), [stop], special=special_tokens(tokenizer))
+    ids = [*tokenizer.encode("a€", add_special_tokens=False)[:-1], 2]
+    text = "".join(stream.push(token) for token in ids) + stream.flush()
+    assert (text, stream.stopped_by) == ("a\ufffd" if stop[0] == "<" else "a", stop)
+
+
+def test_a_special_token_inside_a_character_does_not_break_it_without_a_stop():
+    tokenizer = demo_tokenizer()
+    stream = StopStrings(StreamingDetokenizer(tokenizer.decode), ["<|im_end|>!"], special=special_tokens(tokenizer))
+    ids = tokenizer.encode("a€", add_special_tokens=False)
+    assert "".join(map(stream.push, [*ids[:-1], 2, ids[-1]])) + stream.flush() == "a€"
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|im", "like?<|im_end|>", "<|im_end|>\n", "|>user"])
+def test_every_way_of_generating_stops_at_a_special_token(stop):
+    lm = onward.load("demo")
+    prompt = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
+    options = {"temperature": 0, "max_new_tokens": 40, "eos": []}
+    whole = lm.generate(prompt, **options)
+    raw = raw_text(whole.token_ids)
+    expected = visible_part(whole.token_ids, raw.index(stop))
+    options["stop"] = [stop]
+    stream = lm.stream(prompt, **options)
+    pieces = [*stream]
+    beams = lm.generate(prompt, **options | {"beams": 2})
+    drafted = lm.generate(prompt, **options, draft="lookup")
+    with onward.Engine(lm) as engine:
+        served = engine.submit(prompt, **options).result()
+        resumed = engine.resume(lm.request(prompt, **options), emitted=served.token_ids[:3]).result()
+    batched = lm.generate([prompt, "The fox"], **options)[0]
+    in_session = onward.Session(lm).generate(prompt, **options)
+    for one in (lm.generate(prompt, **options), drafted, served, resumed, batched, in_session):
+        assert (one.text, one.finish_reason, one.stopped_by) == (expected, "stop", stop)
+        assert earliest(raw_text(one.token_ids[:-1]), [stop]) is None
+    assert "".join(piece.text for piece in pieces) == expected
+    for one in (beams, lm.generate(prompt, stop=[stop], temperature=0, max_new_tokens=40)):
+        start = earliest(raw_text(one.token_ids), [stop])
+        assert one.text == visible_part(one.token_ids, 10**6 if start is None else start)

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: make eval-test")
 
 import onward
+from demo_adapters import demo_adapter
 from onward.checkpoint import find_folder
 from onward.errors import RequestError
 from onward.integrations.lm_eval import OnwardLM
@@ -169,3 +170,14 @@ def test_the_command_prints_a_table_or_json(tasks, capsys):
     assert "|choices|" in capsys.readouterr().out
     assert run(["eval", "no_such_task", "--include", str(tasks)]) == 2
     assert "there is no task 'no_such_task'" in capsys.readouterr().err
+
+
+def test_an_adapter_is_that_of_every_request(tasks, tmp_path):
+    folder = demo_adapter(tmp_path / "adapter", 0)
+    lm = onward.load("demo", adapters={"poet": folder})
+    adapted = results(OnwardLM(lm, adapter="poet"), tasks)["results"]
+    assert adapted != results(OnwardLM(lm), tasks)["results"]
+    with_flag = OnwardLM("demo", adapters={"poet": folder}, adapter="poet")
+    assert results(with_flag, tasks)["results"] == adapted
+    with pytest.raises(RequestError, match="nobody"):
+        OnwardLM(lm, adapter="nobody")

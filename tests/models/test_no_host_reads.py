@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onward import native, ops
 from onward.models import FAMILIES, architecture_of
 from onward.models.architecture import states_of
-from onward.ops import cache_write, packed, quantized
+from onward.ops import packed, quantized
 from onward.ops.operators import Operator
 from onward.quantization import quantize
 from onward.testing import tiny_model
@@ -62,7 +62,6 @@ def as_on_a_gpu(monkeypatch):
     """Ops run their definitions, as on every device but the CPU."""
     ops.choose("definition")
     monkeypatch.setattr(Operator, "__call__", lambda self, *arguments: self.definition(*arguments))
-    monkeypatch.setattr(cache_write, "_write_rows", cache_write._definition)
     for module in (packed, quantized):
         monkeypatch.setattr(module, "check_ids", packed.assert_ids)
     yield

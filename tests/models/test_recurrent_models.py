@@ -181,7 +181,7 @@ def test_texts_evict_the_states_of_others():
         got = lm.generate(prompt, draft=chance.choice([None, "lookup"]), **options)
         assert ids(got) == ids(empty.generate(prompt, **options))
         found += got.cached_tokens
-        lm._kept._slots.check()
+        lm._kept._shared.slots.check()
     assert found > 200
 
 

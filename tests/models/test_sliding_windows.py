@@ -67,7 +67,7 @@ def ids(completion):
 
 
 def check(lm):
-    slots = lm._kept._slots
+    slots = lm._kept._shared.slots
     slots.check()
     assert slots.free + slots.cached + slots.held == slots.total
     return slots

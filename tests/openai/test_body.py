@@ -1,5 +1,8 @@
 """Bodies in OpenAI's format: a field is served or refused, and none is left out in silence."""
 
+import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 import onward
 from onward.checkpoint import ChatTemplate
 from onward.errors import ContextOverflowError, DraftError, EngineBusyError, EngineError, OnwardError, RequestError
-from onward.openai import URLS, BodyError, BodyReader, answer_body, error_fields, status_of
+from onward.openai import URLS, BodyError, BodyReader, answer_body, error_fields, read_response, status_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -289,3 +292,99 @@ def test_an_echo_of_no_tokens_scores_the_prompt(reader: BodyReader) -> None:
     assert choice["text"] == "The fox"
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert sum(choice["logprobs"]["token_logprobs"][1:]) == pytest.approx(score.log_likelihood, abs=1e-6)
+
+
+# ── options of generate ──────────────────────────────────────────────────────────────────────────────────────────
+
+OPTIONS: dict[str, Any] = dict(  # noqa: C408 (names are shorter)
+    max_new_tokens=2, stop=["x"], n=2, beams=2, logprobs=1, prompt_logprobs=1, seed=3, eos=[5], ignore_eos=True,
+    temperature=0.5, bad_words=["x"], logit_bias={"5": 1.0}, xtc_threshold=0.3, length_penalty=0.5, early_stopping=True,
+    json_schema={"type": "object"}, regex="a+", grammar='start: "a"', choice=["a", "b"],
+    dry_base=2.0, dry_allowed_length=3, dry_sequence_breakers=[5],
+)  # fmt: skip
+
+
+# Options that change nothing by themselves, each with those that it needs.
+NEEDED_BY: dict[str, dict[str, Any]] = {
+    **{name: {"beams": 2} for name in ("length_penalty", "early_stopping")},
+    **{name: {"dry_multiplier": 1} for name in ("dry_base", "dry_allowed_length", "dry_sequence_breakers")},
+    "xtc_threshold": {"xtc_probability": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(onward.GenerateOptions)])
+def test_every_option_of_generate_is_a_field_or_a_documented_exception(reader: BodyReader, name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    exceptions = re.search(r"Exceptions are (.*?);\n- ", page, re.DOTALL)
+    assert exceptions is not None
+    default = getattr(onward.GenerateOptions(), name)
+    number = 1 if isinstance(default, int) else 0.5
+    given = {**NEEDED_BY.get(name, {}), name: OPTIONS.get(name, number)}
+    if name not in ("temperature", "beams", "length_penalty", "early_stopping"):
+        given["temperature"] = 1
+    if f"`{name}`" in exceptions[1]:
+        with pytest.raises(BodyError) as refused:
+            reader.read(TEXT, of(TEXT, **given))
+        assert refused.value.code == "unknown_parameter"
+        return
+    (request,) = reader.read(TEXT, of(TEXT, **given)).requests
+    assert getattr(request.options, name) != default or given[name] == default
+    if name == "logprobs":
+        given |= {"logprobs": True, "top_logprobs": 1}
+    (chat,) = reader.read(CHAT, of(CHAT, **given)).requests
+    if name not in ("regex", "grammar", "choice", "json_schema"):
+        assert getattr(chat.options, name) == getattr(request.options, name)
+
+
+def test_the_field_that_is_wrong_is_named_beside_others_that_it_begins_with(reader: BodyReader) -> None:
+    for fields in ({"n": 1, "no_repeat_ngram_size": -1}, {"min_p": 0.1, "min_new_tokens": -1}):
+        assert refusal(reader, TEXT, of(TEXT, **fields)).param == list(fields)[1]
+
+
+def test_prompt_logprobs_are_those_of_generate(reader: BodyReader) -> None:
+    tokenizer = reader.lm.tokenizer
+    assert tokenizer is not None
+    for fields in ({}, {"n": 2, "temperature": 1, "seed": 1}, {"echo": True, "logprobs": 2}):
+        body = reader.read(TEXT, of(TEXT, prompt=["The fox é", "An owl"], max_tokens=2, prompt_logprobs=2, **fields))
+        answer = answer_body(body, [reader.lm.generate(request) for request in body.requests], tokenizer, "9")
+        for choice in answer["choices"]:
+            prompt = body.requests[choice["index"] // body.requests[0].options.n].prompt
+            wanted = reader.lm.score(prompt, logprobs=2).logprobs
+            check_prompt_logprobs(choice["prompt_logprobs"], prompt, wanted, tokenizer)
+    body = reader.read(CHAT, of(CHAT, max_tokens=2, prompt_logprobs=2))
+    (request,) = body.requests
+    answer = answer_body(body, [reader.lm.generate(request)], tokenizer, "9")
+    check_prompt_logprobs(
+        answer["prompt_logprobs"], request.prompt, reader.lm.score(request.prompt, logprobs=2).logprobs, tokenizer
+    )
+    assert "prompt_logprobs" not in answered(reader, CHAT, max_tokens=2)
+
+
+def check_prompt_logprobs(listed: Any, prompt: Any, entries: Any, tokenizer: Any) -> None:
+    assert len(listed) == len(prompt)
+    assert listed[0] is None
+    for id, entry, place in zip(prompt[1:], entries[1:], listed[1:], strict=True):
+        ranks = {other: rank for rank, (other, _) in enumerate(entry.top, 1)}
+        assert next(iter(place)) == str(id)
+        assert {int(token): fields["rank"] for token, fields in place.items()} == {id: ranks.get(id), **ranks}
+        logprobs = {id: entry.chosen, **dict(entry.top)}
+        assert {int(token): fields["logprob"] for token, fields in place.items()} == pytest.approx(logprobs, abs=1e-5)
+    ids = zip(prompt[1:], listed[1:], strict=True)
+    text = "".join(place[str(id)]["decoded_token"] for id, place in ids)
+    assert tokenizer.decode(prompt) == tokenizer.decode(prompt[:1]) + text
+
+
+def test_prompt_logprobs_where_they_are_not_served(reader: BodyReader) -> None:
+    refused = [
+        (TEXT, {"stream": True, "prompt_logprobs": 1}),
+        (CHAT, {"stream": True, "prompt_logprobs": 0}),
+        (TEXT, {"echo": True, "logprobs": 1, "prompt_logprobs": 2}),
+        (CHAT, {"prompt_logprobs": -1}),
+        (TEXT, {"prompt_logprobs": True}),
+    ]
+    for url, fields in refused:
+        with pytest.raises(BodyError) as error:
+            dataclasses.replace(reader, streams=True).read(url, of(url, **fields))
+        assert error.value.param == "prompt_logprobs"
+    with pytest.raises(BodyError, match="no field of responses"):
+        read_response(reader, {"input": "Hi", "prompt_logprobs": 1})

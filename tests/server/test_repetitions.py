@@ -1,5 +1,6 @@
 """A request that comes again with its Idempotency-Key gets the same answer, and joins one that still runs."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from live_server import SECONDS, LiveServer
 from test_operations import LONG, leave, opened, until
 
 import onward
-from onward.openai import AnswerKey
+from onward.batches.serving import LineServer
+from onward.openai import AnswerKey, BatchLine, BodyReader
 from onward.server.kept import KeptAnswers
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -167,3 +169,57 @@ def test_keys_are_of_one_server(start: Start, lm: onward.LanguageModel) -> None:
     url, body = BODIES[0]
     servers = [start({"demo": lm}, idempotency_seconds=0) for _ in range(2)]
     assert len({sent(server, url, body, "key").content for server in servers for _ in range(2)}) == 4
+
+
+# ── the date ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# A date that is another one each time it is asked for, unless the time is the request's own.
+DATED = "{{ strftime_now('%A %d %B %Y %X.%f %Z') }} {{ messages[-1].content }}"
+
+
+@pytest.fixture(scope="module")
+def dated(lm: onward.LanguageModel) -> onward.LanguageModel:
+    return onward.LanguageModel(lm.model, lm.tokenizer, onward.checkpoint.ChatTemplate(DATED, {}))
+
+
+def test_a_prompt_has_the_time_at_which_the_request_was_taken(dated: onward.LanguageModel) -> None:
+    assert dated.tokenizer is not None
+    reader = BodyReader(dated, "m")
+    key = AnswerKey.new(1_770_282_000)
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    request = reader.read(CHAT, body, key).requests[0]
+    assert dated.decode(request.prompt) == "Thursday 05 February 2026 09:00:00.000000 UTC Hi"
+    assert reader.read(CHAT, body, key).requests[0].prompt == request.prompt
+    assert dated.chat_prompt(body["messages"], now=key.time) == list(request.prompt)
+    assert dated.chat_request(body["messages"], now=key.time).prompt == request.prompt
+    assert reader.read(CHAT, body, AnswerKey("f" * 32)).requests[0].prompt, "a key of the year 10889"
+
+
+@pytest.mark.parametrize(("url", "body"), [BODIES[0], BODIES[2]])
+def test_a_request_keeps_its_date_when_it_comes_again(
+    start: Start, dated: onward.LanguageModel, url: str, body: dict[str, Any]
+) -> None:
+    server, body = start({"demo": dated}), {**body, "ignore_eos": True, "temperature": 1}
+    first = sent(server, url, body, "a")
+    assert sent(server, url, body, "a").content == first.content
+    begun = server.post(url, {**body, "stream": True})
+    assert begun.status_code == 200, begun.text
+    ids = [line[4:] for line in begun.text.split("\n") if line.startswith("id: ")]
+    rest = server.post(url, {**body, "stream": True}, headers={"last-event-id": ids[1]})
+    assert rest.status_code == 200
+    assert [line[4:] for line in rest.text.split("\n") if line.startswith("id: ")][-1] == ids[-1]
+    assert ids_of(rest.text) == ids_of(begun.text)
+
+
+def test_lines_of_a_batch_have_the_date_of_their_file(dated: onward.LanguageModel) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    line = BatchLine.read(1, json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body}), 1_770_282_000)
+
+    async def served(engine: onward.Engine) -> Any:
+        return (await (await LineServer(engine, BodyReader(dated, "m"), "f").begin(line))).result
+
+    with onward.Engine(dated) as engine:
+        first, second = (asyncio.run(served(engine)) for _ in range(2))
+    assert first == second
+    prompt = dated.chat_prompt(body["messages"], now=AnswerKey.new(1_770_282_000).time)
+    assert first["response"]["body"]["usage"]["prompt_tokens"] == len(prompt)

@@ -104,6 +104,15 @@ def test_logprobs_are_of_the_content_alone(
     assert set(places) == wanted
 
 
+@pytest.mark.parametrize("said", ["é🦊b", "🦊", "t é"])
+def test_logprobs_of_the_content_have_all_of_its_bytes(lm: onward.LanguageModel, said: str) -> None:
+    request = dataclasses.replace(lm.request([1]), answer=AnswerReading(FORMATS["hermes"], None, True))
+    ids = lm.encode(f"Hm é.</think>{said}")
+    completion: Any = SimpleNamespace(token_ids=ids, logprobs=[TokenLogprobs(-1.0, ())] * len(ids))
+    told = SaidLogprobs(request, 1, lm.tokenizer).rest(completion)
+    assert bytes(byte for entry in told for byte in entry["bytes"]).decode() == said
+
+
 def test_openais_stream_helper_follows_it(server: LiveServer) -> None:
     one_of = {"choice": ["yes", "no"]}
     with server.openai() as client, client.responses.stream(model="demo", input="Hi", extra_body=one_of) as stream:

@@ -364,5 +364,4 @@ def test_name_maps_that_cannot_be_read(mesh, tmp_path, stock):
         onward.load(mesh, name_map=str(tmp_path / "list.json"))
     with pytest.raises(RequestError, match="a JSON file or a mapping; got int"):
         onward.load(mesh, name_map=3)
-    with pytest.raises(RequestError, match=r"is for a torch\.distributed\.checkpoint folder"):
-        onward.load(stock[0], name_map={})
+    assert same(onward.load(stock[0], name_map={}), onward.load(stock[0]).logits(PROMPT))

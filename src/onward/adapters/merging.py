@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from onward.adapters.added_tokens import grown, with_added_tokens
 from onward.adapters.peft_folder import Adapter, Update
 from onward.adapters.places import adaptable, check_modules, fitting, fitting_bias, fitting_update, part_names
 from onward.errors import RequestError
@@ -23,19 +24,24 @@ def merged_model(model: Model, adapter: Adapter) -> Model:
     Raises:
         RequestError: the model's forward is of no architecture.
     """
-    return replace(model, params=merged_params(adaptable(model), model.params, adapter))
+    architecture = adaptable(model)
+    if grown(architecture, adapter) is not architecture:
+        raise RequestError("an adapter with tokens of its own is merged as the model is loaded: onward.load(…, merge=)")
+    return replace(model, params=merged_params(architecture, model.params, adapter))
 
 
 def merged_params(architecture: Architecture, params: Any, adapter: Adapter) -> Any:
     """The params with an adapter merged in, in the dtype and layout that they have. The given ones are not changed.
 
     Sums are computed in float32 and rounded once. Where the head is tied to an embedding that the adapter changes, the
-    head keeps the old weight, as in the model with the adapter beside it.
+    head keeps the old weight, as in the model with the adapter beside it. With tokens of the adapter's own, the params
+    are those of `grown`, and a tied head stays tied.
 
     Raises:
         CheckpointError: the adapter is for another model: a module is not there, or of another kind or shape.
         RequestError: the weights are quantized.
     """
+    params, adapter = with_added_tokens(architecture, params, adapter)
     names = part_names(architecture)
     leaves, structure = pytree.tree_flatten(params, is_leaf=is_marked)
     check_modules(adapter, names, leaves)

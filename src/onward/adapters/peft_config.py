@@ -1,18 +1,32 @@
 """adapter_config.json as peft writes it: what an adapter is, and the scale of each of its updates."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onward.errors import CheckpointError, one_line
+from onward.errors import CheckpointError, one_line, warn
+from onward.text_input import read_json_file
 
 CONFIG = "adapter_config.json"
 
 # Fields that change what an adapter computes in ways that Onward does not have, unless they are empty.
-_REFUSED = ("layer_replication", "target_parameters", "megatron_config", "corda_config", "alora_invocation_tokens")
+_REFUSED = (
+    *("layer_replication", "target_parameters", "megatron_config", "corda_config", "alora_invocation_tokens"),
+    *("trainable_token_indices", "lora_bias", "use_qalora", "velora_config", "monteclora_config", "use_bdlora"),
+    *("arrow_config", "kasa_config"),
+)
+# Fields that are read, and fields that change nothing: the file's tensors say which modules have updates, the layers of
+# our families hold weights as torch.nn.Linear does, and the rest is about training.
+READ = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
+IDLE = {
+    *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias"),
+    *("fan_in_fan_out", "lora_dropout", "loftq_config", "eva_config", "lora_ga_config", "runtime_config"),
+    *("megatron_core", "qalora_group_size", "task_type", "auto_mapping", "peft_version", "inference_mode", "revision"),
+    *("base_model_name_or_path", "ensure_weight_tying"),
+}
+KNOWN_FIELDS = frozenset({*READ, *IDLE, *_REFUSED})
 
 # The values of init_lora_weights with which peft takes from the weights what A and B begin with (as PiSSA does, arXiv
 # 2404.02948): the adapter is one of what is left of them.
@@ -22,7 +36,8 @@ _WEIGHTS_CHANGED = re.compile(r"(pissa|corda|olora|loftq|lora_ga)(_.*)?", re.IGN
 @dataclass(frozen=True)
 class PeftConfig:
     """rank, alpha: of modules that no pattern names. by_root: whether the scale is alpha / sqrt(rank) (rsLoRA,
-    arXiv 2312.03732). dora: whether weights keep magnitudes of their own (arXiv 2402.09353)."""
+    arXiv 2312.03732). dora: whether weights keep magnitudes of their own (arXiv 2402.09353). ties_tables: whether a
+    tied head changes with the embedding."""
 
     rank: int
     alpha: float
@@ -30,6 +45,7 @@ class PeftConfig:
     dora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    ties_tables: bool
 
     def rank_of(self, module: str) -> int:
         return int(_of_pattern(self.rank_pattern, module, self.rank))
@@ -49,10 +65,10 @@ def read_peft_config(folder: Path) -> PeftConfig:
     """
     path = folder / CONFIG
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json_file(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is no adapter: it holds no {CONFIG}") from error
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({one_line(error)})") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} must be an object; got {type(fields).__name__}")
@@ -64,6 +80,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
                 f"{path}: {name} is {fields[name]!r}, which Onward does not have: merge the adapter with peft "
                 "(merge_and_unload) and load the merged model"
             )
+    if unknown := sorted(name for name, value in fields.items() if value and name not in KNOWN_FIELDS):
+        warn(f"{path} has fields that Onward does not know ({', '.join(unknown)}): it is read as without them")
     begun = fields.get("init_lora_weights")
     if isinstance(begun, str) and _WEIGHTS_CHANGED.fullmatch(begun):
         raise CheckpointError(
@@ -78,6 +96,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         dora=bool(fields.get("use_dora")),
         rank_pattern=_pattern(path, fields, "rank_pattern", whole=True),
         alpha_pattern=_pattern(path, fields, "alpha_pattern"),
+        ties_tables=bool(fields.get("ensure_weight_tying")),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onward.adapters.peft_config import PeftConfig, read_peft_config
 from onward.checkpoint.shards import open_safetensors
+from onward.checkpoint.stored_names import WRAPPERS
 from onward.errors import CheckpointError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -111,7 +112,8 @@ def _parsed(path: Path, name: str) -> tuple[str, str]:
     for end, kind in sorted(_KINDS.items(), key=lambda item: -len(item[0])):
         if inner != name and inner.endswith(f".{end}"):
             # peft wraps a layer that it adapts, and may save what is inside: the model's own weight or bias.
-            return inner.removesuffix(f".{end}").removesuffix(".base_layer"), kind
+            module = ".".join(part for part in inner.split(".") if part not in WRAPPERS)
+            return module.removesuffix(f".{end}").removesuffix(".base_layer"), kind
     raise CheckpointError(
         f"{path}: {name!r} is no tensor of a LoRA: merge the adapter with peft (merge_and_unload) and load the merged "
         "model"
@@ -128,6 +130,12 @@ def _assembled(path: Path, config: PeftConfig, parts: Mapping[str, dict[str, Ten
         if "embedding_a" in tensors or "embedding_b" in tensors:
             embeddings[module] = _embedding(path, config, module, tensors)
         replaced |= {f"{module}.{kind}": tensors[kind] for kind in ("weight", "bias") if kind in tensors}
+    tables = [name for name in (*embeddings, *replaced) if "embed_tokens" in name]
+    if config.ties_tables and tables:
+        raise CheckpointError(
+            f"{path}: {tables[0]} changes with ensure_weight_tying, which Onward does not have: merge the adapter with "
+            "peft (merge_and_unload) and load the merged model"
+        )
     return Adapter(updates, embeddings, replaced)
 
 

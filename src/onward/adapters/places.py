@@ -87,7 +87,9 @@ def fitting(name: str, tensor: Tensor, weight: Weight) -> Tensor:
     """
     shape = tuple(weight.shape) if isinstance(weight, Tensor) else weight_shape(weight)
     if tuple(tensor.shape) != shape:
-        raise CheckpointError(f"the adapter's {name} is {list(tensor.shape)}, and the model's {list(shape)}")
+        more = tensor.dim() == len(shape) == 2 and tensor.shape[1] == shape[1] and tensor.shape[0] > shape[0]
+        advice = ": tokens of its own are taken where it is merged (onward.load(…, merge=adapter))" if more else ""
+        raise CheckpointError(f"the adapter's {name} is {list(tensor.shape)}, and the model's {list(shape)}{advice}")
     return tensor
 
 

@@ -9,7 +9,7 @@ import onward
 from onward.engine import Engine, Generation
 from onward.engine.fingerprint import bits_fingerprint
 from onward.errors import EngineBusyError, EngineError, OnwardError, one_line
-from onward.openai import BatchLine, Body, BodyReader, answer_body
+from onward.openai import AnswerKey, BatchLine, Body, BodyReader, answer_body
 from onward.requests import Request
 
 
@@ -55,10 +55,10 @@ class LineServer:
             return _known(Served(line.refused(id), True))
         generations: list[Generation] = []
         try:
-            body = self._reader.read(line.url, line.body, seed=line.seed)
+            body = self._reader.read(line.url, line.body, AnswerKey.new(line.created), line.seed)
             for request in body.requests:
                 generations.append(await self._submitted(request, generations))
-        except OnwardError as error:
+        except Exception as error:
             for generation in generations:
                 generation.cancel()
             return _known(_failure(line, id, error))
@@ -85,19 +85,18 @@ class LineServer:
         assert tokenizer is not None, "a batch needs one"
         try:
             completions = [await generation for generation in generations]
-        except OnwardError as error:
+            answer = answer_body(body, completions, tokenizer, onward.__version__)
+        except Exception as error:
             return _failure(line, id, error)
-        except Exception as error:  # of torch, or memory that was not there
-            what = f"the text could not be finished: {type(error).__name__}: {one_line(error)}"
-            return _failure(line, id, OnwardError(what))
-        answer = answer_body(body, completions, tokenizer, onward.__version__)
         return Served(line.served(id, answer), False, answer["usage"]["completion_tokens"])
 
 
-def _failure(line: BatchLine, id: str, error: OnwardError) -> Served:
-    """An engine that has failed ends more than the line; any other error is of the line alone."""
+def _failure(line: BatchLine, id: str, error: Exception) -> Served:
+    """An engine that has failed ends more than the line; any other error is of the line alone, a defect too."""
     if isinstance(error, EngineError):
         raise error
+    if not isinstance(error, OnwardError):
+        error = OnwardError(f"the text could not be finished: {type(error).__name__}: {one_line(error)}")
     return Served(line.failed(id, error), True)
 
 

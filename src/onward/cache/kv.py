@@ -105,7 +105,11 @@ class KVCache(NamedTuple):
         return of_layer(self.states, layer, None)
 
     def write(self, layer: int, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v [B, G, T, D] of a layer at positions from `offsets` int32 [B] on; return its whole buffers."""
+        """Store k and v [B, G, T, D] of a layer at positions from `offsets` int32 [B] on; return its whole buffers.
+
+        Raises:
+            RequestError: as `ops.write_cache`, for one where a gradient is wanted.
+        """
         keys, values = self.keys[layer], self.values[layer]
         ops.write_cache(keys, k, offsets)
         ops.write_cache(values, v, offsets)

@@ -426,7 +426,10 @@ class PagedSlots:
         Raises:
             RequestError: it returned other tensors.
         """
-        if cache is not view.cache and any(map(operator.is_not, tree_leaves(cache), tree_leaves(view.cache))):
+        if cache is view.cache:
+            return
+        returned, own = tree_leaves(cache), tree_leaves(view.cache)
+        if len(returned) != len(own) or any(map(operator.is_not, returned, own)):
             raise RequestError(
                 "a forward over a cache in blocks must write to it in place and return it, and this one returned "
                 "another: give its Model new_blocks=None, so that it gets the caches of new_cache"

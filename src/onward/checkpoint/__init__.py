@@ -6,7 +6,7 @@ from onward.checkpoint.gguf import GgufCheckpoint
 from onward.checkpoint.opening import Checkpoint, open_checkpoint
 from onward.checkpoint.pages import page_releaser
 from onward.checkpoint.source import find_adapter, find_folder
-from onward.checkpoint.tokenizer import JsonTokenizer, Tokenizer
+from onward.checkpoint.tokenizer import JsonTokenizer, SpecialTokens, Tokenizer, special_tokens
 from onward.checkpoint.weights import read_weights
 
 __all__ = [
@@ -16,10 +16,12 @@ __all__ = [
     "GgufCheckpoint",
     "JsonTokenizer",
     "Message",
+    "SpecialTokens",
     "Tokenizer",
     "find_adapter",
     "find_folder",
     "open_checkpoint",
     "page_releaser",
     "read_weights",
+    "special_tokens",
 ]

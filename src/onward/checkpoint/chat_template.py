@@ -2,7 +2,8 @@
 
 The environment offers what Hugging Face templates expect: trimmed blocks, `break` and `continue`, `tojson` that
 keeps characters as they are, `raise_exception`, `strftime_now`, `tools` and `documents` that are none unless given,
-and the `generation` block (which marks the answer for training and changes nothing here).
+and the `generation` block (which marks the answer for training and changes nothing here). The time is an argument, and
+neither the locale nor the time zone of the machine changes how it is written (`onward.checkpoint.template_dates`).
 
 A template is a stranger's program. The sandbox lets it make text and nothing else. It gets plain JSON values and cannot
 change them. Access to anything else is an error, and so is more work than a conversation needs
@@ -22,9 +23,11 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
 from onward.checkpoint.template_budget import budget, budgeted
+from onward.checkpoint.template_dates import strftime
 from onward.checkpoint.template_sandbox import SandboxedEnvironment
 from onward.errors import RequestError, TokenizerError, one_line
 from onward.reprs import described
+from onward.text_input import check_value
 
 # Variables that the checkpoint sets, not the chat.
 _SPECIAL_TOKENS = frozenset(f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
@@ -55,7 +58,7 @@ class ChatTemplate:
         environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = None  # known, and given with each chat
         environment.meter()
         try:
             with budgeted():
@@ -87,23 +90,39 @@ class ChatTemplate:
         """The variables that the template reads beside the messages and the special tokens: tools, enable_thinking …"""
         return self._variables
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        now: datetime.datetime | None = None,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
         """The prompt of a conversation, up to where the answer begins.
 
         Args:
             messages: each a mapping with a "role" and, usually, a "content"; JSON values throughout.
+            now: the time that `strftime_now` writes, in its own time zone; by default the present one in UTC.
             add_generation_prompt: end with what opens the assistant's turn.
             variables: for the template (such as tools, or enable_thinking); JSON values too.
 
         Raises:
-            RequestError: no messages, a message without a role or with nothing else, a value that is not JSON, or
-                messages that the template refuses.
+            RequestError: no messages, a message without a role or with nothing else, a value that is not JSON, is
+                nested too deep or has a lone surrogate, a time that is no datetime, or messages that the template
+                refuses.
             TokenizerError: the template does what the sandbox forbids, or more work than any conversation needs.
         """
+        check_value(messages, "messages")
+        check_value(variables)
         check_messages(messages)
+        if now is not None and not isinstance(now, datetime.datetime):
+            raise RequestError(f"now must be a datetime.datetime; got {now!r}")
+        time = datetime.datetime.now(datetime.UTC) if now is None else now
         template = self._tool_template if variables.get("tools") else self._template
         context = {"tools": None, "documents": None, **self._special_tokens, **_plain(variables)}
         context |= {"messages": _plain(messages), "add_generation_prompt": add_generation_prompt}
+        context["strftime_now"] = _strftime_at(time)
         try:
             with budgeted(context):
                 return template.render(context)
@@ -168,10 +187,15 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _strftime_now(layout: str) -> str:
-    if isinstance(layout, str) and len(layout) > _LONGEST_ERROR:
-        raise SecurityError(f"a date of {len(layout)} characters")
-    return datetime.datetime.now().strftime(layout)
+def _strftime_at(time: datetime.datetime) -> Callable[[str], str]:
+    """A plain function: a template could reach the attributes of a `partial`."""
+
+    def strftime_now(layout: str) -> str:
+        if isinstance(layout, str) and len(layout) > _LONGEST_ERROR:
+            raise SecurityError(f"a date of {len(layout)} characters")
+        return strftime(time, layout)
+
+    return strftime_now
 
 
 class _GenerationBlock(Extension):

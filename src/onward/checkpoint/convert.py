@@ -24,14 +24,14 @@ from onward.checkpoint.gguf.writer import write_gguf
 from onward.checkpoint.opening import Checkpoint, open_checkpoint
 from onward.checkpoint.quantized import (
     MANIFEST,
-    METHODS,
     copy_small_files,
     read_manifest,
     read_quantized,
     weights_by_stock_name,
+    without_methods,
     write_safetensors,
 )
-from onward.checkpoint.quantizers import method_of
+from onward.checkpoint.quantizers import methods_of
 from onward.checkpoint.shards import WEIGHTS
 from onward.checkpoint.source import find_folder
 from onward.checkpoint.stacked_experts import with_stacked_experts
@@ -136,7 +136,7 @@ def _weights(checkpoint: Checkpoint, config: Architecture, dtype: torch.dtype | 
         if packed and dtype is None:
             return named
         return {name: _as_float(weight, dtype or torch.float32) for name, weight in named.items()}
-    if dtype is None and method_of(checkpoint.config) is not None:
+    if dtype is None and methods_of(checkpoint.config) is not None:
         dtype = torch.float32
     return weights_by_stock_name(
         config, read_weights(checkpoint.path, config, dtype=dtype, device=_CPU, own_dtypes=True)
@@ -153,8 +153,8 @@ def _as_float(weight: Tensor | QuantizedWeight, dtype: torch.dtype | None) -> Te
 def _write_folder(checkpoint: Checkpoint, weights: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir()
     matrix = next(weight for weight in weights.values() if weight.dim() > 1)
-    left_out = (MANIFEST, *METHODS, "torch_dtype")
-    config = {name: value for name, value in checkpoint.config.items() if name not in left_out}
+    left_out = (MANIFEST, "torch_dtype")
+    config = {name: value for name, value in without_methods(checkpoint.config).items() if name not in left_out}
     config["dtype"] = str(matrix.dtype).removeprefix("torch.")
     if isinstance(checkpoint, GgufCheckpoint):
         config["model_type"] = _model_type(*config["architectures"])

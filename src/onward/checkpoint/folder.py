@@ -1,6 +1,5 @@
 """The small files of a checkpoint folder, read and checked once."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,9 +7,12 @@ from typing import Any
 
 from onward.checkpoint.chat_template import ChatTemplate
 from onward.checkpoint.dcp_metadata import METADATA
-from onward.checkpoint.quantizers import method_of
+from onward.checkpoint.quantizers import methods_of
 from onward.checkpoint.tokenizer import JsonTokenizer, token_text
 from onward.errors import ConfigError, OnwardError, TokenizerError, one_line, warn
+from onward.models.generation_fields import generation_fields
+from onward.models.model_types import with_architecture
+from onward.text_input import read_json_file, read_text_file
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class CheckpointFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json, which every checkpoint has."""
+        """config.json, which every checkpoint has, with the architecture of its model_type where it names none."""
         if not (self.path / "config.json").is_file():
             advice = "is it a model folder in the Hugging Face layout?"
             if (self.path / METADATA).is_file():
@@ -31,17 +33,24 @@ class CheckpointFolder:
                 advice = "it holds an adapter alone; load the model that the adapter was trained on"
                 advice += f" ({base})" if base else ""
             raise ConfigError(f"{self.path} holds no config.json: {advice}")
-        config = self._read_json("config.json", ConfigError)
+        config = with_architecture(self._read_json("config.json", ConfigError))
         try:
-            method_of(config)
+            methods_of(config)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from error
         return config
 
+    @property
+    def generation_file(self) -> str:
+        """The file that says how texts are chosen: generation_config.json, or without it config.json."""
+        return "generation_config.json" if self._has("generation_config.json") else "config.json"
+
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """generation_config.json; empty where there is none."""
-        return self._read_json("generation_config.json", ConfigError)
+        """generation_config.json; without it what config.json says of generating, as in transformers."""
+        if self._has("generation_config.json"):
+            return self._read_json("generation_config.json", ConfigError)
+        return generation_fields(self.config)
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
@@ -75,7 +84,9 @@ class CheckpointFolder:
     @cached_property
     def eos(self) -> tuple[int, ...]:
         """The ids that end a text: generation_config.json's, or config.json's, or the tokenizer's."""
-        for name, config in (("generation_config.json", self.generation_config), ("config.json", self.config)):
+        sources = {self.generation_file: self.generation_config}
+        sources |= {} if "config.json" in sources else {"config.json": generation_fields(self.config)}
+        for name, config in sources.items():
             eos = config.get("eos_token_id")
             if eos is None:
                 continue
@@ -110,7 +121,7 @@ class CheckpointFolder:
 
     def _read_text(self, name: str, kind: type[OnwardError]) -> str:
         try:
-            return (self.path / name).read_text(encoding="utf-8")
+            return read_text_file(self.path / name)
         except (ValueError, OSError) as error:
             raise kind(f"{self.path / name} cannot be read as UTF-8 text: {one_line(error)}") from error
 
@@ -119,8 +130,8 @@ class CheckpointFolder:
         if not self._has(name):
             return {}
         try:
-            content = json.loads(self._read_text(name, kind))
-        except (ValueError, RecursionError) as error:
+            content = read_json_file(self.path / name)
+        except (ValueError, OSError) as error:
             raise kind(f"{self.path / name} cannot be read as JSON: {one_line(error)}") from error
         if not isinstance(content, dict):
             raise kind(f"{self.path / name} must hold a JSON object; got {type(content).__name__}")

@@ -111,7 +111,7 @@ def _as_source_errors(repository: str, revision: str | None) -> Iterator[None]:
         ) from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         raise SourceError(
-            f"{repository!r} is no folder, is not whole in the hub cache, and the hub {_why_not(error)}: "
+            f"no folder {repository!r}; as a hub id it is not whole in the hub cache, and the hub {_why_not(error)}: "
             "go online once, or give a local folder"
         ) from error
     except HFValidationError as error:

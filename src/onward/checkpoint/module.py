@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.quantizers import methods_of
 from onward.checkpoint.safetensors_folder import SafetensorsFolder
 from onward.errors import CheckpointError, ConfigError, UnsupportedArchitectureError, one_line
 from onward.models.hosted import library
@@ -22,8 +23,8 @@ _REPORTS = (
 def is_known(config: Mapping[str, Any]) -> bool:
     """Whether the installed transformers has the causal language model that a config.json names."""
     names = library("models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    architectures = config.get("architectures") or []
-    return architectures == [names.get(config.get("model_type"))]
+    name = names.get(config.get("model_type"))
+    return name is not None and (config.get("architectures") or [name]) == [name]
 
 
 def read_module(folder: CheckpointFolder, dtype: torch.dtype | None, device: torch.device) -> Any:
@@ -46,7 +47,7 @@ def read_module(folder: CheckpointFolder, dtype: torch.dtype | None, device: tor
             f"transformers {transformers.__version__} has no causal language model that config.json's architectures "
             f"{folder.config.get('architectures')} and model_type {folder.config.get('model_type')!r} name"
         )
-    if folder.config.get("quantization_config") is not None or folder.config.get("compression_config") is not None:
+    if methods_of(folder.config) is not None:
         raise ConfigError(f"{folder.path}: quantized weights are read for the families of Onward, not for transformers")
     try:
         config = transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)

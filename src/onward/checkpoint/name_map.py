@@ -10,19 +10,17 @@
 The longest prefix of a name is replaced first, then the whole name is looked up. A name without an entry stays.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from onward.checkpoint.stored_names import WRAPPERS
 from onward.errors import ConfigError, RequestError, one_line
+from onward.text_input import read_json_file
 
 FILE = "name_map.json"
 WILDCARD = "{}"
-
-# Modules that wrap another one to run it differently, and whose names appear in the names of its weights.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 class Target(NamedTuple):
@@ -70,7 +68,7 @@ class NameMap:
 
     def __call__(self, name: str) -> Target | None:
         """What the tensor of this name is; None if it is left out."""
-        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
         prefix = max((prefix for prefix in self._prefixes if name.startswith(prefix)), key=len, default=None)
         if prefix is not None:
             replacement = self._prefixes[prefix]
@@ -144,8 +142,8 @@ def _filled(target: Target | None, pattern: tuple[str, ...], parts: tuple[str, .
 
 def _read_entries(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        content = read_json_file(file)
+    except (ValueError, OSError) as error:  # ValueError: a NUL in the name
         raise ConfigError(f"the name map {file} cannot be read as JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"the name map {file} must be a JSON object; got {type(content).__name__}")

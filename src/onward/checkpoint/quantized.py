@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from onward.checkpoint.destination import appears, check_destination
 from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.quantizers import FIELDS_OF_METHODS
 from onward.checkpoint.safetensors_folder import SafetensorsFolder
 from onward.checkpoint.shards import TEXT_FILES, WEIGHTS, open_safetensors
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line
@@ -40,8 +41,6 @@ from onward.ops.quantized import ROUNDED_FORMATS, rounded_formats
 from onward.ops.quantized_layout import GROUP, data_shape
 
 MANIFEST = "onward_quantization"
-# Where config.json says how others quantized the weights, which these are no longer.
-METHODS = ("quantization_config", "compression_config")
 # Of one format for all matrices, and of one for each.
 VERSION, MIXED_VERSION = 1, 2
 ALIGNMENT = 64
@@ -316,9 +315,16 @@ def _write_config(source: CheckpointFolder, weights: _Named, formats: Set[str], 
             tensors[name] |= {} if error is None else {"relative_rms_error": float(f"{error:.4g}")}
     version = {"version": MIXED_VERSION} if is_mixed else {"version": VERSION, "format": next(iter(formats))}
     group = {"group": GROUP} if formats != {"int8"} else {}
-    config = {name: value for name, value in source.config.items() if name not in METHODS}
+    config = without_methods(source.config)
     text = json.dumps(config | {MANIFEST: version | group | {"tensors": tensors}}, indent=2)
     (destination / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def without_methods(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what says how others quantized the weights, which these are no longer."""
+    left = {name: value for name, value in config.items() if name not in FIELDS_OF_METHODS}
+    text = left.get("text_config")
+    return left | ({"text_config": without_methods(text)} if isinstance(text, dict) else {})
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:

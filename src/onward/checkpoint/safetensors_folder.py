@@ -1,6 +1,5 @@
 """The tensors of a folder of safetensors by their stock names, mapped: memory holds the file's own pages."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from onward.checkpoint.placing import check_float, placed
-from onward.checkpoint.quantizers import method_of, mxfp4
+from onward.checkpoint.quantizers import Method, methods_of, mxfp4
 from onward.checkpoint.shards import INDEX, WEIGHTS, is_there, open_safetensors, read_index, weight_files
 from onward.checkpoint.stacked_experts import StackedPart, stacked_part
+from onward.checkpoint.stored_names import has_stock_names, names_of, stock_names, tied_twin
+from onward.checkpoint.unused import is_cache_scale
 from onward.errors import CheckpointError, one_line
+from onward.models import Architecture
 from onward.ops import QuantizedWeight
+from onward.text_input import read_json_file
 
-_OLDER_NAMES = {
-    "language_model.model.": "model.language_model.",
-    "language_model.lm_head.": "lm_head.",
-    "vision_tower.": "model.vision_tower.",
-    "multi_modal_projector.": "model.multi_modal_projector.",
-}
 # Files of weights, by which an error names what a folder has instead of readable safetensors.
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors", "*.distcp")
 
@@ -33,7 +30,8 @@ class SafetensorsFolder:
 
     dtype: to convert to; None: that of the first tensor taken, or with `own_dtypes` each tensor's own. keeps_bits: give
     matrices that are stored in few bits, and that the kernels multiply with as they are, as `QuantizedWeight`; else
-    floats. in_floats: modules whose weights were quantized and became floats.
+    floats. config: the model's, under whose names tensors are found that the file names otherwise
+    (`onward.checkpoint.stored_names`). in_floats: modules whose weights were quantized and became floats.
     """
 
     def __init__(
@@ -44,6 +42,7 @@ class SafetensorsFolder:
         *,
         keeps_bits: bool = False,
         own_dtypes: bool = False,
+        config: Architecture | None = None,
     ) -> None:
         self.dtype = dtype
         self._own_dtypes = own_dtypes
@@ -52,14 +51,16 @@ class SafetensorsFolder:
         self._keeps_bits = keeps_bits
         self._folder = folder
         self._device = device
+        self._config = config
         self._files: dict[str, Any] = {}
         located = self._locate()
-        self._stored = {_renamed(name): name for name in located}
-        self._where = {_renamed(name): file for name, file in located.items()}
+        self._stored = stock_names(located, config)
+        self._where = {name: located[stored] for name, stored in self._stored.items()}
         self._taken: set[str] = set()
         self._taken_parts: dict[str, set[str]] = {}  # tensor of all experts -> names of the parts that were taken
-        self._method = method_of(_config_of(folder))
-        self._below = _by_module(self._where) if self._method is not None else {}
+        self._methods = methods_of(_config_of(folder))
+        self._below = _by_module(self._where) if self._methods is not None else {}
+        self._quantized: set[str] = set()  # modules of which the parts were taken
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor | QuantizedWeight:
         """The tensor `name`, of `shape`, in `dtype`, or the model's, on the wanted device.
@@ -68,15 +69,17 @@ class SafetensorsFolder:
             CheckpointError: it is absent, has another shape, is no float, or is too large for float16.
         """
         module, _, kind = name.rpartition(".")
-        parts = (
-            set() if self._method is None or kind != "weight" else self._method.parts(self._below.get(module, set()))
-        )
-        if parts:
-            return self._few_bits(module, parts, shape)
+        if self._methods is not None and kind == "weight":
+            method = self._methods.of(self._stored_module(module))
+            if parts := method.parts(self._below.get(module, set())):
+                return self._few_bits(method, module, parts, shape)
         if name not in self._where:
             if (stacked := stacked_part(name, self._where)) is not None:
                 return self._from_stack(name, stacked, shape)
-            raise CheckpointError(f"{self._folder}: tensor {name!r} of shape {list(shape)} is missing from the weights")
+            raise CheckpointError(
+                f"{self._folder}: tensor {name!r} of shape {list(shape)} is missing from the weights"
+                f"{self._other_names()}"
+            )
         file, tensor = self._where[name], self._read(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
@@ -93,14 +96,25 @@ class SafetensorsFolder:
         """Every tensor by name, floats in the wanted dtype and all on the wanted device."""
         found: dict[str, Tensor] = {}
         for name, file in self._where.items():
-            tensor: Tensor = self._open(file).get_tensor(name)
+            tensor: Tensor = self._open(file).get_tensor(self._stored[name])
             dtype = self.dtype if tensor.is_floating_point() else None
             found[name] = placed(self._folder, name, tensor, dtype, self._device)
         return found
 
     def left(self) -> list[str]:
-        """Names that were not taken."""
-        return sorted(set(self._where) - self._taken)
+        """Names that were not taken, without tensors that change nothing (`onward.checkpoint.unused`)."""
+        names = sorted(set(self._where) - self._taken)
+        if self._methods is None:
+            return names
+        return [name for name in names if not (is_cache_scale(name) or self._is_zero_bias(name))]
+
+    def named(self) -> dict[str, Tensor]:
+        """Every tensor as it is stored, mapped, by its name in the files."""
+        return {stored: self._read(name) for name, stored in self._stored.items()}
+
+    def is_quantized(self) -> bool:
+        """Whether config.json says that another library quantized the weights."""
+        return self._methods is not None
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         """That of a weight which follows the model's."""
@@ -109,9 +123,28 @@ class SafetensorsFolder:
         self.dtype = self.dtype or tensor.dtype
         return self.dtype
 
-    def _few_bits(self, module: str, parts: set[str], shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
+    def _is_zero_bias(self, name: str) -> bool:
+        """Whether it is a bias of zeros of a quantized module: AutoGPTQ wrote them for modules without a bias."""
+        module, _, kind = name.rpartition(".")
+        return kind == "bias" and module in self._quantized and not bool(self._read(name).any())
+
+    def _stored_module(self, module: str) -> str:
+        """The module's name in the files, by which rules of config.json name it."""
+        inside = next(iter(sorted(self._below.get(module, ()))), None)
+        return module if inside is None else self._stored[f"{module}.{inside}"].removesuffix(f".{inside}")
+
+    def _other_names(self) -> str:
+        """The end of an error about a missing tensor where the names are of another layout."""
+        names = names_of(self._config)
+        if names is None or has_stock_names(self._where, names):
+            return ""
+        stored = ", ".join(map(repr, sorted(self._stored.values())[:3]))
+        return f"; the tensors have other names ({stored}, …): give a name map (name_map=, docs/training.md)"
+
+    def _few_bits(
+        self, method: Method, module: str, parts: set[str], shape: tuple[int, ...]
+    ) -> Tensor | QuantizedWeight:
         """The weight of a module that another library quantized: in its bits, or in floats."""
-        assert self._method is not None
         if len(shape) != 2:
             raise CheckpointError(
                 f"{self._folder}: {module} is quantized, but config.json makes its weight {list(shape)}"
@@ -121,14 +154,15 @@ class SafetensorsFolder:
         try:
             if self._keeps():
                 assert self.dtype is not None
-                packed = self._method.held(read, parts, own, self.dtype)
-            weight = self._method.weight(read, parts, own) if packed is None else None
+                packed = method.held(read, parts, own, self.dtype)
+            weight = method.weight(read, parts, own) if packed is None else None
         except (ValueError, KeyError, StopIteration, IndexError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self._folder}: the quantized weight of {module}, {list(shape)} by config.json, cannot be read: "
                 f"{one_line(error)}"
             ) from error
         self._taken |= {f"{module}.{part}" for part in parts}
+        self._quantized.add(module)
         if packed is not None:
             return self._of_shared_order(packed)
         assert weight is not None
@@ -208,10 +242,14 @@ class SafetensorsFolder:
         if files == [WEIGHTS]:
             return where
         indexed = read_index(self._folder / INDEX)
-        for name, file in indexed.items():
-            if name not in names_by_file[file]:
-                raise CheckpointError(f"{self._folder / INDEX} names {name!r} in {file}, which does not hold it")
-        return where | indexed
+        absent = [name for name, file in indexed.items() if name not in names_by_file[file]]
+        for name in absent:
+            # Without a config whoever reads the tensors finds out which are missing.
+            if self._config is not None and tied_twin(name, self._config) not in where:
+                raise CheckpointError(
+                    f"{self._folder / INDEX} names {name!r} in {indexed[name]}, which does not hold it"
+                )
+        return where | {name: file for name, file in indexed.items() if name not in absent}
 
     def _names(self, file: str) -> set[str]:
         return set(self._open(file).keys())
@@ -228,8 +266,8 @@ class SafetensorsFolder:
 def _config_of(folder: Path) -> Mapping[str, Any]:
     """The folder's config.json, as far as it can be read: what is wrong with it is said by who reads it as a whole."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        config = read_json_file(folder / "config.json")
+    except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -243,11 +281,3 @@ def _by_module(names: Iterable[str]) -> dict[str, set[str]]:
             module, _, inside = name.rpartition(".")
         below.setdefault(module, set()).add(f"weight.{inside}" if dot else inside)
     return below
-
-
-def _renamed(name: str) -> str:
-    """The name of today for a name that multimodal checkpoints had before transformers 4.52."""
-    for old, new in _OLDER_NAMES.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name

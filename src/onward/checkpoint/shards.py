@@ -1,6 +1,5 @@
 """The files that hold a checkpoint's weights: one, or an index and its shards."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from onward.errors import CheckpointError, one_line
+from onward.text_input import read_json_file
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,8 +42,8 @@ def read_index(index: Path) -> dict[str, str]:
         CheckpointError: it is no index, or names a file outside its folder.
     """
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        content = read_json_file(index)
+    except (ValueError, OSError) as error:
         raise CheckpointError(
             f"{index} cannot be read as JSON ({one_line(error)}): download or save it again"
         ) from error

@@ -3,6 +3,7 @@
 The hub's client is imported where it is asked: that takes a tenth of a second, which a model on the disk need not wait.
 """
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -11,7 +12,9 @@ from onward.checkpoint.gguf import is_gguf, parts_of
 from onward.errors import SourceError
 
 BUNDLED = {"demo": "target", "demo-draft": "draft"}
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+# As on the hub: owner/name, or the name alone of an old model such as gpt2.
+_HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+_FILES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 _GGUF_ON_HUB = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^:]+))?:(?P<file>.+\.gguf)", re.ASCII)
 
 
@@ -20,9 +23,9 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
 
     "demo" and "demo-draft" are the bundled models (a folder of that name is "./demo"). Otherwise a folder that
     exists wins over a hub id. A folder that holds one GGUF model and no config.json is that model. A hub id is
-    `owner/name`, optionally with a revision: `owner/name@revision`; a GGUF file on the hub is
-    `owner/name:file.gguf`. The hub client's own settings apply: HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE,
-    HF_HUB_DISABLE_PROGRESS_BARS.
+    `owner/name`, or the `name` of a model without an owner such as gpt2, optionally with a revision:
+    `owner/name@revision`; a GGUF file on the hub is `owner/name:file.gguf`. The hub client's own settings apply:
+    HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS.
 
     Args:
         source: the name. A `Path` is always a folder, never a hub id.
@@ -47,16 +50,34 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
 
         return download_gguf(match["repository"], match["revision"], match["file"], progress)
     repository, separator, revision = name.partition("@")
-    if isinstance(source, Path) or not _HUB_ID.fullmatch(repository):
-        also = "" if isinstance(source, Path) else ", and it is no hub id either"
+    if isinstance(source, Path):
+        raise SourceError(f"no folder {name!r}; give a folder, or a hub id such as 'Qwen/Qwen3-0.6B' as a str")
+    if not _is_hub_id(repository):
         raise SourceError(
-            f"no folder {name!r}{also}; give a folder, a hub id such as 'Qwen/Qwen3-0.6B' (as a str), or 'demo'"
+            f"no folder {name!r}, and it cannot be a hub id; give a folder, a hub id such as 'Qwen/Qwen3-0.6B', or "
+            f"'demo'{_meant(name)}"
         )
     if separator and not revision:
         raise SourceError(f"{name!r} names no revision after the '@'; write {repository}@revision")
     from onward.checkpoint.hub import download
 
-    return download(repository, revision or None, progress)
+    try:
+        return download(repository, revision or None, progress)
+    except SourceError as error:
+        if hint := _meant(name):
+            raise SourceError(f"{error}{hint}") from error
+        raise
+
+
+def _is_hub_id(repository: str) -> bool:
+    """Whether the hub may have a repository of this name. The name of a file of weights is none without an owner."""
+    return bool(_HUB_ID.fullmatch(repository)) and ("/" in repository or not repository.endswith(_FILES))
+
+
+def _meant(name: str) -> str:
+    """The bundled model that a name is probably meant to be, as the end of a message; "" where it is like none."""
+    close = difflib.get_close_matches(name, BUNDLED, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _gguf_inside(folder: Path) -> Path | None:
@@ -83,7 +104,7 @@ def find_adapter(source: str | Path, *, progress: bool = False) -> Path:
     if os.path.isdir(folder) and str(source):
         return Path(folder)
     repository, _, revision = str(source).partition("@")
-    if isinstance(source, Path) or not _HUB_ID.fullmatch(repository):
+    if isinstance(source, Path) or not _is_hub_id(repository):
         raise SourceError(f"no folder {str(source)!r}: an adapter is a folder that peft wrote, or a hub id of one")
     from onward.checkpoint.hub import download_adapter
 

@@ -48,7 +48,7 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
         # `_Metered` inserts calls of these into a template.
         self.onward_turn, self.onward_read = _pay_turn, _pay_read
         self.onward_search, self.onward_copy = _pay_search, _pay_copy
-        self.globals["lipsum"] = _no_random_text
+        self.globals["lipsum"] = self.filters["random"] = _nothing_random
         self.globals["namespace"] = _Namespace
 
     def meter(self) -> None:
@@ -261,8 +261,8 @@ def _called(kind: str, argument: nodes.Expr, at: nodes.Node) -> nodes.Expr:
 # ── what a template may call ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _no_random_text(*args: Any, **options: Any) -> NoReturn:
-    raise SecurityError("lipsum writes text by chance, which no prompt needs")
+def _nothing_random(*args: Any, **options: Any) -> NoReturn:
+    raise SecurityError("lipsum and the filter random write text by chance, so the prompt would not be the same again")
 
 
 class _Namespace(Namespace):

@@ -1,13 +1,19 @@
 """Encode text as ids and decode ids, with the `tokenizers` library."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
 import tokenizers
 
+from onward.checkpoint.token_bytes import own_bytes
 from onward.errors import CheckpointError, ConfigError, OnwardError, RequestError, TokenizerError, one_line, warn
 from onward.reprs import described
+from onward.text_input import check_value
 
 
 class Tokenizer(Protocol):
@@ -29,6 +35,21 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
         ...
+
+
+@runtime_checkable
+class SpecialTokens(Protocol):
+    """A tokenizer that can write the tokens that `decode` leaves out, so that stop strings may contain them."""
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The ids that `decode` leaves out, each with its text."""
+        ...
+
+
+def special_tokens(tokenizer: Tokenizer) -> Mapping[int, str]:
+    """The ids that a tokenizer's `decode` leaves out, each with its text, as far as it can write them."""
+    return tokenizer.special_tokens if isinstance(tokenizer, SpecialTokens) else {}
 
 
 class _named_errors:  # noqa: N801 (used as a statement)
@@ -58,24 +79,35 @@ class JsonTokenizer:
     """A `Tokenizer` over a tokenizer.json and what its tokenizer_config.json says of it.
 
     A text gets the special tokens that tokenizer.json's own post-processor adds. If the config has `add_bos_token`, its
-    value decides whether a text begins with the BOS.
+    value decides whether a text begins with the BOS. same_text: ids that `inner` does not know, each with the id that
+    has its text, or None where a decoded text leaves it out.
     """
 
     def __init__(
-        self, inner: tokenizers.Tokenizer, config: Mapping[str, Any], file: str | Path = "tokenizer.json"
+        self,
+        inner: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        file: str | Path = "tokenizer.json",
+        same_text: Mapping[int, int | None] = MappingProxyType({}),
     ) -> None:
         self._inner = inner
         self._file = file
+        self._same_text = {id: same for id, same in same_text.items() if same is not None}
+        self._left_out = same_text.keys() - self._same_text.keys()
         with _named_errors(file):
             # Onward checks lengths itself; the tokenizer would cut or pad in silence.
             inner.no_truncation()
             inner.no_padding()
             _check_added_tokens(inner, config)
-            self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
+            ids = (*inner.get_vocab(with_added_tokens=True).values(), *same_text)
+            self.vocab_size = 1 + max(ids, default=-1)
+            self._limit = self.vocab_size  # ids from here on are no ids of the model
             self.bos_id = _special_id(inner, config, "bos_token")
             self.eos_id = _special_id(inner, config, "eos_token")
             self._adds_bos = self.bos_id is not None and list(inner.encode("").ids[:1]) == [self.bos_id]
         self._add_bos = self._resolve_add_bos(config)
+        if _flag(config, "split_special_tokens"):
+            warn("tokenizer_config.json says split_special_tokens: here a special token in a text stays that token")
         if _flag(config, "add_eos_token"):
             warn("tokenizer_config.json says add_eos_token, which would end every prompt before its answer: not added")
 
@@ -90,39 +122,91 @@ class JsonTokenizer:
         return described(self, f"vocabulary {self.vocab_size:,}", f"BOS {self.bos_id}", f"EOS {self.eos_id}")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises `RequestError` for what is no str, and for text that is no valid Unicode (a lone surrogate); raises
-        `TokenizerError` for a text that this tokenizer has no ids for."""
+        """Raises `RequestError` for what is no str, for text that is no valid Unicode (a lone surrogate), and for a
+        token that the model has no embedding for; raises `TokenizerError` for a text that this tokenizer has no ids
+        for."""
         if not isinstance(text, str):
             raise RequestError(f"a tokenizer encodes a str; got {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text is not valid Unicode: {text[error.start]!r} at {error.start} is half a character; "
-                "was it read with the right encoding?"
-            ) from error
+        check_value(text, "text")
         with _named_errors(self._file, "encode this text"):
             ids = list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
-        if not add_special_tokens or self._add_bos == self._adds_bos:
-            return ids
-        assert self.bos_id is not None
-        return [self.bos_id, *ids] if self._add_bos else ids[1:]
+        if add_special_tokens and self._add_bos != self._adds_bos:
+            assert self.bos_id is not None
+            ids = [self.bos_id, *ids] if self._add_bos else ids[1:]
+        if self._limit < self.vocab_size:
+            self._check_within(ids)
+        return ids
+
+    def within(self, path: Path, vocab_size: int) -> "JsonTokenizer":
+        """This tokenizer for a model of this vocabulary. Added tokens may lie past its end: they load, and a text that
+        holds one is an error.
+
+        Raises:
+            CheckpointError: other ids than those of added tokens lie past the end.
+        """
+        if self.vocab_size <= vocab_size:
+            return self
+        added = self._inner.get_added_tokens_decoder()
+        others = [token for token in self._inner.get_vocab().values() if token >= vocab_size and token not in added]
+        if others:
+            raise CheckpointError(_ends_before(path, max(others), vocab_size))
+        limited = copy(self)
+        limited._limit = vocab_size
+        return limited
+
+    def _check_within(self, ids: Sequence[int]) -> None:
+        if outside := [token for token in ids if token >= self._limit]:
+            raise RequestError(
+                f"the text holds the token {self._inner.id_to_token(outside[0])!r} (id {outside[0]}), and the model's "
+                f"vocabulary ends at {self._limit - 1}: leave it out"
+            )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens and ids that the tokenizer lacks (the model's may be padding)."""
         with _named_errors(self._file, "decode these ids"):
             try:
-                return str(self._inner.decode(list(ids), skip_special_tokens=True))
+                if self._same_text or self._left_out:
+                    ids = [self._same_text.get(id, id) for id in ids if id not in self._left_out]
+                return str(self._inner.decode(ids, skip_special_tokens=True))
             except (OverflowError, TypeError) as error:
                 raise RequestError(f"ids must be whole numbers of 0 or more: {one_line(error)}") from error
 
+    @cached_property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The ids that `decode` leaves out, each with its text."""
+        added = self._inner.get_added_tokens_decoder()
+        with _named_errors(self._file, "decode its special tokens"):
+            return {
+                id: str(self._inner.decode([id], skip_special_tokens=False))
+                for id, token in added.items()
+                if token.special
+            }
+
+    def bytes_of(self, id: int) -> bytes | None:
+        """The bytes that a token adds to every text; empty for one that `decode` leaves out. None where they are those
+        of the text that `decode` adds for it."""
+        known = self._same_text.get(id, id)
+        left_out = known in self.special_tokens or known in self._left_out
+        token = None if left_out else self._inner.id_to_token(known)
+        return b"" if token is None else self._own_bytes(token)
+
+    @cached_property
+    def _own_bytes(self) -> Callable[[str], bytes | None]:
+        with _named_errors(self._file):
+            return own_bytes(self._inner)
+
     def tokens(self) -> list[str | None]:
         """The token of every id as the vocabulary spells it; None for an id that has none."""
-        return [self._inner.id_to_token(token) for token in range(self.vocab_size)]
+        ids = range(min(self.vocab_size, self._limit))
+        return [self._inner.id_to_token(self._same_text.get(token, token)) for token in ids]
 
     def to_json(self) -> str:
-        """The content of a tokenizer.json that makes the same ids."""
-        return self._inner.to_str()
+        """The content of a tokenizer.json that makes the same ids, without tokens past the model's vocabulary."""
+        if self._limit == self.vocab_size:
+            return self._inner.to_str()
+        content = json.loads(self._inner.to_str())
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < self._limit]
+        return json.dumps(content)
 
     def _resolve_add_bos(self, config: Mapping[str, Any]) -> bool:
         add_bos = _flag(config, "add_bos_token")
@@ -135,14 +219,18 @@ class JsonTokenizer:
 def check_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, eos: tuple[int, ...]) -> None:
     """Raise unless the model's vocabulary has the tokenizer's ids and the EOS ids; it may have more (padding)."""
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
-            f"{vocab_size - 1}: they are of different models"
-        )
+        raise CheckpointError(_ends_before(path, tokenizer.vocab_size - 1, vocab_size))
     if outside := [token for token in eos if token >= vocab_size]:
         raise ConfigError(
             f"{path}: eos_token_id names id {outside[0]}, but the model's vocabulary ends at {vocab_size - 1}"
         )
+
+
+def _ends_before(path: Path, last: int, vocab_size: int) -> str:
+    return (
+        f"{path}: the tokenizer has ids up to {last}, but the model's vocabulary ends at {vocab_size - 1}: they are of "
+        "different models"
+    )
 
 
 def token_text(value: object) -> str | None:

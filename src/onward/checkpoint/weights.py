@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint.distributed import DistributedFolder, NameMapSource, is_distributed
+from onward.checkpoint.mapped_safetensors import MappedSafetensors
+from onward.checkpoint.mapped_tensors import MappedTensors
+from onward.checkpoint.name_map import NameMap
 from onward.checkpoint.safetensors_folder import SafetensorsFolder
-from onward.errors import CheckpointError, RequestError
+from onward.checkpoint.unused import is_buffer
+from onward.errors import CheckpointError
 from onward.models import Architecture, Scope
 from onward.models.architecture import is_unread
 from onward.ops import QuantizedWeight
@@ -35,7 +39,7 @@ def read_weights(
         config: says which weights there are, and of which shapes.
         dtype: to convert to; None keeps that of the tensor which is taken first, for all tensors.
         device: where they go.
-        name_map: from the names of a torch.distributed.checkpoint to Hugging Face's (`onward.checkpoint.name_map`).
+        name_map: from the names in the files to Hugging Face's (`onward.checkpoint.name_map`).
         each_layer: converts each layer (packs it, say) as soon as it is read.
         keeps_bits: give matrices that are stored in few bits, and that the kernels multiply with as they are, as
             `QuantizedWeight`; else floats.
@@ -44,15 +48,15 @@ def read_weights(
 
     Raises:
         CheckpointError: a tensor is missing, mis-shaped or damaged, or is none of the architecture's weights.
-        RequestError: there is a name map, but safetensors have Hugging Face's names.
+        RequestError: there is a name map, and the weights are quantized.
     """
-    tensors: SafetensorsFolder | DistributedFolder
+    tensors: SafetensorsFolder | MappedTensors
     if is_distributed(folder):
         tensors = DistributedFolder(folder, config, dtype, device, name_map)
-    elif name_map is None:
-        tensors = SafetensorsFolder(folder, dtype, device, keeps_bits=keeps_bits, own_dtypes=own_dtypes)
+    elif name_map is not None:
+        tensors = MappedSafetensors(folder, config, dtype, device, NameMap.of(name_map, folder))
     else:
-        raise RequestError(f"a name map is for a torch.distributed.checkpoint folder, and {folder} is none")
+        tensors = SafetensorsFolder(folder, dtype, device, keeps_bits=keeps_bits, own_dtypes=own_dtypes, config=config)
     params = config.read(Scope(tensors), each_layer)
     _check_left(folder, config, tensors, params)
     if isinstance(tensors, SafetensorsFolder):
@@ -60,12 +64,9 @@ def read_weights(
     return params
 
 
-def _check_left(
-    folder: Path, config: Architecture, tensors: SafetensorsFolder | DistributedFolder, params: Any
-) -> None:
+def _check_left(folder: Path, config: Architecture, tensors: SafetensorsFolder | MappedTensors, params: Any) -> None:
     """Raise if a tensor was not taken: config.json and the weights are then of different models."""
-    # Old checkpoints carry the rotary frequencies, which config.json determines.
-    left = [name for name in tensors.left() if not (name.endswith("rotary_emb.inv_freq") or is_unread(config, name))]
+    left = [name for name in tensors.left() if not (is_buffer(name) or is_unread(config, name))]
     if left == ["lm_head.weight"]:
         embedding = params.embed_tokens.weight
         embedding = embedding.dequantize() if isinstance(embedding, QuantizedWeight) else embedding
@@ -79,7 +80,7 @@ def _check_left(
             )
     elif left:
         advice = ": is it the config of this checkpoint?"
-        if isinstance(tensors, DistributedFolder):
+        if isinstance(tensors, MappedTensors):
             advice = (
                 ": leave training state out by the name map, as in "
                 f"{json.dumps({left[0]: None})}, or is config.json of another checkpoint?{tensors.proposal()}"

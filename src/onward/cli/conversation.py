@@ -8,6 +8,7 @@ from typing import Any
 
 from onward.errors import RequestError
 from onward.files import write_whole
+from onward.text_input import TextError, parse_request_json, read_text_file
 
 
 @dataclass
@@ -59,10 +60,10 @@ def load(file: Path) -> Conversation:
         RequestError: it cannot be read, or is not what `save` writes.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text_file(file)
     except OSError as error:
         raise RequestError(f"{str(file)!r} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except ValueError as error:  # also a NUL in the name
         raise RequestError(f"{str(file)!r} is no JSON text: {error}") from error
     return from_json(text, file)
 
@@ -74,8 +75,8 @@ def from_json(text: str, file: Path) -> Conversation:
         RequestError: it is something else.
     """
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_request_json(text)
+    except TextError as error:
         raise RequestError(f"{str(file)!r} is no JSON text: {error}") from error
     messages = content.get("messages") if isinstance(content, Mapping) else None
     if not isinstance(messages, list):

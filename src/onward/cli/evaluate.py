@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.flags import ModelFlags
+from onward.cli.flags import AdapterFlags, ModelFlags
 from onward.cli.loading import load_model
 from onward.cli.prompt import expanded
 from onward.cli.terminal import waiting
@@ -31,6 +31,7 @@ def evaluate(
     ] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     model: ModelFlags,
+    adapting: AdapterFlags,
 ) -> None:
     """Measure a model with lm-evaluation-harness.
 
@@ -39,7 +40,7 @@ def evaluate(
     pip install 'onward[eval]'.
     """
     harness = _harness()
-    lm = load_model(model)
+    lm = load_model(model, adapting=adapting)
     with waiting("reading tasks …"):
         from lm_eval.tasks import TaskManager
 
@@ -50,7 +51,7 @@ def evaluate(
                 "with its YAML file"
             )
     results = harness.simple_evaluate(
-        _model(lm, batch_size),
+        _model(lm, batch_size, adapting),
         tasks=tasks,
         num_fewshot=shots,
         limit=limit,
@@ -66,10 +67,10 @@ def evaluate(
         typer.echo(make_table(results).strip())
 
 
-def _model(lm: Any, batch_size: int) -> Any:
+def _model(lm: Any, batch_size: int, adapting: AdapterFlags) -> Any:
     from onward.integrations.lm_eval import OnwardLM
 
-    return OnwardLM(lm, batch_size=batch_size)
+    return OnwardLM(lm, batch_size=batch_size, adapter=adapting.first().get("adapter"))
 
 
 def _harness() -> Any:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial, wraps
@@ -15,6 +14,7 @@ from onward.cli.help import CHAT, FORM, LENGTH, MODEL, OUTPUT, REPETITION, SAMPL
 from onward.cli.prompt import read_text
 from onward.cli.terminal import waiting
 from onward.errors import RequestError
+from onward.text_input import TextError, parse_request_json
 
 
 def _one_of(*names: str) -> Callable[[], list[str]]:
@@ -169,9 +169,9 @@ def _given(flags: Any) -> dict[str, Any]:
 def _json_of(file: Path) -> Any:
     text = read_text(file)
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{str(file)!r} holds no JSON Schema, for it is no JSON: {error}") from error
+        return parse_request_json(text)
+    except TextError as error:
+        raise RequestError(f"{str(file)!r} is not a JSON Schema: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ class LoadFlags:
     ] = None
     name_map: Annotated[
         Path | None,
-        _model("--name-map", metavar="FILE", help="JSON: a training checkpoint's names of weights to Hugging Face's."),
+        _model("--name-map", metavar="FILE", help="JSON: a checkpoint's names of weights to Hugging Face's."),
     ] = None
     max_seq_len: Annotated[
         int | None, _model("--max-seq-len", metavar="N", help="Context to use; else what the model was made for.")
@@ -339,7 +339,11 @@ class EngineFlags:
     max_sequences: Annotated[int | None, Option("--max-sequences", metavar="N", help="The most texts at once.")] = None
     cache_memory: Annotated[
         float | None,
-        Option("--cache-memory", metavar="GIB", help="GiB of keys and values; else up to a quarter of the memory."),
+        Option(
+            "--cache-memory",
+            metavar="GIB",
+            help="GiB of keys and values, of all models together; else up to a quarter of the memory.",
+        ),
     ] = None
     max_waiting: Annotated[
         int | None, Option("--max-waiting", metavar="N", help="The most requests that wait in the engine.")

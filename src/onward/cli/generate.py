@@ -1,5 +1,6 @@
 """`onward generate`: one prompt in, its continuation out."""
 
+import datetime
 import json
 import sys
 from collections.abc import Generator, Sequence
@@ -91,13 +92,14 @@ def generate(
         if not generate_lines(jsonl, LinePrompts(lm, options, variables, chat, system), batch):
             raise typer.Exit(2)
         return
-    start = lm.chat_prompt(_messages(text, system), variables) if chat else continued
+    now = datetime.datetime.now(datetime.UTC)
+    start = lm.chat_prompt(_messages(text, system), variables, now) if chat else continued
     as_ids = ids or lm.tokenizer is None
     if not as_json and lm.defaults.replace(**options).rows == 1:
         _print_stream(lm.stream(start, **options), as_ids=as_ids)
         return
     if chat:
-        request = lm.chat_request(_messages(text, system), template=variables, **options)
+        request = lm.chat_request(_messages(text, system), template=variables, now=now, **options)
     else:
         request = lm.request(start, **options)
     with waiting("generating …"):

@@ -28,9 +28,11 @@ class Holdings:
         cpu = torch.device("cpu")
         if isinstance(folder, GgufCheckpoint):
             self.format: str | None = ", ".join(folder.types)
+            self.unknown_keys = folder.unknown_keys
             self.disk_bytes = sum(file.path.stat().st_size for file in folder.files)
             params = folder.read_weights(self.config, dtype=None, device=torch.device("meta"))
         else:
+            self.unknown_keys = []
             manifest = read_manifest(path, folder.config)
             self.format = None if manifest is None else manifest.format
             self.disk_bytes = _disk_bytes(path)
@@ -52,6 +54,7 @@ class Holdings:
             Fact("quantized", self.format),
             Fact("disk_bytes", self.disk_bytes, in_bytes(self.disk_bytes)),
             *architecture_facts(config),
+            *([Fact("ignored_keys", ", ".join(self.unknown_keys))] if self.unknown_keys else []),
             *self._text_facts(),
         ]
 

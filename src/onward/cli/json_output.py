@@ -71,7 +71,7 @@ def _tokens(
             entry = logprobs[at]
             top = []
             for place, (one, value) in enumerate(() if entry is None else entry.top):
-                text = {} if texts is None else {"text": texts[at].top[place]}
+                text = {} if texts is None else {"text": texts[at].top[place].text}
                 top.append({"id": one} | text | {"logprob": finite(value)})
             fields |= {"logprob": None if entry is None else finite(entry.chosen), "top": top}
         tokens.append(fields)

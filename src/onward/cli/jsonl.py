@@ -14,8 +14,9 @@ import typer
 from onward.cli.json_output import json_fields
 from onward.cli.prompt import expanded
 from onward.cli.terminal import waiting
-from onward.errors import OnwardError, RequestError
+from onward.errors import OnwardError, RequestError, one_line
 from onward.option_names import check_option_names
+from onward.text_input import LONGEST_LINE, TextError, parse_request_json, read_lines
 
 if TYPE_CHECKING:
     from onward import Completion, LanguageModel
@@ -99,8 +100,8 @@ def _complete(prompts: LinePrompts, group: Sequence[Line]) -> None:
         if line.error is None:
             try:
                 requests[line.index] = prompts.request(line.fields)
-            except OnwardError as error:
-                line.error = str(error)
+            except Exception as error:
+                line.error = _reason(error)
     completions = _completions(prompts.lm, group, requests)
     for line in group:
         completion = completions.get(line.index)
@@ -118,15 +119,20 @@ def _completions(
         return {}
     try:
         return dict(zip(requests, lm.generate(list(requests.values())), strict=True))
-    except OnwardError:
+    except Exception:
         completions = {}
         for line in group:
             if line.index in requests:
                 try:
                     completions[line.index] = lm.generate(requests[line.index])
-                except OnwardError as error:
-                    line.error = str(error)
+                except Exception as error:
+                    line.error = _reason(error)
         return completions
+
+
+def _reason(error: Exception) -> str:
+    """The message of a line's error; a defect, too, is of its line alone."""
+    return str(error) if isinstance(error, OnwardError) else f"{type(error).__name__}: {one_line(error)}"
 
 
 @contextmanager
@@ -145,11 +151,14 @@ def _opened(file: Path) -> Iterator[IO[bytes]]:
 
 
 def _lines(content: IO[bytes]) -> Iterator[Line]:
-    for index, text in enumerate(text for text in content if text.strip()):
+    for index, text in enumerate(text for text in read_lines(content) if text.strip()):
+        if len(text) > LONGEST_LINE:
+            yield Line(index, {}, f"the line is longer than {LONGEST_LINE:,} bytes")
+            continue
         try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            yield Line(index, {}, f"no JSON: {error}")
+            fields = parse_request_json(text)
+        except TextError as error:
+            yield Line(index, {}, f"no JSON: {error}" if error.at is None else str(error))
             continue
         if isinstance(fields, dict):
             yield Line(index, fields)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from onward.cli.terminal import is_terminal
 from onward.errors import RequestError
+from onward.text_input import TextError, decode_text
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
@@ -81,9 +82,9 @@ def _read(file: Path, what: str) -> bytes:
 
 def _decoded(content: bytes, where: str) -> str:
     try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{where} is not UTF-8 text: byte {error.start} is out of place") from error
+        return decode_text(content)
+    except TextError as error:
+        raise RequestError(f"{where} is not UTF-8 text: {error}") from error
 
 
 def _without_last_newline(text: str) -> str:

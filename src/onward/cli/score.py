@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from onward.cli.flags import ModelFlags
+from onward.cli.flags import AdapterFlags, ModelFlags
 from onward.cli.json_output import finite
 from onward.cli.loading import load_model
 from onward.cli.prompt import parse_ids, read_prompt
@@ -27,6 +27,7 @@ def score(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     model: ModelFlags,
+    adapting: AdapterFlags,
 ) -> None:
     """Print a text's perplexity under a model.
 
@@ -40,9 +41,9 @@ def score(
     """
     written = read_prompt(text, file)
     prompt = parse_ids(written) if ids else written
-    lm = load_model(model)
+    lm = load_model(model, adapting=adapting)
     with waiting("scoring …"):
-        score = lm.score(prompt, stride=stride)
+        score = lm.score(prompt, stride=stride, adapter=adapting.first().get("adapter"))
     assert not isinstance(score, list)
     scored = len(score.token_ids) - 1
     if as_json:

@@ -25,6 +25,7 @@ from onward.cli.prompt import expanded
 from onward.cli.template import template_variables
 from onward.cli.terminal import note, waiting
 from onward.errors import RequestError, warn
+from onward.text_input import TextError, read_text_file
 
 _length, _model = (partial(typer.Option, rich_help_panel=group) for group in (LENGTH, MODEL))
 
@@ -85,8 +86,8 @@ class ServerFlags:
         keys = list(self.api_key or ())
         if self.api_key_file is not None:
             try:
-                lines = expanded(self.api_key_file).read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
+                lines = read_text_file(expanded(self.api_key_file)).splitlines()
+            except (OSError, TextError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise RequestError(f"the keys in {str(self.api_key_file)!r} cannot be read: {reason}") from error
             of_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
@@ -159,8 +160,8 @@ def serve(
     with waiting("starting …"):
         package = _server_package()
     settings = package.Settings(max_new_tokens=max_new_tokens, **server.settings())
-    if len(specs) > 1 and "cache_memory" not in limits:
-        limits["cache_memory"] = _share(len(specs))
+    if len(specs) > 1:
+        limits["cache_memory"] = _share(limits.get("cache_memory"), len(specs))
     # What is wrong with the address is told before models are loaded for nothing.
     with closing(package.bound(server.host, server.port)) as address, ExitStack() as stack:
         engines: dict[str, Any] = {}
@@ -171,6 +172,8 @@ def serve(
                 variables[spec.name] = template_variables(template, lm, spec.name)
             engines[spec.name] = onward.Engine(lm, **limits)
             stack.callback(engines[spec.name].close, drain=False)
+            with waiting("reading weights …"):  # now, and not before the first token of the first stream
+                engines[spec.name].fingerprint_with(None)
         app = package.create_app(engines, dataclasses.replace(settings, variables=variables))
         package.log_to_stderr()
         names = ", ".join(engines)
@@ -220,11 +223,11 @@ class _Spec:
         return cls(name, ModelFlags(model=source, **options), DraftFlags(draft=draft), AdapterFlags(adapter=adapters))
 
 
-def _share(count: int) -> int:
-    """Bytes of cache for each of several engines."""
+def _share(cache_memory: int | None, count: int) -> int:
+    """Bytes of cache for each of several engines. cache_memory: for all of them; None for a quarter of the memory."""
     from onward.native.machine_memory import memory_limit
 
-    return int(memory_limit() / 4 / count)
+    return max(1, (memory_limit() // 4 if cache_memory is None else cache_memory) // count)
 
 
 def _server_package() -> Any:

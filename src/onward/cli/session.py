@@ -4,6 +4,7 @@ What of the conversation the model has processed stays in the cache of an `onwar
 it adds.
 """
 
+import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +56,7 @@ class ChatSession:
         self.options = dict(options)
         self.variables = dict(variables or {})
         self._retries = 0  # of the last question
+        self._now = datetime.datetime.now(datetime.UTC)  # when it began: a chat past midnight keeps its prompt
         self._session = onward.Session(lm)
         self._file: Path | None = None
         self._kept: tuple[str, int] | None = None
@@ -99,11 +101,12 @@ class ChatSession:
     def tokens(self) -> int:
         """How long the conversation is: the prompt of a next message, less its words."""
         messages = self.conversation.messages("")
-        return len(self.lm.chat_prompt(messages, self.variables)) if len(messages) > 1 else 0
+        return len(self.lm.chat_prompt(messages, self.variables, self._now)) if len(messages) > 1 else 0
 
     def reset(self) -> None:
         """Begin anew, with the same system message; what was said is in no file that `keep` writes from now on."""
         self.conversation = Conversation(self.conversation.system)
+        self._now = datetime.datetime.now(datetime.UTC)
         self._session.truncate()
 
     def adopt(self, conversation: Conversation) -> None:
@@ -168,7 +171,7 @@ class ChatSession:
 
     def _answer(self, question: str, emit: "Callable[[Piece], None]", changes: Mapping[str, Any]) -> Answer:
         messages = self.conversation.messages(question)
-        prompt = self.lm.chat_prompt(messages, self.variables)
+        prompt = self.lm.chat_prompt(messages, self.variables, self._now)
         room = self.context - len(prompt)
         if room < 1:
             raise ContextOverflowError(
@@ -186,7 +189,7 @@ class ChatSession:
 
         completion: Completion | None
         try:
-            stream = self._session.stream_chat(messages, template=self.variables, **options)
+            stream = self._session.stream_chat(messages, template=self.variables, now=self._now, **options)
             completion = follow(stream, show)
         except KeyboardInterrupt:
             completion = None

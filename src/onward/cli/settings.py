@@ -30,7 +30,7 @@ def change(session: "ChatSession", name: str, text: str) -> str:
         RequestError: an unknown name, or a value outside its range; nothing is changed.
     """
     name = _known(session, name)
-    value = text if name in _OF_TEXTS and not text.startswith("[") else as_json_or_text(text)
+    value = text if name in _OF_TEXTS and not text.startswith("[") else as_json_or_text(name, text)
     if name in _names():
         options = {key: old for key, old in session.options.items() if key != name}
         if text not in _DEFAULT:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from onward.cli.flags import TemplateFlags
 from onward.errors import RequestError, TokenizerError
+from onward.reprs import brief
+from onward.text_input import TextError, parse_request_json
 
 if TYPE_CHECKING:
     from onward import LanguageModel
@@ -30,7 +32,7 @@ def template_variables(flags: TemplateFlags, lm: "LanguageModel", model: str) ->
             raise RequestError(f"--template-option wants NAME=VALUE, such as enable_thinking=false; got {text!r}")
         if name not in names:
             raise RequestError(f"the chat template of {model} has no variable {name!r}: {known}")
-        variables[name] = as_json_or_text(value)
+        variables[name] = as_json_or_text(name, value)
     if flags.thinking is not None:
         switch = next((name for name in _THINKING if name in names), None)
         if switch is None:
@@ -40,9 +42,15 @@ def template_variables(flags: TemplateFlags, lm: "LanguageModel", model: str) ->
     return variables
 
 
-def as_json_or_text(value: str) -> Any:
-    """What JSON makes of it (numbers, true, false, null, lists, objects); else the text itself."""
+def as_json_or_text(name: str, value: str) -> Any:
+    """Parse a value as JSON (a number, true, false, null, a list, an object); what is not JSON is text.
+
+    Raises:
+        RequestError: JSON that no request can hold, with the name.
+    """
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+        return parse_request_json(value)
+    except TextError as error:
+        if isinstance(error.__cause__, json.JSONDecodeError):
+            return value
+        raise RequestError(f"{name} cannot be {brief(value)}: {error}") from error

@@ -4,9 +4,14 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from starlette.responses import Response
+
+from onward.cluster.bridge import FACTS
 from onward.cluster.call import Emitted, Item
 from onward.errors import OnwardError
+from onward.openai import error_fields
 from onward.server.errors import error_answer
+from onward.server.log import refusal
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 
@@ -22,11 +27,12 @@ class Answer:
     the client has is left out, and has to be what was said before.
 
     started: whether the client has its status. ended: whether it has all. emitted: the ids of its texts that are known.
-    last_event_id: of the last event that the client has.
+    last_event_id: of the last event that the client has. facts: for the log.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self.facts: dict[str, Any] = {}
         self.started = self.ended = self._is_stream = False
         self.emitted: Emitted | None = None
         self.last_event_id: str | None = None
@@ -49,6 +55,7 @@ class Answer:
             raise DivergedError("the other replicas have another model, another build or another processor")
         for message in item.messages:
             if message["type"] != "http.response.start":
+                self.facts |= message.get(FACTS, {})
                 await self._tell_body(message.get("body", b""), over=not message.get("more_body", False))
                 self._note(message.get("onward", {}))
             elif not self.started:
@@ -58,19 +65,30 @@ class Answer:
             elif message["status"] != self._status:
                 raise DivergedError(f"the answer has the status {message['status']}, and had {self._status}")
 
+    async def tell_whole(self, response: Response) -> None:
+        """Tell an answer that no replica has begun."""
+        self.started = self.ended = True
+        start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": bytes(response.body), "more_body": False})
+
     async def fail(self, error: OnwardError) -> None:
         """Say that there will be no more: with a status, or in a stream with an event."""
+        self.facts |= refusal(error_fields(error))
         whole = error_answer(error)
-        content = bytes(whole.body)
         if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": whole.status_code, "headers": whole.raw_headers})
-        elif self._is_stream:
-            content = b"data: " + content + b"\n\n"
-        else:
-            content = b""  # it was all but whole; the connection breaks off
+            await self.tell_whole(whole)
+            return
+        # What was all but whole, and no stream, breaks off.
+        content = b"data: " + bytes(whole.body) + b"\n\n" if self._is_stream else b""
         self.ended = True
         await self._send({"type": "http.response.body", "body": content, "more_body": False})
+
+    def note_left(self) -> None:
+        """The client has left. What it got is known of a stream alone."""
+        self.facts |= {"finish": ["cancelled"]}
+        if self.emitted is not None:
+            self.facts["completion_tokens"] = sum(map(len, self.emitted))
 
     async def _tell_body(self, body: bytes, *, over: bool) -> None:
         new = body if self._is_stream else self._new_of(body)

@@ -18,6 +18,9 @@ _MOST = 64
 # Seconds that the application gets for its last words when nobody listens any more.
 _LAST_WORDS = 5.0
 
+# The entry of an answer's last message that has the facts for the log.
+FACTS = "onward.facts"
+
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
@@ -117,9 +120,12 @@ async def serve_into(app: App, call: Call, number: int, outbox: Outbox, where: s
     """Serve a call, and put all that its answer brings into an outbox. Being cancelled is to the application as if the
     client had left.
 
+    The message that ends the answer has one more entry, `FACTS`: what the server's log says of the request.
+
     where: is told as the header x-onward-replica.
     """
-    gone = asyncio.Event()
+    gone, scope = asyncio.Event(), _scope(call)
+    last: list[Any] = []
     requests = [{"type": "http.request", "body": call.body, "more_body": False}]
 
     async def receive() -> Any:
@@ -131,12 +137,18 @@ async def serve_into(app: App, call: Call, number: int, outbox: Outbox, where: s
     async def send(message: Any) -> None:
         if where and message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], (b"x-onward-replica", where.encode())]}
-        await outbox.put(number, message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            last.append(message)  # the facts are known when the application has ended
+        else:
+            await outbox.put(number, message)
 
-    running = asyncio.ensure_future(app(_scope(call), receive, send))
+    running = asyncio.ensure_future(app(scope, receive, send))
     try:
         await asyncio.shield(running)
     finally:
+        if last:
+            access = scope.get("onward.access")
+            await outbox.put(number, {**last[0], FACTS: {} if access is None else access.fields})
         gone.set()
         if not running.done():
             await asyncio.wait([running], timeout=_LAST_WORDS)

@@ -1,5 +1,6 @@
 """What passes between an ingress and a replica: a request on the way there, parts of its answer on the way back."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -69,8 +70,8 @@ class Route:
     """Where a call is to go, and where it went.
 
     key: what requests of one beginning have in common; None: nothing. avoid: replicas that failed it. only: the replica
-    that has to get it. replica: the one that it was sent to last; None as long as there is none. since: when that was,
-    on this process's monotonic clock.
+    that gets it, or the call is lost. replica: the one that it was sent to last; None as long as there is none.
+    since: when that was, on this process's monotonic clock.
     """
 
     key: str | None = None
@@ -107,3 +108,15 @@ class Replicas(Protocol):
             ReplicaLostError: the replica is gone.
         """
         ...
+
+
+def close_later(items: AsyncGenerator[Item, None]) -> None:
+    """Close what `Replicas.serve` gave, without waiting: a replica that hangs does not answer. Nobody reads what it may
+    still send."""
+    closing = asyncio.ensure_future(items.aclose())
+    _closing.add(closing)
+    closing.add_done_callback(_closing.discard)
+
+
+# Generators that are being closed: a task that nobody holds may be collected.
+_closing: set[asyncio.Future[None]] = set()

@@ -1,15 +1,16 @@
 """What is deployed, and how."""
 
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from onward.checks import is_finite
 from onward.cluster.retries import RetryOptions
 from onward.errors import RequestError
 from onward.option_names import check_option_names
 from onward.server import Settings
+from onward.text_input import TextError, parse_json
 
 _TEXTS = (str, str | None)
 
@@ -17,8 +18,8 @@ _TEXTS = (str, str | None)
 def _read(value: Any) -> Any:
     """A text that is JSON as what it says."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return json.loads(value)
+        with contextlib.suppress(TextError):
+            return parse_json(value)
     return value
 
 
@@ -56,7 +57,7 @@ class DeployOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise RequestError(f"{name} must be a whole number of {least} or more; got {value!r}")
-        if isinstance(self.cpus, bool) or not isinstance(self.cpus, int | float) or not 0 < self.cpus < float("inf"):
+        if not (is_finite(self.cpus) and self.cpus > 0):
             raise RequestError(f"cpus must be a number above 0; got {self.cpus!r}")
         for name in ("fused", "affinity"):
             if not isinstance(getattr(self, name), bool):

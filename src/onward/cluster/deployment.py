@@ -39,6 +39,8 @@ def ingress_of(handle: Any, options: DeployOptions) -> Ingress:
         settings.max_requests,
         Repeats(settings.idempotency_seconds),
         settings.body_seconds,
+        settings.access_log,
+        settings.log_prompts,
     )
 
 

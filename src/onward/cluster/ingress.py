@@ -14,13 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 from onward.cluster.answer import Answer, DivergedError, Send
-from onward.cluster.call import Call, Item, ReplicaLostError, Replicas, Route
+from onward.cluster.call import Call, Item, ReplicaLostError, Replicas, Route, close_later
 from onward.cluster.repeats import Repeats
 from onward.cluster.retries import Quarantine, RetryBudget, RetryOptions
 from onward.cluster.routing import routing_key
+from onward.cluster.state import State
 from onward.engine.fingerprint import parts_that_differ
 from onward.errors import EngineBusyError, EngineError, OnwardError
 from onward.openai import AnswerKey, BodyError
+from onward.server.gate import Access
 from onward.server.lifecycle import emptied
 from onward.server.log import log
 
@@ -29,6 +31,8 @@ _WAIT = 60.0
 # Seconds until all replicas are asked again, where an answer that has begun found all of them busy.
 _PAUSE = 0.25
 _BUSY = (429, 503)
+# The status that the log has of a client that left before there was one; nginx's.
+_LEFT = 499
 # How many fingerprints are remembered: more only where each replica has another.
 _FINGERPRINTS = 64
 
@@ -46,7 +50,7 @@ class Ingress:
 
     replicas: whom it calls. options: what it tries. max_body: the most bytes of a request. max_requests: the most
     requests at once; more are refused. repeats: remembers what came with an Idempotency-Key. body_seconds: how long a
-    body may take to arrive.
+    body may take to arrive. access_log: write a line for each request. log_prompts: with the body of each.
     """
 
     def __init__(
@@ -57,9 +61,13 @@ class Ingress:
         max_requests: int = 4096,
         repeats: Repeats | None = None,
         body_seconds: float = 60.0,
+        access_log: bool = False,
+        log_prompts: bool = False,
     ) -> None:
+        self._access_log, self._log_prompts = access_log, access_log and log_prompts
         self._replicas, self._options = replicas, options
         self._max_body, self._max_requests, self._body_seconds = max_body, max_requests, body_seconds
+        self._state = State(replicas)
         self._budget, self._quarantine = RetryBudget(options), Quarantine(options)
         self._repeats = Repeats(600.0) if repeats is None else repeats
         self._computed: dict[str, str] = {}  # fingerprint -> the first replica that had it
@@ -70,20 +78,53 @@ class Ingress:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             return await _live(receive, send)
-        answer = Answer(send)
+        access = Access(scope)
+
+        async def send_with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                access.status = message["status"]
+                if all(
+                    name.lower() != b"x-request-id" for name, _ in message["headers"]
+                ):  # the answer is not a replica's
+                    message = {**message, "headers": [*message["headers"], (b"x-request-id", access.id.encode())]}
+            await send(message)
+
+        answer = Answer(send_with_id)
         self.inside += 1
         try:
-            if self._draining and (scope["method"] == "POST" or scope["path"] == "/ready"):
-                raise EngineError("the server shuts down and takes no more requests")
-            if self.inside > self._max_requests:
-                raise EngineBusyError("the ingress has as many requests as it takes; try again in 1 s", 1.0)
-            body = await self._read_body(receive)
-            if body is not None:
-                await self._until_gone(receive, self._serve(self._call_of(scope, body), answer))
+            await self._answered(scope, receive, answer, access.id)
         except OnwardError as error:
             await answer.fail(error)
         finally:
             self.inside -= 1
+            if self._access_log:
+                if not answer.ended:
+                    answer.note_left()
+                access.status = access.status or _LEFT
+                access.fields |= answer.facts
+                access.write()
+
+    async def _answered(self, scope: Any, receive: Any, answer: Answer, request_id: str) -> None:
+        """Answer a request, unless the client leaves before.
+
+        Raises:
+            OnwardError: it is refused, or fails.
+        """
+        if self._draining and (scope["method"] == "POST" or scope["path"] == "/ready"):
+            raise EngineError("the server shuts down and takes no more requests")
+        if self.inside > self._max_requests:
+            raise EngineBusyError("the ingress has as many requests as it takes; try again in 1 s", 1.0)
+        body = await self._read_body(receive)
+        if body is None:
+            return
+        if self._log_prompts and scope["method"] == "POST":
+            answer.facts["body"] = body.decode("utf-8", "replace")
+        call = self._call_of(scope, body, request_id)
+        state = self._state.has(call)
+        await self._until_gone(receive, self._tell_state(call, answer) if state else self._serve(call, answer))
+
+    async def _tell_state(self, call: Call, answer: Answer) -> None:
+        await answer.tell_whole(await self._state.answer(call))
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests, let those that run end within so many seconds, and tell the others that they end."""
@@ -120,8 +161,10 @@ class Ingress:
             message = f"the body did not arrive within {self._body_seconds:g} s"
             raise BodyError(message, code="request_timeout", status=408) from None
 
-    def _call_of(self, scope: Any, body: bytes) -> Call:
-        headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
+    def _call_of(self, scope: Any, body: bytes, request_id: str) -> Call:
+        given = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+        headers = (*((name, value) for name, value in given if name != b"x-request-id"),)
+        headers += ((b"x-request-id", request_id.encode()),)  # replicas log their defects under it
         call = Call(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, "")
         if last := call.named_headers.get(
             "last-event-id"
@@ -167,7 +210,7 @@ class Ingress:
         key = routing_key(call.named_headers, call.body)
         avoid: frozenset[str] = frozenset()
         failed: frozenset[str] = frozenset()  # of these, all that were not merely busy or left
-        lost, waited = 0, 0.0
+        lost, attempts, waited = 0, 0, 0.0
         self._budget.came()
         if self._quarantine.holds(digest, time.monotonic()):
             raise EngineError("two replicas died while they served this request: it is refused for a while")
@@ -175,7 +218,11 @@ class Ingress:
             route = Route(key, avoid)
             answer.begin()
             try:
-                outcome = await self._attempt(call, route, answer)
+                try:
+                    outcome = await self._attempt(call, route, answer)
+                finally:
+                    answer.facts |= {"replica": route.replica, "retries": attempts}
+                    attempts += 1
                 if outcome is _Outcome.WHOLE:
                     self._quarantine.forget(digest)
                     return
@@ -231,10 +278,7 @@ class Ingress:
                     return _Outcome.LEAVING
             return _Outcome.WHOLE
         finally:
-            # A replica that hangs does not answer, and nobody waits for it: what it may still send is never read.
-            closing = asyncio.ensure_future(items.aclose())
-            _closing.add(closing)
-            closing.add_done_callback(_closing.discard)
+            close_later(items)
 
     def _compare(self, item: Item) -> None:
         """Log that replicas have several fingerprints: the same request may get other texts of them."""
@@ -287,10 +331,6 @@ class Ingress:
     def _others(self, route: Route) -> bool:
         """Whether there are replicas that have not failed the call."""
         return bool(self._replicas.names - route.avoid - {route.replica})
-
-
-# Generators that are being closed: a task that nobody holds may be collected.
-_closing: set[Any] = set()
 
 
 def _set_of(replica: str | None) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """The replicas of a deployment, as an ingress in any process reaches them."""
 
-import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -11,9 +11,6 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from onward.cluster import here
 from onward.cluster.call import Call, Parcel, ReplicaLostError, Route
 from onward.errors import EngineBusyError, EngineError
-
-# Seconds between two looks at whether a replica is still there.
-_LOOK = 1.0
 
 
 class RayReplicas:
@@ -34,38 +31,14 @@ class RayReplicas:
         return _ended(response), lambda: _cancel(response)
 
     async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[Parcel, None]:
-        while True:
-            response = self._parcels.remote(route=Route(only=replica), ingress=ingress)
-            try:
-                parcel = await self._first(response, replica)
-                # Ray gives the replica that it found for a call that was ended to the next one that waits.
-                while parcel.replica == replica:
-                    yield parcel
-                    parcel = await anext(response)
-            except StopAsyncIteration:
-                return
-            except Exception as error:
-                raise _said(error) from error
-            finally:
-                _cancel(response)
-
-    async def _first(self, response: Any, replica: str) -> Parcel:
-        """The first parcel. Ray waits for ever for a replica that is gone."""
-        coming = asyncio.ensure_future(anext(response))
+        response = self._parcels.remote(route=Route(only=replica), ingress=ingress)
         try:
-            while not (await asyncio.wait([coming], timeout=_LOOK))[0]:
-                if replica not in self.names:
-                    raise ReplicaLostError(f"replica {replica} is gone", died=True)
-            return coming.result()  # type: ignore[no-any-return]
+            async for parcel in response:
+                yield parcel
+        except Exception as error:
+            raise _said(error) from error
         finally:
-            coming.cancel()
-            coming.add_done_callback(_look_at)  # Ray raises an error of its own where a task is cancelled
-
-
-def _look_at(ended: asyncio.Future[Any]) -> None:
-    """Take the error of what nobody waits for any more: asyncio reports errors that nobody took."""
-    if not ended.cancelled():
-        ended.exception()
+            _cancel(response)
 
 
 async def _ended(response: Any) -> None:
@@ -88,4 +61,9 @@ def _said(error: Exception) -> Exception:
 
 def _cancel(response: Any) -> None:
     """End a call. Ray may wait a minute for a replica that hangs, so nobody waits here."""
-    threading.Thread(target=response.cancel, daemon=True).start()
+
+    def cancel() -> None:
+        with contextlib.suppress(Exception):  # of a call that has failed: whoever waits for it has its error
+            response.cancel()
+
+    threading.Thread(target=cancel, daemon=True).start()

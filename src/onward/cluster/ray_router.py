@@ -1,16 +1,22 @@
 """Ray Serve's choice of a replica, made by `Ring`."""
 
+import asyncio
+from collections import deque
 from itertools import islice
 from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
 from onward.cluster import here
-from onward.cluster.call import Route
+from onward.cluster.call import ReplicaLostError, Route
 from onward.cluster.routing import Ring
 
 # Replicas that are asked in turn whether they take a call, before it waits a little and the router chooses anew.
 _ASKED = 16
+# Seconds until a replica that did not accept a call meant for it alone is asked again.
+_ASKED_AGAIN = 0.1
+# Names of dead replicas that are remembered.
+_DEAD = 64
 
 
 class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
@@ -18,6 +24,10 @@ class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
 
     It runs in the process of the ingress, and writes there into the route who has the call. Of Ray's router for
     sessions it keeps how calls wait and are tried again where a replica takes no more.
+
+    A call for one replica alone (`Route.only`) does not enter Ray's queue. Ray looks for replicas in two tasks for each
+    replica that is left, and a task that looks for a dead one never ends: a few such calls would keep all others
+    waiting, those to healthy replicas too.
     """
 
     # A replica whose processor is busy takes longer than a tenth of a second to say how much it has to do.
@@ -27,6 +37,7 @@ class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
     def initialize_state(self, affinity: bool = True, **others: Any) -> None:
         super().initialize_state(**others)
         self._ring, self._affinity = Ring(), affinity
+        self._dead: deque[str] = deque(maxlen=_DEAD)
         self._ring.update([_name(replica) for replica in self._replica_id_set])
         here.ROUTERS[str(self._deployment_id)] = self
 
@@ -36,27 +47,48 @@ class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
         return self._ring.replicas
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        super().update_replicas(replicas)
-        self._ring.update([_name(replica.replica_id) for replica in replicas])
+        # Ray's controller notices a death seconds after the calls of the replica have failed.
+        living = [replica for replica in replicas if _name(replica.replica_id) not in self._dead]
+        super().update_replicas(living)
+        self._ring.update([_name(replica.replica_id) for replica in living])
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._dead.append(_name(replica_id))
+        self._ring.update(self._ring.replicas - {_name(replica_id)})
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         route = _route_of(pending_request)
         if route is None or not candidate_replicas:
             return [candidate_replicas] if candidate_replicas else []
         pending_request.routing_context.should_backoff = True
-        if route.only is not None:
-            return [[each] for each in candidate_replicas if _name(each.replica_id) == route.only]
         by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
         loads = {_name(replica): self._replica_queue_len_cache.get(replica) or 0 for replica in self._replica_id_set}
         ranked = self._ring.order(route.key, lambda name: loads.get(name, 0), route.avoid, affinity=self._affinity)
         return [[by_name[name]] for name in islice(ranked, _ASKED) if name in by_name]
 
-    async def _choose_replica_for_request(self, pending_request: Any, **others: Any) -> Any:
-        # Told before the replica accepts: one that hangs never does.
-        replica = await super()._choose_replica_for_request(pending_request, **others)
-        if (route := _route_of(pending_request)) is not None:
+    async def _choose_replica_for_request(self, pending_request: Any, *, is_retry: bool = False) -> Any:
+        route = _route_of(pending_request)
+        if route is not None and route.only is not None:
+            if is_retry:
+                await asyncio.sleep(_ASKED_AGAIN)
+            replica = self._replica(route.only)
+        else:
+            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        if route is not None:  # told before the replica accepts: one that hangs never does
             route.found(_name(replica.replica_id))
         return replica
+
+    def _replica(self, name: str) -> Any:
+        """The replica of that name.
+
+        Raises:
+            ReplicaLostError: it is not there any more.
+        """
+        for replica in self._replicas_list:
+            if _name(replica.replica_id) == name:
+                return replica
+        raise ReplicaLostError(f"replica {name} is gone", died=name in self._dead)
 
 
 def _name(replica_id: Any) -> str:

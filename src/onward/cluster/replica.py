@@ -18,15 +18,22 @@ from onward.cluster.deploy_options import DeployOptions
 from onward.cluster.scaling import LOAD, load_of
 from onward.engine.probe import probe
 from onward.errors import EngineError, OnwardWarning
-from onward.server import Settings, bound, create_app
+from onward.server import Settings, bound, create_app, log_to_stderr
 from onward.server.lifecycle import Server, config_of, drain
+
+# The ingress writes the lines of the log.
+_UNLOGGED = {"access_log": False, "log_prompts": False}
 
 
 class Replica:
     """A model, its engine and the application of `onward serve`."""
 
+    _logs = False  # requests
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         chosen = DeployOptions.of(options)
+        if self._logs:
+            log_to_stderr()
         threads = chosen.threads or max(1, int(chosen.cpus))
         onward.set_num_threads(threads)
         torch.set_num_threads(threads)
@@ -35,7 +42,7 @@ class Replica:
             lm = onward.load(chosen.source, **chosen.load)
         self._warned = [str(one.message) for one in caught if issubclass(one.category, OnwardWarning)]
         self._engine = onward.Engine(lm, **chosen.engine)
-        settings = Settings(**{**chosen.settings, "access_log": False})
+        settings = Settings(**(chosen.settings if self._logs else {**chosen.settings, **_UNLOGGED}))
         self._hang = settings.hang_seconds
         self._app = create_app({chosen.name or chosen.source: self._engine}, settings)
         self._watching: asyncio.Task[None] | None = None
@@ -53,9 +60,6 @@ class Replica:
 
     async def parcels(self, route: Route, ingress: str) -> AsyncGenerator[Parcel, None]:
         """All that the calls of an ingress bring, as long as it listens."""
-        if route.only != self._name:  # Ray has sent it to another than it was for, whose words it may not take
-            yield Parcel(self._name, self._fingerprint, (), is_beat=True)
-            return
         outbox = self._outbox(ingress)
         try:
             async for parcel in outbox.parcels():
@@ -96,6 +100,8 @@ class Replica:
 class FusedReplica(Replica):
     """A replica that clients reach through Ray's proxy alone."""
 
+    _logs = True
+
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
 
@@ -103,6 +109,8 @@ class FusedReplica(Replica):
 class ListeningReplica(Replica):
     """A replica that clients reach without a process between. host, port: where it listens, as do all replicas of this
     machine: Linux spreads connections over them."""
+
+    _logs = True
 
     def __init__(self, options: Mapping[str, Any], host: str, port: int) -> None:
         super().__init__(options)

@@ -6,7 +6,7 @@ Nothing here knows Ray or a clock (times are arguments), so simulations run the 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from onward.checks import check_whole
+from onward.checks import check_whole, is_finite
 from onward.errors import RequestError
 
 
@@ -35,7 +35,7 @@ class RetryOptions:
         check_whole("retry_burst", self.retry_burst, low=0)
         for name, low in (("silence", 0.01), ("retry_share", 0.0), ("quarantine", 0.0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < float("inf"):
+            if not (is_finite(value) and value >= low):
                 raise RequestError(f"{name} must be a number of {low} or more; got {value!r}")
 
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from onward.text_input import TextError, parse_json
+
 # Places of each replica on the ring: with 64 the largest share of keys is some 1.3 times the mean.
 _PLACES = 64
 # What the keys of sessions begin with. Their replica is passed over only where it has this many times the mean load.
@@ -114,8 +116,8 @@ def routing_key(headers: Mapping[str, str], body: bytes) -> str | None:
     if session:
         return f"{_SESSION}{session}"
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
+        fields = parse_json(body)
+    except TextError:
         return None
     if not isinstance(fields, dict):
         return None

@@ -53,7 +53,7 @@ class CompiledGrammars:
                 return GrammarConstraint(kept.deep_copy(), vocabulary.end, stop_ids)
         # Not under the lock: others do not wait for it. Two threads may compile the same.
         if needs_trial(source):
-            self._trials.check(source, id(vocabulary.tokens), vocabulary.described, name)
+            self._trials.check(source, vocabulary.tokens, vocabulary.described, name)
         matcher = llguidance.LLMatcher(vocabulary.tokens, source, log_level=0, limits=_LIMITS)
         brace = vocabulary.tokens.tokenize_str("{")
         # A vocabulary that has no brace gets an id past its end.
@@ -73,8 +73,9 @@ class CompiledGrammars:
                 return self._vocabularies[id(tokenizer)][1]
         vocabulary = Vocabulary.of(tokenizer)
         with self._lock:
-            # Kept with its tokenizer, for its id must not become another's.
-            self._vocabularies[id(tokenizer)] = tokenizer, vocabulary
+            # Kept with its tokenizer, for its id must not become another's. Of two threads that made it at once, the
+            # first one's counts: there is one vocabulary for a tokenizer.
+            _, vocabulary = self._vocabularies.setdefault(id(tokenizer), (tokenizer, vocabulary))
             if len(self._vocabularies) > _MOST_VOCABULARIES:
                 gone, _ = self._vocabularies.popitem(last=False)
                 self._matchers = OrderedDict(
@@ -122,5 +123,8 @@ def symbol(text: str, tokenizer: Tokenizer) -> int | None:
     Raises:
         TokenizerError: the bytes of the tokenizer's tokens are not known.
     """
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    try:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    except RequestError:
+        return None  # it lies past the model's vocabulary
     return ids[0] if len(ids) == 1 and _kept.vocabulary(tokenizer).tokens.is_special_token(ids[0]) else None

@@ -12,6 +12,7 @@ from onward.checks import as_tuple
 from onward.constraints.compiled import compiled
 from onward.constraints.matcher import GrammarConstraint
 from onward.errors import RequestError, TokenizerError
+from onward.schemas import lark_string
 
 
 class Grammar:
@@ -86,7 +87,7 @@ class Choice(Grammar):
         object.__setattr__(self, "texts", given)
 
     def source(self) -> str:
-        alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.texts)
+        alternatives = " | ".join(map(lark_string, self.texts))
         # One terminal, which becomes an automaton; alternatives of a rule would each be a state of the parser.
         return llguidance.LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {alternatives}")
 
@@ -102,11 +103,15 @@ class After(Grammar):
     grammar: Grammar
 
     def source(self) -> str:
-        source = self.grammar.source()
-        # llguidance has several grammars as JSON, and one in Lark's syntax as it is.
-        following = json.loads(source)["grammars"] if source.startswith('{"grammars"') else [{"lark_grammar": source}]
-        first = {"lark_grammar": f"start: beginning @following\n{self.beginning}"}
-        return json.dumps({"grammars": [first, following[0] | {"name": "following"}, *following[1:]]})
+        return followed(f"start: beginning @following\n{self.beginning}", self.grammar)
 
     def __repr__(self) -> str:
         return repr(self.grammar)
+
+
+def followed(rules: str, grammar: Grammar) -> str:
+    """The source of rules in Lark's syntax in which `@following` stands for another grammar."""
+    source = grammar.source()
+    # llguidance has several grammars as JSON, and one in Lark's syntax as it is.
+    following = json.loads(source)["grammars"] if source.startswith('{"grammars"') else [{"lark_grammar": source}]
+    return json.dumps({"grammars": [{"lark_grammar": rules}, following[0] | {"name": "following"}, *following[1:]]})

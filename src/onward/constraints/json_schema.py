@@ -8,9 +8,15 @@ import llguidance
 
 from onward.constraints.grammars import Grammar
 from onward.errors import RequestError, one_line
+from onward.schemas import Spacing, check_schema, has_large_numbers, json_rules, normalized
+from onward.text_input import parse_json
 
 # Spaces between two tokens of JSON end: a model that has lost its way would write them for ever.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+_SPACE = r"[\x20\x0A\x0D\x09]"
+_FREE = Spacing.free(_SPACE, 32)
+# Between the rules of large numbers one is enough: there the model has no need to lay anything out.
+_SPARING = Spacing.free(_SPACE, 1)
+_COMPACT = Spacing({"whitespace_flexible": False}, '","', '":"')
 
 
 @runtime_checkable
@@ -46,8 +52,11 @@ class JsonSchema(Grammar):
             )
         if schema is False:
             raise RequestError("json_schema is False, which no text meets: for any JSON give {}")
+        check_schema(schema, "json_schema")
         try:
-            self.text = json.dumps(dict(schema) if isinstance(schema, Mapping) else schema)
+            self.text = json.dumps(normalized(schema, "json_schema"), allow_nan=False)
+        except RequestError:
+            raise
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"json_schema is no JSON ({one_line(error)})") from error
         self.whitespace = whitespace
@@ -68,9 +77,32 @@ class JsonSchema(Grammar):
         return self.text, self.whitespace, self.python_class
 
     def source(self) -> str:
-        spaces: Any = {"whitespace_pattern": _WHITESPACE} if self.whitespace else {"whitespace_flexible": False}
         schema = json.loads(self.text)
-        return llguidance.LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=spaces)
+        if self.has_large_numbers:
+            return llguidance.LLMatcher.grammar_from_lark("\n".join(self.rules("start")))
+        # As text: of objects it takes integers of 64 bits at most, in defaults and examples, too.
+        defaults: Any = dict(self.spacing.guidance)
+        text = "{}" if schema is True else self.text
+        try:
+            return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=defaults)
+        except ValueError as error:  # a number in a default, say, that no double holds
+            raise RequestError(f"json_schema cannot be read: {one_line(error)}") from error
+
+    def rules(self, name: str) -> list[str]:
+        """Rules in Lark's syntax; what `name` derives is such JSON."""
+        return json_rules(name, json.loads(self.text), self.spacing, "json_schema")
+
+    @property
+    def spacing(self) -> Spacing:
+        """What may stand between the tokens of JSON."""
+        if not self.whitespace:
+            return _COMPACT
+        return _SPARING if self.has_large_numbers else _FREE
+
+    @property
+    def has_large_numbers(self) -> bool:
+        """Whether it has numbers beyond 2^53, of which rules are made here."""
+        return has_large_numbers(json.loads(self.text))
 
     def parsed(self, text: str) -> Any:
         """What a text stands for: a value of JSON, or an instance of the pydantic class.
@@ -79,7 +111,7 @@ class JsonSchema(Grammar):
             RequestError: it is no JSON, or the class's own checks refuse it.
         """
         try:
-            return json.loads(text) if self.python_class is None else self.python_class.model_validate_json(text)
+            return parse_json(text) if self.python_class is None else self.python_class.model_validate_json(text)
         except ValueError as error:  # pydantic's ValidationError is one
             raise RequestError(f"the text is no {self!r}: {one_line(error)[:300]}") from error
 

@@ -55,7 +55,10 @@ class Trials:
         self._refused: OrderedDict[bytes, str] = OrderedDict()
 
     def check(self, source: str, key: object, vocabulary: Callable[[], dict[str, Any]], name: str) -> None:
-        """Compile a grammar in the other process. key: tells vocabularies apart. name: of the grammar, for messages.
+        """Compile a grammar in the other process.
+
+        key: an object that tells vocabularies apart. It is kept, so no other one gets its id. name: of the grammar, for
+        messages.
 
         Raises:
             RequestError: the process did not survive it; at once where the same grammar was refused before.

@@ -1,5 +1,6 @@
 """Choosing the next id of several sequences at once."""
 
+import weakref
 from collections import abc
 from collections.abc import Callable
 from typing import Protocol
@@ -42,7 +43,7 @@ class SamplingChooser:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: tuple[list[Sequence], Sampler] | None = None
+        self._last = _LastSampler()
 
     def __call__(
         self,
@@ -56,13 +57,33 @@ class SamplingChooser:
 
     def sampler(self, sequences: abc.Sequence[Sequence]) -> Sampler:
         """The sampler of these sequences. That of the last ones is kept, for they are most often the next ones too."""
-        wanted = list(sequences)
-        if self._last is None or self._last[0] != wanted:
-            self._last = wanted, Sampler([sampling_of(sequence) for sequence in wanted], self._device)
-        return self._last[1]
+        sampler = self._last.of(sequences)
+        if sampler is None:
+            sampler = Sampler([sampling_of(sequence) for sequence in sequences], self._device)
+            self._last = _LastSampler(sequences, sampler)
+        return sampler
 
     def kernel(self, sequences: abc.Sequence[Sequence]) -> Pick | None:
         return self.sampler(sequences).pick if constraints_of(sequences) is None else None
+
+
+class _LastSampler:
+    """The sampler of some sequences. It goes with the first of them: a chooser lives as long as its engine, and must
+    not keep what has ended alive."""
+
+    def __init__(self, sequences: abc.Sequence[Sequence] = (), sampler: Sampler | None = None) -> None:
+        self._sequences = [weakref.ref(sequence) for sequence in sequences]
+        self._sampler = weakref.WeakKeyDictionary[Sequence, Sampler]()
+        if sampler is not None:
+            self._sampler[sequences[0]] = sampler
+
+    def of(self, sequences: abc.Sequence[Sequence]) -> Sampler | None:
+        """The sampler, where it is of these sequences."""
+        if len(sequences) != len(self._sequences):
+            return None
+        if any(last() is not now for last, now in zip(self._sequences, sequences, strict=True)):
+            return None
+        return self._sampler.get(sequences[0])
 
 
 class SelectChooser:

@@ -54,6 +54,11 @@ class StreamingDetokenizer:
         self._context, self._pending = [], []
         return text
 
+    def added_by(self, token_id: int) -> str:
+        """The text that a token would add here, less an unfinished character before it."""
+        ids = self._context + self._pending
+        return self._decode([*ids, token_id])[len(self._decode(ids)) :]
+
     def fork(self) -> Self:
         """A copy that goes on from here by itself."""
         other = copy.copy(self)

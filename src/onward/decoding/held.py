@@ -5,7 +5,7 @@ the ids after it are processed again. Nothing is cleared: fewer ids take the oth
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from onward.cache import RowAdapter
@@ -14,7 +14,7 @@ from onward.cache.slot import digest_of
 from onward.cache.slots import PagedSlots
 from onward.checks import check_whole
 from onward.decoding.dense_slots import DenseSlots
-from onward.decoding.kept_slots import slots_for
+from onward.decoding.kept_slots import Lease, lease_of_own
 from onward.decoding.slots import Slot, Slots
 from onward.errors import ContextOverflowError, RequestError
 from onward.forks import renew_in_forks
@@ -35,11 +35,11 @@ class HeldText:
     A prompt is compared with the ids that the slot holds, and their common prefix is not processed again. Another
     model, changed weights or another adapter make it forget all ids.
 
-    slots_for: (model, rows, length) -> the slots to hold it in. adapter: that what is held was computed with.
+    lease: of slots to hold it in. adapter: that what is held was computed with.
     """
 
-    def __init__(self, slots_for: Callable[[Model, int, int], Slots] = slots_for) -> None:
-        self._slots_for = slots_for
+    def __init__(self, lease: Lease = lease_of_own) -> None:
+        self._lease = lease
         self._slots: Slots | None = None
         self._slot: Slot = None
         self._tokens: list[int] = []
@@ -79,11 +79,11 @@ class HeldText:
         """Go on with a cache of `model`, and of an adapter, that holds `tokens`."""
         self._let_go()
         count = len(tokens)
-        slots = self._slots_for(model, 1, max(count, 1))
-        if not isinstance(slots, PagedSlots):
-            slots = DenseSlots(held.cache, 1, held.capacity, None, model, [count])
-        acquired = slots.acquire(tokens, count, reuse=False, adapter=adapter)
-        assert acquired is not None, "new slots have room for one text"
+        with self._lease(model, 1, max(count, 1)) as slots:  # until the slot is there
+            if not isinstance(slots, PagedSlots):
+                slots = DenseSlots(held.cache, 1, held.capacity, None, model, [count])
+            acquired = slots.acquire(tokens, count, reuse=False, adapter=adapter)
+        assert acquired is not None, "the slots have room for one text"
         slot, _ = acquired
         if isinstance(slots, PagedSlots):
             assert isinstance(slot, PagedSlot)
@@ -148,9 +148,9 @@ class HeldText:
         asked = length
         if isinstance(old, PagedSlots):  # room for twice as many, so that a text that grows is copied twice at most
             asked = max(length, min(2 * kept, length if model.max_seq_len is None else model.max_seq_len))
-        slots = self._slots_for(model, 1, asked)
-        acquired = slots.acquire((), length, reuse=False, adapter=adapter)
-        assert acquired is not None, "new slots have room"
+        with self._lease(model, 1, asked) as slots:  # until the slot is there
+            acquired = slots.acquire((), length, reuse=False, adapter=adapter)
+        assert acquired is not None, "the slots have room for one text"
         slot, _ = acquired
         if isinstance(old, PagedSlots) and isinstance(slots, PagedSlots) and kept:
             slots.write(slot, old.read(old_slot, kept), kept)

@@ -154,9 +154,9 @@ class ModelInferencer:
         strategy: SampleStrategy,
     ) -> tuple[list[list[int]], Tensor]:
         """Run the loop from the query on. Returns the new ids of each row, and the logits at every token [B, T, V]."""
-        if self._model_run is None or self._model_run.model is not self.model:
-            self._model_run = reused_run(self.model, self.compile)
         model = self._model_run
+        if model is None or model.model is not self.model:
+            model = self._model_run = reused_run(self.model, self.compile)
         all_logits: list[Tensor] = []
 
         def run(tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None) -> tuple[Tensor, Cache]:

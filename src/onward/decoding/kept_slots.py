@@ -1,6 +1,11 @@
 """Which slots a call gets: its own, or those that the calls of one owner share."""
 
+import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,6 +16,7 @@ from onward.cache.slots import PagedSlots
 from onward.decoding.dense_slots import DenseSlots
 from onward.decoding.slots import Slots
 from onward.errors import RequestError
+from onward.forks import renew_in_forks
 from onward.models import Model, NewBlocks, padded_length
 from onward.models.weights_version import computation
 from onward.native.machine_memory import memory_limit
@@ -20,6 +26,10 @@ from onward.ops.blocks import BLOCK
 MOST_BLOCKS = 2**15
 
 
+# (model, rows, length) -> slots that have room for so many sequences, for as long as the context lasts
+Lease = Callable[[Model, int, int], AbstractContextManager[Slots]]
+
+
 def slots_for(model: Model, rows: int, length: int) -> Slots:
     """Slots of one's own for `rows` sequences of at most `length` positions."""
     if model.new_blocks is None:
@@ -27,6 +37,12 @@ def slots_for(model: Model, rows: int, length: int) -> Slots:
     return PagedSlots(
         model.new_blocks(rows * -(-length // BLOCK)), max_len=longest_text(model, length), cached_blocks=0
     )
+
+
+@contextmanager
+def lease_of_own(model: Model, rows: int, length: int) -> Iterator[Slots]:
+    """A lease of slots that nobody shares."""
+    yield slots_for(model, rows, length)
 
 
 def longest_text(model: Model, length: int) -> int:
@@ -42,35 +58,71 @@ class KeptSlots:
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
-        self._slots: PagedSlots | None = None
-        self._model: weakref.ref[Model] | None = None
+        self._shared: _Shared | None = None
+        self._lock = threading.RLock()  # a stream that the collector closes ends its lease in any thread, at any time
+        renew_in_forks(self)
 
-    def of(self, model: Model, rows: int, length: int) -> Slots:
-        """Slots for `rows` sequences of at most `length` positions. Where the shared ones have no room for them, or the
-        model's cache is not in blocks, they are the call's own."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has slots of its own."""
+        return type(self), (self.memory,)
+
+    def renew(self) -> None:
+        """In a forked child: a new lock. Leases of the parent's other threads end with their promises."""
+        self._lock = threading.RLock()
+        if self._shared is not None:
+            self._shared.promised = 0
+
+    @contextmanager
+    def lease(self, model: Model, rows: int, length: int) -> Iterator[Slots]:
+        """Slots with room for `rows` sequences of at most `length` positions until the lease ends.
+
+        Where the shared ones have no room for them, or the model's cache is not in blocks, they are the call's own.
+        What another lease was promised counts as taken, so calls of several threads never take each other's room.
+        """
         if model.new_blocks is None or not self.memory:
-            return slots_for(model, rows, length)
-        slots = self._shared(model, length)
-        if rows * slots.blocks_for(length) > slots.available or length > slots.max_len:
-            return slots_for(model, rows, length)
-        slots.use(computation(model))
-        return slots
+            yield slots_for(model, rows, length)
+            return
+        with self._lock:
+            shared = self._shared_by_calls_of(model, length)
+            slots = shared.slots
+            blocks = rows * slots.blocks_for(length)
+            fits = blocks <= slots.available - shared.promised and length <= slots.max_len
+            if fits:
+                slots.use(computation(model))
+                shared.promised += blocks
+        if not fits:
+            yield slots_for(model, rows, length)
+            return
+        try:
+            yield slots
+        finally:
+            with self._lock:
+                shared.promised = max(0, shared.promised - blocks)  # a fork began anew
 
-    def _shared(self, model: Model, length: int) -> PagedSlots:
-        if self._slots is None or self._model is None or self._model() is not model:
+    def _shared_by_calls_of(self, model: Model, length: int) -> "_Shared":
+        if self._shared is None or self._shared.model() is not model:
             assert model.new_blocks is not None, "asked before"
             # Memory that is never written is never allocated on the CPU, so all of the machine's may be asked for.
             limit = memory_limit()
             limit = limit if is_lazy(limit, model.device) else self.memory
             blocks = blocks_within(model.new_blocks, limit, MOST_BLOCKS, model.device)
-            self._slots = PagedSlots(
+            slots = PagedSlots(
                 blocks,
                 max_len=longest_text(model, length),
                 cached_blocks=min(self.memory, limit) // Prices.of(blocks).unit,
                 nbytes=limit,
             )
-            self._model = weakref.ref(model)
-        return self._slots
+            self._shared = _Shared(slots, weakref.ref(model))
+        return self._shared
+
+
+@dataclass(eq=False)
+class _Shared:
+    """The slots that calls of a model share. promised: how many blocks leases may take."""
+
+    slots: PagedSlots
+    model: "weakref.ref[Model]"
+    promised: int = 0
 
 
 def blocks_within(new_blocks: NewBlocks, nbytes: int, most: int, device: torch.device) -> KVBlocks:

@@ -147,5 +147,5 @@ class AllTogether:
         if sequence in self._kept:
             return
         for holder in sequence.holders():
-            release(holder.slot, holder.ids(0, holder.computed))
+            release(holder.slot, holder.computed_ids())
             holder.slot = None

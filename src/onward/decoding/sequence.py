@@ -126,6 +126,11 @@ class Sequence:
         return self._stream.marks
 
     @property
+    def ends(self) -> abc.Sequence[int]:
+        """How many characters of the text and its marks are complete with each of `token_ids`, less the eos."""
+        return self._stream.ends
+
+    @property
     def pending(self) -> int:
         """How many ids are still to be computed before the text is as it should be.
 
@@ -165,11 +170,19 @@ class Sequence:
         return self.history
 
     def ids(self, first: int, last: int) -> list[int]:
-        """The ids at the positions first … last - 1."""
+        """The ids at the positions first … last - 1. Those before `start` are known to the cache alone."""
+        assert first >= self.start, (first, self.start)
         if first == last - 1 == self.length - 1 and self.token_ids:
             return self.token_ids[-1:]
         first, last, prompt = first - self.start, last - self.start, len(self.prompt)
         return [*self.prompt[first:last], *self.token_ids[max(0, first - prompt) : max(0, last - prompt)]]
+
+    def computed_ids(self) -> list[int]:
+        """The ids whose keys and values are in the slot, as the slot is released with them.
+
+        None are given where the text does not begin at position 0: then nobody knows all of them.
+        """
+        return self.ids(0, self.computed) if self.start == 0 else []
 
     def reusable_ids(self) -> list[int]:
         """The ids whose keys and values need not be computed where a cache holds them, and the one after them."""
@@ -219,16 +232,16 @@ class Sequence:
             self.constraint.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        piece = ""
-        if token_id in self._eos:
-            self.finish_reason, self.stopped_by = "stop", token_id
+        piece, eos = "", token_id if token_id in self._eos else None
+        if eos is not None:
+            self.finish_reason, self.stopped_by = "stop", eos
         else:
             piece = self._stream.push(token_id)
             self.finish_reason = self._reason_to_end(piece)
         if self.finish_reason is not None:
-            piece += self._stream.flush()
+            piece += self._stream.flush(eos)
             if self._stream.stopped_by is not None:
-                # The flush gives out an unfinished character, and that can complete a stop string.
+                # An unfinished character, or the text of the eos, can complete a stop string.
                 self.finish_reason, self.stopped_by = "stop", self._stream.stopped_by
         self.text += piece
         return piece

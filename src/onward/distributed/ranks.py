@@ -35,7 +35,7 @@ from onward.loading_weights import LayersInPlace, WeightsReader
 from onward.models import Architecture, Embedding, Model, read_config
 from onward.models.architecture import num_parameters
 from onward.ops.blocks import BLOCK
-from onward.sessions.fingerprint import fingerprint
+from onward.sessions.fingerprint import sampled_weights
 
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -193,8 +193,8 @@ def _read(settings: Settings, part: Stage | Shard, layers: Callable[[int], Layer
 
 
 def _digest(model: Model) -> int:
-    """A number that tells a rank's weights from others."""
-    described = json.dumps(fingerprint(model)["weights"], sort_keys=True)
+    """A number that tells a rank's weights from others, of a sample: it is computed while the model loads."""
+    described = json.dumps(sampled_weights(model), sort_keys=True)
     return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "little")
 
 

@@ -5,7 +5,7 @@ from collections import abc
 from typing import Any, NoReturn, Self, Unpack, overload
 
 from onward.cache.slot import digest_of
-from onward.checks import check_whole
+from onward.checks import check_whole, is_finite
 from onward.engine.fingerprint import bits_fingerprint, check_same_bits
 from onward.engine.generation import Generation
 from onward.engine.limits import engine_slots
@@ -76,7 +76,7 @@ class Engine:
             check_whole(name, value, low=1)
         step = 0 if max_step_ms is None else max_step_ms
         for name, limit, low in (("max_step_ms", step, 0), ("overcommit", overcommit, 1), ("ageing", ageing, 0)):
-            if isinstance(limit, bool) or not isinstance(limit, int | float) or not low <= limit < float("inf"):
+            if not (is_finite(limit) and limit >= low):
                 raise RequestError(f"{name} must be a number of {low} or more; got {limit!r}")
         self.lm = lm
         self.max_sequences = max_sequences
@@ -224,7 +224,8 @@ class Engine:
         quantization, the device and instruction set, the build of Onward and its kernels, the version of torch.
 
         Two engines with equal fingerprints give the same bits for the same request; of one with an adapter where
-        `fingerprint_with` is equal. A sample of the weights is read, anew when they have changed.
+        `fingerprint_with` is equal. All bytes of the weights are read when it is first asked for, and anew when they
+        have changed.
         """
         return self.fingerprint_with(None)
 
@@ -235,9 +236,10 @@ class Engine:
             RequestError: none of that name is loaded.
         """
         loaded, state = self.lm.adapters.find(adapter), computation(self.lm.model)
-        if self._fingerprints is None or self._fingerprints[0] != state:
-            self._fingerprints = state, {}
-        known, digest = self._fingerprints[1], digest_of(loaded)
+        kept = self._fingerprints  # several threads may ask at once, and find that the weights have changed
+        if kept is None or kept[0] != state:
+            kept = self._fingerprints = state, {}
+        known, digest = kept[1], digest_of(loaded)
         if digest not in known:
             known[digest] = bits_fingerprint(self.lm.model, loaded)
         return known[digest]

@@ -27,6 +27,28 @@ PARTS = (
 )
 # What a replica adds: `onward.engine.probe`.
 PROBE = "what they compute of one text"
+# The folders and modules of Onward on which the ids and logprobs of a request depend, from its options, its weights and
+# its prompt to its text. The others (servers, commands, schedules of engines, files of sessions) change no bits.
+COMPUTING = (
+    "adapters",
+    "cache",
+    "checkpoint",  # reads weights, and makes ids of texts
+    "constraints",
+    "decoding",
+    "distributed",
+    "loading.py",
+    "loading_weights.py",
+    "messages",  # makes grammars of tools
+    "models",
+    "native",
+    "ops",
+    "program",
+    "quantization",
+    "requests",  # seeds of samples, options to sampling
+    "sampling",
+    "schemas",  # makes grammars
+    "speculation",
+)
 _DIGITS = 8  # of each part
 _BEGAN = time.time()
 _FINGERPRINT = re.compile("-".join([f"[0-9a-f]{{{_DIGITS}}}"] * len(PARTS)))
@@ -35,7 +57,7 @@ _FINGERPRINT = re.compile("-".join([f"[0-9a-f]{{{_DIGITS}}}"] * len(PARTS)))
 def bits_fingerprint(model: Model, adapter: RowAdapter | None = None) -> str:
     """A short text that is the same where the same requests give the same bits.
 
-    Of each of `PARTS` 8 hexadecimal digits, joined by "-". Of the weights a sample is read (`sessions.fingerprint`).
+    Of each of `PARTS` 8 hexadecimal digits, joined by "-". All bytes of the weights count (`sessions.weights_digest`).
     The version of torch counts, for torch computes what no kernel does.
     """
     parts = [
@@ -74,9 +96,13 @@ def _kernels() -> str:
 
 
 def _sources() -> str:
-    """A hash of Onward's own modules: a version may have been changed."""
+    """A hash of Onward's own modules that compute: a version may have been changed."""
     folder = Path(__file__).parents[1]
-    return _hash_of(tuple(sorted(folder.rglob("*.py"))))
+    return _hash_of(tuple(sorted(file for name in COMPUTING for file in _modules(folder / name))))
+
+
+def _modules(place: Path) -> list[Path]:
+    return [place] if place.is_file() else list(place.rglob("*.py"))
 
 
 @functools.cache

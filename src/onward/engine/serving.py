@@ -150,6 +150,7 @@ class Serving:
         try:
             for emission in decode_loop(self._step, self._schedule, self.slots, self._failed):
                 self._give_out(emission)
+                del emission  # the next one may come much later
         except BaseException as error:
             self._failure = error
         finally:

@@ -158,7 +158,7 @@ class Ticket:
 
     def _leave(self, sequence: Sequence) -> None:
         for holder in sequence.holders():
-            self._slots.release(holder.slot, holder.ids(0, holder.computed))
+            self._slots.release(holder.slot, holder.computed_ids())
             holder.slot = None
 
     def _held(self) -> list[object]:

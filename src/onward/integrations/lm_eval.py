@@ -46,11 +46,12 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         max_length: the most ids of a context and its continuation; longer contexts lose their first ids. By default
             the model's own context.
         batch_size: how many prompts are completed together.
+        adapter: the name of a loaded adapter that every request uses. `load` may name it: adapters={name: source}.
         max_batch_size, device: what the harness gives every model; device as for `onward.load`.
         load: other arguments of `onward.load`, such as quantize="int4".
 
     Raises:
-        RequestError: a model without a tokenizer, or options out of range.
+        RequestError: a model without a tokenizer, an adapter that is not loaded, or options out of range.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
+        adapter: str | None = None,
         **load: Any,
     ) -> None:
         super().__init__()
@@ -69,7 +71,9 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         if pretrained.tokenizer is None:
             raise RequestError("tasks are texts, and this model has no tokenizer")
         limit = pretrained.model.max_seq_len
+        pretrained.adapters.find(adapter)
         self.lm = pretrained
+        self.adapter = adapter
         self.max_length = min(max_length or 2**30, limit or 2**30)
         self.batch_size = 8 if batch_size in (None, "auto") else int(batch_size or 8)
         check_whole("max_length", self.max_length, low=2)
@@ -108,7 +112,8 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Scoring continuations")
         for given in sorted(places):
             indices = places[given]
-            scores = self.lm.score_continuations(list(given), [cut[index][1] for index in indices], logprobs=1)
+            continuations = [cut[index][1] for index in indices]
+            scores = self.lm.score_continuations(list(given), continuations, logprobs=1, adapter=self.adapter)
             for index, score in zip(indices, scores, strict=True):
                 pairs = zip(score.token_ids, score.logprobs, strict=True)
                 greedy = all(token is None or token.top[0][0] == id for id, token in pairs)
@@ -148,7 +153,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
                     "give it a smaller max_gen_toks"
                 )
             prompts = [self.tok_encode(requests[index].args[0])[-longest:] for index in indices]
-            completions: list[Completion] = self.lm.generate(prompts, **options)
+            completions: list[Completion] = self.lm.generate(prompts, adapter=self.adapter, **options)
             for index, completion in zip(indices, completions, strict=True):
                 results[index] = postprocess_generated_text(completion.text, list(options["stop"]), None)
                 self._remember("generate_until", requests[index].args, results[index])

@@ -2,9 +2,9 @@
 
 from onward.messages.answer import AnswerReading
 from onward.messages.conversation import template_messages
-from onward.messages.format import CallSyntax, MessageFormat
+from onward.messages.format import ArgumentSyntax, CallSyntax, MessageFormat
 from onward.messages.formats import FORMATS, checked_format, format_of
-from onward.messages.grammar import answer_grammar, content_beginning
+from onward.messages.grammar import Content, answer_grammar, content_beginning
 from onward.messages.json_text import read_string, read_value
 from onward.messages.message import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
 from onward.messages.parser import MessageParser
@@ -15,8 +15,10 @@ from onward.messages.written import Written
 __all__ = [
     "FORMATS",
     "AnswerReading",
+    "ArgumentSyntax",
     "AssistantMessage",
     "CallSyntax",
+    "Content",
     "MessageDelta",
     "MessageFormat",
     "MessageParser",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from onward.errors import RequestError
 from onward.messages.format import MessageFormat
 from onward.messages.parser import MessageParser
 
@@ -52,7 +53,10 @@ class AnswerReading:
 
 def special_token(vocabulary: Vocabulary, text: str) -> int | None:
     """The id of the special token that is written like this; None where it is no such token."""
-    ids = vocabulary.encode(text, add_special_tokens=False)
+    try:
+        ids = vocabulary.encode(text, add_special_tokens=False)
+    except RequestError:
+        return None  # it lies past the model's vocabulary, so no answer has it
     return ids[0] if len(ids) == 1 and not vocabulary.decode(ids) else None
 
 

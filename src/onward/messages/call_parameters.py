@@ -6,10 +6,10 @@ from typing import Any, NoReturn
 
 from onward.messages.source import Reading, Source
 from onward.messages.written import Written
+from onward.schemas import kind_of, kinds_of
 
 # What models write that were shown Python's words for the same.
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
-_MOST_REFERENCES = 16
 
 
 class Arguments:
@@ -30,7 +30,9 @@ class Arguments:
         kinds = kinds_of(self._schema.get("properties", {}).get(name, {}), self._schema)
         if kinds == {"string"}:
             self._written.arguments('"')
-            found = yield from source.until(ends, lambda text: self._written.arguments(_dumped(text)[1:-1]))
+            found = yield from source.until(
+                ends, lambda text: self._written.arguments(_dumped(text)[1:-1]), is_cut=lambda: True
+            )
             if found is not None:
                 self._written.arguments('"')
         else:
@@ -45,69 +47,15 @@ class Arguments:
         self._written.arguments("{}" if self._before == "{" else "}")
 
 
-def alternatives(schema: Any, root: Mapping[str, Any], references: int = 0) -> list[Mapping[str, Any]]:
-    """The schemas of which a value has to meet one, without references and unions. root: what references name."""
-    if not isinstance(schema, Mapping) or references > _MOST_REFERENCES:
-        return [{}]
-    if isinstance(schema.get("$ref"), str):
-        return alternatives(_referred(schema["$ref"], root), root, references + 1)
-    each = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(each, list):
-        return [leaf for one in each for leaf in alternatives(one, root, references + 1)]
-    return [schema]
-
-
-def kinds_of(schema: Any, root: Mapping[str, Any]) -> set[str] | None:
-    """JSON's names of the types that a schema allows; None where it does not tell. root: what its references name."""
-    kinds: set[str] = set()
-    for leaf in alternatives(schema, root):
-        if "enum" in leaf or "const" in leaf:
-            kinds |= {_kind(value) for value in values_of(leaf) or ()}
-        elif "type" in leaf:
-            kinds |= {leaf["type"]} if isinstance(leaf["type"], str) else set(leaf["type"])
-        else:
-            return None
-    return kinds
-
-
-def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The only values that a schema allows, where it lists them."""
-    if "const" in schema:
-        return [schema["const"]]
-    if schema.get("type") == "null":
-        return [None]
-    return list(schema["enum"]) if "enum" in schema else None
-
-
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    at: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        at = at.get(part) if isinstance(at, Mapping) else None
-    return at
-
-
 def _as_json(text: str, kinds: set[str] | None) -> str:
     """A value as JSON: as it was written, where that is JSON of one of these types, or else as text."""
     value = _WORDS.get(text.strip().lower(), text.strip())
     try:
-        kind = _kind(json.loads(value, parse_constant=_refuse))
+        kind = kind_of(json.loads(value, parse_constant=_refuse))
     except (ValueError, RecursionError):
         return _dumped(text)
     fits = kinds is None or kind in kinds or (kind == "integer" and "number" in kinds)
     return value if fits else _dumped(text)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    kinds: list[tuple[type, str]] = [
-        (bool, "boolean"),
-        (int, "integer"),
-        (float, "number"),
-        (str, "string"),
-        (list, "array"),
-    ]
-    return next((name for kind, name in kinds if isinstance(value, kind)), "object")
 
 
 def _dumped(text: str) -> str:

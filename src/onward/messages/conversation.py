@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onward.errors import RequestError
-from onward.messages.message import AssistantMessage
+from onward.messages.message import AssistantMessage, ToolCall
 
 # Under any of these names clients send reasoning back, and templates read it.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -16,11 +16,12 @@ def template_messages(messages: Any, *, arguments_as_text: bool) -> Any:
 
     An `AssistantMessage` becomes a mapping. Keys of an assistant's message that say nothing are left out, for clients
     send them all and templates look whether they are there. The arguments of calls become objects, since most templates
-    write them as JSON themselves, or stay the text that the model wrote where a template takes that. Reasoning goes by
-    both its names. The result of a tool gets the tool's name. What is no list of messages is for the template's check.
+    write them as JSON themselves, or stay the text that the model wrote where a template takes that; none at all, or
+    an empty text, is an empty object. Reasoning goes by both its names. The result of a tool gets the tool's name. A
+    value that is not a list of messages is left to the template's check.
 
     Raises:
-        RequestError: a call that is none, with its place.
+        RequestError: a call that is none, or whose arguments are no object in JSON, with its place.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return messages
@@ -68,20 +69,22 @@ def _read_call(call: Any, at: str, arguments_as_text: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{at} must be {{'id': …, 'function': {{'name': …, 'arguments': …}}}}; got {call!r}")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}  # as clients send it for tools without parameters
     if not isinstance(arguments, str | Mapping):
         raise RequestError(f"{at}.function.arguments must be a text in JSON or an object; got {arguments!r}")
     if arguments_as_text and isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif not arguments_as_text and isinstance(arguments, str):
-        arguments = _as_object(arguments)
+        arguments = _as_object(arguments, f"{at}.function.arguments")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _as_object(arguments: str) -> Any:
-    """What the text says, where that is an object; a model may have written anything."""
+def _as_object(arguments: str, at: str) -> dict[str, Any]:
+    """The object that a text is in JSON; a template would write anything else as text inside of JSON."""
     try:
-        read = json.loads(arguments, strict=False)
-    except (ValueError, RecursionError):
-        return arguments
-    return read if isinstance(read, dict) else arguments
+        return ToolCall("", "", arguments).parsed
+    except RequestError as error:
+        text = arguments if len(arguments) <= 100 else arguments[:99] + "…"
+        raise RequestError(f"{at} must be an object in JSON; got {text!r}") from error

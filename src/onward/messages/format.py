@@ -1,5 +1,6 @@
 """`MessageFormat`: how a family of models writes reasoning and calls."""
 
+import re
 import string
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
@@ -10,19 +11,36 @@ from onward.messages.written import Written
 _LETTERS = string.ascii_letters + string.digits
 
 
+class ArgumentSyntax(NamedTuple):
+    """How an argument is written that stands by itself.
+
+    before: before its name. middle: between its name and its value. after: after its value. names: the names that can
+    be read back.
+    """
+
+    before: str
+    middle: str
+    after: str
+    names: re.Pattern[str]
+
+
 class CallSyntax(NamedTuple):
     """How calls are written where they are constrained, after their opener.
 
-    begin: before the first. call: with NAME and ARGUMENTS in their places. between: between two; None where an answer
-    has one at most. end: after the last. argument: where each argument stands by itself, how it does, with NAME and
-    VALUE; None where they are one object of JSON.
+    before: before the name of a call. middle: between the name and the arguments. after: after the arguments.
+    between: between two calls; None where an answer has one at most. begin: before the first call. end: after the last.
+    quoted: the name is a string of JSON. argument: how each argument is written where it stands by itself; None where
+    the arguments are one object of JSON.
     """
 
-    begin: str
-    call: str
+    before: str
+    middle: str
+    after: str
     between: str | None
-    end: str
-    argument: str | None = None
+    begin: str = ""
+    end: str = ""
+    quoted: bool = False
+    argument: ArgumentSyntax | None = None
 
 
 class MessageFormat(ABC):
@@ -79,9 +97,12 @@ class MessageFormat(ABC):
             source.mark()
             if not (yield from self.read_start(source, written)):
                 source.rewind()
-        while opener := (yield from source.until(self.openers if calls else (), written.content.add)):
+        openers = self.openers if calls else ()
+        while opener := (yield from source.until(openers, written.content.add, is_cut=written.has_calls)):
             source.mark()
             if not (yield from self.read_calls(opener, source, written)):
+                if written.has_calls() and source.is_over:  # the text was cut within another call
+                    return
                 source.rewind()
                 written.content.add(opener)
 

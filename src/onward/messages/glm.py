@@ -11,13 +11,15 @@ import re
 from typing import final
 
 from onward.messages.call_parameters import Arguments
-from onward.messages.format import CallSyntax, MessageFormat
+from onward.messages.format import ArgumentSyntax, CallSyntax, MessageFormat
 from onward.messages.source import Reading, Source
 from onward.messages.written import Written
 
 _NAME = re.compile(r"[\w.-]*")
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _CLOSING = "</tool_call>"
+# Spaces around a key lay it out.
+_KEYS = re.compile(rf"(?!.*{_KEY_END})\S(.*\S)?", re.DOTALL)
 
 
 class _AnyGlm(MessageFormat):
@@ -41,14 +43,14 @@ class _AnyGlm(MessageFormat):
             key: list[str] = []
             whole = (yield from source.until([_KEY_END], key.append)) is not None
             yield from source.skip_space()
-            if not whole or not (yield from source.skip(_VALUE)):
+            if not whole or not (yield from source.close(_VALUE)):
                 return True
             if not (yield from arguments.read("".join(key).strip(), source, [_VALUE_END])):
                 return True
             yield from source.skip_space()
         whole = yield from source.skip(_CLOSING)
         if not whole and source.is_cut([_KEY, _CLOSING]):
-            yield from source.until([], len)
+            yield from source.close(_KEY, _CLOSING)
         else:
             arguments.end()
         return True
@@ -61,10 +63,10 @@ class Glm(_AnyGlm):
     name = "glm"
     syntax = CallSyntax(
         "",
-        f"NAME\nARGUMENTS{_CLOSING}",
+        "\n",
+        _CLOSING,
         "\n<tool_call>",
-        "",
-        f"{_KEY}NAME{_KEY_END}\n{_VALUE}VALUE{_VALUE_END}\n",
+        argument=ArgumentSyntax(_KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n", _KEYS),
     )
 
     def is_of(self, template: str) -> bool:
@@ -77,7 +79,7 @@ class LaterGlm(_AnyGlm):
 
     name = "glm-4.7"
     syntax = CallSyntax(
-        "", f"NAMEARGUMENTS{_CLOSING}", "<tool_call>", "", f"{_KEY}NAME{_KEY_END}{_VALUE}VALUE{_VALUE_END}"
+        "", "", _CLOSING, "<tool_call>", argument=ArgumentSyntax(_KEY, f"{_KEY_END}{_VALUE}", _VALUE_END, _KEYS)
     )
 
     def is_of(self, template: str) -> bool:

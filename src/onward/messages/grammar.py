@@ -2,32 +2,44 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from onward.errors import RequestError
 from onward.messages.answer import AnswerReading
-from onward.messages.call_parameters import alternatives, kinds_of, values_of
-from onward.messages.format import MessageFormat
+from onward.messages.format import ArgumentSyntax, CallSyntax, MessageFormat
 from onward.messages.tools import Tool, ToolUse
+from onward.schemas import SPACED, Spacing, alternatives, json_rules, kinds_of, lark_string, values_of
 
-# Spaces as models were trained on, those of json.dumps and of templates' tojson.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Where a schema has one of these, `properties` does not name all that there may be.
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 # What a schema may ask of a text.
 _BARE_LIMITS = {"pattern", "format", "minLength", "maxLength"}
+_DEFINITIONS = ("$defs", "definitions")
 _ANY = "(?s:.*)"
 _SPACE = r"[ \t\r\n]"
 
 
-def answer_grammar(reading: AnswerReading, use: ToolUse, ids: Mapping[str, int]) -> str:
+class Content(NamedTuple):
+    """JSON that an answer without calls has to be.
+
+    rules: of the grammar; the first is called `content`. spacing: what stands between the tokens of that JSON.
+    is_expanded: its brackets and keys are rules, too, and no `%json`.
+    """
+
+    rules: Sequence[str]
+    spacing: Spacing
+    is_expanded: bool
+
+
+def answer_grammar(reading: AnswerReading, use: ToolUse, ids: Mapping[str, int], content: Content | None = None) -> str:
     """The grammar of the answers that `use` allows and `reading` reads.
 
     An answer may begin with reasoning, unless the prompt has closed it. What follows are calls, where one has to come;
     otherwise text, or calls with or without text before them. The arguments of a call follow the schema of its tool.
 
-    ids: of the marks that grammars do not have as text.
+    ids: of the marks that grammars do not have as text. content: what an answer is that has no calls; such an answer is
+    either that or calls, with no text beside either.
 
     Raises:
         RequestError: the format has no calls.
@@ -41,11 +53,16 @@ def answer_grammar(reading: AnswerReading, use: ToolUse, ids: Mapping[str, int])
     rules = (
         ["start: answer"] if reading.thinking is False else [*_reasoning(format, ids, opened=bool(reading.thinking))]
     )
+    opened = [f"{_written(opener, ids)} calls" for opener in format.openers]
     if use.choice == "required":
-        rules.append(f"answer: {'' if format.bare else _written(format.openers[0], ids)} calls")
-    else:
+        rules.append(f"answer: {'calls' if format.bare else opened[0]}")
+    elif content is None:
         rules += _free(format, ids)
-    return "\n".join([*rules, *_calls(format, use, ids)])
+    else:
+        bare = ["object"] if format.bare else []
+        rules.append(f"answer: {' | '.join([f'{_written(format.before_content, ids)} content', *bare, *opened])}")
+        rules += [*content.rules, *(_call_objects(format.syntax, use, content) if format.bare else [])]
+    return "\n".join([*rules, *_calls(format, format.syntax, use, ids)])
 
 
 def content_beginning(reading: AnswerReading, ids: Mapping[str, int]) -> str:
@@ -97,22 +114,34 @@ def _free(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
         yield from before[1:]
 
 
-def _calls(format: MessageFormat, use: ToolUse, ids: Mapping[str, int]) -> Iterator[str]:
-    assert format.syntax is not None
-    begin, call, between, end, argument = format.syntax
-    more = f"({_written(between, ids)} call)*" if use.parallel and between is not None else ""
-    yield f"calls: {_written(begin, ids)} call {more} {_written(end, ids)}"
+def _calls(format: MessageFormat, syntax: CallSyntax, use: ToolUse, ids: Mapping[str, int]) -> Iterator[str]:
+    more = f"({_written(syntax.between, ids)} call)*" if use.parallel and syntax.between is not None else ""
+    yield f"calls: {_written(syntax.begin, ids)} call {more} {_written(syntax.end, ids)}"
     yield f"call: {' | '.join(f'call_{at}' for at in range(len(use.callable_tools)))}"
     for at, tool in enumerate(use.callable_tools):
-        before, _, after = call.replace("NAME", tool.name).partition("ARGUMENTS")
-        yield f"call_{at}: {_written(before, ids)} arguments_{at} {_written(after, ids)}"
-        if argument is None:
-            yield f"arguments_{at}: %json {json.dumps(_schema(tool))}"
+        name = json.dumps(tool.name) if syntax.quoted else tool.name
+        before = f"{syntax.before}{name}{syntax.middle}"
+        yield f"call_{at}: {_written(before, ids)} arguments_{at} {_written(syntax.after, ids)}"
+        if syntax.argument is None:
+            yield from json_rules(f"arguments_{at}", _schema(tool), SPACED, _place(tool))
         else:
-            yield from _arguments(f"arguments_{at}", tool, argument, ids)
+            yield from _arguments(f"arguments_{at}", tool, syntax.argument, ids)
 
 
-def _arguments(rule: str, tool: Tool, syntax: str, ids: Mapping[str, int]) -> Iterator[str]:
+def _call_objects(syntax: CallSyntax, use: ToolUse, content: Content) -> Iterator[str]:
+    """The rules of a call without an opener, where an answer may also be other JSON. Both are made of the same tokens,
+    since a grammar reads a text token by token, and never goes back."""
+    keys = json.loads(f'{syntax.before}"name"{syntax.middle}{{}}{syntax.after}')
+    yield f"object: {' | '.join(f'object_{at}' for at in range(len(use.callable_tools)))}"
+    for at, tool in enumerate(use.callable_tools):
+        arguments = _schema(tool)
+        properties = {key: {"const": tool.name} if value == "name" else arguments for key, value in keys.items()}
+        schema = {"type": "object", "properties": properties, "required": list(keys), "additionalProperties": False}
+        schema |= {key: arguments[key] for key in _DEFINITIONS if key in arguments}
+        yield from json_rules(f"object_{at}", schema, content.spacing, _place(tool), is_expanded=content.is_expanded)
+
+
+def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, int]) -> Iterator[str]:
     """The arguments of a tool that stand each by itself, in the order of the schema."""
     schema = tool.parameters
     if schema.get("additionalProperties") or (_OPEN - {"additionalProperties"}) & set(schema):
@@ -121,30 +150,41 @@ def _arguments(rule: str, tool: Tool, syntax: str, ids: Mapping[str, int]) -> It
         )
     parts = []
     for at, (name, of) in enumerate(schema.get("properties", {}).items()):
-        before, _, after = syntax.replace("NAME", name, 1).partition("VALUE")
-        value, *rules = _value(f"{rule}_{at}", of, schema, after, ids)
-        parts.append(f"({_written(before, ids)} {value}){'' if name in schema.get('required', ()) else '?'}")
+        is_required, place = name in schema.get("required", ()), f"{_place(tool)}.properties.{name}"
+        if of is False and not is_required:
+            continue
+        if not syntax.names.fullmatch(name):
+            raise RequestError(f"{place}: this model's calls cannot have an argument of this name: give it another")
+        value, *rules = _value(f"{rule}_{at}", of, schema, syntax.after, ids, place)
+        parts.append(f"({_written(f'{syntax.before}{name}{syntax.middle}', ids)} {value}){'' if is_required else '?'}")
         yield from rules
     yield f"{rule}: {' '.join(parts) or json.dumps('')}"
 
 
-def _value(rule: str, schema: Any, root: Mapping[str, Any], after: str, ids: Mapping[str, int]) -> list[str]:
-    """A value with what stands after it: what derives it, and then the rules for that. Text stands there as it is."""
+def _value(
+    rule: str, schema: Any, root: Mapping[str, Any], after: str, ids: Mapping[str, int], place: str
+) -> list[str]:
+    """A value with what stands after it: what derives it, and then the rules for that. Text stands there as it is.
+
+    place: of the schema, for errors.
+    """
     leaves = alternatives(schema, root)
     kinds = kinds_of(schema, root) or set()
     if "string" not in kinds or not kinds <= {"string", "null"}:
-        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        held = {**schema, **shared, "x-guidance": _SPACING}
-        return [f"{rule} {_written(after, ids)}", f"{rule}: %json {json.dumps(held)}"]
+        if isinstance(schema, Mapping):
+            schema = {**schema, **{key: root[key] for key in _DEFINITIONS if key in root}}
+        return [f"{rule} {_written(after, ids)}", *json_rules(rule, schema, SPACED, place)]
     listed = [values_of(leaf) for leaf in leaves]
+    mark = after.strip()
     if None not in listed:
         texts = ["null" if value is None else value for values in listed for value in values or ()]
-        return [f"({' | '.join(_written(text, ids) for text in texts)}) {_written(after, ids)}"]
+        if any(mark in text for text in texts):
+            raise RequestError(f"{place}: this model's calls cannot have a value with {mark!r} in it: leave it out")
+        return [f"({' | '.join(_text(text, ids) for text in texts)}) {_written(after, ids)}"]
     if limits := {limit for leaf in leaves for limit in _BARE_LIMITS & set(leaf)}:
         raise RequestError(
             f"this model writes texts without quotes, and a schema's {min(limits)} cannot be held there: leave it out"
         )
-    mark = after.strip()
     space, _, rest = after.partition(mark)
     # Readers end at the mark without its line break, too.
     but = f" & ~/({_ANY}[^\\n])?{_pattern(mark)}{_ANY}/" if space else ""
@@ -156,7 +196,15 @@ def _schema(tool: Tool) -> dict[str, Any]:
     """The schema of a tool's arguments. Without a word on other properties it has none, for a tool takes none."""
     schema = dict(tool.parameters)
     closed = {"additionalProperties": False} if "properties" in schema and not _OPEN & set(schema) else {}
-    return {"type": "object", **schema, **closed, "x-guidance": _SPACING}
+    return {"type": "object", **schema, **closed}
+
+
+def _place(tool: Tool) -> str:
+    return f"the schema of {tool.name}"
+
+
+def _text(text: str, ids: Mapping[str, int]) -> str:
+    return _written(text, ids) or '""'
 
 
 def _ending(name: str, mark: str, ids: Mapping[str, int], but: str = "") -> list[str]:
@@ -174,7 +222,7 @@ def _written(text: str, ids: Mapping[str, int]) -> str:
         before, found, after = text.partition(mark)
         if found:
             return f"{_written(before, ids)} <[{id}]> {_written(after, ids)}"
-    return json.dumps(text, ensure_ascii=False)
+    return lark_string(text)
 
 
 def _pattern(text: str) -> str:

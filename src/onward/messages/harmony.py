@@ -37,7 +37,7 @@ class Harmony(MessageFormat):
     before_content = f"{_CHANNEL}final{_MESSAGE}"
     openers = (f"{_CHANNEL}commentary {_TO}{_FUNCTIONS}",)
     marks = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
-    syntax = CallSyntax("", f"NAME {_CONSTRAIN}json{_MESSAGE}ARGUMENTS", None, "")
+    syntax = CallSyntax("", f" {_CONSTRAIN}json{_MESSAGE}", "", None)
 
     def is_of(self, template: str) -> bool:
         return _CHANNEL in template and _MESSAGE in template
@@ -47,10 +47,12 @@ class Harmony(MessageFormat):
 
     def read(self, source: Source, written: Written, *, calls: bool, thinking: bool) -> Reading[None]:
         header = _Header("analysis", "") if thinking else (yield from _read_header(source))
-        while (yield from source.until(_ENDS, _receiver(header, written, calls))) is not None:
+        while (yield from source.until(_ENDS, _receiver(header, written, calls), is_cut=written.has_calls)) is not None:
             if not (yield from source.peek()):
                 return
             header = yield from _read_header(source)
+            if header is None and written.has_calls() and source.is_over:  # the text was cut within a header
+                return
 
 
 def _receiver(header: _Header | None, written: Written, calls: bool) -> Callable[[str], object]:

@@ -26,7 +26,7 @@ class Hermes(MessageFormat):
     name = "hermes"
     openers = ("<tool_call>",)
     marks = (_CLOSING,)
-    syntax = CallSyntax("", '\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', "\n<tool_call>", "")
+    syntax = CallSyntax('\n{"name": ', ', "arguments": ', "}\n</tool_call>", "\n<tool_call>", quoted=True)
 
     def is_of(self, template: str) -> bool:
         return "<tool_call>" in template and not any(other in template for other in _OTHERS)
@@ -35,5 +35,5 @@ class Hermes(MessageFormat):
         if not (yield from read_call_objects(source, written)):
             return False
         yield from source.skip_space()
-        yield from source.skip(_CLOSING)
+        yield from source.close(_CLOSING)
         return True

@@ -17,7 +17,7 @@ class Llama3(MessageFormat):
     name = "llama3"
     openers = ("<|python_tag|>",)
     bare = True
-    syntax = CallSyntax("", '{"name": "NAME", "parameters": ARGUMENTS}', "; ", "")
+    syntax = CallSyntax('{"name": ', ', "parameters": ', "}", "; ", quoted=True)
 
     def is_of(self, template: str) -> bool:
         return "<|start_header_id|>" in template and ("<|python_tag|>" in template or '"parameters"' in template)

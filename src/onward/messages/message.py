@@ -1,11 +1,11 @@
 """What an assistant answers in a chat: its parts as they come, and the message that they add up to."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from onward.errors import RequestError
+from onward.text_input import TextError, parse_json
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class ToolCall:
             RequestError: they are no JSON object, which a call that was constrained or had strict tools always has.
         """
         try:
-            arguments = json.loads(self.arguments, strict=False)
+            arguments = parse_json(self.arguments, strict=False)
             if isinstance(arguments, str):  # some models write the object as text in JSON
-                arguments = json.loads(arguments, strict=False)
-        except (ValueError, RecursionError) as error:
+                arguments = parse_json(arguments, strict=False)
+        except TextError as error:
             raise RequestError(f"the arguments of {self.name!r} are no JSON ({error}): {self.arguments!r}") from error
         if not isinstance(arguments, dict):
             raise RequestError(f"the arguments of {self.name!r} are no JSON object: {self.arguments!r}")

@@ -47,7 +47,7 @@ class Mistral(_AnyMistral):
     """Its calls are a list of objects."""
 
     name = "mistral"
-    syntax = CallSyntax("[", '{"name": "NAME", "arguments": ARGUMENTS}', ", ", "]")
+    syntax = CallSyntax('{"name": ', ', "arguments": ', "}", ", ", begin="[", end="]", quoted=True)
 
     def is_of(self, template: str) -> bool:
         return "[TOOL_CALLS]" in template and _ARGUMENTS not in template
@@ -58,7 +58,7 @@ class LaterMistral(_AnyMistral):
     """Its calls are a name and arguments each."""
 
     name = "mistral-args"
-    syntax = CallSyntax("", "NAME[ARGS]ARGUMENTS", "[TOOL_CALLS]", "")
+    syntax = CallSyntax("", _ARGUMENTS, "", "[TOOL_CALLS]")
 
     def is_of(self, template: str) -> bool:
         return "[TOOL_CALLS]" in template and _ARGUMENTS in template

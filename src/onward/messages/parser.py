@@ -1,6 +1,6 @@
 """Reads answers as they come: reasoning, content and calls, however the text is cut."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from onward.messages.format import MessageFormat
 from onward.messages.message import MessageDelta
@@ -30,7 +30,8 @@ class MessageParser:
         tools: Collection[str] | None = None,
         thinking: bool = False,
     ) -> None:
-        self._source, self._written = Source(), Written(new_id, tools or ())
+        self._source = source = Source()
+        self._written = Written(new_id, lambda: source.place, tools or ())
         self._reading = format.read(self._source, self._written, calls=tools is not None, thinking=thinking)
         next(self._reading, None)
 
@@ -45,6 +46,11 @@ class MessageParser:
         self._source.end()
         next(self._reading, None)
         self._written.content.end()
+
+    @property
+    def reasoning_spans(self) -> Sequence[tuple[int, int]]:
+        """Where reasoning stands in the text that was fed, without its marks: (begin, end), in order."""
+        return self._written.reasoning.spans
 
     def take(self) -> MessageDelta:
         """What became certain since the last time."""

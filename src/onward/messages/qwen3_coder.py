@@ -13,11 +13,12 @@ import re
 from typing import final
 
 from onward.messages.call_parameters import Arguments
-from onward.messages.format import CallSyntax, MessageFormat
+from onward.messages.format import ArgumentSyntax, CallSyntax, MessageFormat
 from onward.messages.source import Reading, Source
 from onward.messages.written import Written
 
 _NAME = re.compile(r"[^\s<>]*")
+_PARAMETERS = re.compile(r"[^\n<>]*")
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _CLOSING = "</function>"
 
@@ -28,11 +29,11 @@ class Qwen3Coder(MessageFormat):
     openers = ("<tool_call>",)
     marks = ("</tool_call>",)
     syntax = CallSyntax(
-        "",
-        "\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+        f"\n{_FUNCTION}",
+        ">\n",
+        f"{_CLOSING}\n</tool_call>",
         "\n<tool_call>",
-        "",
-        "<parameter=NAME>\nVALUE\n</parameter>\n",
+        argument=ArgumentSyntax(_PARAMETER, ">\n", "\n</parameter>\n", _PARAMETERS),
     )
 
     def is_of(self, template: str) -> bool:
@@ -42,7 +43,7 @@ class Qwen3Coder(MessageFormat):
         yield from source.skip_space()
         if not (yield from source.skip(_FUNCTION)):
             return False
-        name = yield from _read_name(source)
+        name = yield from _read_name(source, _NAME)
         if not name:
             return False
         source.forget()
@@ -50,23 +51,25 @@ class Qwen3Coder(MessageFormat):
         arguments = Arguments(written, written.schema(name))
         yield from source.skip_space()
         while (yield from source.skip(_PARAMETER)):
-            parameter = yield from _read_name(source)
+            parameter = yield from _read_name(source, _PARAMETERS)
+            if parameter is None and source.is_over:
+                return True
             yield from source.skip("\n")
-            if not (yield from arguments.read(parameter, source, ["\n</parameter>", "</parameter>"])):
+            if not (yield from arguments.read(parameter or "", source, ["\n</parameter>", "</parameter>"])):
                 return True
             yield from source.skip_space()
         whole = yield from source.skip(_CLOSING)
         if not whole and source.is_cut([_PARAMETER, _CLOSING]):
-            yield from source.until([], len)
+            yield from source.close(_PARAMETER, _CLOSING)
             return True
         arguments.end()
         yield from source.skip_space()
-        yield from source.skip(self.marks[0])
+        yield from source.close(self.marks[0])
         return True
 
 
-def _read_name(source: Source) -> Reading[str]:
-    """Read a name and what closes its mark. Empty where there is none."""
+def _read_name(source: Source, pattern: re.Pattern[str]) -> Reading[str | None]:
+    """Read a name and what closes its mark. None where there is none."""
     name: list[str] = []
-    yield from source.take(_NAME, name.append)
-    return "".join(name) if (yield from source.skip(">")) else ""
+    yield from source.take(pattern, name.append)
+    return "".join(name) if (yield from source.skip(">")) else None

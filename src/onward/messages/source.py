@@ -23,14 +23,17 @@ class Source:
 
     def __init__(self) -> None:
         self._text = ""
+        self._before = 0  # characters before it
         self._at = 0
         self._mark: int | None = None
         self._ended = False
+        self._is_over = False
 
     def add(self, text: str) -> None:
         """More text has come."""
         first = self._at if self._mark is None else self._mark
         self._text = self._text[first:] + text
+        self._before += first
         self._at -= first
         self._mark = None if self._mark is None else 0
 
@@ -38,11 +41,22 @@ class Source:
         """No more text will come."""
         self._ended = True
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a reader has wanted more text than there is, since the last `mark`."""
+        return self._is_over
+
+    @property
+    def place(self) -> int:
+        """How many characters are read. While text is handed on: how many stand before it."""
+        return self._before + self._at
+
     # ── for readers ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def mark(self) -> None:
         """Remember this place, to come back to it."""
         self._mark = self._at
+        self._is_over = False
 
     def forget(self) -> None:
         """There will be no coming back."""
@@ -57,6 +71,7 @@ class Source:
         """The next character, which stays unread; empty at the end."""
         while self._at == len(self._text) and not self._ended:
             yield
+        self._is_over |= self._at == len(self._text)
         return self._text[self._at : self._at + 1]
 
     def take(self, pattern: re.Pattern[str], give: Callable[[str], object] = len) -> Reading[None]:
@@ -67,6 +82,7 @@ class Source:
                 give(match.group())
                 self._at = match.end()
             if self._at < len(self._text) or self._ended:
+                self._is_over |= self._at == len(self._text)
                 return
             yield
 
@@ -81,16 +97,34 @@ class Source:
                 self._at += len(string)
                 return True
             if self._ended or not string.startswith(rest):
+                self._is_over |= string.startswith(rest)
                 return False
             yield
+
+    def close(self, *strings: str) -> Reading[bool]:
+        """Read one of `strings`, if it is what comes next, or what there is of it where the text ends within it.
+
+        Returns:
+            Whether one was there as a whole.
+        """
+        for string in strings:
+            if (yield from self.skip(string)):
+                return True
+        if self.is_cut(strings):
+            self._at = len(self._text)
+        return False
 
     def is_cut(self, strings: Sequence[str]) -> bool:
         """Whether the text ends here, or within one of `strings`, for each of which `skip` has looked."""
         rest = self._text[self._at :]
         return self._ended and any(string.startswith(rest) for string in strings)
 
-    def until(self, strings: Sequence[str], give: Callable[[str], object]) -> Reading[str | None]:
+    def until(
+        self, strings: Sequence[str], give: Callable[[str], object], is_cut: Callable[[], bool] = lambda: False
+    ) -> Reading[str | None]:
         """Read up to and with the first of `strings`, handing on what stands before it as it comes.
+
+        is_cut: whether the beginning of one of `strings` that stands at the end of the text is dropped, asked there.
 
         Returns:
             The string; None at the end. None of `strings` may begin another.
@@ -103,9 +137,9 @@ class Source:
                 self._at = found[first] + len(first)
                 return first
             rest = self._text[self._at :]
-            held = 0 if self._ended else unfinished(rest, strings)
+            held = 0 if self._ended and not is_cut() else unfinished(rest, strings)
             give(rest[: len(rest) - held])
-            self._at += len(rest) - held
+            self._at += len(rest) - (0 if self._ended else held)
             if self._ended:
                 return None
             yield

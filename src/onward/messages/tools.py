@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from onward.errors import RequestError
 from onward.messages.functions import described_function
+from onward.schemas import check_schema
 
 # An object in OpenAI's format, {"type": "function", "function": {…}}, or a function of the caller's own.
 ToolLike: TypeAlias = Mapping[str, Any] | Callable[..., Any]
@@ -43,11 +44,11 @@ def read_tools(tools: object) -> tuple[Tool, ...]:
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
         raise RequestError(f"tools must be a list of {_SHAPE} or of functions; got {tools!r}")
     read = tuple(_read_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
-    names = [tool.name for tool in read]
-    for at, name in enumerate(names):
-        if name in names[:at]:
+    first: dict[str, int] = {}
+    for at, tool in enumerate(read):
+        if first.setdefault(tool.name, at) != at:
             raise RequestError(
-                f"tools[{at}] and tools[{names.index(name)}] are called {name!r}: give each its own name"
+                f"tools[{at}] and tools[{first[tool.name]}] are called {tool.name!r}: give each its own name"
             )
     return read
 
@@ -78,6 +79,7 @@ def _read_tool(tool: Any, at: str) -> Tool:
     parameters = {"type": "object", "properties": {}} if parameters is None else parameters
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise RequestError(f"{at}.function.parameters must be the JSON schema of an object; got {parameters!r}")
+    check_schema(parameters, f"{at}.function.parameters")
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{at}.function.strict must be true or false; got {strict!r}")

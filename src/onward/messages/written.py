@@ -49,22 +49,46 @@ class Words:
             self._give(self._space)
 
 
+class PlacedWords(Words):
+    """Text beside marks, with its places in the answer.
+
+    place: how many characters of the answer stand before the text that is added. spans: (begin, end) of all text.
+    """
+
+    def __init__(self, give: Callable[[str], object], place: Callable[[], int]) -> None:
+        super().__init__(give)
+        self._place = place
+        self.spans: list[tuple[int, int]] = []
+
+    def add(self, text: str) -> None:
+        if text:
+            begin = self._place()
+            if self.spans and self.spans[-1][1] == begin:
+                begin = self.spans.pop()[0]
+            self.spans.append((begin, self._place() + len(text)))
+        super().add(text)
+
+
 class Written:
     """The parts of one message in the order in which they are read.
 
-    new_id: of the call with an index. tools: those that were given, by name, maybe each with the JSON schema of its
-    arguments; empty where they are not known.
+    new_id: of the call with an index. place: how many characters of the answer are read. tools: those that were given,
+    by name, maybe each with the JSON schema of its arguments; empty where they are not known.
     """
 
-    def __init__(self, new_id: Callable[[int], str], tools: Collection[str] = ()) -> None:
+    def __init__(self, new_id: Callable[[int], str], place: Callable[[], int], tools: Collection[str] = ()) -> None:
         self._new_id, self._tools = new_id, tools
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._count = 0
         self.content = Words(self._content.append)
-        self.reasoning = Words(self._reasoning.append)
+        self.reasoning = PlacedWords(self._reasoning.append, place)
         self.reasoning.mark()
+
+    def has_calls(self) -> bool:
+        """Whether a call has begun."""
+        return self._count > 0
 
     def knows(self, name: str) -> bool:
         """Whether a tool of this name was given."""

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from onward.checks import is_finite
 from onward.errors import ConfigError
+from onward.models.generation_fields import GENERATION_FIELDS
 
 _REQUIRED = object()
 # Positions and token ids are int32.
@@ -48,10 +50,10 @@ def number(fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, wh
 
 def number_or_infinity(value: Any, name: str) -> float:
     """A number, which JSON has as such, or infinity, which files have as a word or as {"__float__": word}."""
-    word = value.get("__float__") if isinstance(value, Mapping) else value
+    word: Any = value.get("__float__") if isinstance(value, Mapping) else value
     if isinstance(word, str) and word.lower() in ("infinity", "inf"):
         return math.inf
-    if not isinstance(word, int | float) or isinstance(word, bool) or math.isnan(word):
+    if not (is_finite(word) or word in (math.inf, -math.inf)):
         raise ConfigError(f"config.json: {name!r} must hold numbers; got {value!r}")
     return float(word)
 
@@ -88,16 +90,16 @@ def _value_or_default(fields: Mapping[str, Any], name: str, default: Any, where:
     return default
 
 
-# What config.json says beside the model itself: training, files, defaults of other libraries, ids of tokens (which
-# `onward.checkpoint.folder` reads), and what Onward's own folders add.
+# What config.json says beside the model itself: training, files, defaults of other libraries, ids of tokens, how texts
+# are chosen, and what Onward's own folders add.
 _NO_SAY = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "name_or_path"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
+    *("sep_token_id", "unk_token_id"),
     *("bos_token", "eos_token", "pad_token", "tokenizer_class", "language", "license", "tags"),
     *("initializer_range", "initializer_factor", "initializer_cutoff_factor", "attention_dropout", "hidden_dropout"),
-    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout", "use_cache", "cache_implementation"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout"),
     *("residual_dropout",),
-    *("output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate"),
+    "return_dict",
     *(
         "attn_implementation",
         "use_flash_attn",
@@ -108,11 +110,8 @@ _NO_SAY = {
     ),
     *("chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention", "pruned_heads", "prefix"),
     *("cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task", "task_specific_params"),
-    *("problem_type", "id2label", "label2id", "num_labels", "begin_suppress_tokens", "suppress_tokens"),
-    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
-    *("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size"),
-    *("encoder_no_repeat_ngram_size", "bad_words_ids", "early_stopping", "num_return_sequences", "forced_bos_token_id"),
-    *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "tf_legacy_loss"),
+    *("problem_type", "id2label", "label2id", "num_labels", "tf_legacy_loss"),
+    *GENERATION_FIELDS,  # which `onward.checkpoint.folder` reads
     *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "base_model_tp_plan"),
     *("unsloth_version", "unsloth_fixed", "onward_quantization", "quantization_config", "compression_config"),
     # The four oldest families: config files of one carry fields that only another's forward reads.

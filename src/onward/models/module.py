@@ -53,8 +53,12 @@ class ModuleForward:
 
     def look_up(self) -> dict[str, Tensor]:
         """Update `params` to the tensors that the module has now, and return it."""
-        self.params.clear()
-        self.params.update(_tensors_of(self._module))
+        # Changed only where the module's tensors are others, and never empty: other threads read it meanwhile.
+        now = _tensors_of(self._module)
+        if now.keys() != self.params.keys() or any(now[name] is not self.params[name] for name in now):
+            for name in self.params.keys() - now.keys():
+                del self.params[name]
+            self.params.update(now)
         return self.params
 
     def _check_names(self, params: dict[str, Tensor]) -> None:

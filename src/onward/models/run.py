@@ -104,8 +104,9 @@ class ModelRun:
         return result
 
     def _compiled(self, cache: Cache) -> Program:
-        if self._program is None:
-            self._program = compile_forward(
+        program = self._program  # another thread may find at any time that the forward cannot be traced
+        if program is None:
+            program = self._program = compile_forward(
                 self.model.forward,
                 params=self.model.params,
                 cache=cache,
@@ -114,7 +115,7 @@ class ModelRun:
                 selects_logits=self.model.selects_logits,
                 programs=self._programs,
             )
-        return self._program
+        return program
 
     def _refuse(self, error: ProgramError) -> None:
         if self.compile != "auto":

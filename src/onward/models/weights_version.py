@@ -3,7 +3,9 @@
 import weakref
 from typing import final
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from onward import ops
 from onward.models.model import Model
@@ -20,10 +22,14 @@ def computation(model: Model) -> tuple[object, ...]:
 
 @final
 class WeightsVersion:
-    """A snapshot of a model's weights: which tensors, and how often each was written to. Compare two with ==.
+    """A snapshot of a model's weights: which tensors, where they lie, and how often each was written to. Compare two
+    with ==.
 
-    It keeps no tensor in memory. It sees an optimizer's step, `load_state_dict` and every other write to a tensor,
-    except writes through `tensor.data`, a NumPy array or a mapped file.
+    It keeps no tensor in memory. It sees an optimizer's step, `load_state_dict`, Onward's own kernels, an assignment to
+    `tensor.data` and every other write that torch counts. It does not see writes through `tensor.data`, a NumPy array
+    or a mapped file: call `torch.autograd.graph.increment_version(tensor)` after one.
+
+    Of tensors created in inference mode torch counts no writes, so snapshots with one are never equal.
     """
 
     def __init__(self, model: Model) -> None:
@@ -32,7 +38,7 @@ class WeightsVersion:
         if isinstance(model.forward, ModuleForward) and params is model.forward.params:
             params = model.forward.look_up()
         tensors = [leaf for leaf in leaves_of(params) if isinstance(leaf, Tensor)]
-        self._tensors = [(weakref.ref(tensor), _count_writes(tensor)) for tensor in tensors]
+        self._tensors = [(weakref.ref(tensor), _state_of(tensor)) for tensor in tensors]
 
     def is_of(self, model: Model) -> bool:
         """Whether the snapshot is of this model's weights, now or earlier."""
@@ -46,14 +52,18 @@ class WeightsVersion:
             model is not None
             and other.is_of(model)
             and all(
-                mine() is theirs() is not None and writes == their_writes
-                for (mine, writes), (theirs, their_writes) in zip(self._tensors, other._tensors, strict=True)
+                mine() is theirs() is not None and state is not None and state == their_state
+                for (mine, state), (theirs, their_state) in zip(self._tensors, other._tensors, strict=True)
             )
         )
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _count_writes(tensor: Tensor) -> int:
-    # Tensors created in inference mode do not count writes.
-    return -1 if tensor.is_inference() else tensor._version
+def _state_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Where a tensor lies, and how often it was written to; None where that is not known."""
+    if tensor.is_inference():
+        return None
+    # Subclasses and other layouts need not have an address.
+    has_address = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
+    return tensor.data_ptr() if has_address else 0, tensor._version

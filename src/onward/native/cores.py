@@ -66,24 +66,28 @@ def _is_whole(text: str) -> bool:
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """How many CPUs the control groups (cgroups, version 1 or 2) of this process grant; infinite without a limit.
+    """How many CPUs the control groups of this process grant; infinite without a limit."""
+    quotas = [quota for folder in group_folders("cpu", root) for quota in (_quota_v2(folder), _quota_v1(folder))]
+    return min(quotas, default=math.inf)
 
-    A group has no more than the groups around it, so the least quota counts. In a container the process's own group is
+
+def group_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """The folders of the control groups (cgroups, version 1 or 2) that limit this process by a controller.
+
+    A group has no more than the groups around it, so the least limit counts. In a container the process's own group is
     mounted as the outermost one.
     """
-    quotas = [math.inf]
-    for mount, group in _cgroups(root):
+    for mount, group in _mounts(controller, root):
         folder = mount / group.strip("/")
         while folder.is_relative_to(mount):
-            quotas += [_quota_v2(folder), _quota_v1(folder)]
+            yield folder
             if folder == mount:
                 break
             folder = folder.parent
-    return min(quotas)
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, str]]:
-    """Folders where the groups that may limit CPUs are mounted, each with this process's path below it."""
+def _mounts(controller: str, root: Path) -> Iterator[tuple[Path, str]]:
+    """Folders where groups of a controller may be mounted, each with this process's path below it."""
     mounts = root / "sys/fs/cgroup"
     for line in (_read_text(root / "proc/self/cgroup") or "0::/").splitlines():
         _, _, rest = line.partition(":")
@@ -91,9 +95,9 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, str]]:
         if not controllers:
             yield mounts, group
             yield mounts / "unified", group
-        elif "cpu" in controllers.split(","):
+        elif controller in controllers.split(","):
             yield mounts / controllers, group
-            yield mounts / "cpu", group
+            yield mounts / controller, group
 
 
 def _quota_v2(folder: Path) -> float:

@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from onward.native.cores import group_folders
+
 # Bytes to reckon with where the system does not say how much there is.
 _UNKNOWN = 8 << 30
+# Of control groups of version 2 and 1: the limit, the use, and the prefix of sums over a group and those inside it.
+_FILES = (
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
 
 
 def memory_limit() -> int:
@@ -15,19 +22,28 @@ def memory_limit() -> int:
     return _UNKNOWN if total is None else total
 
 
-def machine_memory() -> tuple[int | None, int | None]:
-    """Bytes of memory, all and available; a control group may grant less than the machine has. None if unknown."""
-    fields = system_fields("/proc/meminfo")
+def machine_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
+    """Bytes of memory, all and available; control groups may grant less than the machine has. None if unknown."""
+    fields = system_fields(str(root / "proc/meminfo"))
     if "MemTotal" not in fields:
         pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}) else None
         return (None if pages is None else pages * os.sysconf("SC_PAGE_SIZE")), None
     total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    granted = _read("/sys/fs/cgroup/memory.max").strip()
-    if granted.isdigit():
-        used = _read("/sys/fs/cgroup/memory.current").strip()
-        total = min(total, int(granted))
-        available = min(available, int(granted) - int(used or 0))
-    return total, available
+    for folder in group_folders("memory", root):
+        for limit, usage, file_pages in _FILES:
+            granted = _read(str(folder / limit)).strip()
+            if granted.isdigit():
+                total = min(total, int(granted))
+                available = min(available, int(granted) - _used(folder, usage, file_pages))
+    return total, max(0, available)
+
+
+def _used(folder: Path, usage: str, file_pages: str) -> int:
+    """Bytes that a group uses and cannot give back: without the pages of files, which the system drops when it must."""
+    used = _read(str(folder / usage)).strip()
+    stat = dict(line.split() for line in _read(str(folder / "memory.stat")).splitlines() if len(line.split()) == 2)
+    droppable = sum(int(stat.get(f"{file_pages}{kind}", "0")) for kind in ("inactive_file", "active_file"))
+    return max(0, int(used) - droppable) if used.isdigit() else 0
 
 
 def system_fields(path: str) -> dict[str, str]:

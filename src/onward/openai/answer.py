@@ -35,11 +35,17 @@ def answer_body(body: Body, completions: Sequence[Completion], tokenizer: Tokeni
                 echo = None if body.echoes is None else body.echoes[at]
                 with_content = body.return_token_ids
                 choice |= _text_choice(text, completion.prompt_logprobs, prompt, echo, tokenizer, with_content)
+                if body.prompt_logprobs:
+                    choice["prompt_logprobs"] = prompt_logprobs(prompt, completion.prompt_logprobs, tokenizer)
             if body.return_token_ids:
                 choice["token_ids"] = text.token_ids
             choices.append(choice | {"finish_reason": finish_reason(text)})
     head = answer_head(body, body.kind, completions[0].seed, version)
-    return head | {"choices": choices, "usage": usage_of(completions)}
+    answer = head | {"choices": choices, "usage": usage_of(completions)}
+    if body.prompt_logprobs and body.kind == "chat.completion":
+        entries = completions[0].prompt_logprobs
+        answer["prompt_logprobs"] = prompt_logprobs(body.requests[0].prompt, entries, tokenizer)
+    return answer
 
 
 def answer_head(body: Body, kind: str, seed: int | None, version: str) -> dict[str, Any]:
@@ -82,21 +88,20 @@ def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     """How many tokens were read and written."""
     prompt = sum(completion.prompt_tokens for completion in completions)
     new = sum(len(text.token_ids) for completion in completions for text in completion.choices)
-    usage = {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions)},
     }
-    drafts = [text.speculation for completion in completions for text in completion.choices if text.speculation]
-    if drafts:
-        accepted = sum(draft.accepted for draft in drafts)
-        rejected = sum(draft.drafted for draft in drafts) - accepted
-        usage["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": rejected,
-        }
-    return usage
+    texts = [text for completion in completions for text in completion.choices]
+    details = {}
+    if reasoning := sum(text.reasoning_tokens or 0 for text in texts):
+        details["reasoning_tokens"] = reasoning
+    if drafts := [text.speculation for text in texts if text.speculation]:
+        details["accepted_prediction_tokens"] = accepted = sum(draft.accepted for draft in drafts)
+        details["rejected_prediction_tokens"] = sum(draft.drafted for draft in drafts) - accepted
+    return usage | ({"completion_tokens_details": details} if details else {})
 
 
 def _chat_choice(text: Completion, prompt: Sequence[int], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -127,15 +132,15 @@ def logprob_entries(
     content = []
     for token, id, entry in zip(tokens, ids, entries, strict=True):
         if entry is None:  # the first of a prompt
-            content.append({**_with_bytes(token.text, id, 0.0), "logprob": None, "top_logprobs": []})
+            content.append({**_with_bytes(token, id, 0.0), "logprob": None, "top_logprobs": []})
             continue
-        top = [_with_bytes(text, other, logprob) for text, (other, logprob) in zip(token.top, entry.top, strict=True)]
-        content.append(_with_bytes(token.text, id, entry.chosen) | {"top_logprobs": top})
+        top = [_with_bytes(other, *of_other) for other, of_other in zip(token.top, entry.top, strict=True)]
+        content.append(_with_bytes(token, id, entry.chosen) | {"top_logprobs": top})
     return content
 
 
-def _with_bytes(text: str, id: int, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode("utf-8", "replace")), "id": id}
+def _with_bytes(token: TokenText, id: int, logprob: float) -> dict[str, Any]:
+    return {"token": token.text, "logprob": _finite(logprob), "bytes": list(token.bytes), "id": id}
 
 
 def _text_choice(
@@ -183,10 +188,32 @@ def text_logprobs(
     }
 
 
+def prompt_logprobs(
+    prompt: Sequence[int], entries: Sequence[TokenLogprobs | None] | None, tokenizer: Tokenizer
+) -> list[dict[str, dict[str, Any]] | None]:
+    """The logprobs of a prompt as vLLM writes them: for each id, the id itself and the likeliest at its place.
+
+    rank: 1 for the likeliest; None for an id that is none of those listed.
+    """
+    assert entries is not None, "they were asked for"
+    listed: list[dict[str, dict[str, Any]] | None] = []
+    for id, entry, token in zip(prompt, entries, token_texts(prompt, entries, (), tokenizer), strict=True):
+        if entry is None:
+            listed.append(None)
+            continue
+        own = {"logprob": _finite(entry.chosen), "rank": None, "decoded_token": token.text}
+        likeliest = {
+            str(other): {"logprob": _finite(logprob), "rank": rank, "decoded_token": text.text}
+            for rank, ((other, logprob), text) in enumerate(zip(entry.top, token.top, strict=True), 1)
+        }
+        listed.append({str(id): own, **likeliest})
+    return listed
+
+
 def _by_text(token: TokenText, entry: TokenLogprobs | None) -> Mapping[str, float] | None:
     if entry is None:
         return None
-    return {text: _finite(logprob) for text, (_, logprob) in zip(token.top, entry.top, strict=True)}
+    return {other.text: _finite(logprob) for other, (_, logprob) in zip(token.top, entry.top, strict=True)}
 
 
 def _finite(logprob: float) -> float:

@@ -1,5 +1,6 @@
 """What an answer is told apart by, and all that is drawn for it beside its tokens."""
 
+import datetime
 import hashlib
 import os
 import re
@@ -11,11 +12,13 @@ from onward.errors import RequestError
 
 _TEXT = re.compile("[0-9a-f]{32}")
 _MILLISECOND_DIGITS = 12  # of 32; the others are drawn
+_LAST_SECOND = int(datetime.datetime.max.replace(microsecond=0, tzinfo=datetime.UTC).timestamp())
 
 
 @dataclass(frozen=True)
 class AnswerKey:
-    """Fixes an answer's id, when it was created, the ids of its items, and the seed of a body that gives none.
+    """Fixes an answer's id, when it was created, the ids of its items, and the seed of a body that gives none. A chat
+    template that writes the date gets the time of the key.
 
     So the same body with the same key gives the same answer, on any server of the same model.
 
@@ -32,14 +35,20 @@ class AnswerKey:
             raise RequestError(f"the key of an answer is 32 hexadecimal digits (AnswerKey.new()); got {self.text!r}")
 
     @classmethod
-    def new(cls) -> Self:
-        milliseconds = time.time_ns() // 1_000_000
+    def new(cls, created: int | None = None) -> Self:
+        """A key of the present moment. created: of another, in seconds since 1970."""
+        milliseconds = time.time_ns() // 1_000_000 if created is None else created * 1000
         return cls(f"{milliseconds:0{_MILLISECOND_DIGITS}x}{os.urandom(10).hex()}")
 
     @property
     def created(self) -> int:
         """Seconds since 1970."""
         return int(self.text[:_MILLISECOND_DIGITS], 16) // 1000
+
+    @property
+    def time(self) -> datetime.datetime:
+        """When the answer was created, in UTC: the time that its prompt is rendered with."""
+        return datetime.datetime.fromtimestamp(min(self.created, _LAST_SECOND), datetime.UTC)
 
     @property
     def seed(self) -> int:

@@ -9,17 +9,20 @@ input was written. What depends on the run, such as the cached ids of a prompt, 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from onward.errors import OnwardError, RequestError, one_line
+from onward.errors import OnwardError
 from onward.openai.batch_files import batch_files, created_at, rows_of
 from onward.openai.body import URLS
 from onward.openai.errors import error_fields, status_of
+from onward.reprs import brief
+from onward.text_input import LONGEST_LINE, TextError, check_value, parse_json, parse_request_json
 
 # Counts of an answer's usage that depend on what else was served.
-_OF_THE_RUN = ("prompt_tokens_details", "completion_tokens_details")
+_OF_THE_RUN = ("cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
 
 
 @dataclass(frozen=True)
@@ -40,27 +43,36 @@ class BatchLine:
 
     @classmethod
     def read(cls, number: int, text: str | bytes, created: int = 0) -> Self:
-        """Never raises: what is wrong is the line's `error`."""
+        """Never raises: an unreadable line has an `error`."""
+        if len(text) > LONGEST_LINE:
+            message = f"the line is longer than {LONGEST_LINE:,} bytes, the most that a request may have"
+            return cls._wrong(number, None, "invalid_json_line", message)
         try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            return cls._wrong(number, None, "invalid_json_line", f"no JSON: {error.msg} at column {error.colno}")
-        except (ValueError, RecursionError) as error:
-            return cls._wrong(number, None, "invalid_json_line", f"no JSON: {one_line(error)}")
+            fields = parse_request_json(text)
+        except TextError as error:
+            message = f"the line is not valid JSON: {error}" if error.at is None else str(error)
+            return cls._wrong(number, _custom_id_in(text), "invalid_json_line", message, error.at)
         if not isinstance(fields, dict):
-            return cls._wrong(number, None, "invalid_json_line", f"a JSON object is due, got {type(fields).__name__}")
+            message = f"a line must be a JSON object; got {type(fields).__name__}"
+            return cls._wrong(number, None, "invalid_json_line", message)
         custom_id, method, url = fields.get("custom_id"), fields.get("method"), fields.get("url")
         if not isinstance(custom_id, str) or not custom_id:
-            message = f"custom_id must be a text that is not empty; got {custom_id!r}"
+            message = f"custom_id must be a text that is not empty; got {brief(custom_id)}"
             return cls._wrong(number, None, "missing_required_parameter", message, "custom_id")
         if method != "POST":
-            return cls._wrong(number, custom_id, "invalid_method", f"method must be POST; got {method!r}", "method")
+            message = f"method must be POST; got {brief(method)}"
+            return cls._wrong(number, custom_id, "invalid_method", message, "method")
         if not isinstance(url, str) or url not in URLS:
-            message = f"url must be {' or '.join(URLS)}; got {url!r}"
+            message = f"url must be {' or '.join(URLS)}; got {brief(url)}"
             return cls._wrong(number, custom_id, "invalid_url", message, "url")
         if "body" not in fields:
             return cls._wrong(number, custom_id, "missing_required_parameter", "there is no body", "body")
         return cls(number, custom_id, url, fields["body"], created=created)
+
+    def repeated(self, first: str) -> Self:
+        """The line where its custom_id is taken. first: the line that has it."""
+        message = f"{first} has the custom_id {self.custom_id!r} already: give each line its own"
+        return self._wrong(self.number, None, "duplicate_custom_id", message, "custom_id")
 
     @classmethod
     def _wrong(cls, number: int, custom_id: str | None, code: str, message: str, param: str | None = None) -> Self:
@@ -87,7 +99,7 @@ class BatchLine:
     def served(self, id: str, answer: Mapping[str, Any]) -> dict[str, Any]:
         """The line of the output where the request was served."""
         kind, _, _ = answer["id"].partition("-")
-        usage = {name: value for name, value in answer["usage"].items() if name not in _OF_THE_RUN}
+        usage = _lasting(answer["usage"])
         of_line = {"id": f"{kind}-{_hash(id)}", "created": self.created, "usage": usage}
         return self._result(id, self._response(id, 200, {**answer, **of_line}), None)
 
@@ -107,6 +119,23 @@ class BatchLine:
         return {"status_code": status, "request_id": f"req_{_hash(id)}", "body": body}
 
 
+def _custom_id_in(text: str | bytes) -> str | None:
+    """The custom_id of a line that holds what no request can hold."""
+    try:
+        fields = parse_json(text)
+        custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
+        check_value(custom_id)
+    except TextError:
+        return None
+    return custom_id if isinstance(custom_id, str) and custom_id else None
+
+
+def _lasting(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """The counts that do not depend on the run."""
+    counts = {name: _lasting(value) if isinstance(value, Mapping) else value for name, value in usage.items()}
+    return {name: value for name, value in counts.items() if name not in _OF_THE_RUN and value != {}}
+
+
 def _hash(id: str) -> str:
     return id.rpartition("_")[2]
 
@@ -120,30 +149,28 @@ def result_line(result: Mapping[str, Any]) -> bytes:
 class BatchInput:
     """The lines of a batch. Making it reads them once, to count them and to compare their ids.
 
+    Where several lines have one custom_id, the first is served and the others are refused.
+
     source: a file, or a folder of files (see `batch_files`). count: of the lines.
 
     Raises:
-        RequestError: a file cannot be read, or two lines have one custom_id.
+        RequestError: a file cannot be read.
     """
 
     def __init__(self, source: Path) -> None:
         self.source = source
         self.files = batch_files(source)
         self.count = 0
-        seen: dict[str, tuple[Path, int]] = {}
+        self._first: dict[str, tuple[Path, int]] = {}  # the place of each custom_id
         for file in self.files:
-            for line in self.lines_of(file):
+            for line in self._read(file):
                 self.count += 1
-                if line.custom_id is None:
-                    continue
-                at = (file, line.number)
-                first = seen.setdefault(line.custom_id, at)
-                if first != at:
-                    raise RequestError(
-                        f"lines {_and(first, at)} have one custom_id, {line.custom_id!r}: results are told apart by "
-                        "it, so give each line its own"
-                    )
-        self.custom_ids = frozenset(seen)
+                if line.custom_id is not None:
+                    self._first.setdefault(line.custom_id, (file, line.number))
+
+    @property
+    def custom_ids(self) -> AbstractSet[str]:
+        return self._first.keys()
 
     def lines(self) -> Iterator[BatchLine]:
         """All lines that are not blank, read as they are asked for."""
@@ -152,13 +179,17 @@ class BatchInput:
 
     def lines_of(self, file: Path) -> Iterator[BatchLine]:
         """Those of one file."""
+        for line in self._read(file):
+            at = (file, line.number)
+            first = at if line.custom_id is None else self._first.get(line.custom_id, at)
+            yield line if first == at else line.repeated(_shown(first, file))
+
+    def _read(self, file: Path) -> Iterator[BatchLine]:
         created = created_at(file)
         for number, text in rows_of(file):
             yield BatchLine.read(number, text, created)
 
 
-def _and(first: tuple[Path, int], second: tuple[Path, int]) -> str:
-    (file, number), (other, at) = first, second
-    if file == other:
-        return f"{number} and {at} of {str(file)!r}"
-    return f"{number} of {str(file)!r} and {at} of {str(other)!r}"
+def _shown(at: tuple[Path, int], file: Path) -> str:
+    """A place as a line of `file` names it."""
+    return f"line {at[1]}" if at[0] == file else f"line {at[1]} of {str(at[0])!r}"

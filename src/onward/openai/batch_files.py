@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import RequestError, one_line
+from onward.text_input import TextError, parse_json, read_lines
 
 _SUFFIXES = (".jsonl", ".parquet")
 # Columns that are JSON as text; the others are texts.
@@ -56,7 +57,7 @@ def rows_of(file: Path, *, results: bool = False) -> Iterator[tuple[int, str | b
             yield from enumerate(_parquet_rows(file, _RESULT if results else _REQUEST), 1)
             return
         with file.open("rb") as content:
-            for number, text in enumerate(content, 1):
+            for number, text in enumerate(content if results else read_lines(content), 1):
                 if text.strip():
                     yield number, text
     except OSError as error:
@@ -96,8 +97,8 @@ def _row_text(row: dict[str, Any], columns: dict[str, bool]) -> str:
     for name, is_json in columns.items():
         if is_json and row[name] is not None:
             try:
-                fields[name] = json.loads(row[name])
-            except (TypeError, ValueError, RecursionError):
+                fields[name] = parse_json(row[name])
+            except (TypeError, AttributeError, TextError):
                 return str(row[name])
     return json.dumps(fields, default=str)
 

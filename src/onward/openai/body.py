@@ -38,7 +38,6 @@ _OWN = {
 _NO_FIELDS = {
     *LENGTHS,
     "logprobs",
-    "prompt_logprobs",
     "draft",
     "stop_when",
     "cancel",
@@ -80,6 +79,7 @@ class Body:
     kind: of the object that answers. model: the name that the answer gives. requests: one for each prompt; a chat has
     one. echoes: the text that the answer to each prompt begins with. stream: whether the answer comes in chunks.
     include_usage: whether the last of them has the usage. return_token_ids: whether choices have their ids.
+    prompt_logprobs: whether the answer has those of the prompt.
     key: of the answer. given: the fields of the body.
     """
 
@@ -90,6 +90,7 @@ class Body:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    prompt_logprobs: bool = False
     key: AnswerKey = field(default_factory=AnswerKey.new, compare=False)
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -145,10 +146,11 @@ class BodyReader:
             if name in fields and fields[name] not in served:
                 raise BodyError(_not_served(name, served), name, "unsupported_value")
         options = {**self.options, **_options_of(fields), **_logprobs_of(fields, kind), "adapter": adapter}
-        answer = {"model": model, "key": key or AnswerKey.new(), "given": fields, **self._answer_fields(fields)}
+        key = key or AnswerKey.new()
+        answer = {"model": model, "key": key, "given": fields, **self._answer_fields(fields)}
         try:
             if kind == "chat.completion":
-                read = Body(kind, requests=(self._chat(fields, options),), **answer)
+                read = Body(kind, requests=(self._chat(fields, {**options, "now": key.time}),), **answer)
             else:
                 read = replace(self._completion(fields, options), **answer)
         except BodyError:
@@ -187,6 +189,8 @@ class BodyReader:
             raise BodyError(_not_served("stream", (False,)), "stream", "unsupported_value")
         if stream and fields.get("echo") and fields.get("logprobs") is not None:
             raise BodyError("echo with logprobs is not served in a stream: leave out one of the three", "echo")
+        if stream and fields.get("prompt_logprobs") is not None:
+            raise BodyError("prompt_logprobs are not served in a stream: leave out one of the two", "prompt_logprobs")
         options = fields.get("stream_options", {})
         if not isinstance(options, dict):
             raise BodyError(f"stream_options must be an object; got {options!r}", "stream_options", "invalid_type")
@@ -199,7 +203,9 @@ class BodyReader:
             raise BodyError("include_obfuscation is not served: leave it out", "stream_options", "unsupported_value")
         usage = _boolean(options, "include_usage", "stream_options.")
         return_token_ids = _boolean(fields, "return_token_ids")
-        return {"stream": stream, "include_usage": usage, "return_token_ids": return_token_ids}
+        of_prompt = fields.get("prompt_logprobs") is not None
+        reports = {"return_token_ids": return_token_ids, "prompt_logprobs": of_prompt}
+        return {"stream": stream, "include_usage": usage, **reports}
 
     def _chat(self, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Request:
         if "messages" not in fields:
@@ -224,8 +230,10 @@ class BodyReader:
             raise BodyError("best_of is not served, but for that of n: leave it out", "best_of", "unsupported_value")
         if not isinstance(echo, bool):
             raise BodyError(f"echo must be true or false; got {echo!r}", "echo", "invalid_type")
-        if echo and "logprobs" in options:
-            options["prompt_logprobs"] = options["logprobs"]
+        logprobs = options.get("logprobs")
+        if echo and logprobs is not None and options.setdefault("prompt_logprobs", logprobs) != logprobs:
+            message = "prompt_logprobs differs from logprobs, which echo reports of the prompt too: give one number"
+            raise BodyError(message, "prompt_logprobs")
         prompts = _prompts(fields["prompt"])
         requests = tuple(self.lm.request(prompt, **options) for prompt in prompts)
         echoes = None
@@ -377,6 +385,6 @@ def _of_field(message: str, fields: Mapping[str, Any]) -> BodyError:
             continue
         if re.match(rf"{re.escape(option)}\b", message):
             return BodyError(name + message.removeprefix(option), name)
-        if message.startswith(_GRAMMARS.get(option, option)):
+        if option in _GRAMMARS and message.startswith(_GRAMMARS[option]):
             return BodyError(message, name)
     return BodyError(message)

@@ -174,7 +174,7 @@ def _usage(completion: Completion) -> dict[str, Any]:
             "cache_write_tokens": completion.prompt_tokens - completion.cached_tokens,
         },
         "output_tokens": new,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": completion.reasoning_tokens or 0},
         "total_tokens": completion.prompt_tokens + new,
     }
 

@@ -1,5 +1,6 @@
 """Bodies of /v1/responses. Each is read as the chat that it means, and answered without being stored."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,7 +23,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 # Fields of a chat that responses do not have.
 _NOT_HERE = {"messages", "n", "logprobs", "response_format", "prediction", "stop", "max_tokens", "max_new_tokens"}
-_NOT_HERE |= {"max_completion_tokens", "reasoning_effort", "return_token_ids", "functions", "function_call", "beams"}
+_NOT_HERE |= {
+    "prompt_logprobs",
+    "max_completion_tokens",
+    "reasoning_effort",
+    "return_token_ids",
+    "functions",
+    "function_call",
+    "beams",
+}
 _LOGPROBS = "message.output_text.logprobs"  # the one thing that may be included
 _KINDS_OF_TEXT = ("input_text", "output_text", "text")
 _REASONING = {"effort", "summary", "generate_summary"}
@@ -61,6 +70,7 @@ def _renamed(error: BodyError) -> BodyError:
     for old, new in names.items():
         if param is not None and (param == old or param.startswith((f"{old}[", f"{old}."))):
             param, message = param.replace(old, new, 1), message.replace(old, new)
+    message = re.sub(r"^(tools\[\d+\])\.function\b", r"\1", message)  # tools have no inner object here
     return BodyError(message, param, error.code, error.status)
 
 
@@ -107,7 +117,7 @@ def _add_item(messages: list[dict[str, Any]], item: object, at: str) -> None:
             raise BodyError(f"{at} must have a role; got {item!r}", at, "invalid_type")
         _join(messages, message) if message["role"] == "assistant" else messages.append(message)
     elif kind == "function_call":
-        function = {name: item.get(name) for name in ("name", "arguments")}
+        function = {"name": item.get("name"), "arguments": item.get("arguments") or ""}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if not all(isinstance(value, str) for value in (call["id"], *function.values())):
             raise BodyError(f"{at} must have a call_id, a name and arguments; got {item!r}", at, "invalid_type")

@@ -14,8 +14,8 @@ from onward.requests import Request
 class SaidLogprobs:
     """Finds the tokens of one answer's content as they come.
 
-    The answer is read a token at a time, as a message. A token is of the content where a character of it is. Text that
-    is held back, since it may begin a mark, is told when it is certain.
+    The answer is read a token at a time, as a message. A token is of the content where a character of it is, or where
+    it is a part of one. Text that is held back, since it may begin a mark, is told when it is certain.
     """
 
     def __init__(self, request: Request, seed: int | None, tokenizer: Tokenizer) -> None:
@@ -24,7 +24,8 @@ class SaidLogprobs:
         self._marks = dict(request.answer.marks)
         self._texts = TokenTexts(request.prompt, tokenizer)
         self._coming: list[tuple[int, TokenLogprobs]] = []  # tokens whose texts are not final
-        self._read: list[tuple[str, dict[str, Any] | None]] = []  # since the last content; None: was told
+        # Since the last content: texts, each with the entries of its tokens that were not told.
+        self._read: list[tuple[str, list[dict[str, Any]]]] = []
         self.pushed = 0
 
     def push(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
@@ -49,12 +50,17 @@ class SaidLogprobs:
     def _settle(self, final: Sequence[TokenText]) -> list[dict[str, Any]]:
         """Read tokens whose texts have become final."""
         told: list[dict[str, Any]] = []
-        for token in final:
+        entries: list[dict[str, Any]] = []  # of the parts of a character, which is in the last of them
+        for at, token in enumerate(final, 1):
             id, entry = self._coming.pop(0)
+            entries += logprob_entries([token], [id], [entry])
             text = self._marks.get(id, token.text)
+            if token.bytes and not text and at < len(final):
+                continue
             self._parser.feed(text)
-            self._read.append((text, logprob_entries([token], [id], [entry])[0]))
+            self._read.append((text, entries))
             told += self._said(self._parser.take().content)
+            entries = []
         return told
 
     def _said(self, content: str) -> list[dict[str, Any]]:
@@ -64,14 +70,14 @@ class SaidLogprobs:
         begin = "".join(text for text, _ in self._read).rfind(content)
         end, at = begin + len(content), 0
         told: list[dict[str, Any]] = []
-        rest: list[tuple[str, dict[str, Any] | None]] = []
-        for text, entry in self._read:
+        rest: list[tuple[str, list[dict[str, Any]]]] = []
+        for text, entries in self._read:
             after = at + len(text)
-            if at < end and after > begin and entry is not None:
-                told.append(entry)
-                entry = None
+            if at < end and after > begin:
+                told += entries
+                entries = []
             if after > end:
-                rest.append((text[max(0, end - at) :], entry))
+                rest.append((text[max(0, end - at) :], entries))
             at = after
         self._read = rest
         return told

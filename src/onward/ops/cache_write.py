@@ -8,7 +8,7 @@ from onward.native import Library
 from onward.native.interface import HeadsArguments
 from onward.ops.autocast import autocast_dtype
 from onward.ops.blocks import BLOCK, check_blocks, check_table
-from onward.ops.operators import DTYPES, define_in_place, shapes, usable_library
+from onward.ops.operators import DTYPES, TRAIN_WITHOUT_CACHE, Operator, returns_nothing, shapes
 
 
 def write_cache(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None = None) -> None:
@@ -22,8 +22,8 @@ def write_cache(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | Non
             of a row's last new position are not read.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit; eagerly on the CPU also a row that reaches past the cache, or
-            a block that does not exist.
+        RequestError: shapes or dtypes that do not fit, or a gradient is wanted, which a write does not have; eagerly
+            on the CPU also a row that reaches past the cache, or a block that does not exist.
     """
     if new.dtype != cache.dtype and autocast_dtype(new) is not None:
         new = new.to(cache.dtype)
@@ -34,10 +34,7 @@ def write_cache(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | Non
     fits = fits and (cache.shape[0] == batch or table is not None)
     if not fits or cache.dtype != new.dtype or offsets.shape != (batch,):
         raise RequestError(f"a cache [B, G, S, D] wants new [B, G, T, D]; got {shapes(cache=cache, new=new)}")
-    if torch.compiler.is_compiling() or type(new) is not Tensor or new.device.type != "cpu":
-        torch.ops.onward.write_cache(cache, new, offsets, table)
-    else:
-        _write_rows(cache, new, offsets, table)
+    _write_cache(cache, new, offsets, table)
 
 
 def _definition(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
@@ -50,23 +47,34 @@ def _definition(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | Non
     cache[rows, :, positions] = new.transpose(1, 2)
 
 
-def _write_rows(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
-    """On the CPU: check the places, then write them with the native threads where there is a library."""
+def _native(library: Library, cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
+    """Check the places, then write them with the native threads."""
+    if new.dtype in DTYPES and new.stride(-1) == 1 and cache.stride(-1) == 1:
+        _checked_starts(cache, new, offsets, table)
+        _call(library, cache, new, offsets, table)
+    else:
+        _by_row(cache, new, offsets, table)
+
+
+def _by_row(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
+    starts = _checked_starts(cache, new, offsets, table)
+    if table is None:
+        for b, offset in enumerate(starts):
+            cache[b, :, offset : offset + new.shape[2]].copy_(new[b])
+    else:
+        _definition(cache, new, offsets, table)
+
+
+def _checked_starts(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> list[int]:
+    """The offsets; raises where a row reaches past the cache, or its blocks do not exist."""
     queries, room = new.shape[2], cache.shape[2] if table is None else BLOCK * table.shape[1]
-    starts = offsets.tolist()
+    starts: list[int] = offsets.tolist()
     for offset in starts:
         if not 0 <= offset <= room - queries:
             raise RequestError(f"a cache of {room} positions has no room for {queries} at {offset}")
     if table is not None:
         check_blocks(table, cache, starts, [offset + queries for offset in starts])
-    library = usable_library()
-    if library is not None and new.dtype in DTYPES and new.stride(-1) == 1 and cache.stride(-1) == 1:
-        _call(library, cache, new, offsets, table)
-    elif table is not None:
-        _definition(cache, new, offsets, table)
-    else:
-        for b, offset in enumerate(starts):
-            cache[b, :, offset : offset + queries].copy_(new[b])
+    return starts
 
 
 def _call(library: Library, cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
@@ -85,6 +93,11 @@ def _call(library: Library, cache: Tensor, new: Tensor, offsets: Tensor, table: 
     library.check(status, "onward_heads")
 
 
-define_in_place(
-    "write_cache(Tensor(a!) cache, Tensor new, Tensor offsets, Tensor? table) -> ()", _definition, on_cpu=_write_rows
+_write_cache: Operator[None] = Operator(
+    "write_cache(Tensor(a!) cache, Tensor new, Tensor offsets, Tensor? table) -> ()",
+    _definition,
+    _native,
+    returns_nothing,
+    _by_row,
+    instead=TRAIN_WITHOUT_CACHE,
 )

@@ -14,7 +14,7 @@ from onward.errors import RequestError
 from onward.native import advise_huge_pages
 from onward.ops import quantized_layout as layout
 from onward.ops.linear import Weight
-from onward.ops.operators import shapes, usable_library
+from onward.ops.operators import check_no_gradient, shapes, usable_library
 from onward.ops.packed import FORMATS, NativeWeight, empty_packed, pack_into
 from onward.ops.quantized import QuantizedWeight, register_packed
 
@@ -110,10 +110,17 @@ def pack_experts(weights: ExpertWeights | Sequence[Weight]) -> ExpertWeights:
     """Weights [E, N, K], or E of [N, K], in the layout that this machine's `experts` reads.
 
     Each expert is read once, and then no more. What is packed or quantized already stays as it is, in one piece; so do
-    weights on another device than the CPU, and all where there is no native library.
+    weights on another device than the CPU, and all where there is no native library. Packed weights are a copy without
+    a graph.
+
+    Raises:
+        RequestError: the weights do not fit each other, or autograd follows one.
     """
     if isinstance(weights, NativeExperts | QuantizedExperts):
         return weights
+    check_no_gradient(
+        "ops.pack_experts", "pack weights.detach()", *([weights] if isinstance(weights, Tensor) else weights)
+    )
     first, library = weights[0], usable_library()
     fits = isinstance(first, Tensor) and first.device.type == "cpu" and first.dtype in FORMATS
     if library is None or not fits:

@@ -188,9 +188,7 @@ class _Experts(NamedTuple):
     def _as_read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """float32 x, rounded as a product with these weights reads it."""
         if self.format in quantized.FORMATS:
-            rounded = quantized.round_activations(x, self.format)
-            # Rounding has no gradient: that of the unrounded x passes through.
-            return x + (rounded - x).detach() if x.requires_grad else rounded
+            return quantized.rounded_activations(x, self.format)
         return x.to(dtype).to(torch.float32) if dtype == torch.bfloat16 else x
 
 

@@ -26,7 +26,7 @@ from onward.native import Library
 from onward.native.interface import GatedDeltaArguments
 from onward.ops.autocast import autocast_dtype
 from onward.ops.operators import DTYPES, Operator, shapes
-from onward.ops.state import STATE_BLOCK, arguments, check_rows, check_state, places
+from onward.ops.state import STATE_BLOCK, TRAIN_WITHOUT_STATE, arguments, check_rows, check_state, places
 from onward.ops.state_blocks import state_at_end, sums_of_decays, through_blocks
 
 _WIDEST = 256  # K and V at most (native/src/state/gated_delta.cpp)
@@ -65,7 +65,8 @@ def gated_delta(
         [B, T, H, V] in qkv's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit; eagerly on the CPU also rows that share a slot.
+        RequestError: shapes or dtypes that do not fit, or a gradient is wanted, which the op does not have; eagerly
+            on the CPU also rows that share a slot.
     """
     if autocast_dtype(qkv) is not None:
         decay, beta = decay.to(qkv.dtype), beta.to(qkv.dtype)
@@ -220,4 +221,5 @@ _gated_delta = Operator(
     _definition,
     _native,
     _fake,
+    instead=TRAIN_WITHOUT_STATE,
 )

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.ops.autocast import autocast_dtype, lowered, off
-from onward.ops.operators import shapes
+from onward.ops.operators import check_no_gradient, may_want_gradient, shapes
 from onward.ops.packed import NativeWeight, native_linear, pack_native
 from onward.ops.quantized import QuantizedWeight, quantized_linear
 
@@ -61,6 +61,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, NativeWeight):
         return native_linear(x, weight, bias)
     if isinstance(weight, OneDnnWeight):
+        if may_want_gradient(x, bias):  # torch's product in this layout has none
+            return F.linear(x, weight.blocks.to_dense(), bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.blocks, bias, "none", [], "")
         return out
     return F.linear(x, weight, bias)
@@ -77,9 +79,16 @@ def _linear_under_autocast(dtype: torch.dtype, x: Tensor, weight: Weight, bias: 
 
 
 def pack(weight: Weight) -> Weight:
-    """The weight [N, K] in the layout that this machine's `linear` reads fastest; itself where none is faster."""
+    """The weight [N, K] in the layout that this machine's `linear` reads fastest; itself where none is faster.
+
+    A packed weight is a copy without a graph.
+
+    Raises:
+        RequestError: autograd follows the weight.
+    """
     if not isinstance(weight, Tensor):
         return weight
+    check_no_gradient("ops.pack", "pack weight.detach()", weight)
     return pack_native(weight) or _pack_onednn(weight)
 
 

@@ -2,9 +2,12 @@
 
 An op has a definition, in plain torch for every device, and usually a kernel in the native library. Both are
 registered under `torch.ops.onward`, so that the op is one node in `torch.compile`, `make_fx` and programs. An eager
-call on plain CPU tensors enters the kernel directly: the dispatcher takes as long as a small kernel. Where an argument
-requires a gradient the definition runs, and torch differentiates it. Where the fastest plain torch is hard to read, a
-function `reference` in the op's file is the same written out.
+call on plain CPU tensors enters the kernel directly: the dispatcher takes as long as a small kernel. Where the fastest
+plain torch is hard to read, a function `reference` in the op's file is the same written out.
+
+A kernel records no graph. So where autograd asks for a derivative by an argument, in reverse or in forward mode, the
+definition runs and torch differentiates it; an op that has no gradient raises. Both hold for calls of the functions in
+`onward.ops` and for direct calls of `torch.ops.onward`.
 """
 
 import os
@@ -14,6 +17,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from onward import native
@@ -22,6 +27,12 @@ from onward.errors import RequestError
 DTYPES = {torch.float32: native.DType.F32, torch.bfloat16: native.DType.BF16, torch.float16: native.DType.F16}
 _FORMS = ("native", "definition")
 _PLAIN = (Tensor, Parameter)
+_is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Of ops that write to a cache.
+TRAIN_WITHOUT_CACHE = (
+    "train with a forward over whole sequences that writes to no cache (ops.scaled_dot_product_attention with "
+    "causal=True)"
+)
 
 # The shape and dtype of each op's result. A trace calls these: through the dispatcher they take five times as long.
 FAKES: dict[OpOverload, Callable[..., Any]] = {}
@@ -78,8 +89,10 @@ class Operator(Generic[R]):
 
     definition: plain torch, which reads no tensor's value on the host: a GPU would wait for it, and a CUDA graph could
     not be captured. kernel: the native form, which takes the library, then the same arguments, and may assume plain
-    tensors on the CPU. fake: gives the result's shape and dtype. without_kernels: what runs on the CPU where there is
-    no library, and no gradient is wanted; it may read values, to do less than the definition.
+    tensors on the CPU. fake: gives the result's shape and dtype. without_kernels: the form for the CPU where there is
+    no library and no gradient is wanted; it may read values, to do less than the definition. with_gradient: the form
+    for reverse mode; the definition by default. instead: for an op without a gradient, which raises, the advice at the
+    end of its error ("call it under torch.no_grad(), or …"). An op that writes to an argument must have one.
     """
 
     def __init__(
@@ -89,17 +102,27 @@ class Operator(Generic[R]):
         kernel: Callable[..., R],
         fake: Callable[..., R],
         without_kernels: Callable[..., R] | None = None,
+        *,
+        with_gradient: Callable[..., R] | None = None,
+        instead: str | None = None,
     ) -> None:
+        self.name = name = schema[: schema.index("(")]
         self.definition = definition
         self._kernel = kernel
         self._without_kernels = without_kernels or definition
-        name = schema[: schema.index("(")]
         _library.define(schema)  # type: ignore[no-untyped-call]
         _library.impl(name, definition, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         _library.impl(name, self._on_cpu, "CPU")  # type: ignore[no-untyped-call]
+        _library.impl(name, self._under_autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"onward::{name}", fake, lib=_library)
-        self._registered: Callable[..., R] = getattr(torch.ops.onward, name).default
-        FAKES[getattr(torch.ops.onward, name).default] = fake
+        self._registered: OpOverload = getattr(torch.ops.onward, name).default
+        FAKES[self._registered] = fake
+        parameters = self._registered._schema.arguments
+        self._names = [parameter.name for parameter in parameters]
+        self._written = [i for i, each in enumerate(parameters) if each.alias_info and each.alias_info.is_write]
+        assert instead or not self._written, f"{name} writes to an argument: it has no gradient"
+        self._instead = instead
+        self._with_gradient = self._refuse if instead else with_gradient or definition
 
     def __call__(self, *arguments: Any) -> R:
         plain = not torch.compiler.is_compiling()
@@ -107,23 +130,69 @@ class Operator(Generic[R]):
         for argument in arguments:
             if isinstance(argument, Tensor):
                 if grad and argument.requires_grad:
-                    return self.definition(*arguments)
+                    return self._with_gradient(*arguments)
                 plain = plain and type(argument) in _PLAIN and argument.device.type == "cpu"
-        return self._on_cpu(*arguments) if plain else self._registered(*arguments)
+        if not plain:
+            result: R = self._registered(*arguments)
+            return result
+        if forward_ad._current_level >= 0 or _is_transformed():
+            return self._transformed(*arguments)
+        return self._on_cpu(*arguments)
 
     def _on_cpu(self, *arguments: Any) -> R:
         library = usable_library()
-        return self._without_kernels(*arguments) if library is None else self._kernel(library, *arguments)
+        if library is None:
+            return self._without_kernels(*arguments)
+        result = self._kernel(library, *arguments)
+        if self._written:
+            increment_version([arguments[index] for index in self._written])
+        return result
+
+    def _under_autograd(self, keyset: torch._C.DispatchKeySet, *arguments: Any) -> R:
+        """What the dispatcher calls where a tensor may require a gradient; without this it would give none."""
+        if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments):
+            return self._with_gradient(*arguments)
+        if forward_ad._current_level >= 0:
+            return self._transformed(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            below: R = self._registered.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+            return below
+
+    def _transformed(self, *arguments: Any) -> R:
+        """Within `torch.func` and forward-mode AD, where a tensor need not have memory that a kernel could read."""
+        if self._instead is not None and wants_gradient(*arguments):
+            self._refuse(*arguments)
+        return self.definition(*arguments)
+
+    def _refuse(self, *arguments: Any) -> R:
+        wanted = [name for name, each in zip(self._names, arguments, strict=True) if wants_gradient(each)]
+        raise RequestError(
+            f"{self.name} has no gradient, and one is wanted by {' and '.join(wanted)}: call it under torch.no_grad(), "
+            f"or {self._instead}"
+        )
 
 
-def define_in_place(schema: str, definition: Callable[..., None], on_cpu: Callable[..., None]) -> None:
-    """Register an op that changes its arguments and returns nothing, with its form for the CPU."""
-    name = schema[: schema.index("(")]
-    _library.define(schema)  # type: ignore[no-untyped-call]
-    _library.impl(name, definition, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    _library.impl(name, on_cpu, "CPU")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"onward::{name}", _returns_nothing, lib=_library)
-    FAKES[getattr(torch.ops.onward, name).default] = _returns_nothing
+def wants_gradient(*arguments: Any) -> bool:
+    """Whether autograd follows one of the arguments, in reverse or in forward mode."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    return forward_ad._current_level >= 0 and any(_has_tangent(each) for each in tensors)
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def may_want_gradient(*arguments: Any) -> bool:
+    """`wants_gradient`, or a transform of `torch.func` runs, which may hide that an outer one follows an argument."""
+    return wants_gradient(*arguments) or (not torch.compiler.is_compiling() and _is_transformed())
+
+
+def check_no_gradient(action: str, instead: str, *arguments: Any) -> None:
+    """Raise where a gradient is wanted of what has none, and is no op. instead: as in `Operator`."""
+    if wants_gradient(*arguments):
+        raise RequestError(f"{action} has no gradient, and one is wanted: call it under torch.no_grad(), or {instead}")
 
 
 def like_first(x: Tensor, *_: object) -> Tensor:
@@ -131,8 +200,8 @@ def like_first(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _returns_nothing(*_: Any) -> None:
-    return None
+def returns_nothing(*_: object) -> None:
+    """The fake of an op that writes to its arguments only."""
 
 
 _library = torch.library.Library("onward", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
 from onward.errors import RequestError
@@ -72,12 +73,13 @@ def empty_packed(count: tuple[int, ...], rows: int, inputs: int, dtype: torch.dt
 
 
 def pack_into(library: Library, weight: Tensor, data: Tensor) -> None:
-    """Pack a float weight [N, K] into the memory of `empty_packed`."""
+    """Pack a float weight [N, K] into the memory of `empty_packed`, which counts as a write to `data`."""
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     status = library.onward_linear_pack(
         FORMATS[weight.dtype], *weight.shape, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
     )
     library.check(status, "onward_linear_pack")
+    increment_version(data)  # torch does not see what the kernel writes, and `WeightsVersion` asks torch
 
 
 def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:

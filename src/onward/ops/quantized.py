@@ -18,7 +18,7 @@ from onward.native import Library
 from onward.native.interface import Format
 from onward.ops import quantized_layout as layout
 from onward.ops.grouped_formats import GROUPED_FORMATS
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.operators import DTYPES, Operator, may_want_gradient, shapes
 from onward.ops.packed import check_id_dtype, check_ids, native_rows
 
 # Those that floats are rounded to, and all: the others hold what was quantized elsewhere.
@@ -139,10 +139,6 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
         raise RequestError(f"linear: a weight {[rows, inputs]} wants a float bias [{rows}]; got {shapes(bias=bias)}")
     if weight.order is not None:
         x = x.index_select(-1, weight.order)
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        # The definition would give no gradient: rounding has none.
-        out: Tensor = _Differentiable.apply(x, weight.data, bias, weight.format, rows)  # type: ignore[no-untyped-call]
-        return out
     return _linear(x, weight.data, bias, weight.format, rows)
 
 
@@ -176,6 +172,12 @@ def round_activations(x: Tensor, format: str) -> Tensor:
     return torch.where(absmax < largest, rounded, torch.nan).flatten(1)[:, :inputs]
 
 
+def rounded_activations(x: Tensor, format: str) -> Tensor:
+    """`round_activations`, with the derivative of x where one is wanted: rounding has none."""
+    rounded = round_activations(x, format)
+    return x + (rounded - x).detach() if may_want_gradient(x) else rounded
+
+
 def _row_slices(data: Tensor, format: str, rows: int, inputs: int) -> Iterator[tuple[slice, Tensor]]:
     """Slices of rows with their float32 values [some rows, K], few enough at once to stay in the cache."""
     blocks = math.ceil(2**20 / (layout.BLOCK * inputs))
@@ -190,7 +192,7 @@ def _row_slices(data: Tensor, format: str, rows: int, inputs: int) -> Iterator[t
 
 def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
     inputs = x.shape[-1]
-    rounded = round_activations(x.reshape(x.numel() // inputs, inputs).to(torch.float32), format)
+    rounded = rounded_activations(x.reshape(x.numel() // inputs, inputs).to(torch.float32), format)
     out = x.new_empty((len(rounded), rows))
     for run, values in _row_slices(data, format, rows, inputs):
         sums = rounded @ values.T
@@ -223,29 +225,20 @@ def _rows_native(
     return native_rows(library, FORMATS[format], data, ids, rows, inputs, dtype)
 
 
-_linear: Operator[Tensor] = Operator(
-    "quantized_linear(Tensor x, Tensor data, Tensor? bias, str format, int rows) -> Tensor",
-    _linear_definition,
-    _linear_native,
-    lambda x, data, bias, format, rows: x.new_empty((*x.shape[:-1], rows)),
-)
-_rows: Operator[Tensor] = Operator(
-    "quantized_rows(Tensor data, Tensor ids, str format, int rows, int inputs, ScalarType dtype) -> Tensor",
-    _rows_definition,
-    _rows_native,
-    lambda data, ids, format, rows, inputs, dtype: data.new_empty((*ids.shape, inputs), dtype=dtype),
-)
+class _StraightThrough(torch.autograd.Function):
+    """The operator, with the gradient of the product with unrounded activations; no float weights are kept for it."""
 
-
-class _Differentiable(torch.autograd.Function):
-    """The operator, with the gradient that the product with unrounded activations has."""
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
-        ctx.save_for_backward(data)
-        ctx.format, ctx.rows, ctx.inputs = format, rows, x.shape[-1]
-        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+    def forward(x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
         return _linear(x, data, bias, format, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, data, bias, ctx.format, ctx.rows = inputs
+        ctx.save_for_backward(data)
+        ctx.inputs, ctx.x_dtype, ctx.bias_dtype = x.shape[-1], x.dtype, None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -253,9 +246,29 @@ class _Differentiable(torch.autograd.Function):
         flat = grad.reshape(grad.numel() // ctx.rows, ctx.rows).to(torch.float32)
         to_x = flat.new_zeros((len(flat), ctx.inputs))
         for run, values in _row_slices(data, ctx.format, ctx.rows, ctx.inputs):
-            to_x += flat[:, run] @ values
+            to_x = to_x + flat[:, run] @ values
         to_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
         return to_x.to(ctx.x_dtype).view(*grad.shape[:-1], ctx.inputs), None, to_bias, None, None
+
+
+def _with_gradient(x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
+    out: Tensor = _StraightThrough.apply(x, data, bias, format, rows)  # type: ignore[no-untyped-call]
+    return out
+
+
+_linear: Operator[Tensor] = Operator(
+    "quantized_linear(Tensor x, Tensor data, Tensor? bias, str format, int rows) -> Tensor",
+    _linear_definition,
+    _linear_native,
+    lambda x, data, bias, format, rows: x.new_empty((*x.shape[:-1], rows)),
+    with_gradient=_with_gradient,
+)
+_rows: Operator[Tensor] = Operator(
+    "quantized_rows(Tensor data, Tensor ids, str format, int rows, int inputs, ScalarType dtype) -> Tensor",
+    _rows_definition,
+    _rows_native,
+    lambda data, ids, format, rows, inputs, dtype: data.new_empty((*ids.shape, inputs), dtype=dtype),
+)
 
 
 # ── as a pytree ───────────────────────────────────────────────────────────────────────────────────────────────

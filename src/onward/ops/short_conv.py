@@ -12,7 +12,7 @@ from onward.native import Library
 from onward.native.interface import ShortConvArguments
 from onward.ops.autocast import autocast_dtype
 from onward.ops.operators import DTYPES, Operator, like_first, shapes
-from onward.ops.state import STATE_BLOCK, arguments, check_rows, check_state, places
+from onward.ops.state import STATE_BLOCK, TRAIN_WITHOUT_STATE, arguments, check_rows, check_state, places
 
 
 def short_conv(
@@ -43,7 +43,8 @@ def short_conv(
         [B, T, C] in x's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit; eagerly on the CPU also rows that share a slot.
+        RequestError: shapes or dtypes that do not fit, or a gradient is wanted, which the op does not have; eagerly
+            on the CPU also rows that share a slot.
     """
     if x.dtype != weight.dtype and autocast_dtype(x) is not None:
         x = x.to(weight.dtype)
@@ -127,4 +128,5 @@ _short_conv = Operator(
     _definition,
     _native,
     like_first,
+    instead=TRAIN_WITHOUT_STATE,
 )

@@ -26,7 +26,7 @@ from onward.native import Library
 from onward.native.interface import SsdArguments
 from onward.ops.autocast import autocast_dtype
 from onward.ops.operators import DTYPES, Operator, shapes
-from onward.ops.state import STATE_BLOCK, arguments, check_rows, check_state, places
+from onward.ops.state import STATE_BLOCK, TRAIN_WITHOUT_STATE, arguments, check_rows, check_state, places
 from onward.ops.state_blocks import state_at_end, sums_of_decays, through_blocks
 
 WIDEST = 256  # N and P at most (native/src/state/blocks.h)
@@ -64,7 +64,8 @@ def ssd(
         [B, T, H, P] in mixed's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit; eagerly on the CPU also rows that share a slot.
+        RequestError: shapes or dtypes that do not fit, or a gradient is wanted, which the op does not have; eagerly
+            on the CPU also rows that share a slot.
     """
     if autocast_dtype(mixed) is not None:
         step = step.to(mixed.dtype)
@@ -222,4 +223,5 @@ _ssd = Operator(
     _definition,
     _native,
     _fake,
+    instead=TRAIN_WITHOUT_STATE,
 )

@@ -19,6 +19,8 @@ from onward.ops.operators import shapes
 
 # Positions of a block, absolute multiples of which begin one (native/src/state/places.h).
 STATE_BLOCK = 16
+# Of the ops that write to a state.
+TRAIN_WITHOUT_STATE = "train with the layer written in torch over whole sequences, without a state"
 
 
 class Places(NamedTuple):

@@ -51,7 +51,7 @@ class Program:
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Run a step.
+        """Run a step, without gradients.
 
         Args:
             tokens: int32 [B, T]. offsets: int32 [B]. cache: of the structure compiled with; written in place.

@@ -16,7 +16,7 @@ from onward.models import Model, build_model, pack_params, read_config
 from onward.quantization.calibration import Calibration
 from onward.quantization.model import check_quantizing, quantized_params
 from onward.quantization.params import Progress, TensorReport
-from onward.requests import generation_defaults
+from onward.requests import generation_defaults, within_vocabulary
 
 
 def quantize_folder(
@@ -71,6 +71,9 @@ def quantize_folder(
 
 def _writer(folder: CheckpointFolder, model: Model) -> LanguageModel:
     """The model of a folder, as far as it takes to write texts."""
-    eos, tokenizer = folder.eos, folder.tokenizer
-    defaults = generation_defaults(folder.generation_config, eos, has_text=tokenizer is not None, folder=folder.path)
-    return LanguageModel(model, tokenizer, defaults=defaults)
+    path, tokenizer = folder.path, folder.tokenizer
+    defaults = generation_defaults(
+        folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, file=folder.generation_file
+    )
+    tokenizer = None if tokenizer is None else tokenizer.within(path, model.vocab_size)
+    return LanguageModel(model, tokenizer, defaults=within_vocabulary(defaults, model.vocab_size, path))

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from onward.errors import RequestError
 from onward.native import Library, advise_huge_pages
 from onward.ops import quantized_layout as layout
-from onward.ops.operators import DTYPES, usable_library
+from onward.ops.operators import DTYPES, check_no_gradient, usable_library
 from onward.ops.quantized import ROUNDED_FORMATS, QuantizedWeight, rounded_formats
 from onward.quantization.groups import CODEBOOKS, best_scale
 
@@ -24,6 +24,7 @@ def quantize_and_measure(weight: Tensor, format: str) -> tuple[QuantizedWeight, 
     """`quantize_weight`, and the `relative_rms_error` of the result."""
     check_format(format)
     _check_form(weight)
+    check_no_gradient(f"rounding a weight to {format}", "round weight.detach()", weight)
     library = usable_library()
     if library is not None and weight.device.type == "cpu" and weight.dtype in DTYPES:
         return _quantize_native(library, weight, format)

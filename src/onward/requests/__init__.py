@@ -2,7 +2,7 @@
 
 from onward.requests.chats import ChatReader
 from onward.requests.drafts import LOOKUPS, Speculators
-from onward.requests.generation_config import generation_defaults
+from onward.requests.generation_config import generation_defaults, within_vocabulary
 from onward.requests.options import (
     ChatOptionsDict,
     Draft,
@@ -35,4 +35,5 @@ __all__ = [
     "score_in_windows",
     "score_texts",
     "split_chat_options",
+    "within_vocabulary",
 ]

@@ -39,9 +39,23 @@ class AnswerReader:
         """What the deltas add up to. Text that was held back when the sequence was ended from outside is no part."""
         return AssistantMessage.of(self._deltas)
 
+    def reasoning_tokens(self) -> int:
+        """How many ids have characters of the reasoning, or a part of one. Marks around it do not count."""
+        spans, ends = self._parser.reasoning_spans, self._sequence.ends
+        count = waiting = begin = 0
+        for at, end in enumerate(ends, 1):
+            waiting += 1  # with those that end inside a character, which is in the next
+            if end == begin and at < len(ends):
+                continue
+            after = max(end, begin + 1)  # an unfinished character at the end takes a place, too
+            if any(first < after and last > begin for first, last in spans):
+                count += waiting
+            waiting, begin = 0, end
+        return count
 
-def whole_message(reading: AnswerReading, sequence: Sequence, seed: int | None) -> AssistantMessage:
-    """The message of a text that has ended."""
+
+def whole_answer(reading: AnswerReading, sequence: Sequence, seed: int | None) -> AnswerReader:
+    """A reader that has read a text that has ended."""
     reader = AnswerReader(reading, sequence, seed)
     reader.read(len(sequence.token_ids) - 1, sequence.text)
-    return reader.message()
+    return reader

@@ -1,18 +1,21 @@
 """Conversations as prompts, with how their answers are to be read."""
 
 import dataclasses
+import datetime
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
-from onward.constraints import After, Grammar, Lark, symbol
+from onward.constraints import After, Grammar, JsonSchema, Lark, symbol
 from onward.errors import RequestError, TokenizerError
 from onward.messages import (
     AnswerReading,
     AssistantMessage,
+    Content,
     MessageFormat,
+    ToolUse,
     answer_grammar,
     content_beginning,
     read_tool_use,
@@ -20,6 +23,7 @@ from onward.messages import (
 )
 from onward.requests.options import CONSTRAINTS, GenerateOptions, GenerateOptionsDict, split_chat_options
 from onward.requests.request import needed_tokenizer
+from onward.text_input import check_value
 
 # Such a template writes arguments as they are where they are text.
 _TAKES_TEXT = re.compile(r"arguments\s+is\s+string")
@@ -35,9 +39,11 @@ class ReadChat(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ToolGrammar(Lark):
-    """The grammar of answers with calls. names: of the tools."""
+    """The grammar of answers with calls. names: of the tools. json_schema: of an answer without calls; None where it
+    may be any text."""
 
     names: str = ""
+    json_schema: JsonSchema | None = None
 
     def __repr__(self) -> str:
         return f"tools ({self.names})"
@@ -63,7 +69,9 @@ class ChatReader:
             RequestError: messages, tools or options that are none, or that the template does not take.
             TokenizerError: there is no template or no tokenizer.
         """
+        check_value(options)
         rest = dict(options)
+        now = rest.pop("now", None)
         use = read_tool_use(*(rest.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")))
         if use.tools and use.choice != "none":
             if self.template is not None and "tools" not in self.template.variables:
@@ -72,20 +80,21 @@ class ChatReader:
                 )
             rest["tools"] = [tool.given for tool in use.tools]
         variables, others = split_chat_options(self.template, rest)
-        text = self.text(messages, variables)
+        text = self.text(messages, variables, now)
         tokenizer = needed_tokenizer(self.tokenizer, "a chat")
         # Tools that only the template knows have names that nobody knows here.
         tools = {tool.name: tool.parameters for tool in use.tools} if variables.get("tools") else None
         answer = AnswerReading.of(self.format, tokenizer, text, tools)
         given = [name for name in CONSTRAINTS if others.get(name) is not None]
-        if use.is_constrained:
-            if given:
+        schema = self._schema_beside(use, others)
+        if use.is_constrained or schema is not None:
+            if given and (schema is None or given != ["json_schema"]):
                 raise RequestError(
                     f"{given[0]} and the calls that are asked for each say what the text may be: give one"
                 )
             reading = answer if self._may_think else dataclasses.replace(answer, thinking=False)
-            grammar = answer_grammar(reading, use, self._symbols(tokenizer))
-            others["constraint"] = ToolGrammar(grammar, ", ".join(tools or ()))
+            others.pop("json_schema", None)
+            others["constraint"] = _tool_grammar(reading, use, self._symbols(tokenizer), schema)
         elif given and (beginning := content_beginning(answer, self._symbols(tokenizer))):
             constrained: Any = {name: others.pop(name) for name in given}  # type: ignore[misc]
             constraint = GenerateOptions(**constrained).constrained_by
@@ -96,6 +105,14 @@ class ChatReader:
             others["constraint"] = constraint
         return ReadChat(self._ids(text), answer, others)
 
+    def _schema_beside(self, use: ToolUse, options: Mapping[str, Any]) -> JsonSchema | None:
+        """The schema of an answer that has no calls, where an answer may have them. None: there is no such schema, or
+        the format has no calls, and the schema is that of every answer."""
+        schema = options.get("json_schema")
+        if schema is None or not use.callable_tools or (self.format.syntax is None and not use.is_constrained):
+            return None
+        return schema if isinstance(schema, JsonSchema) else JsonSchema(schema)
+
     @property
     def _may_think(self) -> bool:
         """Whether the template knows reasoning. Others are of models that were trained without: room for it would be
@@ -103,16 +120,27 @@ class ChatReader:
         sources = () if self.template is None else self.template.sources
         return any(mark in source for source in sources for mark in self.format.thinking)
 
-    def prompt(self, messages: Sequence[Message | AssistantMessage], variables: Mapping[str, Any]) -> list[int]:
-        """The ids of a conversation. variables: of the template."""
-        return self._ids(self.text(messages, variables))
+    def prompt(
+        self,
+        messages: Sequence[Message | AssistantMessage],
+        variables: Mapping[str, Any],
+        now: datetime.datetime | None = None,
+    ) -> list[int]:
+        """The ids of a conversation. variables: of the template. now: the time for templates that write the date."""
+        return self._ids(self.text(messages, variables, now))
 
-    def text(self, messages: Sequence[Message | AssistantMessage], variables: Mapping[str, Any]) -> str:
+    def text(
+        self,
+        messages: Sequence[Message | AssistantMessage],
+        variables: Mapping[str, Any],
+        now: datetime.datetime | None = None,
+    ) -> str:
         """A conversation as the template writes it, up to where the answer begins."""
         if self.template is None:
             raise TokenizerError("this model has no chat template: use generate with a plain prompt")
+        check_value(messages, "messages")
         takes_text = any(_TAKES_TEXT.search(source) for source in self.template.sources)
-        return self.template.render(template_messages(messages, arguments_as_text=takes_text), **variables)
+        return self.template.render(template_messages(messages, arguments_as_text=takes_text), now, **variables)
 
     def _symbols(self, tokenizer: Tokenizer) -> dict[str, int]:
         """The ids of the marks that grammars do not have as text."""
@@ -121,3 +149,17 @@ class ChatReader:
     def _ids(self, text: str) -> list[int]:
         # The template writes the special tokens itself.
         return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)
+
+
+def _tool_grammar(
+    reading: AnswerReading, use: ToolUse, ids: Mapping[str, int], schema: JsonSchema | None
+) -> ToolGrammar:
+    """The grammar of answers with calls, and with JSON of a schema where there are none.
+
+    ids: as for `answer_grammar`.
+    """
+    content = None
+    if schema is not None and use.choice != "required":
+        content = Content(schema.rules("content"), schema.spacing, schema.has_large_numbers)
+    names = ", ".join(tool.name for tool in use.tools)
+    return ToolGrammar(answer_grammar(reading, use, ids, content), names, None if content is None else schema)

@@ -51,22 +51,22 @@ _UNSERVED_BEAMS: dict[str, tuple[Any, ...]] = {"renormalize_logits": (False,)}
 
 
 def generation_defaults(
-    config: Mapping[str, Any], eos: tuple[int, ...], *, has_text: bool, folder: Path
+    config: Mapping[str, Any], eos: tuple[int, ...], *, has_text: bool, folder: Path, file: str = FILE
 ) -> GenerateOptions:
     """A checkpoint's options: a beam search where it asks for beams, else samples where it asks for those, else greedy.
 
     What is not served is warned of in one message, which names the folder.
 
     Args:
-        config: the content of generation_config.json, empty where there is none.
+        config: the content of generation_config.json; without it, such fields of config.json.
         eos: the ids that end a text.
         has_text: whether there is a tokenizer, which stop strings need.
-        folder: the checkpoint's, for messages.
+        folder, file: the checkpoint's, for messages.
 
     Raises:
         ConfigError: a value outside its range.
     """
-    fields = _Fields(config, folder)
+    fields = _Fields(config, folder / file)
     beams = fields.get("num_beams", 1)
     do_sample = fields.get("do_sample", False)
     if not isinstance(do_sample, bool):
@@ -89,19 +89,38 @@ def generation_defaults(
     except RequestError as error:
         raise fields.error(str(error)) from error
     if notes := [*_notes(fields, searches=searches, do_sample=do_sample, has_text=has_text)]:
-        warn(f"{folder / FILE} {'; it '.join(notes)}")
+        warn(f"{folder / file} {'; it '.join(notes)}")
     return served
+
+
+def within_vocabulary(defaults: GenerateOptions, vocab_size: int, folder: Path) -> GenerateOptions:
+    """Defaults for a model of this vocabulary. Ends and suppressed ids past its last id never come: they are left out.
+
+    A warning says so where no end is left.
+    """
+    eos = tuple(token for token in defaults.eos or () if token < vocab_size)
+    if defaults.eos and not eos:
+        warn(
+            f"{folder}: eos_token_id names id {defaults.eos[0]}, but the model's vocabulary ends at {vocab_size - 1}: "
+            "no id ends a text"
+        )
+    bias = {
+        token: value
+        for token, value in dict(defaults.logit_bias).items()
+        if token < vocab_size or value != float("-inf")
+    }
+    return defaults.replace(eos=eos, logit_bias=bias)
 
 
 class _Fields(dict[str, Any]):
     """The fields that say something: null is absent."""
 
-    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, config: Mapping[str, Any], file: Path) -> None:
         super().__init__({name: value for name, value in config.items() if value is not None})
-        self._folder = folder
+        self._file = file
 
     def error(self, message: str) -> ConfigError:
-        return ConfigError(f"{self._folder / FILE}: {message}")
+        return ConfigError(f"{self._file}: {message}")
 
     def list_of(self, name: str, single: type = list) -> Sequence[Any]:
         """A list, or one `single` as a list of it."""

@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 from onward.adapters import Adapters
-from onward.checkpoint import Tokenizer
+from onward.checkpoint import Tokenizer, special_tokens
 from onward.completion import Completion, Piece, Stopwatch
 from onward.constraints import After, JsonSchema
 from onward.decoding import (
@@ -20,8 +20,8 @@ from onward.decoding import (
     StreamingDetokenizer,
     TextStream,
 )
-from onward.messages import AssistantMessage
-from onward.requests.answers import AnswerReader, whole_message
+from onward.requests.answers import AnswerReader, whole_answer
+from onward.requests.chats import ToolGrammar
 from onward.requests.options import ConstraintMaker
 from onward.requests.request import Request
 from onward.sampling import ConstrainedText, SamplingParams, fresh_seed, sample_seed
@@ -141,6 +141,7 @@ class Job:
 
     def _completion(self, sequence: Sequence, timed: Sequence, score: float | None = None) -> Completion:
         options = self.request.options
+        answer = self._answer(sequence)
         return Completion(
             text=sequence.text,
             token_ids=sequence.token_ids,
@@ -155,15 +156,15 @@ class Job:
             score=score,
             speculation=speculation_of(sequence),
             json_schema=_json_schema(options.constrained_by),
-            message=self._message(sequence),
+            message=None if answer is None else answer.message(),
+            reasoning_tokens=None if answer is None else answer.reasoning_tokens(),
         )
 
-    def _message(self, sequence: Sequence) -> AssistantMessage | None:
-        if self.request.answer is None:
-            return None
-        if sequence in self._readers:
-            return self._readers[sequence].message()
-        return whole_message(self.request.answer, sequence, self._seed(sequence))
+    def _answer(self, sequence: Sequence) -> AnswerReader | None:
+        """The reader of a chat's text, which has ended."""
+        if self.request.answer is None or sequence in self._readers:
+            return self._readers.get(sequence)
+        return whole_answer(self.request.answer, sequence, self._seed(sequence))
 
     def _seed(self, sequence: Sequence) -> int | None:
         """What a text is drawn with; None for one that is not drawn."""
@@ -176,8 +177,8 @@ class Job:
         text: TextStream = NoText()
         if self._tokenizer is not None:
             detokenizer = StreamingDetokenizer(self._tokenizer.decode, before=request.prompt)
-            marks = {} if request.answer is None else dict(request.answer.marks)
-            text = StopStrings(detokenizer, options.stop, marks)
+            marks = None if request.answer is None else dict(request.answer.marks)
+            text = StopStrings(detokenizer, options.stop, marks, special_tokens(self._tokenizer))
         kinds: dict[str, Any] = {
             "sampling": sampling,
             "adapter": self._adapter,
@@ -198,4 +199,6 @@ def _json_schema(constraint: ConstraintMaker | None) -> JsonSchema | None:
     """The schema that the text meets, or what comes of it after reasoning."""
     if isinstance(constraint, After):
         constraint = constraint.grammar
+    if isinstance(constraint, ToolGrammar):
+        return constraint.json_schema
     return constraint if isinstance(constraint, JsonSchema) else None

@@ -1,6 +1,7 @@
 """The options of a request: all that it may ask for beside its prompt."""
 
 import dataclasses
+import datetime
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,8 @@ class ChatOptionsDict(GenerateOptionsDict, total=False):
     parallel_tool_calls: whether an answer may have several calls; True by default.
     documents, enable_thinking, reasoning_effort: variables of templates that read them.
     template: further variables, also those whose names are options.
+    now: the time for templates that write the date; by default the present one, in UTC. With it the prompt does not
+        depend on the clock.
     """
 
     tools: Sequence[ToolLike] | None
@@ -79,10 +82,11 @@ class ChatOptionsDict(GenerateOptionsDict, total=False):
     enable_thinking: bool
     reasoning_effort: str
     template: Mapping[str, Any] | None
+    now: datetime.datetime | None
 
 
 # Options of chats alone that are no variables of templates.
-_OF_CHATS = frozenset({"template", "tool_choice", "parallel_tool_calls"})
+_OF_CHATS = frozenset({"template", "now", "tool_choice", "parallel_tool_calls"})
 # Variables that many chat templates read.
 _TEMPLATE_VARIABLES = (
     frozenset(ChatOptionsDict.__annotations__) - frozenset(GenerateOptionsDict.__annotations__) - _OF_CHATS
@@ -107,7 +111,8 @@ class GenerateOptions(SamplingParams):
     The options of `SamplingParams`, and:
 
     max_new_tokens: the most tokens to emit; 0 emits none. None: as many as the context holds after the prompt.
-    stop: strings that end the text; the text ends before the first of them.
+    stop: strings that end the text; the text ends before the first of them. They may contain special tokens, such as
+        "<|im_end|>", which are not part of the text.
     time_limit: seconds from the call on, after which every text ends with its next token.
     stop_when: (ids so far, text so far) -> whether the text ends here; called at each token.
     cancel: once any thread has set it, every text ends with its next token.

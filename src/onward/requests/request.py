@@ -18,9 +18,10 @@ from onward.errors import RequestError, TokenizerError
 from onward.messages import AnswerReading
 from onward.models import Model
 from onward.option_names import check_option_names
-from onward.reprs import brief_list
+from onward.reprs import brief, brief_list
 from onward.requests.options import GenerateOptions, GenerateOptionsDict, option_names
 from onward.speculation import Speculator
+from onward.text_input import check_value
 
 # Ids: a list or a tuple, or one dimension of an array or a tensor of whole numbers.
 Ids: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
@@ -155,6 +156,7 @@ class RequestReader:
         """The ids of a prompt. A text is encoded with the tokenizer's own special tokens."""
         if not isinstance(prompt, str):
             return checked_ids(prompt, self.model.vocab_size)
+        check_value(prompt, "prompt")
         ids = needed_tokenizer(self.tokenizer, "a text prompt").encode(prompt, add_special_tokens=True)
         if ids:
             return ids
@@ -225,7 +227,7 @@ def checked_ids(ids: Ids, vocab_size: int) -> list[int]:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             hint = ": messages are for chat" if isinstance(token, Mapping) else ""
             raise RequestError(
-                f"a prompt of ids must hold whole numbers from 0 to {vocab_size - 1}; got {token!r}{hint}"
+                f"a prompt of ids must hold whole numbers from 0 to {vocab_size - 1}; got {brief(token)}{hint}"
             )
     return listed
 

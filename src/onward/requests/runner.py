@@ -1,7 +1,7 @@
 """Runs requests through the one loop and gives out pieces and completions."""
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from onward.adapters import Adapters
@@ -53,8 +53,19 @@ class Runner:
 
     def _pieces(self, jobs: Sequence[Job], rows: int, cache: Cache | HeldText | None) -> Pieces:
         began = time.perf_counter()
-        turn = self._turn(jobs[0], cache) if isinstance(cache, HeldText) else None
-        slots = turn.slots if turn is not None else self._slots(jobs, rows, cache)
+        if isinstance(cache, HeldText):
+            turn = self._turn(jobs[0], cache)
+            yield from self._decoded(jobs, turn.slots, turn, began)
+        elif cache is not None:
+            yield from self._decoded(jobs, DenseSlots.given(self.run.model, cache, rows), None, began)
+        else:
+            longest = max(sequence.longest for job in jobs for sequence in job.sequences)
+            with self.kept.lease(self.run.model, rows, longest) as slots:
+                yield from self._decoded(jobs, slots, None, began)
+        return [job.completion() for job in jobs]
+
+    def _decoded(self, jobs: Sequence[Job], slots: Slots, turn: Turn | None, began: float) -> Iterator[Piece]:
+        """Decode the jobs to their ends in these slots. began: when, on the clock `time.perf_counter`."""
         steps = self._steps(jobs, slots)
         sequences = [sequence for job in jobs for sequence in job.sequences]
         siblings = {sequence: first for job in jobs for sequence, first in job.siblings.items()}
@@ -73,7 +84,7 @@ class Runner:
         try:
             for emission in decode_loop(steps, schedule, slots):
                 if turn is not None:
-                    turn.note(sequences[0].ids(0, sequences[0].computed))
+                    turn.note(sequences[0].computed_ids())
                 for job in jobs:
                     job.took(emission.seconds)
                 for sequence, token, text, drafted in emission.pieces:
@@ -82,7 +93,6 @@ class Runner:
                     turn.check()
         finally:
             schedule.close()
-        return [job.completion() for job in jobs]
 
     def _turn(self, job: Job, text: HeldText) -> Turn:
         (sequence,) = job.sequences
@@ -91,12 +101,6 @@ class Runner:
         turn = text.begin(self.run.model, sequence.prompt, sequence.longest, sequence.adapter)
         sequence.slot, sequence.computed, sequence.cached = turn.slot, turn.kept, turn.kept
         return turn
-
-    def _slots(self, jobs: Sequence[Job], rows: int, cache: Cache | None) -> Slots:
-        if cache is not None:
-            return DenseSlots.given(self.run.model, cache, rows)
-        longest = max(sequence.longest for job in jobs for sequence in job.sequences)
-        return self.kept.of(self.run.model, rows, longest)
 
     def _steps(self, jobs: Sequence[Job], slots: Slots) -> Steps:
         steps = Steps(self.run, slots)

@@ -1,8 +1,11 @@
-"""How likely a model finds texts."""
+"""How likely a model finds texts, and the logits behind it."""
 
 import math
 from collections import abc
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from onward.cache import RowAdapter
 from onward.decoding import (
@@ -15,6 +18,7 @@ from onward.decoding import (
     decode_loop,
     slots_for,
 )
+from onward.decoding.forward import Needs, Work, processed
 from onward.errors import RequestError
 from onward.models import ModelRun
 from onward.sampling import SamplingParams
@@ -81,31 +85,32 @@ def score_continuations(
     continuations: abc.Sequence[list[int]],
     top: int,
     chunk: int,
+    adapter: RowAdapter | None = None,
 ) -> list[Score]:
     """The score of each continuation after the context, which is processed once, as far as `kept` has not got it."""
     scores: list[Score] = []
     for begin in range(0, len(continuations), _MOST_CONTINUATIONS):
         some = continuations[begin : begin + _MOST_CONTINUATIONS]
         # The context is a text that draws a token which nobody reads. The others begin with what it has computed.
-        first = Sequence(context, 1, sampling=SamplingParams(temperature=0.0))
-        texts = [Sequence([*context, *ids], 0, prompt_top=top) for ids in some]
+        first = Sequence(context, 1, sampling=SamplingParams(temperature=0.0), adapter=adapter)
+        texts = [Sequence([*context, *ids], 0, prompt_top=top, adapter=adapter) for ids in some]
         nothing: list[TokenLogprobs | None] = [None] * len(context)  # the ids of the context are not scored
         for text in texts:
             text.prompt_logprobs = nothing.copy()
-        slots = kept.of(run.model, 1 + len(texts), max(text.longest for text in (first, *texts)))
-        schedule = AllTogether(
-            slots,
-            [first, *texts],
-            chunk,
-            vocab_size=run.model.vocab_size,
-            siblings=dict.fromkeys(texts, first),
-        )
-        step = DecodeStep(run, slots, SamplingChooser(run.model.device), run.model.device)
-        try:
-            for _ in decode_loop(step, schedule, slots):
-                pass  # the sequences collect their logprobs
-        finally:
-            schedule.close()
+        with kept.lease(run.model, 1 + len(texts), max(text.longest for text in (first, *texts))) as slots:
+            schedule = AllTogether(
+                slots,
+                [first, *texts],
+                chunk,
+                vocab_size=run.model.vocab_size,
+                siblings=dict.fromkeys(texts, first),
+            )
+            step = DecodeStep(run, slots, SamplingChooser(run.model.device), run.model.device)
+            try:
+                for _ in decode_loop(step, schedule, slots):
+                    pass  # the sequences collect their logprobs
+            finally:
+                schedule.close()
         scores += [Score([*context, *ids], text.prompt_logprobs) for ids, text in zip(some, texts, strict=True)]
     return scores
 
@@ -163,3 +168,24 @@ def _logprobs(
     for _ in decode_loop(step, AllTogether(slots, sequences, chunk, vocab_size=model.vocab_size), slots):
         pass  # the sequences collect their logprobs
     return [sequence.prompt_logprobs for sequence in sequences]
+
+
+@torch.no_grad()
+def logits_of(run: ModelRun, ids: list[int], chunk: int, adapter: RowAdapter | None = None) -> Tensor:
+    """The logits after each of the ids, processed chunk by chunk: float32 [T, V], on the CPU."""
+    device = run.model.device
+    slots = slots_for(run.model, 1, len(ids))
+    sequence = Sequence(ids, 0, adapter=adapter)
+    acquired = slots.acquire(ids, len(ids), reuse=False, adapter=adapter)
+    assert acquired is not None, "new slots have room"
+    sequence.slot, _ = acquired
+    parts: list[Tensor] = []
+    while sequence.computed < len(ids):
+        count = slots.piece(sequence.slot, sequence.computed, min(chunk, len(ids) - sequence.computed))
+        with slots.lock:
+            logits = processed(run, slots, [Work(sequence, count)], Needs.ALL, device)
+        assert logits is not None, "all logits were asked for"
+        sequence.computed += count
+        slots.advance(sequence.slot, sequence.computed, sequence.ids)
+        parts.append(logits[0].to(device="cpu", dtype=torch.float32))
+    return torch.cat(parts)

@@ -42,13 +42,16 @@ class Steps:
         self._own: dict[Sequence, Step] = {}  # of the sequences whose step is not the plain one
 
     def join(self, sequences: abc.Sequence[Sequence], draft: Speculator | None) -> None:
-        """Let these sequences go on by a step of their kind. draft: drafts for all of them together."""
+        """Let these sequences go on by a step of their kind. draft: drafts for all of them together.
+
+        Those that were preempted join again; what is known of their drafts stays.
+        """
         for sequence in sequences:
             if isinstance(sequence, Search):
                 self._own[sequence] = self._beams
         if draft is None:
             constrained = [one for one in sequences if one.constraint is not None and not isinstance(one, Search)]
-            draft_forced(constrained)
+            draft_forced(sequence for sequence in constrained if sequence.drafting is None)
             self._own.update(dict.fromkeys(constrained, self._forced))
             return
         if draft not in self._speculative:
@@ -58,7 +61,8 @@ class Steps:
             self._speculative[draft] = draft.step(
                 self._plain, self._run, self._slots, chooser, self._device, self._run.model.vocab_size
             )
-        draft.join(sequences, self._run.model.vocab_size, self._device)
+        if new := [sequence for sequence in sequences if sequence.drafting is None]:
+            draft.join(new, self._run.model.vocab_size, self._device)
         self._own.update(dict.fromkeys(sequences, self._speculative[draft]))
 
     def leave(self, sequences: abc.Iterable[Sequence]) -> None:

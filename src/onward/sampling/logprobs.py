@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
+from onward.ops.operators import check_no_gradient
 from onward.sampling.arithmetic import UNITS, logarithm, relative_probability, units
 
 
@@ -27,7 +28,7 @@ def logprobs(logits: Tensor, chosen: Tensor, top_k: int = 0) -> Logprobs:
     +inf, or nothing but -inf) has NaN.
 
     Within 5e-7 of the exact values, and the float32 rounding of a result: each e^x is good to 2.4e-7, and counting
-    in units of 2^-40 adds V 2^-41 at most.
+    in units of 2^-40 adds V 2^-41 at most. Counting has no gradient: train with `torch.log_softmax`.
 
     Args:
         logits: float [..., V].
@@ -35,8 +36,10 @@ def logprobs(logits: Tensor, chosen: Tensor, top_k: int = 0) -> Logprobs:
         top_k: how many of the likeliest; V at most.
 
     Raises:
-        RequestError: shapes that do not fit, an id outside the vocabulary, or more alternatives than ids.
+        RequestError: shapes that do not fit, an id outside the vocabulary, more alternatives than ids, or autograd
+            follows the logits.
     """
+    check_no_gradient("logprobs", "take torch.log_softmax(logits, -1)", logits)
     vocab = logits.shape[-1]
     if chosen.shape != logits.shape[:-1] or chosen.is_floating_point():
         raise RequestError(

@@ -25,6 +25,7 @@ from onward.sampling.transforms.top_p import TopP, TopPDict
 from onward.sampling.transforms.transform import Adjustment, Filter, transforms_of
 from onward.sampling.transforms.typical_p import TypicalP, TypicalPDict
 from onward.sampling.transforms.xtc import Xtc, XtcDict
+from onward.text_input import check_value
 
 
 class UnseededOptionsDict(
@@ -87,8 +88,13 @@ class SamplingParams(
     def __post_init__(self) -> None:
         # Users write eos=2, lists, arrays and dicts too; one form inside, which can be hashed.
         for name, value in vars(self).items():
-            if type(value) not in PYTHONS_OWN:
-                self._set(name, plain(value))
+            kind = type(value)
+            if kind not in PYTHONS_OWN:
+                value = plain(value)
+                self._set(name, value)
+                check_value(value, name)
+            elif (kind is int and value.bit_length() > 64) or kind is str or (kind is tuple and value):
+                check_value(value, name)
         for check in _checks(self._kind):
             check(self)
         check_seed(self.seed)

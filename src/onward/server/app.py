@@ -42,7 +42,7 @@ class App:
             self._outer = CORSMiddleware(
                 self.gate,
                 allow_origins=service.settings.cors_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "HEAD", "POST"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after"],
             )
@@ -86,7 +86,9 @@ def _routes(service: Service, streams: Streams, lifespan: object) -> FastAPI:
 
     @app.exception_handler(OnwardError)
     async def refused(request: Request, error: OnwardError) -> Response:
-        service.metrics.refusals[error_fields(error)["code"] or "invalid_request"] += 1
+        fields = error_fields(error)
+        service.metrics.refusals[fields["code"] or "invalid_request"] += 1
+        access_of(request.scope).note_error(fields, whole=service.settings.log_prompts)
         if status_of(error) >= 500:
             log_defect(error, id=access_of(request.scope).id)
         return error_answer(error)
@@ -98,7 +100,11 @@ def _routes(service: Service, streams: Streams, lifespan: object) -> FastAPI:
             405: ("method_not_allowed", error.detail),
         }
         code, message = known.get(error.status_code, ("http_error", error.detail))
-        return plain_error(error.status_code, message, code, dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if "GET" in headers.get("Allow", "").split(", "):
+            headers["Allow"] += ", HEAD"
+        access_of(request.scope).note_error({"code": code})
+        return plain_error(error.status_code, message, code, headers)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:

@@ -16,6 +16,8 @@ def check_bounds(body: Body, settings: Settings) -> None:
     if options.logprobs is not None and options.logprobs > settings.max_logprobs:
         field = "top_logprobs" if body.kind == "chat.completion" else "logprobs"
         raise _too_many("likeliest ids", settings.max_logprobs, options.logprobs, field)
+    if options.prompt_logprobs is not None and options.prompt_logprobs > settings.max_logprobs:
+        raise _too_many("likeliest ids", settings.max_logprobs, options.prompt_logprobs, "prompt_logprobs")
     if len(options.stop) > _MOST_STOPS:
         raise _too_many("stop strings", _MOST_STOPS, len(options.stop), "stop")
     longest = max(map(len, options.stop), default=0)

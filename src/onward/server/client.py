@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from email.message import Message
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from onward.openai import BodyError
 from onward.server.settings import Settings
@@ -15,13 +17,10 @@ async def read_body(request: Request, settings: Settings) -> bytes:
     """The body of a request.
 
     Raises:
-        BodyError: it is too large, no JSON by its own account, or does not arrive.
+        BodyError: it is too large, its headers say that it is not JSON in UTF-8, or it does not arrive.
         ClientDisconnect: the client has left.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        message = f"a body must be JSON, with the header 'Content-Type: application/json'; got {kind or 'none'!r}"
-        raise BodyError(message, code="unsupported_media_type", status=415)
+    _check_kind(request.headers)
     parts: list[bytes] = []
     length = 0
     try:
@@ -37,8 +36,30 @@ async def read_body(request: Request, settings: Settings) -> bytes:
     return b"".join(parts)
 
 
+def _check_kind(headers: Headers) -> None:
+    """Raise unless a body is JSON, in UTF-8 and not compressed, by its headers."""
+    message = Message()
+    message["content-type"] = headers.get("content-type", "")
+    kind, charset = message.get_content_type(), message.get_content_charset("utf-8")
+    if not headers.get("content-type") or kind != "application/json":
+        given = headers.get("content-type", "").partition(";")[0].strip() or "none"
+        text = f"a body must be JSON, with the header 'Content-Type: application/json'; got {given!r}"
+        raise BodyError(text, code="unsupported_media_type", status=415)
+    if charset not in _CHARSETS:
+        text = f"a body must be in UTF-8; Content-Type has the charset {charset!r}"
+        raise BodyError(text, code="unsupported_charset", status=415)
+    codings = [coding.strip().lower() for coding in ",".join(headers.getlist("content-encoding")).split(",")]
+    if encoded := [coding for coding in codings if coding not in ("", "identity")]:
+        text = f"a body must not be compressed; got Content-Encoding {', '.join(encoded)!r}: send it as it is"
+        raise BodyError(text, code="unsupported_content_encoding", status=415)
+
+
 def too_large(settings: Settings) -> BodyError:
     return BodyError(f"a body has {settings.max_body} bytes at most", code="body_too_large", status=413)
+
+
+# ASCII is UTF-8, too.
+_CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 
 
 class Client:
@@ -62,7 +83,7 @@ class Client:
     async def _listen(self, receive: Receive) -> None:
         with contextlib.suppress(ClientDisconnect):
             while True:
-                message: Message = await receive()
+                message = await receive()
                 if message["type"] == "http.disconnect":
                     break
         self.gone = True

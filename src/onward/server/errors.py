@@ -24,6 +24,8 @@ def error_answer(error: OnwardError) -> JsonAnswer:
         headers["retry-after"] = str(_RETRY)
     elif status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
+    elif status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
+        headers["accept-encoding"] = "identity"  # RFC 9110, 15.5.16
     elif status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         headers["connection"] = "close"  # the rest of the body is not read
     return JsonAnswer({"error": error_fields(error)}, status, headers)

@@ -13,12 +13,15 @@ from onward.openai import BodyError, error_fields
 from onward.server.auth import Keys, check_host
 from onward.server.client import too_large
 from onward.server.errors import defect_answer, error_answer
-from onward.server.log import log, log_defect
+from onward.server.log import log, log_defect, refusal
 from onward.server.routes.page import PAGE_FILES
 from onward.server.service import Service
 
 # What whoever watches over a server asks for, and the page, which asks for the key itself.
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health", "/ready", "/openapi.json"})
+
+# The status in the log and the metrics where a client leaves before its answer begins (nginx's).
+_CLIENT_LEFT = 499
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -34,6 +37,10 @@ class Access:
         self.status = 0
         self.fields: dict[str, Any] = {}
         self._scope, self._began = scope, time.perf_counter()
+
+    def note_error(self, fields: Mapping[str, Any], *, whole: bool = False) -> None:
+        """Note why the request was refused. fields: of the error. whole: with what the message quotes of the body."""
+        self.fields |= refusal(fields, whole=whole)
 
     def write(self) -> None:
         client = self._scope.get("client")
@@ -69,27 +76,37 @@ class Gate:
             return
         access = scope["onward.access"] = Access(scope)
 
+        is_head = scope["method"] == "HEAD"
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 access.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", access.id.encode())]
+            elif is_head:
+                more_body = message.get("more_body", False)
+                message = {"type": "http.response.body", "body": b"", "more_body": more_body}
             await send(message)
 
         self.inside += 1
         try:
-            await self._passed(access, scope, receive, send_with_id)
+            # A HEAD is answered as a GET is, without the body.
+            inner = {**scope, "method": "GET"} if is_head else scope
+            await self._passed(access, inner, receive, send_with_id)
         finally:
-            self.inside -= 1
+            access.status = access.status or _CLIENT_LEFT
             self._service.metrics.statuses[access.status] += 1
             if self._service.settings.access_log:
                 access.write()
+            self.inside -= 1  # last: who waits for an idle server finds the line
 
     async def _passed(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             try:
                 self._check(access, scope)
             except OnwardError as error:
-                self._service.metrics.refusals[error_fields(error)["code"]] += 1
+                fields = error_fields(error)
+                self._service.metrics.refusals[fields["code"]] += 1
+                access.note_error(fields, whole=self._service.settings.log_prompts)
                 await error_answer(error)(scope, receive, send)
                 return
             await self._app(scope, receive, send)

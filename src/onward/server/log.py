@@ -2,18 +2,36 @@
 
 import json
 import logging
+import re
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 _logger = logging.getLogger("onward.server")
+# Characters of each text of an error.
+_LONGEST = 300
+# Where a message quotes the body: after "got" or a colon, and in quotes.
+_QUOTED = re.compile(r"[;,]? got .*|: .*|'.*'|\".*\"", re.DOTALL)
 
 
 def log(event: str, **fields: Any) -> None:
     """Write a line."""
     if _logger.isEnabledFor(logging.INFO):
         _logger.info(_line("info", event, fields))
+
+
+def refusal(fields: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
+    """The part of a request's line that says why it was refused.
+
+    fields: of the error. whole: with the values that the message quotes, which may be a prompt's content. The log has
+    prompts only where --log-prompts asks for them.
+    """
+    message = str(fields.get("message") or "")
+    reason = message if whole else _QUOTED.sub("…", message)
+    error = {"param": fields.get("param"), "code": fields.get("code"), "reason": reason}
+    return {"error": {name: str(value)[:_LONGEST] for name, value in error.items() if value}}
 
 
 def log_defect(error: BaseException, **fields: Any) -> None:

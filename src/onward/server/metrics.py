@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from onward.completion import Completion
@@ -84,8 +84,27 @@ class ModelMetrics:
                 self.accepted += text.speculation.accepted
 
 
+class Snapshot:
+    """The metrics of a moment, which may be written in another thread than that of the loop.
+
+    stats: of each engine. counted: of everything else.
+    """
+
+    def __init__(self, stats: Callable[[], dict[str, EngineStats]], counted: Sequence[Metric]) -> None:
+        self._stats, self._counted = stats, counted
+
+    def text(self) -> bytes:
+        """In the format that Prometheus reads. It waits for the engines."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """For `generate_latest`."""
+        yield from _of_engines(self._stats())
+        yield from self._counted
+
+
 class Metrics:
-    """What is counted of a server. All of it is noted in the thread of its loop.
+    """The counts of a server. The thread of its loop notes them, and takes snapshots of them.
 
     live: the requests that engines serve now, by model.
     """
@@ -95,23 +114,20 @@ class Metrics:
         self._models = {model.name: (model, ModelMetrics()) for model in models}
         self.refusals: Counter[str] = Counter()  # by the error's code
         self.statuses: Counter[int] = Counter()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def of(self, model: str) -> ModelMetrics:
         return self._models[model][1]
 
-    def text(self) -> bytes:
-        """In the format that Prometheus reads."""
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """For the registry."""
+    def snapshot(self) -> Snapshot:
+        """Call it in the thread of the loop, which changes the counts."""
         for model, generation in self._live():
             self.of(model).note_first_token(generation)
-        stats = {name: model.engine.stats() for name, (model, _) in self._models.items()}
-        yield from _of_engines(stats)
-        yield from self._of_requests()
+        return Snapshot(self._stats, [*self._of_requests(), *self._of_answers()])
+
+    def _stats(self) -> dict[str, EngineStats]:
+        return {name: model.engine.stats() for name, (model, _) in self._models.items()}
+
+    def _of_answers(self) -> Iterator[Metric]:
         refusals = CounterMetricFamily("onward_refusals", "Requests refused, by the error's code.", labels=["reason"])
         for reason, count in sorted(self.refusals.items()):
             refusals.add_metric([reason], count)

@@ -1,15 +1,13 @@
 """What the endpoints share: the models, and requests on their way through an engine."""
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from onward.engine import Engine, Generation
-from onward.errors import one_line
 from onward.openai import AnswerKey, Body, BodyError
 from onward.server.bounds import check_bounds
 from onward.server.client import Client
@@ -19,6 +17,7 @@ from onward.server.metrics import Metrics
 from onward.server.models import ServedModel, ServedModels
 from onward.server.settings import Settings
 from onward.server.submission import Recipient, Submission
+from onward.text_input import TextError, parse_request_json
 
 _Result = TypeVar("_Result")
 # Reads a body that has come: the key of the answer to it -> what it asks for, and of which model.
@@ -102,7 +101,12 @@ class Service:
 
     async def _begun(self, asked: "_Asked", handover: Handover, emitted: Sequence[Sequence[int]] | None) -> Recipient:
         """emitted: ids of its texts that are known here, which may be more than the handover says."""
-        submission = await self.in_thread(self._submitted, asked, emitted)
+        submitting = asyncio.ensure_future(self.in_thread(self._submitted, asked, emitted))
+        try:
+            submission = await asyncio.shield(submitting)
+        except asyncio.CancelledError:  # the thread goes on, and nobody will wait for what it submits
+            submitting.add_done_callback(_cancel_submission)
+            raise
         return Recipient(submission, handover, asked.ids)
 
     def _submitted(self, asked: "_Asked", emitted: Sequence[Sequence[int]] | None) -> Submission:
@@ -150,6 +154,11 @@ class Service:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _cancel_submission(submitting: "asyncio.Future[Submission]") -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()
+
+
 class _Asked(NamedTuple):
     """A body that was read and may be served. ids: of its events; None where it is no stream. digest: of all it asks
     for, where that is compared."""
@@ -168,21 +177,13 @@ def parsed(raw: bytes) -> dict[str, Any]:
     """The fields of a body.
 
     Raises:
-        BodyError: it is no JSON object.
+        BodyError: it is not a JSON object, or holds what no request can hold.
     """
     try:
-        fields = json.loads(raw, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise BodyError("the body's JSON is nested too deep", code="invalid_json") from None
-    except json.JSONDecodeError as error:
-        message = f"the body is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        raise BodyError(message, code="invalid_json") from None
-    except ValueError as error:
-        raise BodyError(f"the body is no JSON: {one_line(error)[:200]}", code="invalid_json") from None
+        fields = parse_request_json(raw)
+    except TextError as error:
+        message = f"the body is not valid JSON: {error}" if error.at is None else str(error)
+        raise BodyError(message, error.at, "invalid_json") from error
     if not isinstance(fields, dict):
         raise BodyError(f"a body must be a JSON object; got {type(fields).__name__}", code="invalid_type")
     return fields
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from onward.checks import check_whole
+from onward.checks import check_whole, is_finite
 from onward.errors import RequestError
 
 
@@ -57,7 +57,7 @@ class Settings:
             check_whole("max_new_tokens", self.max_new_tokens, low=0)
         for name in ("body_seconds", "keep_alive", "stalled_seconds", "hang_seconds", "idempotency_seconds", "drain"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            if not (is_finite(value) and value >= 0):
                 raise RequestError(f"{name} must be a number of seconds; got {value!r}")
         for name in ("api_keys", "cors_origins", "hosts"):
             texts = getattr(self, name)

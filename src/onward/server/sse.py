@@ -50,9 +50,9 @@ class EventStream(Response):
         self._last_sent = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._streams.add(self)
-        self._client.on_leave(self._leave)
         try:
+            self._streams.add(self)
+            self._client.on_leave(self._leave)
             await self._stream(send)
         finally:
             self._streams.remove(self)

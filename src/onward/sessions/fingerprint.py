@@ -1,6 +1,7 @@
-"""What tells one model from another in a saved session: its config, and a sample of every weight.
+"""What tells one model from another in a saved session: its config, and a digest of every weight.
 
-The sample does not depend on the weight's layout: a model packed for another machine's kernels is the same model.
+A digest does not depend on the weight's layout: a model packed for another machine's kernels is the same model. Files
+of earlier versions have a sample of each weight in its place, which is compared with a sample.
 """
 
 import hashlib
@@ -11,37 +12,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from onward import ops
 from onward.models import Model, architecture_of
 from onward.ops import QuantizedWeight
 from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
+from onward.sessions.weights_digest import as_bytes, digests_of, weights_of
 
-_WEIGHTS = (QuantizedWeight, NativeWeight, OneDnnWeight)
-# How many elements of a weight are read. Fine-tuning changes most elements of a weight, a merged adapter all.
+# How many elements of a weight a sample has.
 _SAMPLE = 1024
+# Hexadecimal digits of a sample; a digest has twice as many.
+_SAMPLE_DIGITS = 16
 
 
 def fingerprint(model: Model) -> dict[str, Any]:
     """JSON values that differ between two models.
 
     vocab_size. config: a built-in family's; {} for a user's own forward, which cannot be looked into. weights: by
-    place in the params, "dtype shape sample" for each. The sample is a hash, or "?" in a layout that hides single
-    elements.
+    place in the params, "dtype shape digest" for each. The digest is "?" for a layout that hides its bytes. All bytes
+    of the weights are read, once for each state of them.
     """
+    digests = digests_of(model)
     return {
         "vocab_size": model.vocab_size,
         "config": _config(model),
-        "weights": {
-            pytree.keystr(path).lstrip("."): _describe_weight(leaf)
-            for path, leaf in pytree.tree_flatten_with_path(
-                model.params, is_leaf=lambda node: isinstance(node, _WEIGHTS)
-            )[0]
-            if isinstance(leaf, (Tensor, *_WEIGHTS))
-        },
+        "weights": {name: f"{_kind(weight)} {digests[name]}" for name, weight in weights_of(model).items()},
     }
+
+
+def sampled_weights(model: Model) -> dict[str, str]:
+    """Of each weight its dtype, its shape and a sample: what can be had while a model loads."""
+    return {name: f"{_kind(weight)} {_sample(weight)}" for name, weight in weights_of(model).items()}
 
 
 def difference(saved: Mapping[str, Any], model: Model) -> str | None:
@@ -56,6 +58,8 @@ def difference(saved: Mapping[str, Any], model: Model) -> str | None:
         if was is None or here is None:
             return f"{'this model' if was is None else 'it'} alone has a weight {name}"
         (*kind, sample), (*kind_here, sample_here) = was.split(), here.split()
+        if len(sample) == _SAMPLE_DIGITS:  # a file of an earlier version
+            sample_here = _sample(weights_of(model)[name])
         if kind != kind_here:
             return f"its {name} is {' '.join(kind)}, this model's {' '.join(kind_here)}"
         if sample != sample_here and "?" not in (sample, sample_here):
@@ -88,24 +92,33 @@ def _config(model: Model) -> dict[str, Any]:
     return config
 
 
-def _describe_weight(weight: Tensor | QuantizedWeight | NativeWeight | OneDnnWeight) -> str:
+def _kind(weight: Any) -> str:
+    """The dtype, or the format of weights in few bits, and the shape."""
+    kind: object
+    shape: tuple[int, ...]
+    if isinstance(weight, NativeWeight):
+        kind, shape = weight.data.dtype, (weight.rows, weight.inputs)
+    elif isinstance(weight, OneDnnWeight):
+        kind, shape = weight.blocks.dtype, weight.blocks.shape
+    else:
+        kind, shape = weight.format if isinstance(weight, QuantizedWeight) else weight.dtype, weight.shape
+    return f"{str(kind).removeprefix('torch.')} {'x'.join(map(str, shape))}"
+
+
+def _sample(weight: Any) -> str:
+    """A hash of some elements of a weight; "?" in a layout that hides single elements."""
     if isinstance(weight, NativeWeight):
         at = _sampled_indices(weight.rows * weight.inputs)
         row, column = at // weight.inputs, at % weight.inputs
         block, neighbours = weight.data.shape[2:]
         values = weight.data[row // block, column // neighbours, row % block, column % neighbours]
-        return _format_entry(weight.data.dtype, (weight.rows, weight.inputs), values)
-    if isinstance(weight, OneDnnWeight):
-        return _format_entry(weight.blocks.dtype, weight.blocks.shape, None)
-    if isinstance(weight, QuantizedWeight):
-        return _format_entry(weight.format, weight.shape, _elements(weight.data))
-    plain = weight.layout == torch.strided and type(weight) in (Tensor, torch.nn.Parameter)
-    return _format_entry(weight.dtype, weight.shape, _elements(weight) if plain else None)
-
-
-def _format_entry(kind: object, shape: tuple[int, ...], values: Tensor | None) -> str:
-    sample = "?" if values is None else hashlib.blake2b(as_bytes(values), digest_size=8).hexdigest()
-    return f"{str(kind).removeprefix('torch.')} {'x'.join(map(str, shape))} {sample}"
+    elif isinstance(weight, QuantizedWeight):
+        values = _elements(weight.data)
+    elif isinstance(weight, Tensor) and weight.layout == torch.strided and type(weight) in (Tensor, torch.nn.Parameter):
+        values = _elements(weight)
+    else:
+        return "?"
+    return hashlib.blake2b(as_bytes(values), digest_size=_SAMPLE_DIGITS // 2).hexdigest()
 
 
 def _elements(tensor: Tensor) -> Tensor:
@@ -118,8 +131,3 @@ def _sampled_indices(count: int) -> Tensor:
     if count <= _SAMPLE:
         return torch.arange(count)
     return torch.arange(_SAMPLE) * 2_654_435_761 % count
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, in order."""
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

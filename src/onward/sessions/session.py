@@ -42,7 +42,7 @@ class Session:
             raise RequestError(f"a session is of a LanguageModel; got {type(lm).__name__}: see onward.load")
         self.lm = lm
         self.notes: dict[str, str] = {}
-        self._text = HeldText(lm._slots_for)
+        self._text = HeldText(lm._lease)
 
     def __repr__(self) -> str:
         return described(self, f"{len(self.tokens):,} ids held", repr(self.lm))

@@ -4,6 +4,7 @@ It looks in the text itself and in the outputs of earlier requests.
 """
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,9 +35,9 @@ class SuffixLookup:
         check_whole("max_tokens", max_tokens, low=0)
         self.shortest = shortest
         self.max_tokens = max_tokens
-        self._lock = threading.Lock()  # of who adds: calls of several threads may begin at once
+        self._lock = threading.Lock()  # requests of several threads may begin at once
         self._earlier = _Earlier(max_tokens)
-        self._running: list[_SuffixLookups] = []
+        self._outputs: dict[int, _Output] = {}  # by the id of the list, of requests that may still go on
         renew_in_forks(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -44,58 +45,88 @@ class SuffixLookup:
         return type(self), (self.shortest, self.max_tokens)
 
     def start(self, request: DraftRequest) -> "_SuffixLookups":
-        """Begin a request. What earlier requests have put out until now counts as earlier output."""
+        """Begin a request. The outputs of other requests as they are now count as earlier output."""
         with self._lock:
-            for running in self._running:
-                for output in list(running.outputs.values()):  # another thread's request may still go on
-                    self._earlier.add(output)
-            started = _SuffixLookups(self, self._earlier.automaton)
-            self._running = [started] if self.max_tokens else []
-            return started
+            for key, output in list(self._outputs.items()):
+                is_over = output.drafting() is None  # asked first: what comes before the end is learnt
+                self._earlier.learn(output)
+                if is_over:
+                    output.ids = ()  # the automaton has a copy
+                    del self._outputs[key]
+            return _SuffixLookups(self, self._earlier.automaton)
+
+    def follow(self, output: Sequence[int], drafting: "_SuffixLookups") -> None:
+        """Learn this list, which grows, as long as the request goes on. A preempted request begins twice."""
+        if not self.max_tokens:
+            return
+        with self._lock:
+            known = self._outputs.setdefault(id(output), _Output(output, weakref.ref(drafting)))
+            known.drafting = weakref.ref(drafting)
 
     def renew(self) -> None:
         """In a forked child: a new lock. What another thread was adding to is forgotten."""
         if self._lock.locked():
-            self._earlier, self._running = _Earlier(self.max_tokens), []
+            self._earlier, self._outputs = _Earlier(self.max_tokens), {}
         self._lock = threading.Lock()
 
 
+@dataclass(eq=False)
+class _Output:
+    """The output of a row.
+
+    ids: the list, which grows until the request is over. drafting: the request, which is not kept alive by this.
+    learnt: how many of the ids have been learnt. text: which text of the automaton they are; None where it has none.
+    """
+
+    ids: Sequence[int]
+    drafting: "weakref.ref[_SuffixLookups]"
+    learnt: int = 0
+    text: int | None = None
+
+
 class _Earlier:
-    """Earlier outputs, one after another in one automaton. After each stands a negative id that occurs nowhere else."""
+    """Outputs in one automaton. Each is one text of it, however many others grow at the same time."""
 
     def __init__(self, max_tokens: int) -> None:
         self.automaton = SuffixAutomaton()
         self._max_tokens = max_tokens
-        self._texts: list[list[int]] = []
+        self._learnt: dict[_Output, None] = {}  # those in the automaton; the one that grew last is last
 
-    def add(self, output: Sequence[int]) -> None:
-        if not output:
+    def learn(self, output: _Output) -> None:
+        """Add the ids by which an output has grown."""
+        ids = list(output.ids[output.learnt :])
+        if not ids:
             return
-        self._texts.append(list(output[-self._max_tokens :]))
-        if len(self.automaton) + len(output) >= self._max_tokens:
-            self._forget()
-        else:
-            self._append(self._texts[-1])
+        output.learnt += len(ids)
+        ids = ids[-self._max_tokens :]
+        if len(self.automaton) + len(ids) >= self._max_tokens:
+            self._forget(min(self._max_tokens // 2, self._max_tokens - len(ids)))
+        self._learnt.pop(output, None)
+        self._learnt[output] = None
+        self._append(output, ids)
 
-    def _forget(self) -> None:
-        """Begin a new automaton with the latest texts, of half the size. So an id is added at most twice on average."""
-        latest: list[list[int]] = []
-        room = self._max_tokens // 2
-        for text in reversed(self._texts):
-            if not latest or len(text) <= room:
-                latest.append(text)
-                room -= len(text)
-            else:
-                break
-        self._texts = latest[::-1]
-        self.automaton = SuffixAutomaton()
-        for text in self._texts:
-            self._append(text)
+    def _forget(self, room: int) -> None:
+        """Begin a new automaton with the latest `room` ids, at most half of all, so that an id is added at most twice
+        on average."""
+        old, self.automaton = self.automaton, SuffixAutomaton()
+        latest: list[tuple[_Output, list[int]]] = []
+        for output in reversed(self._learnt):
+            assert output.text is not None
+            ids = old.text(output.text)[1:][-room:] if room > 0 else []
+            room -= len(ids)
+            latest.append((output, ids))
+            output.text = None
+        self._learnt = {}
+        for output, ids in reversed(latest):
+            if ids:
+                self._learnt[output] = None
+                self._append(output, ids)
 
-    def _append(self, text: Sequence[int]) -> None:
-        for token in text:
-            self.automaton.push(token)
-        self.automaton.push(-1 - len(self.automaton))
+    def _append(self, output: _Output, ids: Sequence[int]) -> None:
+        if output.text is None:
+            output.text = self.automaton.add_text()
+        for token in ids:
+            self.automaton.push(token, output.text)
 
 
 @dataclass
@@ -113,11 +144,10 @@ class _RowIndex:
 
 
 class _SuffixLookups:
-    """The rows of one request. outputs: by owner, the output of each row that was asked for; the list grows."""
+    """The rows of one request."""
 
     def __init__(self, lookup: SuffixLookup, earlier: SuffixAutomaton) -> None:
-        self.outputs: dict[int, Sequence[int]] = {}
-        self._shortest = lookup.shortest
+        self._lookup = lookup
         self._window = max(lookup.max_tokens, 4096)
         self._earlier = earlier
         self._rows: dict[int, _RowIndex] = {}
@@ -129,17 +159,18 @@ class _SuffixLookups:
         index = self._rows.get(row.owner)
         if index is None:
             index = self._rows[row.owner] = _RowIndex(indexed=max(0, len(row.prompt) - self._window))
-            self.outputs[row.owner] = row.output
+            self._lookup.follow(row.output, self)
         own, earlier = index.automaton, self._earlier
         for token in row.ids(index.indexed):
             own.push(token)
             index.earlier_state, index.earlier_length = earlier.step(index.earlier_state, index.earlier_length, token)
         index.indexed = len(row)
-        if max(own.length, index.earlier_length) < self._shortest:
-            return []
+        shortest = self._lookup.shortest
         # Where both match equally far, the row's own text is the better guess.
-        if own.length >= index.earlier_length:
-            return continued(own.ids, own.after(own.state), min(row.wanted, _TRUST * own.length))
-        after = earlier.after(index.earlier_state)
-        ids = earlier.ids[after : after + min(row.wanted, _TRUST * index.earlier_length)]
-        return ids[: next((end for end, token in enumerate(ids) if token < 0), len(ids))]
+        if index.earlier_length >= max(shortest, own.length + 1):
+            ids = earlier.following(index.earlier_state, min(row.wanted, _TRUST * index.earlier_length))
+            if ids:  # none follow where the row has been learnt up to its end
+                return ids
+        if own.length < shortest:
+            return []
+        return continued(own.ids, own.after(own.state), min(row.wanted, _TRUST * own.length))

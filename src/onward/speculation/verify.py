@@ -7,6 +7,7 @@ choose from them. A sequence emits the accepted ids and one more, which the targ
 changes a history or a constraint.
 """
 
+import weakref
 from collections import abc
 from collections.abc import Callable
 
@@ -116,7 +117,7 @@ class DraftChooser(SamplingChooser):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.probabilities: dict[Sequence, Tensor] = {}
+        self.probabilities = weakref.WeakKeyDictionary[Sequence, Tensor]()
 
     def __call__(
         self,

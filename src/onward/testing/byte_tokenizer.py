@@ -26,6 +26,10 @@ class ByteTokenizer:
         ids = list(text.encode("utf-8"))
         return [self.bos_id, *ids] if self.add_bos and add_special_tokens and self.bos_id is not None else ids
 
+    def bytes_of(self, id: int) -> bytes:
+        """The byte that an id stands for; empty for the others."""
+        return bytes([id]) if id < BYTES else b""
+
     def token_bytes(self) -> list[bytes | None]:
         """The byte that each id stands for; None for the others."""
         return [bytes([token]) if token < BYTES else None for token in range(self.vocab_size)]

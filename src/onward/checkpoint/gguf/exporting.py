@@ -15,13 +15,11 @@ from onward.checkpoint.gguf.exporting_families import Written
 from onward.checkpoint.gguf.exporting_rope import rope_metadata, rope_tensors
 from onward.checkpoint.gguf.exporting_weights import model_tensors
 from onward.checkpoint.gguf.keys import GRANITE, NUMBERS
+from onward.checkpoint.gguf.metadata import FRACTIONS
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.checkpoint.gguf.types import TYPES
 from onward.checkpoint.gguf.writer import Stored
 from onward.ops import QuantizedWeight
-
-# How the keys end whose numbers are no whole ones.
-_FRACTIONS = ("epsilon", "scale", "softcapping")
 
 
 def model_metadata(written: Written, config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -34,7 +32,7 @@ def model_metadata(written: Written, config: Mapping[str, Any], name: str) -> di
     numbers = [(field, key) for field, key in NUMBERS.items() if family.numbers.get(field, key) is not None]
     numbers += [(field, key) for field, key in family.numbers.items() if key is not None]
     own = {key: values[field] for field, key in numbers if field in values}
-    own = {key: float(value) if key.endswith(_FRACTIONS) else value for key, value in own.items()}
+    own = {key: float(value) if key.endswith(FRACTIONS) else value for key, value in own.items()}
     own |= {"attention.value_length": head_dim, "vocab_size": config["vocab_size"]}
     types = config.get("layer_types") or []
     if "sliding_attention" in types:

@@ -68,12 +68,31 @@ def short_convolutions(config: Mapping[str, Any], decoder: Decoder) -> dict[str,
     }
 
 
-def latents(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
-    """DeepSeek-V2 and V3, and GLM-4.7-Flash as V3."""
-    attention = first(mixers(decoder), LatentAttention)
+def glm_experts(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
+    """GLM-4.5."""
+    return {**common(config, decoder), **_with_a_shared_block(decoder)[1]}
+
+
+def _with_a_shared_block(decoder: Decoder) -> tuple[Experts, dict[str, Any]]:
+    """Experts of a family whose first layers may have none, and their fields."""
     dense = next((i for i, layer in enumerate(decoder.layers) if isinstance(layer.feed_forward, Experts)), 0)
     experts = experts_of(decoder, dense=dense)
     assert experts.shared is not None, "this family has a block of all tokens"
+    return experts, {
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_chosen,
+        "moe_intermediate_size": experts.intermediate_size,
+        "n_shared_experts": experts.shared.intermediate_size // experts.intermediate_size,
+        "first_k_dense_replace": dense,
+        "routed_scaling_factor": experts.scale,
+        "norm_topk_prob": experts.normalize,
+    }
+
+
+def latents(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
+    """DeepSeek-V2 and V3, and GLM-4.7-Flash as V3."""
+    attention = first(mixers(decoder), LatentAttention)
+    experts, of_experts = _with_a_shared_block(decoder)
     by_softmax = experts.score == "softmax"
     method = "noaux_tc" if not by_softmax else "greedy" if experts.groups == 1 else "group_limited_greedy"
     rope = {name: value for name, value in rope_of(config).items() if name != "partial_rotary_factor"}
@@ -89,13 +108,7 @@ def latents(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
         "v_head_dim": attention.value_dim,
         "rms_norm_eps": decoder.norm.eps,
         "rope_parameters": rope | {"rope_theta": attention.rope.base},
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_chosen,
-        "moe_intermediate_size": experts.intermediate_size,
-        "n_shared_experts": experts.shared.intermediate_size // experts.intermediate_size,
-        "first_k_dense_replace": dense,
-        "routed_scaling_factor": experts.scale,
-        "norm_topk_prob": experts.normalize,
+        **of_experts,
         "n_group": experts.groups,
         "topk_group": experts.kept_groups,
         "topk_method": method,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from onward.checkpoint.gguf import exporting_configs as configs
 from onward.checkpoint.gguf import exporting_gemma, exporting_mamba
 from onward.checkpoint.gguf import exporting_restated as restated
+from onward.checkpoint.gguf.exporting_fields import common
 from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
 from onward.checkpoint.gguf.family import GgufFamily
 from onward.errors import RequestError
@@ -41,13 +42,12 @@ def _text_part(line: Written) -> Written:
 
 
 # Lines that turn round by themselves.
-_PLAIN = (
-    *("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "exaone4", "glm4", "granite", "granitemoe", "smollm3", "seed_oss"),
-    "glm4moe",
-)
+_PLAIN = (*("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "exaone4", "granite", "granitemoe", "smollm3", "seed_oss"),)
 WRITTEN: dict[str, Written] = {
     **{FAMILIES[name].architecture: _line(name) for name in _PLAIN},
     "MixtralForCausalLM": Written("llama", WITH_KEY["llama", "expert_count"]),
+    "Glm4ForCausalLM": _line("glm4", config=common),
+    "Glm4MoeForCausalLM": _line("glm4moe", config=configs.glm_experts),
     "Gemma2ForCausalLM": _line("gemma2", config=exporting_gemma.gemma2),
     "Gemma3ForCausalLM": _line("gemma3", config=exporting_gemma.gemma3),
     "Gemma4ForCausalLM": _line("gemma4", config=exporting_gemma.gemma4),

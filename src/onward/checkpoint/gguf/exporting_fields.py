@@ -19,7 +19,7 @@ def common(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     rope = rope_of(config)
     if attention.rope is not None:
         share = attention.rope.dims / attention.head_dim
-        rope |= {"rope_theta": attention.rope.base} | ({} if share == 1 else {"partial_rotary_factor": share})
+        rope |= {"rope_theta": attention.rope.base, "partial_rotary_factor": share}
     return {
         **fields,
         "num_key_value_heads": attention.num_kv_heads,

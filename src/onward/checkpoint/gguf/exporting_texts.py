@@ -4,10 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.gguf.ends import known_ends
 from onward.checkpoint.gguf.exporting_tokenizers import tokenizer_metadata
 from onward.checkpoint.gguf.keys import SAMPLING
 from onward.checkpoint.gguf.model import TEMPLATE
-from onward.checkpoint.gguf.vocabulary import NAMED_ENDS, SPECIAL, known_ends
+from onward.checkpoint.gguf.vocabulary import NAMED_ENDS, SPECIAL
 from onward.checkpoint.tokenizer import check_vocabulary, token_text
 from onward.checks import is_finite
 from onward.errors import RequestError
@@ -33,13 +34,13 @@ def texts_metadata(checkpoint: CheckpointFolder, vocab_size: int) -> dict[str, A
         # llama.cpp loads no file that does not say it.
         return {"tokenizer.ggml.model": "none"} | _ends(ends) | sampling
     metadata = tokenizer_metadata(tokenizer, vocab_size)
-    tokens, types = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    tokens = metadata["tokenizer.ggml.tokens"]
     # Beside the BOS and the EOS, templates may name these.
     texts = {name: token_text(checkpoint.tokenizer_config.get(f"{name}_token")) for name in ("unk", "pad")}
     ids = {name: tokens.index(text) for name, text in texts.items() if text in tokens}
     ids |= {} if tokenizer.bos_id is None else {"bos": tokenizer.bos_id}
     metadata |= {f"tokenizer.ggml.{SPECIAL[name]}_token_id": id for name, id in ids.items()}
-    return metadata | _ends(ends, tokenizer.eos_id, known_ends(tokens, types)) | _templates(checkpoint) | sampling
+    return metadata | _ends(ends, tokenizer.eos_id, known_ends(tokens)) | _templates(checkpoint) | sampling
 
 
 def _ends(ends: Sequence[int], named: int | None = None, known: Collection[int] = ()) -> dict[str, int]:

@@ -19,6 +19,7 @@ FAMILIES = {
     "qwen3moe": GgufFamily(
         "Qwen3MoeForCausalLM",
         config={"norm_topk_prob": True},
+        fixed=keys.BY_SOFTMAX,
         numbers=keys.EXPERTS | {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"},
     ),
     "qwen35": GgufFamily(
@@ -31,6 +32,7 @@ FAMILIES = {
     ),
     "qwen35moe": GgufFamily(
         "Qwen3_5MoeForCausalLM",
+        fixed=keys.BY_SOFTMAX,
         order=layout.value_heads,
         names=names.QWEN35,
         numbers=keys.DELTA_EXPERTS,
@@ -40,6 +42,7 @@ FAMILIES = {
     # Read as Qwen3.5's, the same forward: there the projections that the converter cuts are apart.
     "qwen3next": GgufFamily(
         "Qwen3_5MoeForCausalLM",
+        fixed=keys.BY_SOFTMAX,
         order=layout.beta_and_decay,
         names=names.QWEN3NEXT,
         numbers=keys.DELTA_EXPERTS,
@@ -56,7 +59,7 @@ FAMILIES = {
             "final_logit_softcapping": "final_logit_softcapping",
         },
         changes=(layout.NORMS,),
-        said=fields_gemma.GEMMA_SCALE,
+        said=fields_gemma.GEMMA2,
     ),
     "gemma3": GgufFamily(
         "Gemma3ForCausalLM",
@@ -68,6 +71,7 @@ FAMILIES = {
     ),
     "gemma4": GgufFamily(
         "Gemma4ForCausalLM",
+        fixed=keys.BY_SOFTMAX,
         config={"hidden_activation": "gelu_pytorch_tanh"},
         parts={"attention_k_eq_v": fields_gemma.keys_are_values},
         names=names.GEMMA4,
@@ -76,17 +80,22 @@ FAMILIES = {
     ),
     "phi3": GgufFamily("Phi3ForCausalLM", numbers=keys.WINDOW, said=fields.PHI3),
     "olmo2": GgufFamily("Olmo2ForCausalLM", names=names.AFTER_BOTH),
-    "exaone4": GgufFamily("Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.LAYER_TYPES),
+    "exaone4": GgufFamily("Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.EXAONE4),
     "glm4": GgufFamily(
         "Glm4ForCausalLM",
         parts={"attention_bias": "attn_q.bias"},
         names={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     ),
     "granite": GgufFamily(
-        "GraniteForCausalLM", order=layout.pairs_to_halves, numbers=keys.GRANITE, said=fields.GRANITE
+        "GraniteForCausalLM",
+        fixed=keys.TURNS,
+        order=layout.pairs_to_halves,
+        numbers=keys.GRANITE,
+        said=fields.GRANITE,
     ),
     "granitemoe": GgufFamily(
         "GraniteMoeForCausalLM",
+        fixed=keys.BY_SOFTMAX | keys.TURNS,
         order=layout.pairs_to_halves,
         names=names.GRANITE_EXPERTS,
         numbers=keys.GRANITE | keys.EXPERTS | {"num_local_experts": "expert_count"},
@@ -94,6 +103,7 @@ FAMILIES = {
     ),
     "granitehybrid": GgufFamily(
         "GraniteMoeHybridForCausalLM",
+        fixed=keys.BY_SOFTMAX,
         order=layout.pairs_to_halves,
         config={"num_local_experts": 0},
         parts={"attention_bias": "attn_q.bias", "mamba_conv_bias": "ssm_conv1d.bias"},
@@ -122,6 +132,8 @@ FAMILIES = {
         ("nemotron_h", "nemotron_h_moe"),
         GgufFamily(
             "NemotronHForCausalLM",
+            config=keys.UNSAID_EXPERTS,
+            fixed={"expert_gating_func": keys.SIGMOID},
             order=layout.pairs_to_halves,
             parts={"mlp_bias": "ffn_up.bias", "use_conv_bias": "ssm_conv1d.bias"},
             names=names.NEMOTRON_H,
@@ -145,6 +157,8 @@ FAMILIES = {
     ),
     "glm4moe": GgufFamily(
         "Glm4MoeForCausalLM",
+        config=keys.UNSAID_EXPERTS | {"first_k_dense_replace": 0},
+        fixed={"expert_gating_func": keys.SIGMOID},
         parts={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         names=names.AFTER_ATTENTION,
         numbers=keys.DEEPSEEK_EXPERTS,
@@ -152,6 +166,7 @@ FAMILIES = {
     ),
     "deepseek2": GgufFamily(
         "DeepseekV3ForCausalLM",
+        config=keys.UNSAID_EXPERTS | {"first_k_dense_replace": 0},
         names=names.LATENT,
         numbers=keys.DEEPSEEK_EXPERTS
         | {
@@ -167,6 +182,7 @@ FAMILIES = {
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
+        fixed={"expert_gating_func": keys.SOFTMAX_OF_CHOSEN},
         names=names.AFTER_ATTENTION,
         numbers=keys.EXPERTS
         | keys.WINDOW
@@ -178,11 +194,13 @@ FAMILIES = {
 WITH_KEY = {
     ("llama", "expert_count"): GgufFamily(
         "MixtralForCausalLM",
+        fixed=keys.BY_SOFTMAX,
         order=layout.pairs_to_halves,
         numbers=keys.EXPERTS | {"num_local_experts": "expert_count"},
     ),
     ("granitemoe", "expert_shared_feed_forward_length"): GgufFamily(
         "GraniteMoeSharedForCausalLM",
+        fixed=keys.BY_SOFTMAX | keys.TURNS,
         order=layout.pairs_to_halves,
         names=names.SHARED_GRANITE,
         numbers=keys.GRANITE_EXPERTS,

@@ -12,7 +12,7 @@ from torch import Tensor
 # Makes fields of config.json out of (the metadata behind "{architecture}.", the fields that were read already).
 Fields = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 # Makes keys behind "{architecture}." out of a config.json; None: the file does not have this key.
-Keys = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Exported = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class Order(NamedTuple):
@@ -51,23 +51,25 @@ class Change(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What metadata say in a way of their family's own. read: see `Fields`. write: see `Keys`."""
+    """What metadata say in a way of their family's own. read: see `Fields`. write: see `Exported`."""
 
     read: Fields = lambda metadata, config: {}
-    write: Keys = lambda config: {}
+    write: Exported = lambda config: {}
 
 
 class GgufFamily(NamedTuple):
     """architecture: the one of config.json. order: of weights that the converter reordered. shape: (a stock name, the
     fields of config.json, the stock shape) -> the tensor's, which a reader need not know. config: fields that files
-    leave unsaid. parts: fields that say whether there are biases or norms, and how the tensors end that are there then,
-    or what says so of the names of all. names, numbers: lines of `WHOLE`, `LAYER` and `NUMBERS` of its own; None: a
-    field that `said` has. changes: of weights of which the converter computed others. said: see `Said`."""
+    leave unsaid. fixed: keys that `numbers` and `said` do not read, and the one value that they may have. parts: fields
+    that say whether there are biases or norms, and how the tensors end that are there then, or what says so of the
+    names of all. names, numbers: lines of `WHOLE`, `LAYER` and `NUMBERS` of its own; None: a field that `said` has.
+    changes: of weights of which the converter computed others. said: see `Said`."""
 
     architecture: str
     order: Orders = lambda name, config, rows: Order()
     shape: Callable[[str, Mapping[str, Any], tuple[int, ...]], tuple[int, ...]] = lambda name, config, shape: shape
     config: Mapping[str, object] = {}
+    fixed: Mapping[str, object] = {}
     parts: Mapping[str, str | Callable[[Collection[str]], bool]] = {}
     names: Mapping[str, str | Joined] = {}
     numbers: Mapping[str, str | None] = {}

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from onward.checkpoint.gguf.family import Said
-from onward.checkpoint.gguf.fields import layer_types
+from onward.checkpoint.gguf.fields import layer_types, layer_windows
 from onward.checkpoint.gguf.metadata import number, whole_numbers
 from onward.errors import ConfigError
 
@@ -18,10 +18,22 @@ def _scale(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
     return {"query_pre_attn_scalar": config.get("head_dim")}
 
 
+def _gemma2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_scale(metadata, config), **layer_types(metadata, config)}
+
+
 def _gemma3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    _check_magnitude(metadata)
     sliding = {"rope_type": "default", "rope_theta": number(metadata, "rope.freq_base_swa", 10000.0)}
     ropes = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
-    return {**_scale(metadata, config), "rope_parameters": ropes}
+    return {**_scale(metadata, config), **layer_windows(metadata, config), "rope_parameters": ropes}
+
+
+def _check_magnitude(metadata: Mapping[str, Any]) -> None:
+    """The key would count in layers with a window, too, and their RoPE has no field for it."""
+    times = number(metadata, "rope.scaling.attn_factor", 1)
+    if times != 1:
+        raise ConfigError(f"rope.scaling.attn_factor is {times}, and only 1 is supported in this family")
 
 
 def _gemma4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,15 +42,20 @@ def _gemma4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
         keys, values = (number(metadata, f"attention.{name}_length{end}") for name in ("key", "value"))
         if values not in (None, keys):
             raise ConfigError(f"keys of {keys} and values of {values} numbers differ")
+    _check_magnitude(metadata)
     types = layer_types(metadata, config)
-    rope = config["rope_parameters"]
+    rope, width = config["rope_parameters"], config.get("global_head_dim")
+    if number(metadata, "rope.dimension_count", width) != width:
+        raise ConfigError("rope.dimension_count must be attention.key_length: rope_freqs says which pairs turn")
     if rope["rope_type"] != "proportional":
         raise ConfigError(
             "rope_freqs.weight must say which pairs of full layers turn: 1 those that do, 1e30 the others"
         )
     sliding = {"rope_type": "default", "rope_theta": number(metadata, "rope.freq_base_swa", 10000.0)}
     turned, head_dim = number(metadata, "rope.dimension_count_swa"), config.get("head_dim")
-    if isinstance(turned, int) and isinstance(head_dim, int) and head_dim:
+    if turned is not None and not isinstance(turned, int):
+        raise ConfigError(f"rope.dimension_count_swa must be a whole number; got {turned}")
+    if turned is not None and isinstance(head_dim, int) and head_dim:
         sliding["partial_rotary_factor"] = turned / head_dim
     has_experts = bool(config.get("num_experts"))
     return {
@@ -113,6 +130,6 @@ def _gemma4_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-GEMMA_SCALE = Said(_scale)
+GEMMA2 = Said(_gemma2)
 GEMMA3 = Said(_gemma3)
 GEMMA4 = Said(_gemma4, _gemma4_keys)

@@ -5,10 +5,9 @@ from typing import Any
 
 from onward.checkpoint.gguf.family import Said
 from onward.checkpoint.gguf.fields import without_ahead
+from onward.checkpoint.gguf.keys import SIGMOID, SOFTMAX
 from onward.checkpoint.gguf.metadata import number
-
-# llama.cpp's numbers of the functions that choose experts.
-_BY_SOFTMAX, _BY_SIGMOID = 1, 2
+from onward.errors import ConfigError
 
 
 def _read(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,9 +18,13 @@ def _read(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
     content = keys - rotary if isinstance(keys, int) and isinstance(rotary, int) else None
     rope = {name: value for name, value in config["rope_parameters"].items() if name != "partial_rotary_factor"}
     multiplier = number(metadata, "rope.scaling.yarn_log_multiplier")
-    if isinstance(multiplier, float):
+    if isinstance(multiplier, int | float) and multiplier:
         rope |= {"mscale": round(10 * multiplier, 6), "mscale_all_dim": round(10 * multiplier, 6)}
-    by_softmax = number(metadata, "expert_gating_func", _BY_SOFTMAX) == _BY_SOFTMAX
+    # It multiplies scores, too, which no field of config.json does.
+    times = number(metadata, "rope.scaling.attn_factor", 1)
+    if times != 1:
+        raise ConfigError(f"rope.scaling.attn_factor is {times}, and only 1 is supported in this family")
+    by_softmax = _chooses_by(metadata, config) == SOFTMAX
     groups = config.get("n_group", 1)
     of_v2 = {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"} if by_softmax else {}
     return {
@@ -38,6 +41,17 @@ def _read(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
     }
 
 
+def _chooses_by(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Softmax where the file does not say it, as in those of V2, but for GLM-4.7-Flash."""
+    given = number(metadata, "expert_gating_func", 0)
+    if given not in (0, SOFTMAX, SIGMOID):
+        raise ConfigError(
+            f"expert_gating_func is {given}, and {SOFTMAX} (softmax) and {SIGMOID} (sigmoid) are supported"
+        )
+    is_glm = number(metadata, "block_count") in (47, 48) and config.get("vocab_size") == 154_880
+    return given or (SIGMOID if is_glm else SOFTMAX)
+
+
 def _write(config: Mapping[str, Any]) -> dict[str, Any]:
     """As newer converters do, which cut the matrix that makes keys and values (`names.CUT_LATENT`): there is one head,
     whose keys are the latent and the part that turns, and its values the latent."""
@@ -52,7 +66,7 @@ def _write(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.value_length_mla": config["v_head_dim"],
         "rope.dimension_count": rotary,
         "rope.scaling.yarn_log_multiplier": 0.1 * multiplier if multiplier else None,
-        "expert_gating_func": _BY_SOFTMAX if config["architectures"] == ["DeepseekV2ForCausalLM"] else _BY_SIGMOID,
+        "expert_gating_func": SOFTMAX if config["architectures"] == ["DeepseekV2ForCausalLM"] else SIGMOID,
     }
 
 

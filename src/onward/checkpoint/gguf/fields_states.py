@@ -11,7 +11,10 @@ from onward.errors import ConfigError
 
 
 def _qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    recurs = list_of(metadata.get("attention.recurrent_layers"))
+    given = metadata.get("attention.recurrent_layers")
+    recurs = list_of(given)
+    if recurs is None and given is not None:
+        raise ConfigError(f"attention.recurrent_layers must have a value for each layer; got {given!r}")
     return {
         **{name: config.get(name, 0) for name in DELTA},  # 0 is refused where it is read: files have all of these
         **without_ahead(metadata, config),
@@ -63,14 +66,16 @@ def _granite_hybrid(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> d
     heads, attend = each_layer(metadata, "attention.head_count_kv")
     if attend is None:
         raise ConfigError("attention.head_count_kv must have a number for each layer")
-    inner = number(metadata, "ssm.inner_size")
+    inner, turns = number(metadata, "ssm.inner_size"), metadata.get("rope.scaling.finetuned", True)
+    if not isinstance(turns, bool):
+        raise ConfigError(f"rope.scaling.finetuned must be true or false; got {turns!r}")
     return {
         **granite(metadata, config),
         "num_key_value_heads": heads,
         "layer_types": ["attention" if each else "mamba" for each in attend],
         "mamba_d_head": quotient(inner, config.get("mamba_n_heads")),
         "mamba_expand": quotient(inner, config.get("hidden_size")),
-        "position_embedding_type": "rope" if metadata.get("rope.scaling.finetuned", True) else "nope",
+        "position_embedding_type": "rope" if turns else "nope",
         "shared_intermediate_size": config.get("shared_intermediate_size", config.get("intermediate_size")),
     }
 

@@ -11,12 +11,25 @@ NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
 }
+# Numbers of which 0 means that there is none, as in llama.cpp.
+OFF_AT_ZERO = {
+    *("attn_logit_softcapping", "final_logit_softcapping", "expert_weights_scale"),
+    *("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+}
 # A field of generation_config.json -> the key behind "general.sampling.".
 SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 # A field of config.json's YaRN -> the key behind "rope.scaling.".
 YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 # LongRoPE's two lists of divisors, "rope_factors_short.weight" and "…_long.weight".
 LENGTHS = "short", "long"
+# llama.cpp's numbers of the functions that choose experts.
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+# Keys of families that choose experts in one way.
+BY_SOFTMAX: dict[str, object] = {"expert_gating_func": SOFTMAX, "expert_weights_norm": True}
+# Granite's, which has no RoPE where this is false.
+TURNS: dict[str, object] = {"rope.scaling.finetuned": True}
+# What llama.cpp takes where the file does not say it; config.json has other defaults.
+UNSAID_EXPERTS: dict[str, object] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0}
 EXPERTS = {"num_experts_per_tok": "expert_used_count"}
 DELTA = {
     "num_hidden_layers": None,

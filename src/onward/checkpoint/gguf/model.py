@@ -1,5 +1,6 @@
 """A GGUF model: one file, or the parts that llama.cpp's gguf-split makes of one. Nothing else is needed."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 
 from onward.checkpoint.chat_template import ChatTemplate
-from onward.checkpoint.gguf.config import config_of, family_of, head_dim_of
+from onward.checkpoint.gguf.config import config_of, family_of, head_dim_of, unknown_keys_of
 from onward.checkpoint.gguf.keys import SAMPLING
+from onward.checkpoint.gguf.metadata import whole_numbers
 from onward.checkpoint.gguf.names import gguf_name
 from onward.checkpoint.gguf.reader import GgufFile, GgufTensor
 from onward.checkpoint.gguf.vocabulary import NAMED_ENDS, Vocabulary
@@ -24,6 +26,7 @@ from onward.models.architecture import PartOfCheckpoint
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 TEMPLATE = "tokenizer.chat_template"
+SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 
 
 def is_gguf(path: Path) -> bool:
@@ -89,8 +92,10 @@ class GgufCheckpoint:
         found = {field: self._metadata.get(f"general.sampling.{key}") for field, key in SAMPLING.items()}
         # A float32 as people write it: 0.7, not 0.699999988.
         shortest = {field: float(f"{value:.7g}") for field, value in found.items() if isinstance(value, float)}
-        advice = {field: value for field, value in (found | shortest).items() if value is not None}
-        return {"do_sample": True, **advice} if advice else {}
+        advice: dict[str, Any] = {field: value for field, value in (found | shortest).items() if value is not None}
+        advice |= {"do_sample": True} if advice else {}
+        suppressed = self._suppressed()
+        return advice | ({"suppress_tokens": suppressed} if suppressed else {})
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
@@ -122,7 +127,14 @@ class GgufCheckpoint:
         if self.vocabulary is not None:
             return self.vocabulary.ends
         named = [self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in NAMED_ENDS]
-        return tuple(id for id in named if type(id) is int and id >= 0)
+        embedding = self.tensors.get("token_embd.weight")
+        count = math.inf if embedding is None else embedding.shape[0]
+        return tuple(id for id in named if type(id) is int and 0 <= id < count)
+
+    @cached_property
+    def unknown_keys(self) -> list[str]:
+        """The names of metadata that are ignored because neither llama.cpp nor Onward knows them."""
+        return unknown_keys_of(self._metadata, self.tensors, self.path)
 
     @cached_property
     def types(self) -> dict[str, int]:
@@ -172,6 +184,12 @@ class GgufCheckpoint:
     @property
     def _metadata(self) -> dict[str, Any]:
         return self.files[0].metadata
+
+    def _suppressed(self) -> list[int]:
+        """Ids that are never generated; as in llama.cpp those past the vocabulary are ignored."""
+        ids = whole_numbers(SUPPRESSED, self._metadata.get(SUPPRESSED)) or []
+        count = 0 if self.vocabulary is None else len(self.vocabulary.tokens)
+        return [id for id in ids if 0 <= id < count]
 
     def _template(self, name: str) -> str | None:
         source = self._metadata.get(name)

@@ -4,16 +4,18 @@ Three kinds: "gpt2" (byte-level BPE; `tokenizer.ggml.pre` names how texts are cu
 bytes for what is no piece; its merges follow from the scores), and "gemma4" (the same, with merges).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from onward.checkpoint.gguf.split_texts import SPLITTINGS
+from onward.checkpoint.gguf.ends import FIM_ENDS, FIM_MARKS, ids_of, known_ends
+from onward.checkpoint.gguf.split_texts import PIECES, SPLITTINGS
 from onward.checkpoint.tokenizer import JsonTokenizer, _named_errors
-from onward.errors import TokenizerError
+from onward.errors import TokenizerError, warn
 from onward.garbage import without_collections
 
 _PREFIX = "tokenizer.ggml."
@@ -23,11 +25,8 @@ _LONGEST_PIECE = 512
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # Ids that end a text and have a key of their own.
 NAMED_ENDS = "eos", "eot", "eom"
-# Tokens that end an answer whatever eos_token_id says, as in llama.cpp.
-_ENDS = (
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
-    "<turn|>",
-)
+# Of the kind "llama", where the file names none.
+_USUAL = {"unk": 0, "bos": 1, "eos": 2}
 
 
 class Vocabulary:
@@ -45,25 +44,39 @@ class Vocabulary:
                 f"{where}: a tokenizer of kind {self.kind!r} is not supported; {', '.join(_KINDS)} are"
             )
         self.tokens: list[str] = self._get("tokens", list)
-        types = self._get_array("token_type", len(self.tokens))
-        if types is not None and not all(type(kind) is int for kind in types):
-            raise TokenizerError(f"{where}: {_PREFIX}token_type must be whole numbers")
-        self.types: list[int] = [NORMAL] * len(self.tokens) if types is None else types
         if not self.tokens:
             raise TokenizerError(f"{where}: the tokenizer has no tokens")
+        self._special = {name: self._special_id(name) for name in (*SPECIAL, "eot", "eom", *FIM_ENDS)}
+        named = {name: id for name, id in self._special.items() if id is not None}
+        known = known_ends(self.tokens, named)
+        self.ends: tuple[int, ...] = tuple(dict.fromkeys([*(named[n] for n in NAMED_ENDS if n in named), *known]))
+        self.types = self._types(known)
 
     def special(self, name: str) -> int | None:
         """The id of "bos", "eos", "eot" …; None where the file names none."""
-        token: int | None = self._get(f"{SPECIAL.get(name, name)}_token_id", int, optional=True)
-        if token is not None and not 0 <= token < len(self.tokens):
-            raise TokenizerError(f"{self._where}: the {name} token is {token}, and there are {len(self.tokens)} tokens")
-        return token
+        return self._special[name]
 
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The ids that end a text."""
-        named = [token for name in NAMED_ENDS if (token := self.special(name)) is not None]
-        return tuple(dict.fromkeys(named + known_ends(self.tokens, self.types)))
+    def _special_id(self, name: str) -> int | None:
+        key = f"{SPECIAL.get(name, name)}_token_id"
+        token: int | None = self._get(key, int, optional=True)
+        usual = _USUAL.get(name, len(self.tokens)) if self.kind == "llama" else len(self.tokens)
+        if token is not None and token >= len(self.tokens):
+            warn(f"{self._where}: {_PREFIX}{key} is {token}, and there are {len(self.tokens)} tokens: it is ignored")
+        if token is not None and 0 <= token < len(self.tokens):
+            return token
+        return usual if usual < len(self.tokens) else None
+
+    def _types(self, known: list[int]) -> list[int]:
+        """The file's, but that a token which ends texts by what it is called is a control token, whatever they say."""
+        stored = self._get_array("token_type", len(self.tokens))
+        types = [NORMAL] * len(self.tokens) if stored is None else list(map(_whole, stored))
+        if set(map(type, types)) != {int}:
+            raise TokenizerError(f"{self._where}: {_PREFIX}token_type must be whole numbers")
+        for id in known:
+            types[id] = CONTROL
+        for id in ids_of(self.tokens, FIM_MARKS):
+            types[id] = USER if types[id] == USER else CONTROL
+        return types
 
     @property
     def config(self) -> dict[str, Any]:
@@ -71,38 +84,79 @@ class Vocabulary:
         texts = {f"{name}_token": self.special(name) for name in SPECIAL}
         config: dict[str, Any] = {name: self.tokens[id] for name, id in texts.items() if id is not None}
         add_bos = self._get("add_bos_token", bool, optional=True)
-        config["add_bos_token"] = self._adds_bos() if add_bos is None else add_bos
+        # Converters wrote false into files of Gemma 4.
+        config["add_bos_token"] = self._adds_bos() if add_bos is None or self._splitting() == "gemma4" else add_bos
+        config["add_eos_token"] = self._get("add_eos_token", bool, optional=True) is True
         if config["add_bos_token"] and "bos_token" not in config:
             config["add_bos_token"] = False
         return config
 
     def tokenizer(self) -> JsonTokenizer:
         with _named_errors(self._where), without_collections():
-            inner = _KINDS[self.kind](self)
+            inner = self._of_kind()
             self._mark_added(inner)
-        return JsonTokenizer(inner, self.config, self._where)
+        return JsonTokenizer(inner, self.config, self._where, self._same_text)
+
+    def _of_kind(self) -> tokenizers.Tokenizer:
+        return self.merged_pieces() if self._splitting() in PIECES else _KINDS[self.kind](self)
 
     def _adds_bos(self) -> bool:
-        return self.kind != "gpt2" or SPLITTINGS[self._splitting()].add_bos
+        splitting = self._splitting()
+        return splitting == "gemma4" or splitting is None or (splitting in SPLITTINGS and SPLITTINGS[splitting].add_bos)
 
-    def _splitting(self) -> str:
+    def _splitting(self) -> str | None:
+        """The rule by which texts are cut; None for pieces whose merges follow from scores."""
+        if self.kind != "gpt2":
+            return "gemma4" if self.kind == "gemma4" else None
         name: str = self._get("pre", str, optional=True) or "default"
-        if name not in SPLITTINGS:
+        if name not in SPLITTINGS and name not in PIECES:
             raise TokenizerError(
                 f"{self._where}: the tokenizer cuts texts by the rule {name!r}, which is not known; known are "
-                f"{', '.join(SPLITTINGS)}"
+                f"{', '.join((*SPLITTINGS, *PIECES))}"
             )
         return name
 
-    def _ids(self, *without: int) -> dict[str, int]:
-        """Token -> id, but of these types. Where a text is there twice the first id is taken."""
-        every = range(len(self.tokens) - 1, -1, -1)
-        return {self.tokens[id]: id for id in every if self.types[id] not in without}
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        """Token -> id; without those that byte-level BPE does not use. Where a text is there more than once, the id
+        that a key names is taken, or else a special one, and of several the last, as in llama.cpp."""
+        ids: dict[str, int] = {}
+        named = set(self._special.values())
+
+        def rank(id: int) -> tuple[bool, bool]:
+            return id in named, self.types[id] in (UNKNOWN, CONTROL, USER)
+
+        for id, text in enumerate(self.tokens):
+            if self._is_used(id) and (text not in ids or rank(id) >= rank(ids[text])):
+                ids[text] = id
+        return ids
+
+    def _is_used(self, id: int) -> bool:
+        return self.kind != "gpt2" or self.types[id] != UNUSED
+
+    @cached_property
+    def _same_text(self) -> dict[int, int | None]:
+        """The ids of which the tokenizer does not know the text: another id has it. None: they have no text in a
+        decoded one."""
+        ids = self._ids
+        if len(ids) == sum(map(self._is_used, range(len(self.tokens)))):
+            return {}
+        every = [id for id, text in enumerate(self.tokens) if text and self._is_used(id)]
+        twins = {id: ids[self.tokens[id]] for id in every if ids[self.tokens[id]] != id}
+        shown = {self.tokens[id] for id in (*twins, *twins.values()) if not self._is_special(id)}
+        # `_mark_added` adds a text that a plain token has, too, as a plain one.
+        hidden = [id for id in (*twins, *twins.values()) if self._is_special(id) and self.tokens[id] in shown]
+        return {**twins, **dict.fromkeys(hidden)}
+
+    def _is_special(self, id: int) -> bool:
+        return self.types[id] in (UNKNOWN, CONTROL)
 
     def byte_level(self) -> tokenizers.Tokenizer:
-        splitting = SPLITTINGS[self._splitting()]
+        if self._get("pre", str, optional=True) is None:
+            warn(f"{self._where}: {_PREFIX}pre is missing: texts are cut by the default rule, which few models use")
+        splitting = SPLITTINGS[self._splitting() or "default"]
         merges = self._pairs(self._get("merges", list))
-        model = models.BPE(self._ids(UNUSED), merges, ignore_merges=splitting.whole_words)
+        model = models.BPE(self._ids, merges, ignore_merges=splitting.whole_words)
         tokenizer = tokenizers.Tokenizer(model)
         if splitting.nfc:
             tokenizer.normalizer = normalizers.NFC()
@@ -113,18 +167,18 @@ class Vocabulary:
         return tokenizer
 
     def sentencepiece(self) -> tokenizers.Tokenizer:
-        ids = self._ids()
+        ids = self._ids
         scores = self._get_array("scores", len(self.tokens))
-        if scores is None:
-            raise TokenizerError(f"{self._where}: a tokenizer of kind 'llama' needs scores")
         prefix = self._get("add_space_prefix", bool, optional=True) is not False
         said = self._get("merges", list, optional=True)  # where a score says too little of their order
+        if scores is None and said is None:
+            raise TokenizerError(f"{self._where}: a tokenizer of kind 'llama' needs scores")
         merges = list(merges_of(ids, scores, self.types)) if said is None else self._pairs(said)
         return self._of_pieces(ids, merges, prefix)
 
     def merged_pieces(self) -> tokenizers.Tokenizer:
         prefix = self._get("add_space_prefix", bool, optional=True) is True
-        return self._of_pieces(self._ids(), self._pairs(self._get("merges", list)), prefix)
+        return self._of_pieces(self._ids, self._pairs(self._get("merges", list)), prefix)
 
     def _of_pieces(self, ids: dict[str, int], merges: list[tuple[str, str]], prefix: bool) -> tokenizers.Tokenizer:
         """BPE with spaces as marks, and bytes for what is no piece. prefix: whether a text gets a space in front."""
@@ -142,7 +196,8 @@ class Vocabulary:
 
     def _pairs(self, merges: list[str]) -> list[tuple[str, str]]:
         """There are hundreds of thousands: one look at all, and another only where one is wrong."""
-        pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+        cuts = [merge.find(" ", 1) for merge in merges]  # a piece may begin with a space
+        pairs = [(merge[: max(at, 0)], merge[at + 1 :]) for merge, at in zip(merges, cuts, strict=True)]
         if not all(map(all, pairs)):
             wrong = next(merge for merge, pair in zip(merges, pairs, strict=True) if not all(pair))
             raise TokenizerError(f"{self._where}: the merge {wrong!r} is no pair of tokens")
@@ -150,8 +205,10 @@ class Vocabulary:
 
     def _mark_added(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Tokens that are never merged from a text's pieces: those that mark turns, say."""
-        special = [self.tokens[id] for id, kind in enumerate(self.types) if kind in (UNKNOWN, CONTROL)]
+        special = [self.tokens[id] for id in range(len(self.tokens)) if self._is_special(id)]
         plain = [self.tokens[id] for id, kind in enumerate(self.types) if kind == USER]
+        shown = {self.tokens[id] for id, other in self._same_text.items() if other is None}
+        special, plain = [text for text in special if text not in shown], [*plain, *sorted(shown)]
         tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special if text])
         tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain if text])
 
@@ -159,6 +216,10 @@ class Vocabulary:
         value = self._metadata.get(_PREFIX + name)
         if value is None and optional:
             return None
+        if kind is bool and isinstance(value, int | float) and value in (0, 1):
+            value = bool(value)
+        elif kind is int:
+            value = _whole(value)
         if type(value) is not kind:
             raise TokenizerError(
                 f"{self._where}: {_PREFIX}{name} must be a {kind.__name__}; got "
@@ -167,11 +228,11 @@ class Vocabulary:
         return value
 
     def _get_array(self, name: str, length: int) -> Any:
-        """A list of numbers, one for each token; None where there is none."""
+        """A list of numbers, one for each token; None where there is none. As in llama.cpp there may be more."""
         value = self._metadata.get(_PREFIX + name)
-        if value is not None and (not hasattr(value, "tolist") or len(value) != length):
+        if value is not None and (not hasattr(value, "tolist") or len(value) < length):
             raise TokenizerError(f"{self._where}: {_PREFIX}{name} must be {length} numbers, one for each token")
-        return None if value is None else value.tolist()
+        return None if value is None else value[:length].tolist()
 
 
 _KINDS: dict[str, Callable[[Vocabulary], tokenizers.Tokenizer]] = {
@@ -181,11 +242,9 @@ _KINDS: dict[str, Callable[[Vocabulary], tokenizers.Tokenizer]] = {
 }
 
 
-def known_ends(tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-    """The ids that end a text by what they are called."""
-    # gpt-oss ends its messages with <|end|>, and its turn with <|return|>.
-    texts = set(_ENDS) - ({"<|end|>"} if "<|return|>" in tokens else set())
-    return [id for id, text in enumerate(tokens) if text in texts and types[id] == CONTROL]
+def _whole(value: Any) -> Any:
+    """A number that is whole as an int, whatever type it is stored in."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def merges_of(ids: Mapping[str, int], scores: list[float], types: list[int]) -> Iterator[tuple[str, str]]:

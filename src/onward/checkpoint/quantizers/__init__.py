@@ -4,7 +4,6 @@ A method is chosen by `quantization_config` of config.json. It says which tensor
 computes the weight [N, K] in float32 from them.
 """
 
-from onward.checkpoint.quantizers.method import Method, Read, method_of
-from onward.checkpoint.quantizers.mxfp4 import Mxfp4
+from onward.checkpoint.quantizers.method import FIELDS_OF_METHODS, Method, Methods, Read, methods_of
 
-__all__ = ["Method", "Mxfp4", "Read", "method_of"]
+__all__ = ["FIELDS_OF_METHODS", "Method", "Methods", "Read", "methods_of"]

@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers import held
+from onward.checkpoint.quantizers import gptq, held
 from onward.checkpoint.quantizers.bits import by_group, unpacked
+from onward.checkpoint.quantizers.settings import Fields, size
 from onward.ops import QuantizedWeight
 
+FIELDS = Fields(
+    read=frozenset({"bits", "w_bit", "group_size", "q_group_size", "version", "format"}),
+    # Zero points are read from qzeros, which symmetric weights have too. transformers writes the fields of GPTQ, too.
+    idle=frozenset({"zero_point", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"})
+    | (gptq.FIELDS.idle - {"desc_act"}),
+    refused={"desc_act": ()},
+)
 _TENSORS = {"qweight", "qzeros", "scales"}
 # Output c of eight is in the field _FIELDS[c].
 _FIELDS = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -60,8 +68,11 @@ def _in_order(packed: Tensor) -> Tensor:
 
 
 def read_method(settings: Mapping[str, Any]) -> Awq:
-    bits, version = settings.get("bits", settings.get("w_bit", 4)), str(settings.get("version", "gemm")).lower()
+    FIELDS.check(settings)
+    bits = settings.get("bits", settings.get("w_bit", 4))
+    version = str(settings.get("version") or settings.get("format") or "gemm").lower()
+    if settings.get("backend") == "llm-awq":
+        version = "llm-awq"
     if bits != 4 or version != "gemm":
         raise ValueError(f"AWQ of 4 bits in version 'gemm' can be read; got {bits} bits, version {version!r}")
-    group = settings.get("group_size", settings.get("q_group_size", 128))
-    return Awq(None if group == -1 else int(group))
+    return Awq(size(settings, "group_size" if settings.get("group_size") is not None else "q_group_size", 128))

@@ -4,13 +4,33 @@ import torch
 from torch import Tensor
 
 
-def unpacked(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """int32 [M, N] -> int32 with 32 / bits as many along `dim`: the fields of each number, lowest bits first."""
+def unpacked(packed: Tensor, bits: int, dim: int, *, is_stream: bool = True) -> Tensor:
+    """int32 [M, N] -> int32 with 32 / bits as many along `dim`: the fields of each number, lowest bits first.
+
+    is_stream: whether fields of a width that does not divide 32 go on in the next number, so that `bits` numbers hold
+    32 of them; else each number holds 32 // bits whole ones.
+    """
     if packed.dtype != torch.int32 or packed.dim() != 2:
         raise ValueError(f"packed numbers must be int32 [M, N]; got {packed.dtype} {list(packed.shape)}")
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    if 32 % bits and is_stream:
+        stream: Tensor = _unpacked_stream(packed, bits) if dim else _unpacked_stream(packed.T, bits).T
+        return stream
+    shifts = torch.arange(0, 33 - bits, bits, dtype=torch.int32)
     fields: Tensor = (packed.unsqueeze(dim + 1) >> (shifts if dim else shifts.unsqueeze(1))) & (2**bits - 1)
     return fields.flatten(dim, dim + 1)
+
+
+def _unpacked_stream(packed: Tensor, bits: int) -> Tensor:
+    """int32 [M, N * bits] -> int32 [M, N * 32]: fields of runs of `bits` numbers, some across two of them."""
+    if packed.shape[1] % bits:
+        raise ValueError(f"numbers of {bits} bits are packed into runs of {bits}; got {packed.shape[1]}")
+    words = packed.reshape(len(packed), -1, bits).long() & 0xFFFFFFFF
+    starts = torch.arange(32) * bits
+    first, shifts = starts // 32, starts % 32
+    # Where a field ends inside its number, what the next one gives lies above the mask.
+    fields = words[..., first] >> shifts | words[..., (first + 1).clamp(max=bits - 1)] << (32 - shifts)
+    streamed: Tensor = (fields & (2**bits - 1)).to(torch.int32).flatten(1)
+    return streamed
 
 
 def by_group(scales: Tensor, group: int, inputs: int) -> Tensor:

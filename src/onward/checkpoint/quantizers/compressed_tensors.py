@@ -1,8 +1,9 @@
 """compressed-tensors (https://github.com/vllm-project/compressed-tensors), of which each tensor shows its own format.
 
 Tensors of a module:
-    pack-quantized   weight_packed int32 [N, K * b / 32], lowest bits first, each number plus 2^(b - 1); weight_scale
-                     [N, K / g]; weight_zero_point packed the same way along N; weight_g_idx [K]; weight_shape
+    pack-quantized   weight_packed int32 [N, ⌈K / ⌊32 / b⌋⌉], lowest bits first, each number plus 2^(b - 1);
+                     weight_scale [N, K / g]; weight_zero_point packed the same way along N; weight_g_idx [K];
+                     weight_shape
     int-quantized    weight int8 [N, K]; weight_scale [N, 1] or [N, K / g] or [1]; weight_zero_point
     float-quantized  weight float8_e4m3fn; weight_scale as above, or [⌈N / 128⌉, ⌈K / 128⌉] for blocks
     nvfp4            weight_packed uint8 [N, K / 2] of FP4; weight_scale float8_e4m3fn [N, K / 16]; weight_global_scale
@@ -18,20 +19,29 @@ from torch import Tensor
 
 from onward.checkpoint.quantizers import held
 from onward.checkpoint.quantizers.bits import E2M1, by_group, check_blocks, nibbles, unpacked
+from onward.checkpoint.quantizers.settings import Fields
 from onward.ops import QuantizedWeight
 
+FIELDS = Fields(
+    read=frozenset({"config_groups", "sparsity_config"}),
+    # Tensors show their own format. A scheme for the cache, and for activations, is for kernels that round these.
+    idle=frozenset({"format", "kv_cache_scheme", "global_compression_ratio", "version", "use_optimized_inference"}),
+    refused={"transform_config": ({"config_groups": {}},)},
+)
 _SCALED = {"weight_scale", "weight_packed"}
 _TENSORS = {
     *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    *("weight_global_scale", "input_scale", "input_global_scale", "input_zero_point"),
+    *("weight_global_scale", "input_scale", "input_global_scale", "input_zero_point", "output_scale"),
+    "output_zero_point",
 }
 
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """block: rows and inputs of a scale where scales are by block."""
+    """block: rows and inputs of a scale where scales are by block. bits: that packed weights may have."""
 
     block: tuple[int, int] | None
+    bits: tuple[int, ...]
 
     def parts(self, names: set[str]) -> set[str]:
         return names & _TENSORS if names & _SCALED else set()
@@ -41,7 +51,7 @@ class CompressedTensors:
             packed = read("weight_packed")
             if packed.dtype == torch.uint8:
                 return _fp4_values(*_fp4(read, packed, shape), read, shape)
-            codes, zeros, scale, groups = _packed(read, names, packed, shape)
+            codes, zeros, scale, groups = _packed(read, names, packed, shape, self.bits)
             return (codes.float() - zeros.float()[:, groups]) * scale.float()[:, groups]
         values, scale = self._plain(read, shape)
         values = values.float()
@@ -59,7 +69,7 @@ class CompressedTensors:
                 if scale.dtype == torch.uint8:
                     return held.mxfp4(codes, scale, dtype)
                 return held.fp4(codes, scale, read("weight_global_scale"), dtype)
-            codes, zeros, scale, groups = _packed(read, names, packed, shape)
+            codes, zeros, scale, groups = _packed(read, names, packed, shape, self.bits)
             return held.integers_of_groups(codes, scale, zeros, groups, dtype)
         codes, scale = self._plain(read, shape)
         by_rows, group = self._by_rows(scale, shape)
@@ -100,14 +110,20 @@ class CompressedTensors:
 
 
 def _packed(
-    read: Callable[[str], Tensor], names: set[str], packed: Tensor, shape: tuple[int, int]
+    read: Callable[[str], Tensor],
+    names: set[str],
+    packed: Tensor,
+    shape: tuple[int, int],
+    widths: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes [N, K], zeros and scales [N, K / g], and the group of each input, int64 [K]."""
+    """Codes [N, K], zeros and scales [N, K / g], and the group of each input, int64 [K]. widths: bits to try."""
     outputs, inputs = shape
-    bits = next((bits for bits in (4, 8, 2) if packed.shape == (outputs, -(-inputs * bits // 32))), None)
+    bits = next((bits for bits in widths if packed.shape == (outputs, -(-inputs // (32 // bits)))), None)
     if bits is None:
-        raise ValueError(f"weight_packed {list(packed.shape)} holds no weight {list(shape)} of 2, 4 or 8 bits")
-    codes = unpacked(packed, bits, 1)[:, :inputs]
+        raise ValueError(
+            f"weight_packed {list(packed.shape)} holds no weight {list(shape)} of {' or '.join(map(str, widths))} bits"
+        )
+    codes = unpacked(packed, bits, 1, is_stream=False)[:, :inputs]
     scale = read("weight_scale")
     if scale.dim() != 2 or scale.shape[0] != outputs or inputs % scale.shape[1]:
         raise ValueError(f"weight_scale {list(scale.shape)} does not fit a weight {list(shape)}")
@@ -119,7 +135,7 @@ def _packed(
     # Codes and zero points carry the same offset, which cancels; without zero points it is theirs.
     zeros = torch.full_like(scale, 2 ** (bits - 1), dtype=torch.int32)
     if "weight_zero_point" in names:
-        zeros = unpacked(read("weight_zero_point"), bits, 0)[:outputs]
+        zeros = unpacked(read("weight_zero_point"), bits, 0, is_stream=False)[:outputs]
     if zeros.shape != scale.shape:
         raise ValueError(f"weight_zero_point is of {list(zeros.shape)}, weight_scale of {list(scale.shape)}")
     return codes, zeros, scale, groups
@@ -144,10 +160,14 @@ def _fp4_values(codes: Tensor, scale: Tensor, read: Callable[[str], Tensor], sha
 
 
 def read_method(settings: Mapping[str, Any]) -> CompressedTensors:
+    FIELDS.check(settings)
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError(f"sparse weights cannot be read; got sparsity_config {settings['sparsity_config']!r}")
-    blocks = [
-        (group.get("weights") or {}).get("block_structure") for group in (settings.get("config_groups") or {}).values()
-    ]
-    block = next((block for block in blocks if block), None)
-    return CompressedTensors(None if block is None else (int(block[0]), int(block[1])))
+    groups = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    block = next((group["block_structure"] for group in groups if group.get("block_structure")), None)
+    # Numbers of 7 bits are packed into as many as those of 8: config.json tells them apart.
+    widths = dict.fromkeys(group["num_bits"] for group in groups if group.get("num_bits"))
+    if wrong := [bits for bits in widths if not isinstance(bits, int) or not 1 < bits <= 16]:
+        raise ValueError(f"num_bits must be a whole number from 2 to 8; got {wrong[0]!r}")
+    packed = tuple(bits for bits in widths if bits <= 8)
+    return CompressedTensors(None if block is None else (int(block[0]), int(block[1])), packed or (4, 8, 2))

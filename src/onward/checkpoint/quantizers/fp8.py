@@ -1,8 +1,8 @@
 """FP8 (E4M3, arXiv 2209.05433) with a scale for each block, as DeepSeek and Qwen publish it.
 
 Tensors of a module: weight float8_e4m3fn [N, K], and weight_scale_inv float32 [⌈N / 128⌉, ⌈K / 128⌉], which multiplies
-it. Where there are no blocks, weight_scale has one number, or one a row. An activation_scale is for quantized
-activations; Onward computes with float ones.
+it. Where there are no blocks, weight_scale has one number, or one a row. Scales of activations (activation_scale,
+input_scale) are for quantized activations; Onward computes with float ones.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,9 +14,30 @@ from torch import Tensor
 
 from onward.checkpoint.quantizers import held
 from onward.checkpoint.quantizers.bits import by_block, check_blocks
+from onward.checkpoint.quantizers.settings import Fields
 from onward.ops import QuantizedWeight
 
-_TENSORS = {"weight", "weight_scale_inv", "weight_scale", "activation_scale", "input_scale"}
+FIELDS = Fields(
+    # Dtypes of tensors say whether scales are floats or exponents, and which experts are quantized.
+    read=frozenset({"weight_block_size", "fmt"}),
+    idle=frozenset(
+        {
+            *(
+                "activation_scheme",
+                "scale_fmt",
+                "expert_dtype",
+                "ignored_layers",
+                "kv_cache_scheme",
+                "weight_per_tensor",
+            ),
+            *("weight_per_tensor", "kv_cache_dtype", "act_per_tensor", "kv_cache_quant_method", "activation_scale_ub"),
+        }
+    ),
+)
+_TENSORS = {
+    *("weight", "weight_scale_inv", "weight_scale", "activation_scale", "activation_scale_inv", "input_scale"),
+    *("input_scale_inv", "input_scale_ub"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,9 +77,10 @@ class Fp8:
 
 
 def read_method(settings: Mapping[str, Any]) -> Fp8:
+    FIELDS.check(settings)
     block = settings.get("weight_block_size") or [128, 128]
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
         raise ValueError(f"weight_block_size must be two sizes; got {block!r}")
-    if settings.get("fmt", "e4m3") != "e4m3":
+    if settings.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
         raise ValueError(f"FP8 of the format 'e4m3' can be read; got {settings['fmt']!r}")
     return Fp8((block[0], block[1]))

@@ -1,8 +1,8 @@
 """GPTQ (Frantar et al., arXiv 2210.17323), as AutoGPTQ and GPTQModel store it.
 
 Tensors of a module: qweight int32 [K * b / 32, N], the first input in the lowest bits; qzeros int32 [K / g, N * b /
-32], which hold zero - 1 (in the format "gptq_v2" zero); scales [K / g, N]; g_idx int32 [K], the group of each input,
-where inputs were ordered by activation. The weight is (q - zero) * scale.
+32], which hold zero - 1 in b bits, so that all ones are 0 (in the format "gptq_v2" zero itself); scales [K / g, N];
+g_idx int32 [K], the group of each input, where inputs were ordered by activation. The weight is (q - zero) * scale.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,14 +14,32 @@ from torch import Tensor
 
 from onward.checkpoint.quantizers import held
 from onward.checkpoint.quantizers.bits import unpacked
+from onward.checkpoint.quantizers.settings import DynamicRules, Fields, Overrides, no_overrides, size
 from onward.ops import QuantizedWeight
 
 _TENSORS = {"qweight", "qzeros", "scales", "g_idx"}
+FIELDS = Fields(
+    read=frozenset({"bits", "group_size", "checkpoint_format", "format", "pack_dtype", "dynamic"}),
+    # The order of inputs is in g_idx, and symmetric zero points are stored like others.
+    idle=frozenset(
+        {
+            *("desc_act", "sym", "static_groups", "act_group_aware", "lm_head", "true_sequential", "mse"),
+            *("damp_percent", "damp_auto_increment", "tokenizer", "dataset", "model_name_or_path"),
+            *("model_file_base_name", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block"),
+            *("batch_size", "pad_token_id", "max_input_length", "cache_block_outputs", "use_cuda_fp16", "use_exllama"),
+            *("disable_exllama", "exllama_config", "parallel_packing", "device", "pack_impl", "v2", "v2_alpha"),
+            *("v2_memory_device", "gptaq", "gptaq_alpha", "hyb_act", "offload_to_disk", "offload_to_disk_path"),
+            *("calibration_data", "failsafe", "fallback", "gc_mode", "quantizer", "method", "nsamples", "seqlen"),
+        }
+    ),
+    refused={"is_marlin_format": (), "adapter": (), "rotation": ()},
+)
 
 
 @dataclass(frozen=True)
 class Gptq:
-    """bits: 2, 4 or 8. group: inputs that share a scale; None: all. zero_offset: what is added to the stored zeros."""
+    """bits: 2, 3, 4 or 8. group: inputs that share a scale; None: all. zero_offset: what is added to the stored zeros,
+    whose sum has as many bits."""
 
     bits: int
     group: int | None
@@ -45,7 +63,7 @@ class Gptq:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes [K, N], zeros and scales [K / g, N], and the group of each input, int64 [K]."""
         codes = unpacked(read("qweight"), self.bits, 0)
-        zeros = unpacked(read("qzeros"), self.bits, 1) + self.zero_offset
+        zeros = (unpacked(read("qzeros"), self.bits, 1) + self.zero_offset) & (2**self.bits - 1)
         scales = read("scales")
         in_order = torch.arange(shape[1]) // (self.group or shape[1])
         groups = read("g_idx").long() if "g_idx" in names else in_order
@@ -59,11 +77,24 @@ class Gptq:
 
 
 def read_method(settings: Mapping[str, Any]) -> Gptq:
+    FIELDS.check(settings)
     bits = settings.get("bits", 4)
-    if bits not in (2, 4, 8):
-        raise ValueError(f"GPTQ of 2, 4 or 8 bits can be read; got {bits!r}")
-    group = settings.get("group_size", 128)
-    version = settings.get("checkpoint_format", settings.get("format", "gptq"))
+    if bits not in (2, 3, 4, 8) or isinstance(bits, bool):
+        raise ValueError(f"GPTQ of 2, 3, 4 or 8 bits can be read; got {bits!r}")
+    if settings.get("pack_dtype") not in (None, "int32"):
+        raise ValueError(f"GPTQ packed into int32 can be read; got pack_dtype {settings['pack_dtype']!r}")
+    version = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
     if version not in ("gptq", "gptq_v2"):
         raise ValueError(f"GPTQ in the formats 'gptq' and 'gptq_v2' can be read; got {version!r}")
-    return Gptq(bits, None if group == -1 else int(group), 1 if version == "gptq" else 0)
+    return Gptq(bits, size(settings, "group_size", 128), 1 if version == "gptq" else 0)
+
+
+def read_overrides(settings: Mapping[str, Any]) -> Overrides:
+    """The settings of modules that "dynamic" names."""
+    dynamic = settings.get("dynamic")
+    if not dynamic:
+        return no_overrides
+    rules = DynamicRules.read(dynamic)
+    for _, own in rules.rules:
+        read_method({**settings, **own})
+    return rules

@@ -1,15 +1,28 @@
 """The table of methods, and the one that a config.json names."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
+from onward.checkpoint.quantizers import (
+    auto_round,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    mxfp4,
+    torchao,
+)
+from onward.checkpoint.quantizers.settings import Overrides, no_overrides
 from onward.errors import ConfigError
 from onward.ops import QuantizedWeight
 
+# Where a config.json says how others quantized the weights.
+FIELDS_OF_METHODS = ("quantization_config", "compression_config")
 # The name of a tensor below the module, such as "qweight" -> the tensor as it is stored.
 Read = Callable[[str], Tensor]
 
@@ -31,38 +44,76 @@ class Method(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Methods:
+    """How the weights of each module were quantized.
+
+    name: the quant_method. settings: of all modules but those that overrides name.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    read: Callable[[Mapping[str, Any]], Method]
+    overrides: Overrides
+
+    def of(self, module: str) -> Method:
+        """The method of a module, by its name in the checkpoint."""
+        return self.read({**self.settings, **self.overrides(module)})
+
+
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "awq": awq.read_method,
     "gptq": gptq.read_method,
+    "auto-round": auto_round.read_method,
     "compressed-tensors": compressed_tensors.read_method,
     "fp8": fp8.read_method,
     "bitsandbytes": bitsandbytes.read_method,
     "mxfp4": mxfp4.read_method,
     "torchao": torchao.read_method,
 }
+_OVERRIDES: dict[str, Callable[[Mapping[str, Any]], Overrides]] = {
+    "gptq": gptq.read_overrides,
+    "auto-round": auto_round.read_overrides,
+}
+_OTHER_NAMES = {
+    "intel/auto-round": "auto-round",
+    "auto_round": "auto-round",
+    "compressed_tensors": "compressed-tensors",
+}
 
 
-def method_of(config: Mapping[str, Any]) -> Method | None:
-    """The method of a config.json; None where it names none.
+def _settings(config: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The name and the value of the field that says how weights were quantized: of the config or of its text part."""
+    text = config.get("text_config")
+    for part, prefix in ((config, ""), (text if isinstance(text, Mapping) else {}, "text_config.")):
+        for field in FIELDS_OF_METHODS:
+            if part.get(field) is not None:
+                return prefix + field, part[field]
+    return None
+
+
+def methods_of(config: Mapping[str, Any]) -> Methods | None:
+    """The methods of a config.json; None where it names none.
 
     Raises:
         ConfigError: Onward does not have the method, or one of its settings.
     """
-    field = next(
-        (field for field in ("quantization_config", "compression_config") if config.get(field) is not None), None
-    )
-    if field is None:
+    found = _settings(config)
+    if found is None:
         return None
-    settings = config[field]
+    field, settings = found
     if not isinstance(settings, Mapping):
         raise ConfigError(f"config.json: {field} must be an object; got {settings!r}: take the unquantized checkpoint")
-    name = settings.get("quant_method")
-    if not isinstance(name, str) or name not in _METHODS:
+    given = settings.get("quant_method")
+    name = _OTHER_NAMES.get(given, given) if isinstance(given, str) else None
+    if name not in _METHODS:
         raise ConfigError(
-            f"config.json: {field} has the quant_method {name!r}, which cannot be read; {', '.join(_METHODS)} can: "
+            f"config.json: {field} has the quant_method {given!r}, which cannot be read; {', '.join(_METHODS)} can: "
             "take the unquantized checkpoint"
         )
     try:
-        return _METHODS[name](settings)
+        _METHODS[name](settings)
+        overrides = _OVERRIDES[name](settings) if name in _OVERRIDES else no_overrides
     except ValueError as error:
         raise ConfigError(f"config.json: {field}: {error}: take the unquantized checkpoint") from error
+    return Methods(name, settings, _METHODS[name], overrides)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from onward.checkpoint.gguf.packing import pack_blocks
 from onward.checkpoint.gguf.types import TYPES
+from onward.checkpoint.quantizers.settings import Fields
 from onward.ops import QuantizedWeight
 from onward.ops.grouped_formats import GROUPED_FORMATS, Parts, grouped_values
 
+FIELDS = Fields(read=frozenset())  # tensors show which are quantized
 _MXFP4 = next(type for type in TYPES.values() if type.name == "MXFP4")
 
 
@@ -67,4 +69,5 @@ def _check(blocks: Tensor, scales: Tensor, shape: tuple[int, int]) -> None:
 
 
 def read_method(settings: Mapping[str, Any]) -> Mxfp4:
+    FIELDS.check(settings)
     return Mxfp4()

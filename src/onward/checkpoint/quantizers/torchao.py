@@ -21,8 +21,14 @@ from torch import Tensor
 
 from onward.checkpoint.quantizers import held
 from onward.checkpoint.quantizers.bits import by_block, by_group, nibbles
+from onward.checkpoint.quantizers.settings import Fields
 from onward.ops import QuantizedWeight
 
+# Tensors show their own type.
+FIELDS = Fields(
+    read=frozenset(),
+    idle=frozenset({"quant_type", "quant_type_kwargs", "include_input_output_embeddings", "untie_embedding_weights"}),
+)
 _QDATA, _SCALE, _ZERO, _PRE_SCALE = (f"_weight_{name}" for name in ("qdata", "scale", "zero_point", "act_pre_scale"))
 _ACTIVATIONS = {"_weight_act_quant_scale", "_weight_act_quant_zero_point"}
 _OTHERS = {"_weight_scale_and_zero", "_weight_per_tensor_scale"}  # of tiles for GPUs, and of NVFP4
@@ -119,4 +125,5 @@ def _block(scale: Tensor, shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def read_method(settings: Mapping[str, Any]) -> Torchao:
+    FIELDS.check(settings)
     return Torchao()

@@ -8,7 +8,7 @@ from typing import TypedDict
 import numpy as np
 from torch import Tensor
 
-from onward.checks import as_tuple, check_whole, is_number
+from onward.checks import as_tuple, check_whole, is_finite
 from onward.errors import RequestError
 from onward.sampling.history import History, Ids
 from onward.sampling.transforms.transform import Adjustment, Changes, Entries, check_switch, shift
@@ -40,7 +40,7 @@ class Dry(Adjustment):
     def check(self) -> None:
         for name, low in (("dry_multiplier", 0), ("dry_base", 1)):
             value = getattr(self, name)
-            if not (is_number(value) and low <= value < float("inf")):
+            if not (is_finite(value) and value >= low):
                 raise RequestError(f"{name} must be a number of {low} or more; got {value!r}")
         check_whole("dry_allowed_length", self.dry_allowed_length, low=1)
         self._set("dry_sequence_breakers", as_tuple("dry_sequence_breakers", self.dry_sequence_breakers, int))

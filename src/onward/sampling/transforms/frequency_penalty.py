@@ -6,7 +6,7 @@ from typing import TypedDict
 import numpy as np
 from torch import Tensor
 
-from onward.checks import is_finite
+from onward.checks import is_float32
 from onward.errors import RequestError
 from onward.sampling.history import History
 from onward.sampling.transforms.transform import Adjustment, Changes, Entries, shift
@@ -23,8 +23,8 @@ class FrequencyPenalty(Adjustment):
     frequency_penalty: float = 0.0
 
     def check(self) -> None:
-        if not is_finite(self.frequency_penalty):
-            raise RequestError(f"frequency_penalty must be a finite number; got {self.frequency_penalty!r}")
+        if not is_float32(self.frequency_penalty):
+            raise RequestError(f"frequency_penalty must be a number in float32's range; got {self.frequency_penalty!r}")
 
     def is_on(self) -> bool:
         return self.frequency_penalty != 0

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypedDict
 import numpy as np
 from torch import Tensor
 
-from onward.checks import check_whole, is_number, plain
+from onward.checks import check_whole, is_float32, plain
 from onward.errors import RequestError
 from onward.sampling.history import History
 from onward.sampling.transforms.transform import Adjustment, Changes, Entries, shift
@@ -54,7 +54,7 @@ def _as_pairs(bias: object) -> tuple[tuple[int, float], ...]:
         raise RequestError(f"logit_bias must be a mapping of ids to numbers; got {bias!r}")
     for token, value in pairs:
         check_whole("logit_bias: an id", token, low=0)
-        if not (is_number(value) and value < float("inf")):
+        if not (is_float32(value) or value == float("-inf")):
             raise RequestError(f"logit_bias of id {token} must be a number, or -inf to ban it; got {value!r}")
     if len({token for token, _ in pairs}) < len(pairs):
         raise RequestError("logit_bias names an id twice")

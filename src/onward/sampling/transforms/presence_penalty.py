@@ -5,7 +5,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from onward.checks import is_finite
+from onward.checks import is_float32
 from onward.errors import RequestError
 from onward.sampling.history import History
 from onward.sampling.transforms.transform import Adjustment, Changes, Entries, shift
@@ -22,8 +22,8 @@ class PresencePenalty(Adjustment):
     presence_penalty: float = 0.0
 
     def check(self) -> None:
-        if not is_finite(self.presence_penalty):
-            raise RequestError(f"presence_penalty must be a finite number; got {self.presence_penalty!r}")
+        if not is_float32(self.presence_penalty):
+            raise RequestError(f"presence_penalty must be a number in float32's range; got {self.presence_penalty!r}")
 
     def is_on(self) -> bool:
         return self.presence_penalty != 0

@@ -6,7 +6,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from onward.checks import is_number
+from onward.checks import is_float32
 from onward.errors import RequestError
 from onward.sampling.history import History
 from onward.sampling.transforms.transform import Adjustment, Changes, Entries
@@ -25,7 +25,7 @@ class RepetitionPenalty(Adjustment):
     repetition_penalty: float = 1.0
 
     def check(self) -> None:
-        if not (is_number(self.repetition_penalty) and 0 < self.repetition_penalty < float("inf")):
+        if not (is_float32(self.repetition_penalty) and self.repetition_penalty > 0):
             raise RequestError(f"repetition_penalty must be a number above 0; got {self.repetition_penalty!r}")
 
     def is_on(self) -> bool:

@@ -6,7 +6,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from onward.checks import is_number
+from onward.checks import is_finite
 from onward.errors import RequestError
 from onward.sampling.transforms.transform import Columns, Draws, Filter
 
@@ -22,7 +22,7 @@ class Temperature(Filter):
     temperature: float = 0.0
 
     def check(self) -> None:
-        if not (is_number(self.temperature) and 0 <= self.temperature < float("inf")):
+        if not (is_finite(self.temperature) and self.temperature >= 0):
             raise RequestError(f"temperature must be a number of 0 (greedy) or more; got {self.temperature!r}")
 
     def is_on(self) -> bool:

@@ -58,7 +58,11 @@ async def answer(
         access.fields |= submission.facts()
 
     if submission.body.stream:
-        return EventStream(recipient, events(submission), client, streams, ended)
+        try:
+            return EventStream(recipient, events(submission), client, streams, ended)
+        except BaseException:  # nobody would call it later
+            ended()
+            raise
     try:
         completions = await submission.completions()
         content = await service.in_thread(lambda: rendered(whole(submission, completions)))

@@ -29,7 +29,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        return Response(await service.in_thread(service.metrics.text), media_type=CONTENT_TYPE)
+        snapshot = service.metrics.snapshot()
+        return Response(await service.in_thread(snapshot.text), media_type=CONTENT_TYPE)
 
     @routes.get("/stats")
     async def stats() -> dict[str, Any]:

@@ -1,0 +1,164 @@
+"""The keys "{architecture}.rope.…" and the tensors of divisors -> the `rope_parameters` of config.json."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.checkpoint.gguf.blocks import dequantized
+from onward.checkpoint.gguf.keys import LENGTHS, YARN
+from onward.checkpoint.gguf.metadata import Keys, same_everywhere
+from onward.checkpoint.gguf.reader import GgufTensor
+from onward.errors import ConfigError
+from onward.models.fields import positive_number
+from onward.models.rope import Llama3, Unscaled, yarn_magnitude
+
+# The three numbers of every published model whose file has `rope_freqs` (Llama 3.1 to 3.3): the file does not say them.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# A divisor with which a pair turns by no angle that a float32 tells from none.
+_NEVER = 1e20
+# A list of divisors takes no memory that a file makes up.
+_WIDEST_HEAD = 2**16
+# llama.cpp's where a file does not say it.
+BASE = 10000.0
+
+
+def rope_parameters(
+    keys: Keys, tensors: Mapping[str, GgufTensor], head_dim: int | None, where: object
+) -> dict[str, Any]:
+    """As llama.cpp reads them: a factor without a type is linear, `rope.scale_linear` is its older spelling, and
+    `rope.scaling.attn_factor` multiplies rotated queries and keys in every type.
+
+    Raises:
+        ConfigError: the metadata have a combination that `rope_parameters` cannot express.
+    """
+
+    def said(key: str) -> Any:
+        return same_everywhere(keys.get(f"rope.{key}"), f"{where}: {keys.prefix}rope.{key}")
+
+    _check_divisors(tensors, where)
+    base, kind = said("freq_base"), said("scaling.type")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": BASE if base is None else base}
+    rope |= _share(said("dimension_count"), head_dim, f"{where}: {keys.prefix}rope.dimension_count")
+    original = said("scaling.original_context_length") or None  # 0 is the context, as in llama.cpp
+    factors = [said(key) for key in ("scaling.factor", "scale_linear")]
+    factor = next((value for value in factors if value is not None), 1)
+    factor = 1 if factor == 0 or kind == "none" else factor
+    magnitude, mixed = said("scaling.attn_factor"), said("scaling.yarn_ext_factor")
+    # Below 0 is the default: 1 in YaRN, and 0 elsewhere.
+    if isinstance(mixed, int | float) and mixed >= 0 and mixed != (kind == "yarn"):
+        raise ConfigError(
+            f"{where}: {keys.prefix}rope.scaling.yarn_ext_factor is {mixed}, and only {int(kind == 'yarn')} is "
+            f"supported with rope.scaling.type {kind or 'linear'!r}"
+        )
+    if kind == "yarn":
+        rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+        rope |= _yarn(said, factor)
+    elif kind not in (None, "none", "linear", "longrope") or (kind == "longrope" and not _has_factors(tensors)):
+        rope |= {"rope_type": kind, "factor": factor}  # refused where config.json is read
+    if _has_factors(tensors):
+        return rope | _longrope(tensors, factor, original, magnitude, keys.get("context_length"))
+    if "rope_freqs.weight" in tensors:
+        if kind not in (None, "none", "linear") or factor != 1 or magnitude not in (None, 1):
+            raise ConfigError(f"{where}: rope_freqs beside {keys.prefix}rope.scaling is not supported")
+        return rope | _of_divisors(_numbers(tensors["rope_freqs.weight"]), rope, head_dim, where)
+    if kind in (None, "linear") and factor != 1:
+        rope |= {"rope_type": "linear", "factor": factor, "original_max_position_embeddings": original}
+    if kind in (None, "none", "linear") and magnitude not in (None, 1):
+        if head_dim is not None and head_dim > _WIDEST_HEAD:
+            raise ConfigError(f"{where}: heads of {head_dim} numbers are wider than {_WIDEST_HEAD}")
+        rope |= _magnified(rope, factor, magnitude, head_dim)
+    return rope
+
+
+def _share(rotated: Any, head_dim: int | None, what: str) -> dict[str, float]:
+    """How much of a head turns: all of it where the file does not say."""
+    if rotated is not None and type(rotated) is not int:
+        raise ConfigError(f"{what} must be a whole number; got {rotated!r}")
+    if not head_dim or (rotated is not None and rotated < 0):
+        return {}
+    share = 1.0 if rotated is None else rotated / head_dim
+    return {"partial_rotary_factor": _at_least(share, head_dim, head_dim if rotated is None else rotated)}
+
+
+def _at_least(share: float, whole: int, part: int) -> float:
+    """A share of which the whole makes the part, and not one fewer by rounding."""
+    return math.nextafter(share, math.inf) if share * whole < part else share
+
+
+def _yarn(said: Callable[[str], Any], factor: Any) -> dict[str, Any]:
+    """What a file says of YaRN beside its factor: the attention_factor of the model's config.json, where it had one; or
+    a number by which llama.cpp multiplies the one that the factor means."""
+    named = {name: said(f"scaling.{key}") for name, key in YARN.items()}
+    times = said("scaling.attn_factor")
+    if named["attention_factor"] is None and isinstance(times, int | float) and isinstance(factor, int | float):
+        named["attention_factor"] = times * yarn_magnitude(factor) if factor > 0 else times
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _has_factors(tensors: Mapping[str, GgufTensor]) -> bool:
+    return all(f"rope_factors_{length}.weight" in tensors for length in LENGTHS)
+
+
+def _check_divisors(tensors: Mapping[str, GgufTensor], where: object) -> None:
+    names = [f"rope_factors_{length}.weight" for length in LENGTHS]
+    present = [name for name in (*names, "rope_freqs.weight") if name in tensors]
+    if present not in ([], names, ["rope_freqs.weight"]):
+        raise ConfigError(f"{where}: has {' and '.join(present)}; RoPE has {' and '.join(names)}, or rope_freqs.weight")
+
+
+def _longrope(
+    tensors: Mapping[str, GgufTensor], factor: Any, original: Any, magnitude: Any, context: Any
+) -> dict[str, Any]:
+    """LongRoPE's two lists. A factor divides every frequency once more."""
+    scale = factor if isinstance(factor, int | float) else 1
+    lists = {f"{length}_factor": _numbers(tensors[f"rope_factors_{length}.weight"]) * scale for length in LENGTHS}
+    rope: dict[str, Any] = {name: values.tolist() for name, values in lists.items()}
+    rope |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+    usual = 1.0
+    if isinstance(original, int) and isinstance(context, int) and context > original > 1:
+        usual = math.sqrt(1 + math.log(context / original) / math.log(original))
+    # The file has it in float32, and config.json means it where it says nothing.
+    is_usual = isinstance(magnitude, int | float) and math.isclose(magnitude, usual, rel_tol=2**-20)
+    return rope if magnitude is None or is_usual else rope | {"attention_factor": magnitude}
+
+
+def _magnified(rope: Mapping[str, Any], factor: Any, magnitude: Any, head_dim: int | None) -> dict[str, Any]:
+    """Linear RoPE whose queries and keys are multiplied. Of config.json's types LongRoPE alone says that: with one
+    divisor for all pairs."""
+    pairs = int((head_dim or 0) * rope.get("partial_rotary_factor", 1.0)) // 2
+    lists = {f"{length}_factor": [factor] * pairs for length in LENGTHS}
+    return {"rope_type": "longrope", "factor": 1.0, "attention_factor": magnitude, **lists}
+
+
+def _numbers(stored: GgufTensor) -> Tensor:
+    return dequantized(stored.type, stored.rows).flatten()
+
+
+def _of_divisors(divisors: Tensor, rope: Mapping[str, Any], head_dim: int | None, where: object) -> dict[str, Any]:
+    return _proportional(divisors) or _llama3(divisors, positive_number(rope, "rope_theta", BASE), head_dim, where)
+
+
+def _proportional(divisors: Tensor) -> dict[str, Any]:
+    """Where the first pairs turn as they do without divisors, and the others have such that they do not (Gemma 4)."""
+    turning = int((divisors == 1).sum())
+    if not turning or not bool((divisors[:turning] == 1).all() and (divisors[turning:] >= _NEVER).all()):
+        return {}
+    share = _at_least(turning / len(divisors), len(divisors), turning)
+    return {"rope_type": "proportional", "partial_rotary_factor": share}
+
+
+def _llama3(divisors: Tensor, base: float, head_dim: int | None, where: object) -> dict[str, Any]:
+    """The scaling whose frequencies these divisors make; they were rounded to float32 by the converter."""
+    factor = round(float(divisors.max()), 3)
+    original = int(_LLAMA3["original_max_position_embeddings"])
+    if 2 * len(divisors) == head_dim and factor >= 1:
+        at = torch.zeros(1, 1, 1)  # any position
+        plain = Unscaled().inverse_frequencies(head_dim, base, at, context=0)
+        scaled = Llama3(factor, 1.0, 4.0, original).inverse_frequencies(head_dim, base, at, context=0)
+        # Both sides are a few float32 operations: they agree to some units in the last of 24 bits.
+        if torch.allclose(plain / divisors, scaled, rtol=2**-18, atol=0.0):
+            return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    raise ConfigError(f"{where}: rope_freqs is of another scaling than Llama 3.1's, which is not supported")

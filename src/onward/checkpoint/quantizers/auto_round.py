@@ -1,0 +1,83 @@
+"""AutoRound (Cheng et al., arXiv 2309.05516): weights packed like GPTQ's or AWQ's, with settings for each module.
+
+packing_format says which: "auto_round:auto_gptq" (and "auto_round:gptq") stores zero - 1, "auto_round" and
+"auto_round:gptqmodel" store zero, "auto_round:auto_awq" packs like AWQ.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from onward.checkpoint.quantizers import awq, gptq
+from onward.checkpoint.quantizers.settings import ExtraConfig, Fields, Overrides, no_overrides
+
+FIELDS = Fields(
+    read=frozenset({"bits", "group_size", "packing_format", "data_type", "extra_config", "act_bits", "super_bits"}),
+    idle=frozenset(
+        {
+            *("sym", "autoround_version", "auto_round_version", "block_name_to_quantize", "to_quant_block_names"),
+            *("iters", "lr", "minmax_lr", "nsamples", "seqlen", "batch_size", "enable_quanted_input", "dataset"),
+            *("enable_minmax_tuning", "low_gpu_mem_usage", "gradient_accumulate_steps", "scale_dtype", "amp"),
+            *("quant_nontext_module", "quant_lm_head", "act_data_type", "act_group_size", "act_sym", "act_dynamic"),
+            *(
+                "enable_norm_bias_tuning",
+                "enable_alg_ext",
+                "tuning_mode",
+                "damp_percent",
+                "desc_act",
+                "true_sequential",
+            ),
+            *(
+                "quant_block_list",
+                "supported_types",
+                "super_group_size",
+                "enable_opt_rtn",
+                "disable_opt_rtn",
+                "is_mllm",
+            ),
+        }
+    ),
+    refused={"rotation_config": (), "transform_config": (), "hadamard_config": ()},
+)
+_GPTQ_FORMATS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_gptq": "gptq",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round": "gptq_v2",
+}
+_AWQ_FORMATS = ("auto_round:auto_awq", "auto_round:awq", "auto_awq")
+# Settings of a module that change how its tensors are read.
+_OF_A_MODULE = ("bits", "group_size", "data_type", "act_bits", "super_bits")
+
+
+def read_method(settings: Mapping[str, Any]) -> gptq.Gptq | awq.Awq:
+    FIELDS.check(settings)
+    data_type, packing = settings.get("data_type") or "int", settings.get("packing_format") or "auto_round:auto_gptq"
+    if data_type != "int":
+        raise ValueError(f"AutoRound of data_type 'int' can be read; got {data_type!r}")
+    if (settings.get("act_bits") or 16) < 16 or settings.get("super_bits"):
+        raise ValueError(f"AutoRound of weights alone can be read; got act_bits {settings.get('act_bits')!r}")
+    own = {"bits": settings.get("bits") or 4, "group_size": settings.get("group_size")}
+    if packing in _GPTQ_FORMATS:
+        return gptq.read_method(own | {"checkpoint_format": _GPTQ_FORMATS[packing]})
+    if packing in _AWQ_FORMATS:
+        return awq.read_method(own)
+    raise ValueError(
+        f"AutoRound in the packing_formats {', '.join([*_GPTQ_FORMATS, *_AWQ_FORMATS])} can be read; got {packing!r}"
+    )
+
+
+def read_overrides(settings: Mapping[str, Any]) -> Overrides:
+    """The settings of modules that "extra_config" names. One of 16 bits is in floats, and has no quantized tensors."""
+    extra = settings.get("extra_config")
+    if not extra:
+        return no_overrides
+    rules = ExtraConfig.read(extra)
+    kept = {
+        name: {field: own[field] for field in _OF_A_MODULE if own.get(field) is not None}
+        for name, own in rules.by_name.items()
+        if (own.get("bits") or 4) < 16
+    }
+    for own in kept.values():
+        read_method({**settings, **own})
+    return ExtraConfig.read(kept)

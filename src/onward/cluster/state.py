@@ -1,0 +1,208 @@
+"""What all replicas say of their state, as one answer: /metrics, /stats, /health and /ready of an ingress."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+from urllib.parse import parse_qs
+
+from prometheus_client import generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import Response
+
+from onward import __version__
+from onward.cluster.call import Call, ReplicaLostError, Replicas, Route, close_later
+from onward.cluster.totals import Kind, Totals
+from onward.engine import EngineStats
+from onward.errors import OnwardError
+from onward.openai import BodyError
+from onward.server.errors import plain_error
+from onward.server.json_answer import JsonAnswer
+from onward.server.metrics import CONTENT_TYPE
+
+# Seconds that a replica has to answer. Prometheus itself waits 10 s for a scrape.
+PATIENCE = 2.0
+# Seconds between two looks at whether there are replicas, as long as there are none.
+_LOOK = 0.05
+
+# Ratios: their sum says nothing. All other numbers of now are sums.
+_MEAN_METRICS = frozenset({"onward_prefix_hit_ratio"})
+_MEAN_STATS = frozenset({"hit_rate"})
+_COUNTED_STATS = frozenset({"steps", "tokens", "preemptions", "seconds"})
+
+# A sample of a metric: its family, its name and its labels.
+_Sample = tuple[str, str, tuple[tuple[str, str], ...]]
+
+
+class State:
+    """The state of all replicas together. patience: seconds that one of them has to answer."""
+
+    def __init__(self, replicas: Replicas, patience: float = PATIENCE) -> None:
+        self._replicas, self._patience = replicas, patience
+        self._metrics: Totals[_Sample] = Totals(_kind_of_metric)
+        self._stats: Totals[tuple[str, ...]] = Totals(_kind_of_stat)
+        self._families: dict[str, Metric] = {}  # of all metrics that any replica had, without their samples
+        self._answers = {"/metrics": self._metrics_of, "/stats": self._stats_of}
+        self._answers |= {"/health": _health_of, "/ready": _health_of}
+
+    def has(self, call: Call) -> bool:
+        """Whether a call asks for the state."""
+        return call.method in ("GET", "HEAD") and call.path in self._answers
+
+    async def answer(self, call: Call) -> Response:
+        """Ask all replicas, and answer for all. A refusal of theirs, such as for a wrong key, is the answer.
+
+        Raises:
+            BodyError: the query asks for something unknown.
+        """
+        by = parse_qs(call.query.decode("latin-1"), keep_blank_values=True).get("by", [""])[-1]
+        if by not in ("", "replica"):
+            raise BodyError(f"by must be replica; got {by[:80]!r}", "by")
+        names = await self._names()
+        asked = [_asked(self._replicas, replace(call, method="GET", query=b""), name, self._patience) for name in names]
+        answers = dict(zip(names, await asyncio.gather(*asked), strict=True))
+        bodies = {name: answer.body for name, answer in answers.items() if answer is not None and answer.is_state}
+        refusal = next((answer for answer in answers.values() if answer is not None and not answer.is_state), None)
+        if refusal is not None and not bodies:
+            return Response(refusal.body, refusal.status, dict(refusal.headers))
+        return self._answers[call.path](bodies, names, by == "replica")
+
+    async def _names(self) -> list[str]:
+        """The replicas that are there; they have a little time to come."""
+        waited = 0.0
+        while not self._replicas.names and waited < self._patience:
+            await asyncio.sleep(_LOOK)
+            waited += _LOOK
+        return sorted(self._replicas.names)
+
+    def _metrics_of(self, bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
+        samples = {name: dict(self._samples(body)) for name, body in bodies.items()}
+        numbers = self._metrics.merged(samples, names)
+        if by_replica:
+            numbers = {
+                (family, sample, (*labels, ("replica", name))): number
+                for name, of_one in samples.items()
+                for (family, sample, labels), number in of_one.items()
+            }
+        merged = [
+            *self._written(numbers),
+            GaugeMetricFamily("onward_replicas", "Replicas that take requests.", len(names)),
+            GaugeMetricFamily(
+                "onward_replicas_unreachable", "Those of them that did not answer.", len(names) - len(bodies)
+            ),
+        ]
+        return Response(generate_latest(_Collected(merged)), media_type=CONTENT_TYPE)
+
+    def _samples(self, body: bytes) -> Iterator[tuple[_Sample, float]]:
+        for family in text_string_to_metric_families(body.decode()):
+            self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                yield (family.name, sample.name, tuple(sample.labels.items())), sample.value
+
+    def _written(self, numbers: Mapping[_Sample, float]) -> Iterator[Metric]:
+        """The metrics with these numbers, in the order of a single server's."""
+        written = {name: Metric(name, family.documentation, family.type) for name, family in self._families.items()}
+        for (family, sample, labels), number in numbers.items():
+            written[family].add_sample(sample, dict(labels), number)
+        yield from written.values()
+
+    def _stats_of(self, bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
+        stats = {name: json.loads(body) for name, body in bodies.items()}
+        merged = _unflat(self._stats.merged({name: dict(_flat(of_one)) for name, of_one in stats.items()}, names))
+        return JsonAnswer(stats if by_replica else merged)
+
+
+class _Answer:
+    """Of one replica."""
+
+    def __init__(self) -> None:
+        self.status, self.headers, self.body = 0, list[tuple[str, str]](), b""
+
+    def note(self, message: Mapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"]]
+        else:
+            self.body += message.get("body", b"")
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it says a state: a replica that fails says so with 503."""
+        return self.status in (200, 503)
+
+
+async def _asked(replicas: Replicas, call: Call, name: str, patience: float) -> _Answer | None:
+    """What one replica answers; None where it does not within its time."""
+    answer = _Answer()
+    items = replicas.serve(call, Route(only=name))
+    try:
+        async with asyncio.timeout(patience):
+            async for item in items:
+                for message in item.messages:
+                    answer.note(message)
+    except (TimeoutError, ReplicaLostError, OnwardError):  # what the others say is still worth knowing
+        return None
+    finally:
+        close_later(items)
+    return answer
+
+
+def _health_of(bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
+    """A deployment is well as long as one replica is: requests go there."""
+    each: dict[str, dict[str, Any]] = {
+        name: json.loads(bodies[name]) if name in bodies else {"status": "unreachable"} for name in names
+    }
+    well = [state for state in each.values() if state["status"] == "ok"]
+    if not each:
+        return plain_error(503, "no replica is there", "no_replica", {"retry-after": "5"})
+    models: Mapping[str, Any] = next((state["models"] for state in [*well, *each.values()] if "models" in state), {})
+    content = {"status": "ok" if well else "failing", "models": models, "replicas": each, "version": __version__}
+    return JsonAnswer(content, 200 if well else 503)
+
+
+class _Collected:
+    """Metrics, as `generate_latest` asks a registry for them."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+def _kind_of_metric(key: _Sample) -> Kind:
+    family, sample, _ = key
+    if sample.endswith(("_total", "_bucket", "_sum", "_count", "_created")):
+        return Kind.COUNT
+    return Kind.MEAN if family in _MEAN_METRICS else Kind.SUM
+
+
+def _kind_of_stat(key: tuple[str, ...]) -> Kind:
+    _, name, *_ = key
+    if name in _COUNTED_STATS:
+        return Kind.COUNT
+    return Kind.MEAN if name in _MEAN_STATS else Kind.SUM
+
+
+def _flat(stats: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The numbers of `/stats`, each under its model and its place."""
+    for model, numbers in stats.items():
+        for name, number in numbers.items():
+            if isinstance(number, Mapping):
+                yield from (((model, name, part), of_part) for part, of_part in number.items())
+            else:
+                yield (model, name), number
+
+
+def _unflat(numbers: Mapping[tuple[str, ...], float]) -> dict[str, dict[str, Any]]:
+    order = {each.name: at for at, each in enumerate(fields(EngineStats))}
+    stats: dict[str, dict[str, Any]] = {}
+    for (model, name, *part), number in sorted(numbers.items(), key=lambda item: order.get(item[0][1], len(order))):
+        of_model = stats.setdefault(model, {})
+        if part:
+            of_model.setdefault(name, {})[part[0]] = number
+        else:
+            of_model[name] = number
+    return stats

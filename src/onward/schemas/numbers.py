@@ -1,0 +1,160 @@
+"""Numbers of schemas, exactly: which ones llguidance would round, and ranges of integers as regular expressions."""
+
+import math
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from onward.errors import RequestError
+
+# llguidance computes with doubles; up to here each integer is one.
+LARGEST_EXACT = 2**53
+# Of a multipleOf, in llguidance.
+LARGEST_FACTOR = 2**32 - 1
+# 10^308 is the largest power of ten that is a double. The expression of a range grows with the square of its digits.
+_MOST_DIGITS = 320
+_MOST_MULTIPLES = 1_000
+
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+NUMERIC = frozenset({*BOUNDS, "multipleOf"})
+
+
+def is_large(value: Any) -> bool:
+    """Whether a value is a number that llguidance rounds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > LARGEST_EXACT
+
+
+class Range(NamedTuple):
+    """The numbers that a schema's numeric keywords allow. low, high: None where there is no bound; otherwise the bound,
+    and whether the range excludes it. factor: the range has multiples of it alone; None for all."""
+
+    low: tuple[Fraction, bool] | None
+    high: tuple[Fraction, bool] | None
+    factor: Fraction | None
+
+    @classmethod
+    def of(cls, schema: Mapping[str, Any]) -> "Range":
+        lows: list[tuple[Fraction, bool]] = []
+        highs: list[tuple[Fraction, bool]] = []
+        for keyword, bounds in (("minimum", lows), ("maximum", highs)):
+            exclusive = schema.get(f"exclusive{keyword.capitalize()}")
+            if keyword in schema:
+                bounds.append((exactly(schema[keyword]), exclusive is True))  # draft 4 has true beside the bound
+            if exclusive is not None and not isinstance(exclusive, bool):
+                bounds.append((exactly(exclusive), True))
+        low = max(lows, key=lambda bound: (bound[0], bound[1]), default=None)
+        high = min(highs, key=lambda bound: (bound[0], not bound[1]), default=None)
+        return cls(low, high, exactly(schema["multipleOf"]) if "multipleOf" in schema else None)
+
+    def has(self, value: int | float) -> bool:
+        number = exactly(value)
+        if self.low is not None and (number < self.low[0] or (self.low[1] and number == self.low[0])):
+            return False
+        if self.high is not None and (number > self.high[0] or (self.high[1] and number == self.high[0])):
+            return False
+        return self.factor is None or number % self.factor == 0
+
+    def integers(self) -> tuple[int | None, int | None]:
+        """The least and the greatest integer within the bounds; None where there is no bound."""
+        low = high = None
+        if self.low is not None:
+            bound, is_excluded = self.low
+            low = math.floor(bound) + 1 if is_excluded else math.ceil(bound)
+        if self.high is not None:
+            bound, is_excluded = self.high
+            high = math.ceil(bound) - 1 if is_excluded else math.floor(bound)
+        return low, high
+
+
+def exactly(value: int | float) -> Fraction:
+    """A number as it is written: 0.1 is a tenth. A whole float is the integer that Python compares equal to it."""
+    if isinstance(value, int) or value.is_integer():
+        return Fraction(int(value))
+    return Fraction(Decimal(repr(value)))
+
+
+def integer_pattern(low: int | None, high: int | None, factor: Fraction | None, at: str) -> str | None:
+    """A regular expression of the integers from low to high that are multiples of a factor; None where there are none.
+
+    Raises:
+        RequestError: more digits or more multiples than an expression can have. at: the schema's place.
+    """
+    if low is not None and high is not None and low > high:
+        return None
+    step = 1 if factor is None else factor.numerator  # the least integer that is a multiple
+    if step == 1:
+        return integers_between(low, high, at)
+    if low is None or high is None or (high // step - (low - 1) // step) > _MOST_MULTIPLES:
+        raise RequestError(
+            f"{at} has multipleOf together with integers beyond 2^53: give bounds between which there are at most "
+            f"{_MOST_MULTIPLES} multiples"
+        )
+    multiples = range(-(-low // step) * step, high + 1, step)
+    for bound in (low, high):
+        _check_digits(bound, at)
+    return "|".join(map(str, multiples)) or None
+
+
+def integers_between(low: int | None, high: int | None, at: str = "a schema") -> str:
+    """A regular expression of the integers from low to high, both included, as JSON writes them; None: no bound.
+
+    Raises:
+        RequestError: a bound of more digits than an expression can have. at: the schema's place.
+    """
+    for bound in (low, high):
+        if bound is not None:
+            _check_digits(bound, at)
+    parts = []
+    if low is None or low < 0:
+        least = 1 if high is None or high >= 0 else -high
+        parts.append(f"-({'|'.join(_naturals(least, None if low is None else -low))})")
+    if high is None or high >= 0:
+        parts += _naturals(0 if low is None or low < 0 else low, high)
+    return "|".join(parts)
+
+
+def _check_digits(bound: int, at: str) -> None:
+    if abs(bound) >= 10**_MOST_DIGITS:
+        raise RequestError(f"{at} has a number of more than {_MOST_DIGITS} digits: make it smaller")
+
+
+def _naturals(low: int, high: int | None) -> Iterator[str]:
+    """Expressions of the integers from low ≥ 0 on, in parts of which each has numbers of one length."""
+    if high is None:
+        digits = len(str(low))
+        yield from _naturals(low, 10**digits - 1)
+        yield f"[1-9][0-9]{{{digits},}}"
+        return
+    while low <= high:
+        end = min(high, 10 ** len(str(low)) - 1)
+        yield from _of_one_length(str(low), str(end))
+        low = end + 1
+
+
+def _of_one_length(low: str, high: str) -> Iterator[str]:
+    """Expressions of the integers between two that have the same number of digits."""
+    shared = next((at for at in range(len(low)) if low[at] != high[at]), len(low))
+    if shared == len(low):
+        yield low
+        return
+    rest = len(low) - shared - 1
+    first, last = int(low[shared]), int(high[shared])
+    if low[shared + 1 :].strip("0"):  # from low up to where its digit at `shared` changes
+        yield low
+        for at in range(len(low) - 1, shared, -1):
+            if low[at] != "9":
+                yield f"{low[:at]}[{int(low[at]) + 1}-9]{_digits(len(low) - at - 1)}"
+        first += 1
+    if high[shared + 1 :].strip("9"):  # and likewise down from high
+        yield high
+        for at in range(len(high) - 1, shared, -1):
+            if high[at] != "0":
+                yield f"{high[:at]}[0-{int(high[at]) - 1}]{_digits(len(high) - at - 1)}"
+        last -= 1
+    if first <= last:
+        yield f"{low[:shared]}[{first}-{last}]{_digits(rest)}"
+
+
+def _digits(count: int) -> str:
+    return f"[0-9]{{{count}}}" if count else ""

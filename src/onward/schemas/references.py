@@ -1,0 +1,89 @@
+"""What a schema says of the types and values it allows, with its references resolved."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+MISSING = object()
+
+
+def resolve(reference: str, root: Any) -> Any:
+    """The subschema that a JSON pointer such as "#/$defs/Unit" names; `MISSING` where there is none."""
+    if reference == "#":
+        return root
+    if not reference.startswith("#/"):
+        return MISSING
+    at: Any = root
+    for part in unquote(reference[2:]).split("/"):
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, Mapping) and key in at:
+            at = at[key]
+        elif isinstance(at, list) and re.fullmatch("[0-9]{1,9}", key) and int(key) < len(at):
+            at = at[int(key)]
+        else:
+            return MISSING
+    return at
+
+
+def alternatives(schema: Any, root: Any) -> list[Mapping[str, Any]]:
+    """The schemas of which a value has to meet one, without references and unions. root: the document of references.
+
+    Every subschema is visited once, so the time is linear in the size of the document. A schema that leads nowhere but
+    to itself allows anything, and so does a reference to another document.
+    """
+    leaves: list[Mapping[str, Any]] = []
+    seen: set[int] = set()
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        if not isinstance(one, Mapping):
+            leaves.append({})
+            continue
+        seen.add(id(one))
+        each = one.get("anyOf") or one.get("oneOf")
+        if isinstance(one.get("$ref"), str):
+            waiting.append(resolve(one["$ref"], root))
+        elif isinstance(each, list):
+            waiting += reversed(each)
+        else:
+            leaves.append(one)
+    return leaves or [{}]
+
+
+def kinds_of(schema: Any, root: Any) -> set[str] | None:
+    """JSON's names of the types that a schema allows; None where it does not say. root: as for `alternatives`."""
+    kinds: set[str] = set()
+    for leaf in alternatives(schema, root):
+        if "enum" in leaf or "const" in leaf:
+            kinds |= {kind_of(value) for value in values_of(leaf) or ()}
+        elif "type" in leaf:
+            kinds |= {leaf["type"]} if isinstance(leaf["type"], str) else set(leaf["type"])
+        else:
+            return None
+    return kinds
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The only values that a schema allows, where it lists them."""
+    if "const" in schema:
+        return [schema["const"]]
+    if schema.get("type") == "null":
+        return [None]
+    return list(schema["enum"]) if "enum" in schema else None
+
+
+def kind_of(value: Any) -> str:
+    """JSON's name of a value's type; a whole number is an integer."""
+    if value is None:
+        return "null"
+    kinds: list[tuple[type, str]] = [
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        (str, "string"),
+        (list, "array"),
+    ]
+    return next((name for kind, name in kinds if isinstance(value, kind)), "object")

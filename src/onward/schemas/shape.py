@@ -1,0 +1,169 @@
+"""The form of a schema: every keyword has a value of the type that JSON Schema gives it.
+
+This is what the metaschema of draft 2020-12 says of the keywords that are read here or by llguidance, and what earlier
+drafts said of them. A check comes before any work, so that whoever walks a schema afterwards can rely on its form.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from onward.errors import RequestError
+from onward.schemas.references import MISSING, resolve
+
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_ONE = (
+    *("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not", "propertyNames", "then"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_TEXTS = ("$ref", "format", "pattern")
+_BOUNDS = ("minimum", "maximum")
+_EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
+_LEAST = ("minLength", "minItems", "minProperties", "minContains")
+_MOST = ("maxLength", "maxItems", "maxProperties", "maxContains")
+# No text has so many characters, items or properties.
+_ENDLESS = 2**31
+
+
+def check_schema(schema: Any, at: str) -> None:
+    """Check the form of a schema. at: its place, for errors.
+
+    Raises:
+        RequestError: a keyword whose value has the wrong type, or a reference to nothing, with its place.
+    """
+    waiting, places = [(schema, at)], {}
+    parents: dict[int, list[int]] = {}  # of what a value may meet in their place
+    met = []  # what a value can meet
+    while waiting:
+        one, place = waiting.pop()
+        if id(one) in places:
+            continue
+        places[id(one)] = place
+        in_place: Sequence[Any] = ()
+        if not isinstance(one, bool):
+            _check_keywords(one, place)
+            in_place = one.get("anyOf") or one.get("oneOf") or ()
+            waiting += [(each, f"{place}.{inner}") for _, inner, each in children(one)]
+            if one.get("$ref", "") == "#" or one.get("$ref", "").startswith("#/"):
+                in_place = [_target(one["$ref"], schema, place)]
+                waiting.append((in_place[0], f"{place}.$ref"))
+        if not in_place:
+            met.append(id(one))
+        for each in in_place:
+            parents.setdefault(id(each), []).append(id(one))
+    while met:
+        one_id = met.pop()
+        if places.pop(one_id, None) is not None:
+            met += parents.get(one_id, ())
+    if places:
+        raise RequestError(f"{min(places.values(), key=len)} refers to itself alone, so no value can meet it")
+
+
+def _check_keywords(schema: Any, at: str) -> None:
+    if not isinstance(schema, Mapping):
+        _refuse(at, "a JSON Schema: an object, true or false", schema)
+    if not all(isinstance(key, str) for key in schema):
+        _refuse(at, "an object whose keys are strings", schema)
+    for keyword in schema:
+        is_right, wanted = _CHECKS.get(keyword, (None, ""))
+        if is_right is not None and not is_right(schema[keyword]):
+            _refuse(f"{at}.{keyword}", wanted, schema[keyword])
+
+
+def _target(reference: str, root: Any, at: str) -> Any:
+    """The schema that a reference within the document names."""
+    found = resolve(reference, root)
+    if not isinstance(found, Mapping | bool):
+        raise RequestError(
+            f"{at}.$ref refers to {reference!r}, and there is {'nothing' if found is MISSING else 'no schema'} there"
+        )
+    return found
+
+
+def normalized(schema: Any, at: str) -> Any:
+    """A schema whose lengths fit a machine word; an equal one where they do already.
+
+    A whole number such as 3.0 becomes an integer. A most that no text reaches is left out.
+
+    Raises:
+        RequestError: a least that no text reaches, with its place.
+    """
+    if isinstance(schema, list):
+        return [normalized(one, f"{at}[{number}]") for number, one in enumerate(schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    changed: dict[str, Any] = {}
+    for key, value in schema.items():
+        place = f"{at}.{key}"
+        if key in _MAPS:
+            changed[key] = {name: normalized(each, f"{place}.{name}") for name, each in value.items()}
+        elif key in _LISTS or key in _ONE:
+            changed[key] = normalized(value, place)
+        elif key in _LEAST and value >= _ENDLESS:
+            raise RequestError(f"{place} is {_brief(value)}, which no text reaches: make it smaller")
+        elif key in _LEAST or (key in _MOST and value < _ENDLESS):
+            changed[key] = int(value)
+        elif key not in _MOST:
+            changed[key] = value
+    return changed
+
+
+def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """The schemas that stand in a schema's keywords, each with its keyword and its place within the schema."""
+    for key, value in schema.items():
+        if key in _MAPS:
+            yield from ((key, f"{key}.{name}", each) for name, each in value.items())
+        elif key in _LISTS or (key == "items" and isinstance(value, list)):
+            yield from ((key, f"{key}[{number}]", each) for number, each in enumerate(value))
+        elif key in _ONE:
+            yield key, key, value
+
+
+def _refuse(at: str, wanted: str, got: Any) -> NoReturn:
+    raise RequestError(f"{at} must be {wanted}; got {_brief(got)}")
+
+
+def _brief(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python writes
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 100 else text[:99] + "…"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
+
+
+def _is_type(value: Any) -> bool:
+    several = value if isinstance(value, list) else [value]
+    return bool(several) and all(isinstance(one, str) and one in _TYPES for one in several)
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (_is_type, f"one or several of {', '.join(_TYPES)}"),
+    "enum": (lambda value: isinstance(value, list), "a list of values"),
+    "required": (_is_names, "a list of names"),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(_TEXTS, (lambda value: isinstance(value, str), "a string")),
+    **dict.fromkeys(_MAPS, (_is_map, "an object of schemas by name")),
+    **dict.fromkeys(_LISTS, (lambda value: isinstance(value, list) and bool(value), "a list of schemas, at least one")),
+    **dict.fromkeys(_BOUNDS, (_is_number, "a number")),
+    # Draft 4 has true and false here.
+    **dict.fromkeys(_EXCLUSIVE, (lambda value: _is_number(value) or isinstance(value, bool), "a number")),
+    **dict.fromkeys((*_LEAST, *_MOST), (_is_count, "a whole number, 0 or more")),
+}

@@ -1,0 +1,263 @@
+"""Text and JSON from outside: bodies, lines of batches, arguments, and files, all read by the same rules.
+
+    rule                       requests (`parse_request_json`)            files of models (`parse_json`)
+    encoding                   UTF-8; a byte order mark at the start is dropped
+    names that come twice      the last one counts, as in Python's json
+    nesting                    at most `MAX_DEPTH` objects and lists
+    digits of a whole number   at most `MAX_DIGITS`; up to there whole numbers are exact
+    NaN, Infinity, 1e999       refused                                    numbers, as transformers reads them
+    lone surrogates            refused                                    kept; refused where the text is used
+
+`check_value` holds Python's own values (options, messages, tools, schemas) to the rules of requests, but for numbers
+that are not finite, which some options take.
+"""
+
+import json
+import math
+import re
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from onward.errors import RequestError
+
+# Below the recursion limits of all that reads a value afterwards: Jinja's `tojson` and `pprint`, `json.dumps`, and
+# serde_json in llguidance, which takes 127.
+MAX_DEPTH = 100
+# The default of `sys.get_int_max_str_digits`.
+MAX_DIGITS = 4300
+# Bytes of a line of JSON: as a body over HTTP may have by default (`onward.server.Settings`).
+LONGEST_LINE = 8 * 2**20
+_LARGEST = 10**MAX_DIGITS - 1
+_SMALLEST = -_LARGEST
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Escapes in JSON that may be half of a pair; after an escaped backslash that is not to be seen from here.
+_MAYBE_LONE = re.compile(
+    r"\\(?:\\u[dD][89a-fA-F]|u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]))", re.DOTALL
+)
+_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+# Byte order marks, longest first: UTF-32's begins with UTF-16's.
+_OTHER_ENCODINGS = {
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+
+
+class _Path(NamedTuple):
+    """Where a value is: in the value at `outer`, under a name or an index."""
+
+    outer: "_Path | None"
+    key: Any
+
+
+class TextError(RequestError):
+    """Text that is not UTF-8 or not JSON, or a value that no request can hold.
+
+    at: where the value is, such as "messages[0].content"; None where the text as a whole is wrong.
+    """
+
+    def __init__(self, message: str, at: str | None = None) -> None:
+        super().__init__(message)
+        self.at = at
+
+    def __reduce__(self) -> tuple[type["TextError"], tuple[str, str | None]]:
+        return type(self), (str(self), self.at)
+
+
+def decode_text(content: bytes) -> str:
+    """Decode UTF-8, without a byte order mark at the start.
+
+    Raises:
+        TextError: the bytes are not UTF-8.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        for mark, name in _OTHER_ENCODINGS.items():
+            if content.startswith(mark):
+                raise TextError(f"it is {name}, and must be UTF-8") from error
+        at = error.start + content.startswith(BOM_UTF8) * len(BOM_UTF8)
+        raise TextError(f"it is not UTF-8: byte {at} (0x{content[at]:02x}) is out of place") from error
+
+
+def read_text_file(file: Path) -> str:
+    """The text of a file, with "\\n" for every line break.
+
+    Raises:
+        OSError: the file cannot be read.
+        TextError: it is not UTF-8.
+    """
+    return decode_text(file.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file as they are asked for, without a byte order mark before the first.
+
+    A line of more than `LONGEST_LINE` bytes with its line break is cut after one more, and the rest is skipped.
+    """
+    text = stream.readline(LONGEST_LINE + 1).removeprefix(BOM_UTF8)
+    while text:
+        yield text
+        while text and not text.endswith(b"\n"):
+            text = stream.readline(LONGEST_LINE + 1)
+        text = stream.readline(LONGEST_LINE + 1)
+
+
+def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
+    """Parse JSON that another library or a model has written.
+
+    strict: refuse bare control characters in strings.
+
+    Raises:
+        TextError: it is not JSON, nested too deep, or has a number of too many digits.
+    """
+    value = _loaded(_as_text(text), strict)
+    if _is_too_deep(value):
+        raise _too_deep()
+    return value
+
+
+def read_json_file(file: Path) -> Any:
+    """Parse the JSON of a file that another library has written.
+
+    Raises:
+        OSError: the file cannot be read.
+        TextError: as `parse_json` raises it.
+    """
+    return parse_json(file.read_bytes())
+
+
+def parse_request_json(text: str | bytes) -> Any:
+    """Parse JSON of a request: a body, a line of a batch, a schema.
+
+    Raises:
+        TextError: as `parse_json` raises it; a text with a lone surrogate, or a number that is not finite.
+    """
+    text = _as_text(text)
+    suspects: list[float] = []
+    value = _loaded(text, strict=True, suspects=suspects)
+    # `check_value` takes several times as long as parsing, so it only looks for the place of a fault that is likely.
+    if suspects or _MAYBE_LONE.search(text) or _surrogate_in(text) or _is_too_deep(value):
+        check_value(value, finite=True)
+    return value
+
+
+def check_value(value: Any, name: str = "", *, finite: bool = False) -> None:
+    """Raise `TextError` for a text with a lone surrogate, a number of too many digits, or nesting that is too deep.
+
+    The items of mappings, lists and tuples are checked too; values of other types pass. Nothing recurses.
+
+    name: of the value, for messages. finite: refuse NaN and infinities.
+    """
+    if isinstance(value, str | int | float) or not isinstance(value, Mapping | list | tuple):
+        _check_scalar(value, _Path(None, name), finite)
+        return
+    level: list[tuple[Any, _Path | None]] = [(value, _Path(None, name) if name else None)]
+    for _ in range(MAX_DEPTH):
+        inner: dict[int, tuple[Any, _Path]] = {}  # by identity: a value that stands in several places is read once
+        for container, path in level:
+            is_mapping = isinstance(container, Mapping)
+            for key, item in container.items() if is_mapping else enumerate(container):
+                kind = type(item)
+                if (kind is str and item.isascii()) or (kind is int and _SMALLEST <= item <= _LARGEST) or item is None:
+                    pass
+                elif isinstance(item, Mapping | list | tuple):
+                    inner[id(item)] = item, _Path(path, key)
+                else:
+                    _check_scalar(item, _Path(path, key), finite)
+                if is_mapping and isinstance(key, str) and (found := _surrogate_in(key)):
+                    raise _surrogate(found, path, "has a name that contains")
+        if not inner:
+            return
+        level = list(inner.values())
+    raise _too_deep(_outermost(level[0][1]))
+
+
+def _as_text(text: str | bytes) -> str:
+    return decode_text(text) if isinstance(text, bytes) else text.removeprefix("\ufeff")
+
+
+def _loaded(text: str, strict: bool, suspects: list[float] | None = None) -> Any:
+    """suspects: gets the numbers that are not finite."""
+
+    def number(digits: str) -> float:
+        value = float(digits)
+        if suspects is not None and not math.isfinite(value):
+            suspects.append(value)
+        return value
+
+    try:
+        return json.loads(text, strict=strict, parse_float=number, parse_constant=number)
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError as error:
+        raise TextError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
+    except ValueError:  # Python's own limit of digits
+        raise TextError(f"a number has more than {MAX_DIGITS:,} digits") from None
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Of a value that `json.loads` has returned."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for container in level:
+            items = container.values() if type(container) is dict else container if type(container) is list else ()
+            inner += [item for item in items if type(item) is dict or type(item) is list]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+def _check_scalar(value: Any, path: _Path, finite: bool) -> None:
+    if isinstance(value, str):
+        if found := _surrogate_in(value):
+            raise _surrogate(found, path, "contains")
+    elif isinstance(value, int):
+        if not _SMALLEST <= value <= _LARGEST:
+            at = _text_of(path)
+            raise TextError(f"{at or 'it'} is a number of more than {MAX_DIGITS:,} digits", at)
+    elif finite and isinstance(value, float) and not math.isfinite(value):
+        at = _text_of(path)
+        shown = "NaN" if math.isnan(value) else "-Infinity" if value < 0 else "Infinity"
+        raise TextError(f"{at or 'it'} is {shown}: a number must be within the range of a float", at)
+
+
+def _surrogate_in(text: str) -> re.Match[str] | None:
+    return None if text.isascii() else _SURROGATE.search(text)
+
+
+def _surrogate(found: re.Match[str], path: _Path | None, verb: str) -> TextError:
+    at = _text_of(path)
+    what = f"a lone surrogate (U+{ord(found.group()):04X}) at position {found.start()}"
+    message = f"{at or 'it'} {verb} {what}, which is not valid Unicode: was it read with the right encoding?"
+    return TextError(message, at)
+
+
+def _too_deep(at: str | None = None) -> TextError:
+    return TextError(f"{at or 'it'} is nested too deep: at most {MAX_DEPTH} objects and lists within each other", at)
+
+
+def _outermost(path: _Path | None) -> str | None:
+    """The name of the outermost value: the whole path is as long as the nesting is deep."""
+    while path is not None and path.outer is not None:
+        path = path.outer
+    return _text_of(path)
+
+
+def _text_of(path: _Path | None) -> str | None:
+    """Such as "messages[0].content"; None for a value without a name."""
+    parts: list[str] = []
+    while path is not None:
+        key, path = path.key, path.outer
+        if isinstance(key, str) and (not key or _PLAIN_NAME.fullmatch(key)):
+            parts.append(f".{key}" if key else "")
+        else:
+            parts.append(f"[{key}]" if isinstance(key, int) else f"[{key!a}]")
+    text = "".join(reversed(parts)).removeprefix(".")
+    return f"{text[:200]}…" if len(text) > 200 else text or None

@@ -1,0 +1,281 @@
+"""Every key of a GGUF file's metadata is honoured, refused by name, or changes nothing."""
+
+from pathlib import Path
+
+import gguf.constants
+import numpy as np
+import pytest
+from gguf_files import MODELS, write_model
+from tiny_checkpoint import refused
+
+import onward
+from onward.checkpoint.gguf import GgufCheckpoint
+from onward.checkpoint.gguf.config import _config_and_keys, config_of, family_of
+from onward.checkpoint.gguf.known_keys import HARMLESS, KNOWN, _never_counts
+from onward.errors import ConfigError, OnwardError
+from onward.models import read_config
+
+DOCS = Path(__file__).parents[2] / "docs" / "gguf.md"
+IDS = list(range(5, 45))
+# Keys that a family looks up, and that say nothing of some of its models, or say what the file says elsewhere.
+SAY_NOTHING = {
+    # A newer key, or the type of the scaling, decides.
+    "rope.scale_linear": "rope.scaling.factor is there",
+    "rope.scaling.original_context_length": "nothing is scaled",
+    **dict.fromkeys((f"rope.scaling.yarn_{key}" for key in ("attn_factor", "beta_fast", "beta_slow")), "no YaRN"),
+    "rope.scaling.yarn_log_multiplier": "no YaRN",
+    "rope.scaling.attn_factor": "rope.scaling.yarn_attn_factor is there",
+    # All of its layers have experts, or none have.
+    "feed_forward_length": "experts",
+    **dict.fromkeys(
+        ("expert_used_count", "expert_group_count", "expert_weights_norm", "expert_weights_scale"), "dense"
+    ),
+    "moe_latent_size": "dense",
+    # Widths of latents, which the keys of what is computed of them replace.
+    "attention.key_length": "attention.key_length_mla is there",
+    "attention.value_length": "attention.value_length_mla is there",
+}
+# Families in which nothing turns.
+STILL = ("nemotron_h", "nemotron_h_moe")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A file of each of some families: path by name."""
+    folder = tmp_path_factory.mktemp("models")
+    names = [name for name in MODELS if " " not in name]
+    for name in names:
+        write_model(folder / f"{name}.gguf", name, "F32", tie_word_embeddings=True)
+    return {name: GgufCheckpoint(folder / f"{name}.gguf") for name in names}
+
+
+def config_with(checkpoint: GgufCheckpoint, **changes: object) -> dict:
+    """None takes a key out. Dots in names are written as two underscores."""
+    metadata = dict(checkpoint.files[0].metadata)
+    for name, value in changes.items():
+        metadata[f"{metadata['general.architecture']}.{name.replace('__', '.')}"] = value
+    return config_of({key: value for key, value in metadata.items() if value is not None}, checkpoint.tensors, "m")
+
+
+def test_every_key_of_llama_cpp_is_known():
+    """Those of its package; a new version of it may add to them."""
+
+    def keys_of(names: type) -> set[str]:
+        values = [value for name, value in vars(names).items() if not name.startswith("__")]
+        nested = [keys_of(value) for value in values if isinstance(value, type)]
+        return {value for value in values if isinstance(value, str)}.union(*nested)
+
+    found = {key.removeprefix("{arch}.") for key in keys_of(gguf.constants.Keys) if key.startswith("{arch}.")}
+    assert {key for key in found if "{" not in key} <= KNOWN
+
+
+@pytest.mark.parametrize("value", [3, 0.37, np.array([3, 5])])
+def test_no_key_is_ignored_in_silence(files, value):
+    """A value that no model has is refused, changes the architecture, or is one that the table says changes nothing."""
+    ignored = set()
+    for name, checkpoint in files.items():
+        plain = config_with(checkpoint)
+        same = read_config(plain)
+        for key in KNOWN - {key for key, test in HARMLESS.items() if test is _never_counts} - set(SAY_NOTHING):
+            given = checkpoint.files[0].metadata.get(f"{MODELS[name][0]}.{key}")
+            if np.array_equal(given, value) or (name in STILL and key.startswith("rope.")):
+                continue
+            try:
+                config = config_with(checkpoint, **{key: value})
+                if config != plain or read_config(config) != same:
+                    continue
+            except OnwardError:
+                continue
+            ignored.add((name, key))
+    # 3 is the softmax of the chosen; Falcon-H1's factor is in its weights; layers of this Granite are "nope".
+    right = {("gpt-oss", "expert_gating_func"), ("falcon-h1", "embedding_scale"), ("granitehybrid", "rope.freq_base")}
+    assert ignored <= right | {("granitehybrid", "rope.scaling.factor")}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4}),
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4}),
+        ({"scale_linear": 4}, {"rope_type": "linear", "factor": 4}),
+        ({"scaling.factor": 2.0, "scale_linear": 4.0}, {"rope_type": "linear", "factor": 2}),
+        ({"scaling.factor": 0.0, "scale_linear": 4.0}, {"rope_type": "default"}),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, {"rope_type": "default"}),
+        ({"scaling.type": "linear"}, {"rope_type": "default"}),
+        ({"scaling.type": "yarn"}, {"rope_type": "yarn", "factor": 1}),
+        ({"scaling.type": "yarn", "scaling.original_context_length": 0}, {"original_max_position_embeddings": None}),
+        ({"scaling.type": "yarn", "scaling.factor": 4, "scaling.attn_factor": 2}, {"attention_factor": 2.277258872}),
+        ({"scaling.attn_factor": 1.3}, {"rope_type": "longrope", "attention_factor": 1.3, "long_factor": 1}),
+        ({"scaling.factor": 4.0, "scaling.attn_factor": 1.3}, {"attention_factor": 1.3, "short_factor": 4}),
+        ({"freq_base": None}, {"rope_theta": 10000.0}),
+    ],
+)
+def test_rope_is_read_as_llama_cpp_reads_it(files, keys, expected):
+    config = config_with(files["llama"], **{f"rope.{key}": value for key, value in keys.items()})
+    rope = dict(config["rope_parameters"])
+    for name in ("long_factor", "short_factor"):  # one for all 32 pairs
+        if name in rope:
+            assert rope[name] == rope[name][:1] * 32
+            rope[name] = rope[name][0]
+    assert {name: rope[name] for name in expected} == pytest.approx(expected)
+    read_config(config)
+
+
+def test_a_factor_without_a_type_and_a_factor_of_scores_count(tmp_path):
+    """The logits are those of the same model in the Hugging Face layout, where queries have the factors of both."""
+    from test_gguf_models import assert_equal_logits
+
+    def keys(writer) -> None:
+        writer.add_float32("llama.rope.scale_linear", 4.0)
+        writer.add_float64("llama.rope.scaling.attn_factor", 1.5)
+
+    config, weights = write_model(tmp_path / "m.gguf", "llama", "F32", metadata=keys)
+    for name in weights:
+        weights[name] = weights[name] * (1.5**2 if name.endswith("q_proj.weight") else 1)
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    assert_equal_logits(tmp_path / "m.gguf", config | {"rope_parameters": rope}, weights)
+
+
+def test_divisors_beside_a_factor_are_refused(files):
+    with refused(ConfigError, "rope_freqs"):
+        config_with(files["gemma4"], rope__scaling__factor=2.0)
+
+
+def test_one_list_of_divisors_of_two_is_refused(tmp_path):
+    write_model(tmp_path / "m.gguf", "phi3 for long texts", "F32")
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    del checkpoint.tensors["rope_factors_short.weight"]
+    with refused(ConfigError, "rope_factors_long.weight", "rope_factors_short.weight"):
+        _ = checkpoint.config
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "field", "expected"),
+    [
+        ("deepseek2", "expert_weights_norm", "norm_topk_prob", False),
+        ("deepseek2", "expert_weights_scale", "routed_scaling_factor", 1.0),
+        ("deepseek2", "leading_dense_block_count", "first_k_dense_replace", 0),
+        ("glm4moe", "expert_weights_norm", "norm_topk_prob", False),
+        ("nemotron_h_moe", "expert_weights_norm", "norm_topk_prob", False),
+        ("gemma3", "attention.sliding_window", "sliding_window", None),
+        ("exaone4", "attention.sliding_window", "sliding_window", None),
+        ("qwen3", "attention.head_count_kv", "num_key_value_heads", 4),
+    ],
+)
+def test_what_a_file_leaves_out_is_as_in_llama_cpp(files, family, keys, field, expected):
+    assert config_with(files[family], **{keys: None})[field] == expected
+
+
+@pytest.mark.parametrize("family", ["glm4", "glm4moe", "qwen35"])
+def test_heads_turn_as_a_whole_where_the_file_says_no_more(files, family):
+    assert config_with(files[family], rope__dimension_count=None)["rope_parameters"]["partial_rotary_factor"] == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "types"),
+    [(2, "SFSFSF"), (3, "SSFSSF"), (0, "SSSSSS"), (1, "FFFFFF"), (np.array([1, 0, 0, 1, 0, 0, 1]), "SFFSFF")],
+)
+def test_windows_by_a_number_or_layer_by_layer(files, pattern, types):
+    config = config_with(files["gemma3"], attention__sliding_window_pattern=pattern)
+    assert "".join(kind[0].upper() for kind in config["layer_types"]) == types
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "attention.causal", False),
+        ("llama", "attention.scale", 0.5),
+        ("llama", "attention.sliding_window", 9),
+        ("llama", "logit_scale", 2.0),
+        ("qwen3", "final_logit_softcapping", 30.0),
+        ("qwen3", "attention.clamp_kqv", 8.0),
+        ("qwen3", "use_parallel_residual", True),
+        ("qwen3moe", "expert_weights_norm", False),
+        ("qwen3moe", "expert_gating_func", 2),
+        ("glm4moe", "expert_gating_func", 1),
+        ("glm4moe", "expert_group_count", 4),
+        ("deepseek2", "expert_gating_func", 4),
+        ("deepseek2", "attention.temperature_scale", 0.1),
+        ("granite", "rope.scaling.finetuned", False),
+        ("lfm2", "attention.sliding_window", 9),
+        ("gemma2", "rope.freq_base_swa", 5e5),
+        ("qwen3", "attention.layer_norm_rms_epsilon", None),
+        ("qwen3moe", "expert_used_count", None),
+        ("gpt-oss", "attention.sliding_window", None),
+    ],
+)
+def test_a_key_that_would_change_the_model_is_refused_by_name(files, family, key, value):
+    with refused(ConfigError, key):
+        config_with(files[family], **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "attention.causal", True),
+        ("llama", "attention.scale", 0.125),
+        ("llama", "attention.sliding_window", 4096),
+        ("llama", "expert_count", 0),
+        ("llama", "rope.scaling.finetuned", True),
+        ("qwen3", "attention.clamp_kqv", 0.0),
+        ("qwen3", "logit_scale", 1.0),
+        ("qwen3moe", "expert_weights_norm", 1),
+        ("qwen3moe", "expert_gating_func", 1),
+        ("gemma2", "attn_logit_softcapping", 20),
+        ("gemma4", "attention.scale", 1.0),
+        ("gemma4", "embedding_scale", 16.0),
+        ("deepseek2", "expert_weights_norm", 1.0),
+        ("qwen3", "block_count", 2.0),
+    ],
+)
+def test_a_key_that_says_what_the_model_is_changes_nothing(files, family, key, value):
+    same, given = config_with(files[family]), config_with(files[family], **{key: value})
+    assert read_config(same) == read_config(given)
+
+
+def test_keys_that_no_one_knows_are_named(files, tmp_path):
+    def keys(writer) -> None:
+        writer.add_uint32("qwen3.my.own_key", 3)
+
+    write_model(tmp_path / "m.gguf", "qwen3", "Q8_0", metadata=keys)
+    assert GgufCheckpoint(tmp_path / "m.gguf").unknown_keys == ["qwen3.my.own_key"]
+    assert onward.load(tmp_path / "m.gguf").logits(IDS).isfinite().all()
+    assert all(checkpoint.unknown_keys == [] for checkpoint in files.values())
+
+
+def test_suppressed_tokens_are_never_generated(tmp_path):
+    from test_gguf_tokenizers import trained, write_byte_level
+
+    write_byte_level(tmp_path / "m.gguf", trained("qwen2"), "qwen2")
+    likeliest = onward.load(tmp_path / "m.gguf").generate([40, 41], max_new_tokens=1, temperature=0).token_ids[0]
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata["tokenizer.ggml.suppress_tokens"] = np.array([likeliest, 10**6], np.int32)
+    assert checkpoint.generation_config == {"suppress_tokens": [likeliest]}
+
+
+def lists_of_docs(files) -> dict[str, list[str]]:
+    """What docs/gguf.md lists: the keys that some family honours, that never count, and that are refused unless off."""
+    read: set[str] = set()
+    for checkpoint in files.values():
+        metadata, tensors = checkpoint.files[0].metadata, checkpoint.tensors
+        read |= {*family_of(metadata, tensors, "m").fixed, *_config_and_keys(metadata, tensors, "m")[1].read}
+    never = {key for key, test in HARMLESS.items() if test is _never_counts} - read
+    return {"honoured": sorted(read & KNOWN), "nothing": sorted(never), "refused": sorted(KNOWN - read - never)}
+
+
+def test_the_docs_list_every_key(files):
+    text = DOCS.read_text()
+    for name, keys in lists_of_docs(files).items():
+        _, _, rest = text.partition(f"<!-- keys: {name} -->\n")
+        listed = rest.partition("\n\n")[0].replace("\n", " ").strip(" .").split(", ")
+        assert [key.strip("`") for key in listed] == keys, name
+
+
+def test_memory_of_lists_is_not_made_up(files):
+    """A number of layers that no model has makes no list of them, and a width that no head has none of its pairs."""
+    with refused(ConfigError, "heads of 1099511627776"):
+        wide = {"attention.key_length": 2**40, "attention.value_length": 2**40, "rope.dimension_count": 2**40}
+        config_with(files["qwen3"], **wide, rope__scaling__attn_factor=2.0)
+    for name in ("gemma2", "gemma3", "exaone4", "gpt-oss"):
+        with refused(ConfigError, "num_hidden_layers"):
+            read_config(config_with(files[name], block_count=2**40, attention__sliding_window_pattern=2))

@@ -1,0 +1,160 @@
+"""llama.cpp's rules of vocabularies: how texts are cut, what ends them, and what an odd file means."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_gguf_tokenizers import CONTROL, NORMAL, UNUSED, USER, write_sentencepiece
+from tiny_checkpoint import refused, sentencepiece_tokenizer
+from tokenizers import Regex, pre_tokenizers
+
+from onward.checkpoint.gguf import GgufCheckpoint
+from onward.checkpoint.gguf.split_texts import SPLITTINGS
+from onward.checkpoint.gguf.vocabulary import Vocabulary
+from onward.errors import OnwardWarning, TokenizerError
+
+SAMPLE = "Hello  world\n\n 1234567 don'T 東京abc あア!?x"
+# A name of each rule -> how it cuts the sample: llama.cpp's expressions cut alike.
+CUTS = {
+    "default": "Hello| | world|\n\n| |123|456|7| don|'|T| 東京abc| あア|!?|x",
+    "gpt-2": "Hello| | world|\n\n| 1234567| don|'|T| 東京abc| あア|!?|x",
+    "lfm2": "Hello| | world|\n\n| |123|456|7| don|'T| 東京abc| あア|!?|x",
+    "stablelm2": "Hello| | world|\n\n| |1|2|3|4|5|6|7| don|'T| 東京abc| あア|!?|x",
+    "codeshell": "Hello| | world|\n\n |1|2|3|4|5|6|7| don|'|T| 東京abc| あア|!?|x",
+    "kanana2": "Hello| | world|\n\n| |123|456|7| don'T| 東京abc| あア|!?|x",
+    "hunyuan-dense": "Hello| | world|\n\n| |123|456|7| don|'T| |東京|abc| |あア|!?|x",
+    "deepseek-llm": "Hello| | world|\n|\n| |1234567| don|'|T| |東京|abc| |あア|!?|x",
+    "deepseek-coder": "Hello| | world|\n|\n| |1|2|3|4|5|6|7| don|'|T| |東京|abc| |あア|!?|x",
+    "kimi-k2": "Hello| | world|\n\n| |123|456|7| don'T| |東京|abc| あア|!?|x",
+    "falcon": "Hello| | world|\n\n| |123|456|7| don|'|T| 東京abc| あア|!?|x",
+    "superbpe": "Hello  world\n\n |1|234|567| don'T 東京abc あア!?x",
+    "bloom": "Hello| | world|\n\n| 1234567| don'T| 東京abc| あア|!?|x",
+    "viking": "Hello| | world|\n\n| |1|2|3|4|5|6|7| don'T| 東京abc| あア|!?|x",
+    "tiny_aya": "Hello| | world|\n\n| |1|234|567| don'T| 東京abc| あア|!?|x",
+    "chameleon": "Hello|  |world|\n|\n| |1|2|3|4|5|6|7| don|'|T| 東京abc| あア|!|?|x",
+    "afmoe": "Hello| | world|\n\n| |1|234|567| don|'T| |東京|abc| |あア|!?|x",
+    "exaone-moe": "Hello| | world|\n\n| |1|2|3|4|5|6|7| don|'T| 東京abc あア|!?|x",
+    "youtu": "Hello| | world|\n\n| |1|2|3|4|5|6|7| don'T| |東京|abc| |あア|!?|x",
+    "spark2_5": "Hello| | world|\n|\n| |1|2|3|4|5|6|7| don|'T| |東京|abc| |あア|!?|x",
+}
+_LIKE_LLAMA = "falcon3 falcon-h1 pixtral midm-2.0 jina-v5-nano llama3 llama-v3 llama-bpe"
+SAME = {
+    "gpt-2": "phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert mpt olmo jais trillion "
+    "granite-docling exaone4 jina-v1-en jina-v2-code roberta-bpe",
+    "lfm2": f"{_LIKE_LLAMA} dbrx smaug-bpe chatglm-bpe glm4 glm5 minicpm5 jais-2",
+    "stablelm2": "qwen2 deepseek-r1-qwen kormo f2llmv2 qwen35 megrez hunyuan solar-open grok-2 tekken seed-coder "
+    "bailingmoe bailingmoe2 llada-moe laguna ufakzeka",
+    "codeshell": "starcoder refact command-r smollm exaone minerva-7b mellum2",
+    "kanana2": "gpt-4o llama4 talkie minimax-m2 granite-embed-multi-97m",
+    "hunyuan-dense": "deepseek-v3 joyai-llm hy_v4",
+    "bloom": "poro-chat gpt3-finnish",
+    "tiny_aya": "cohere2moe",
+}
+
+
+@pytest.mark.parametrize(("rule", "pieces"), CUTS.items())
+def test_every_rule_of_llama_cpp_cuts_as_it_does(rule, pieces):
+    for name in (rule, *SAME.get(rule, "").split()):
+        cuts = [pre_tokenizers.Split(Regex(text), "isolated") for text in SPLITTINGS[name].expressions]
+        found = [piece for piece, _ in pre_tokenizers.Sequence(cuts).pre_tokenize_str(SAMPLE)]
+        assert found == pieces.split("|"), name
+
+
+def test_every_name_has_its_cuts():
+    named = {*CUTS, *(name for names in SAME.values() for name in names.split()), "gpt2"}
+    assert named == set(SPLITTINGS)
+
+
+def test_pieces_may_be_named_as_a_rule_of_byte_level_bpe(tmp_path):
+    original = sentencepiece_tokenizer(metaspace=False)
+    merges = [" ".join(pair) for pair in json.loads(original.to_str())["model"]["merges"]]
+    write_sentencepiece(tmp_path / "m.gguf", original, add_tokenizer_model="gemma4", add_token_merges=merges)
+    expected = GgufCheckpoint(tmp_path / "m.gguf").tokenizer
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    checkpoint.files[0].metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gemma4"}
+    for text in ("hello world", "lo  wor\n\nld", "é 🦊<s>."):
+        assert checkpoint.tokenizer.encode(text) == expected.encode(text)
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER, UNUSED, CONTROL, None])
+@pytest.mark.parametrize(
+    "text", ["<|im_end|>", "<|eom_id|>", "</s>", "[EOT]", "<|call|>", "<|fim_pad|>", "<|file_sep|>"]
+)
+def test_a_token_ends_a_text_by_what_it_is_called(kind, text):
+    types = None if kind is None else [NORMAL] * len(BYTES) + [kind]
+    vocabulary = vocabulary_of([text], types)
+    assert vocabulary.ends == (256,)
+    tokenizer = vocabulary.tokenizer()
+    assert tokenizer.encode(f"a{text}b") == [97 - 33, 256, 98 - 33]
+    assert tokenizer.decode([256]) == ""
+
+
+def test_what_ends_no_text_beside_other_tokens():
+    def ends(*texts: str) -> list[str]:
+        vocabulary = vocabulary_of(texts)
+        return [vocabulary.tokens[id] for id in vocabulary.ends]
+
+    assert ends("<|end|>") == ["<|end|>"]
+    assert ends("<|end|>", "<|return|>") == ["<|end|>", "<|return|>"]
+    assert ends("<|end|>", "<|return|>", "<|call|>") == ["<|return|>", "<|call|>"]
+    assert ends("<|end|>", "<|flush|>", "<|calls|>") == ["<|flush|>", "<|calls|>"]
+    assert ends("</s>", "<|tool_response>", "<turn|>") == ["<|tool_response>", "<turn|>"]
+    assert ends("[PAD]", "<PAD>") == ["[PAD]"]  # the first, where no key names one
+    assert ends("ab", "ba") == []
+
+
+@pytest.mark.parametrize("value", [257.0, 257])
+def test_ids_of_keys_are_read_from_every_type(value):
+    assert vocabulary_of(["ab", "ba"], eot_token_id=value).ends == (257,)
+    assert vocabulary_of(["ab", "ba"], fim_rep_token_id=value).ends == (257,)
+
+
+def test_special_ids_past_the_vocabulary_are_ignored_with_a_warning():
+    with pytest.warns(OnwardWarning, match="eos_token_id is 300, and there are 257 tokens"):
+        vocabulary = vocabulary_of(["ab"], eos_token_id=300)
+    assert vocabulary.ends == ()
+    assert vocabulary.tokenizer().eos_id is None
+    assert vocabulary_of(["ab"], eos_token_id=-1).ends == ()
+
+
+@pytest.mark.parametrize(
+    "types", [(NORMAL, NORMAL), (NORMAL, USER), (USER, NORMAL), (CONTROL, NORMAL), (NORMAL, CONTROL)]
+)
+def test_two_ids_with_one_text_are_decoded_both(types):
+    vocabulary = vocabulary_of(["ab", "ba", "ab"], [NORMAL] * 256 + [types[0], NORMAL, types[1]], merges=["a b"])
+    tokenizer = vocabulary.tokenizer()
+    texts = ["" if kind == CONTROL else "ab" for kind in types]
+    assert [tokenizer.decode([id]) for id in (256, 258)] == texts
+    assert tokenizer.decode([256, 257, 258]) == f"{texts[0]}ba{texts[1]}"
+    assert tokenizer.tokens()[256:] == ["ab", "ba", "ab"]
+    assert tokenizer.vocab_size == 259
+    assert tokenizer.encode("ab") == [258 if types[0] != CONTROL and types != (USER, NORMAL) else 256]
+
+
+def test_types_and_scores_are_read_from_every_type_and_may_be_more():
+    for dtype in (np.int8, np.int32, np.uint32, np.int64, np.float32):
+        assert vocabulary_of(["ab"], np.array([NORMAL] * 256 + [CONTROL, 7], dtype)).types[256] == CONTROL
+    with refused(TokenizerError, "whole numbers"):
+        vocabulary_of(["ab"], np.full(257, 1.5))
+
+
+def test_a_tokenizer_without_a_rule_is_warned_of():
+    with pytest.warns(OnwardWarning, match="pre is missing"):
+        vocabulary_of(["ab"], pre=None).tokenizer()
+
+
+def test_an_eos_behind_every_prompt_is_not_added():
+    with pytest.warns(OnwardWarning, match="add_eos_token"):
+        tokenizer = vocabulary_of(["ab"], eos_token_id=256, add_eos_token=1).tokenizer()
+    assert tokenizer.encode("a") == [64]
+
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def vocabulary_of(texts, types=None, **keys: object) -> Vocabulary:
+    """Of the 256 bytes, in the order of their characters, and these tokens."""
+    metadata = {"model": "gpt2", "pre": "gpt-2", "tokens": [*BYTES, *texts], "merges": [], **keys}
+    metadata |= {} if types is None else {"token_type": np.array(types)}
+    return Vocabulary({f"tokenizer.ggml.{key}": value for key, value in metadata.items()}, Path("m.gguf"))

@@ -1,0 +1,192 @@
+"""Numbers of schemas are exact, however large they are and wherever they stand."""
+
+import functools
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import onward
+from onward.constraints import JsonSchema
+from onward.errors import RequestError
+from onward.sampling.constraint import admits
+from onward.schemas import has_large_numbers, integers_between
+from onward.testing import ByteTokenizer, tiny_model
+
+LARGE = 2**53 + 1
+# Around every power of two, and so around every width of a machine word.
+INTEGERS = st.integers(0, 200).flatmap(lambda power: st.integers(-3, 3).map(lambda more: 2**power + more))
+INTEGERS |= st.integers(-(2**200), 2**200) | st.integers(-20, 20)
+INTEGERS = st.tuples(INTEGERS, st.sampled_from([1, -1])).map(lambda pair: pair[0] * pair[1])
+
+
+@functools.cache
+def lm() -> onward.LanguageModel:
+    return onward.LanguageModel(tiny_model("qwen3", seed=7, vocab_size=270), ByteTokenizer())
+
+
+def may_be(schema: Any, text: str, *, whitespace: bool = False) -> bool:
+    """Whether a text is one that the schema's grammar admits as a whole."""
+    constraint = JsonSchema(schema, whitespace=whitespace)(ByteTokenizer(), frozenset({257}))
+    for token in text.encode():
+        if constraint.is_done or not admits(constraint.mask(), token):
+            return False
+        constraint.accept(token)
+    return constraint.is_done or admits(constraint.mask(), 257)
+
+
+def refused(schema: Any) -> bool:
+    """Whether a schema is refused since no value meets it."""
+    try:
+        JsonSchema(schema)(ByteTokenizer(), frozenset({257}))
+    except RequestError as error:
+        if "allows no value" not in str(error) and "Unsatisfiable" not in str(error):
+            raise
+        return True
+    return False
+
+
+def meets(schema: Any, value: Any) -> bool:
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
+
+
+@given(st.none() | INTEGERS, st.none() | INTEGERS, st.data())
+def test_ranges_of_integers(low: int | None, high: int | None, data: st.DataObject) -> None:
+    assume(low is None or high is None or low <= high)
+    pattern = re.compile(integers_between(low, high))
+    near = [bound + more for bound in (low, high) if bound is not None for more in (-1, 0, 1)]
+    for value in (*near, data.draw(INTEGERS)):
+        inside = (low is None or value >= low) and (high is None or value <= high)
+        assert bool(pattern.fullmatch(str(value))) == inside
+    assert not pattern.fullmatch("007")
+
+
+NUMERIC = st.fixed_dictionaries(
+    {"type": st.sampled_from(["integer", "number"])},
+    optional=dict.fromkeys(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], INTEGERS),
+)
+LISTED = st.lists(INTEGERS, min_size=1, max_size=4).map(lambda values: {"enum": values})
+LISTED |= INTEGERS.map(lambda value: {"const": value})
+# Where a schema may stand, and a value of it there.
+PLACES = [
+    (lambda schema: schema, lambda value: value),
+    (
+        lambda schema: {
+            "type": "object",
+            "properties": {"a": {"type": "string"}, "id": schema},
+            "required": ["id"],
+            "additionalProperties": False,
+        },
+        lambda value: {"a": "x", "id": value},
+    ),
+    (lambda schema: {"type": "object", "properties": {"id": schema}}, lambda value: {"id": value, "more": [1]}),
+    (lambda schema: {"type": "object", "additionalProperties": schema}, lambda value: {"any key": value}),
+    (lambda schema: {"anyOf": [{"type": "string"}, schema]}, lambda value: value),
+    (lambda schema: {"oneOf": [{"type": "null"}, schema]}, lambda value: value),
+    (lambda schema: {"allOf": [schema]}, lambda value: value),
+    (lambda schema: {"$ref": "#/$defs/id", "$defs": {"id": schema, "no": {"const": LARGE}}}, lambda value: value),
+    (lambda schema: {"type": "array", "items": schema, "minItems": 1, "maxItems": 3}, lambda value: [value, value]),
+    (lambda schema: {"type": "array", "prefixItems": [{"type": "null"}, schema]}, lambda value: [None, value, "x"]),
+    (
+        lambda schema: {
+            "$defs": {
+                "node": {
+                    "type": "object",
+                    "properties": {"id": schema, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+                    "required": ["id", "next"],
+                    "additionalProperties": False,
+                }
+            },
+            "$ref": "#/$defs/node",
+        },
+        lambda value: {"id": value, "next": {"id": value, "next": None}},
+    ),
+]
+
+
+@settings(max_examples=60)
+@given(NUMERIC | LISTED, st.sampled_from(PLACES), st.data())
+def test_a_value_is_admitted_if_and_only_if_it_meets_the_schema(
+    inner: dict[str, Any], place: tuple[Any, Any], data: st.DataObject
+) -> None:
+    schema, at = place[0](inner), place[1]
+    numbers = [number for value in inner.values() for number in (value if isinstance(value, list) else [value])]
+    near = {number + more for number in numbers if isinstance(number, int) for more in (-1, 0, 1)}
+    if refused(schema):
+        assert not any(meets(inner, value) for value in near)
+        return
+    for value in (*near, data.draw(INTEGERS)):
+        text = json.dumps(at(value), separators=(",", ":"))
+        assert may_be(schema, text) == meets(schema, at(value)), text
+        assert may_be(schema, json.dumps(at(value)), whitespace=True) == meets(schema, at(value))
+
+
+@settings(max_examples=25)
+@given(NUMERIC | LISTED, st.sampled_from(PLACES), st.integers(0, 3))
+def test_what_is_generated_meets_the_schema(inner: dict[str, Any], place: tuple[Any, Any], seed: int) -> None:
+    schema = place[0](inner)
+    assume(not refused(schema))
+    made = lm().generate("x", json_schema=schema, temperature=1.0, seed=seed, max_new_tokens=80)
+    if made.finish_reason == "stop":
+        assert meets(schema, made.parsed), made.text
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"const": 1e300}, ["1e+300", str(int(1e300))], ["1e299"]),
+        ({"type": "integer", "minimum": 1e300}, [str(int(1e300))], [str(int(1e300) - 1), "1"]),
+        ({"type": "number", "minimum": 0.5, "maximum": LARGE}, ["0.5", "1.25", str(LARGE)], ["0.4", str(LARGE + 1)]),
+        ({"const": 0.1}, ["0.1"], ["0.10000000000000001", "0.2"]),
+        ({"const": 1.0}, ["1"], ["2"]),
+        ({"const": {"a": [LARGE, -0.0, {}]}}, [f'{{"a":[{LARGE},-0.0,{{}}]}}'], [f'{{"a":[{LARGE - 1},-0.0,{{}}]}}']),
+        ({"minimum": LARGE}, [str(LARGE), '"x"', "null", "[1]", '{"a":1}'], [str(LARGE - 1), "0"]),
+        ({"type": ["integer", "null"], "enum": [1, LARGE, 2.5, None]}, ["1", str(LARGE), "null"], ["2.5"]),
+        ({"anyOf": [{"minimum": LARGE}, {"maximum": -LARGE}], "type": "integer"}, [str(-LARGE), str(LARGE)], ["0"]),
+        ({"allOf": [{"type": "integer", "minimum": LARGE}, {"maximum": LARGE + 1}]}, [str(LARGE)], [str(LARGE - 1)]),
+        ({"oneOf": [{"const": LARGE}, {"const": LARGE + 2}]}, [str(LARGE), str(LARGE + 2)], [str(LARGE + 1)]),
+        ({"type": "integer", "exclusiveMinimum": True, "minimum": LARGE}, [str(LARGE + 1)], [str(LARGE)]),
+        ({"type": "integer", "multipleOf": LARGE, "minimum": 0, "maximum": 2**60}, ["0", str(3 * LARGE)], ["1"]),
+        ({"type": "integer", "multipleOf": 0.5, "minimum": LARGE}, [str(LARGE)], ["0"]),
+        ({"type": "string", "minLength": 2.0, "maxLength": 2**64}, ['"ab"'], ['"a"']),
+        ({"type": "array", "maxItems": 10**400}, ["[]", "[1]"], ["{}"]),
+        ({"type": "integer", "default": 2**70, "examples": [10**300]}, ["5"], ['"x"']),
+        ({"type": "object", "properties": {'a "b" / é\x7f': {"const": LARGE}}}, ["{}"], ['{"a \\"b\\" / é\x7f":5}']),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_numbers_of_every_kind(schema: Any, right: list[str], wrong: list[str]) -> None:
+    assert [text for text in right if not may_be(schema, text)] == []
+    assert [text for text in wrong if may_be(schema, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "error"),
+    [
+        ({"type": "integer", "multipleOf": LARGE}, "has multipleOf together with integers beyond 2"),
+        ({"type": "integer", "minimum": 10**400}, "has a number of more than 320 digits"),
+        ({"type": "array", "minItems": 2**63}, "json_schema.minItems is 9223372036854775808, which no text reaches"),
+        ({"type": "object", "patternProperties": {"a": {"const": LARGE}}}, "patternProperties cannot be combined"),
+        ({"oneOf": [{"minimum": LARGE}, {"maximum": LARGE}]}, "oneOf, unless its cases have different types"),
+        ({"type": "integer", "minimum": LARGE, "maximum": 5}, "allows no value"),
+        ({"type": "number", "maximum": float("inf")}, "json_schema.maximum must be a number; got inf"),
+        ({"default": float("nan")}, "json_schema is no JSON"),
+        ({"default": 10**400}, "json_schema cannot be read: number out of range"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_cannot_be_exact_is_refused_before_anything_runs(schema: Any, error: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(error)):
+        lm().generate("x", json_schema=schema)
+
+
+def test_schemas_without_large_numbers_are_compiled_as_they_are() -> None:
+    schema = {"type": "integer", "minimum": -(2**53), "maximum": 2**53}
+    assert not has_large_numbers(schema)
+    assert json.loads(JsonSchema(schema).source())["grammars"][0]["json_schema"].items() >= schema.items()
+    unused = {"type": "null", "$defs": {"id": {"const": LARGE}}}
+    assert not has_large_numbers(unused)

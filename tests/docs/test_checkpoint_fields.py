@@ -1,0 +1,58 @@
+"""docs/checkpoint-fields.md lists each field as the code treats it."""
+
+import re
+
+import pytest
+from doc_pages import ROOT
+
+from onward.adapters import peft_config
+from onward.checkpoint.quantizers import auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
+from onward.checkpoint.quantizers.settings import OF_ALL_METHODS
+from onward.models.generation_fields import GENERATION_FIELDS
+from onward.requests import generation_config
+from onward.requests.options import OF_BEAMS
+
+PAGE = (ROOT / "docs" / "checkpoint-fields.md").read_text(encoding="utf-8")
+METHODS = {
+    "GPTQ": gptq,
+    "AutoRound": auto_round,
+    "AWQ": awq,
+    "compressed-tensors": compressed_tensors,
+    "FP8": fp8,
+    "bitsandbytes": bitsandbytes,
+    "MXFP4": mxfp4,
+    "torchao": torchao,
+}
+
+
+def listed(heading, label):
+    """The fields that a section's list of this label names."""
+    section = re.split(r"^#+ ", PAGE.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    match = re.search(rf"^- {label}: (.*?)\.$", section, flags=re.MULTILINE | re.DOTALL)
+    return set() if match is None else set(re.findall(r"`(\w+)`", match[1]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fields_of_each_quantizer_are_listed(method):
+    fields = METHODS[method].FIELDS
+    assert listed(method, "Read") == set(fields.read)
+    assert listed(method, "Refused") == set(fields.refused)
+    assert listed(method, "No effect") == set(fields.idle)
+
+
+def test_other_fields_are_listed():
+    assert listed("quantization_config", "No effect") == OF_ALL_METHODS
+    assert listed("adapter_config.json", "Read") == peft_config.READ
+    assert listed("adapter_config.json", "Refused") == set(peft_config._REFUSED)
+    assert listed("adapter_config.json", "No effect") == peft_config.IDLE
+
+
+def test_each_generation_field_has_one_effect():
+    read, warned, idle = (
+        listed("generation_config.json", label) for label in ("Read", "Named in a warning", "No effect")
+    )
+    config = generation_config
+    assert warned == {*config._UNSERVED, *config._UNSERVED_SAMPLING, *config._UNSERVED_BEAMS}
+    assert read >= {*config._ALWAYS, *config._OF_SAMPLING, *OF_BEAMS}
+    assert read | warned | idle == GENERATION_FIELDS
+    assert len(read) + len(warned) + len(idle) == len(GENERATION_FIELDS)

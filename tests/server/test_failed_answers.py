@@ -1,0 +1,120 @@
+"""An answer that fails on its way leaves nothing running, whichever part of it failed."""
+
+import asyncio
+import contextlib
+import json
+import threading
+
+import pytest
+
+from onward import LanguageModel
+from onward.checkpoint import ChatTemplate
+from onward.engine import Engine
+from onward.server import Settings, create_app
+from onward.server.routes import completions, responses
+from onward.server.submission import Recipient
+from onward.testing import ByteTokenizer, tiny_model
+
+SECONDS = 60
+URLS = {
+    "/v1/completions": {"prompt": "Once", "max_tokens": 150},
+    "/v1/responses": {"input": "Once", "max_output_tokens": 150},
+}
+
+
+async def ask(app, url, body):
+    """Call the application as a server of such does. Returns the status and the text of the answer."""
+    raw = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
+    coming = [{"type": "http.request", "body": raw, "more_body": False}]
+    sent = []
+
+    async def receive():
+        if not coming:
+            await asyncio.Event().wait()  # the client stays
+        return coming.pop()
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")]
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": url, "raw_path": b""}
+    scope |= {"query_string": b"", "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}
+    with contextlib.suppress(MineError):  # after the headers a server can only close the connection
+        await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+
+class MineError(Exception):
+    pass
+
+
+def fails(*arguments, **options):
+    raise MineError
+
+
+@pytest.fixture
+def engine():
+    template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
+    lm = LanguageModel(tiny_model(seed=3), ByteTokenizer(), chat_template=template, prefix_memory=0)
+    with Engine(lm) as engine:
+        yield engine
+
+
+async def idle(app, engine):
+    """Wait until the engine has nothing to do. The texts are long: it ends only what was cancelled so soon."""
+    while engine.stats().running or engine.stats().waiting:
+        await asyncio.sleep(0.001)
+    assert not app.service.live
+    assert not app.gate.inside
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("broken", ["events", "teller", "begin", "whole"])
+def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, url, broken):
+    module, events = (completions, "_Chunks") if "completions" in url else (responses, "_Events")
+    if broken == "events":
+        monkeypatch.setattr(module, events, fails)
+    elif broken == "teller":
+        monkeypatch.setattr(Recipient, "teller", fails)
+    elif broken == "begin":
+        monkeypatch.setattr(getattr(module, events), "begin", fails)
+    else:
+        monkeypatch.setattr(module, "_whole", fails)
+    app = create_app({"tiny": engine}, Settings())
+
+    async def asked():
+        answer = await ask(app, url, {"stream": broken != "whole", **URLS[url]})
+        await asyncio.wait_for(idle(app, engine), SECONDS)
+        return answer
+
+    status, text = asyncio.run(asked())
+    assert (status, broken) in {(500, "events"), (500, "teller"), (500, "whole"), (200, "begin")}
+    assert "[DONE]" not in text
+
+
+def test_what_is_submitted_for_a_request_that_was_cancelled_meanwhile_is_cancelled(engine, monkeypatch):
+    """The thread that submits stands before the engine while the task that asked is cancelled."""
+    app = create_app({"tiny": engine}, Settings())
+    stands, goes_on = threading.Event(), threading.Event()
+    submit, submitted = engine.submit, []
+
+    def waits(*arguments, **options):
+        stands.set()
+        assert goes_on.wait(SECONDS)
+        submitted.append(submit(*arguments, **options))
+        return submitted[-1]
+
+    monkeypatch.setattr(engine, "submit", waits)
+
+    async def cancelled():
+        asking = asyncio.create_task(ask(app, "/v1/completions", URLS["/v1/completions"]))
+        await asyncio.to_thread(stands.wait, SECONDS)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        goes_on.set()
+        while not submitted:
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(idle(app, engine), SECONDS)
+
+    asyncio.run(cancelled())
+    assert submitted[0].result(SECONDS).finish_reason == "cancelled"

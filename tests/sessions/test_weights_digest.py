@@ -1,0 +1,144 @@
+"""Digests of weights: every byte counts, the layout does not, and they are read once for a state of the weights."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+import onward
+from onward import LanguageModel
+from onward.engine import fingerprint as engine_fingerprint
+from onward.ops import QuantizedWeight
+from onward.ops.packed import NativeWeight, pack_native
+from onward.sessions import weights_digest
+from onward.sessions.fingerprint import difference, fingerprint, sampled_weights
+from onward.sessions.weights_digest import digests_of, weights_of
+from onward.testing import ByteTokenizer, tiny_model
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def numbers_of(weight):
+    return weight.data if isinstance(weight, QuantizedWeight | NativeWeight) else weight
+
+
+def digest(weight):
+    (only,) = digests_of(dataclasses.replace(tiny_model(seed=7), params={"weight": weight})).values()
+    return only
+
+
+@pytest.mark.parametrize("format", [None, "int8", "int4", "iq4_nl"])
+def test_a_single_element_anywhere_changes_the_digest_of_its_weight_alone(format):
+    model = tiny_model(seed=7)
+    if format is not None:
+        model = onward.quantize(LanguageModel(model, ByteTokenizer()), format).model
+    before = dict(digests_of(model))
+    chance = torch.Generator().manual_seed(0)
+    for name, weight in weights_of(model).items():
+        if not isinstance(weight, torch.Tensor | QuantizedWeight):
+            continue
+        numbers = numbers_of(weight)
+        if not numbers.numel():
+            continue
+        at = torch.unravel_index(torch.randint(numbers.numel(), (), generator=chance), numbers.shape)
+        was = numbers[at].clone()
+        with torch.no_grad():
+            numbers[at] = was + 1
+        after = digests_of(model)
+        assert {other for other in before if after[other] != before[other]} == {name}
+        with torch.no_grad():
+            numbers[at] = was
+    assert digests_of(model) == before
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 70), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
+def test_packed_weights_have_the_digest_of_the_stock_ones(rows, inputs, dtype, data):
+    """For parts of any size, wherever they end, and every element counts in both."""
+    stock = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    packed = pack_native(stock)
+    if packed is None:
+        pytest.skip("there are no kernels")
+    chunk, weights_digest._CHUNK = weights_digest._CHUNK, data.draw(st.sampled_from([1, 1000, 8 << 20]))
+    try:
+        assert digest(packed) == digest(stock)
+        other = stock.clone()
+        at = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, inputs - 1))
+        other[at] += 1
+        assert digest(other) != digest(stock)
+        assert digest(pack_native(other)) == digest(other)
+    finally:
+        weights_digest._CHUNK = chunk
+
+
+def test_a_permutation_of_inputs_counts():
+    model = onward.quantize(LanguageModel(tiny_model(seed=7), ByteTokenizer()), "int8").model
+    weight = next(each for each in weights_of(model).values() if isinstance(each, QuantizedWeight))
+    order = torch.arange(weight.shape[1])
+    reversed_order = order.flip(0)
+    digests = {digest(dataclasses.replace(weight, order=each)) for each in (None, order, reversed_order)}
+    assert len(digests) == 3
+
+
+def test_weights_are_read_once_until_they_change(monkeypatch):
+    model, read = tiny_model(seed=7), []
+    before = weights_digest._computed
+    monkeypatch.setattr(weights_digest, "_computed", lambda weights: read.append(1) or before(weights))
+    first = digests_of(model)
+    barrier = threading.Barrier(4)
+
+    def ask():
+        barrier.wait(60)
+        assert digests_of(model) is first
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(read) == 1
+    with torch.no_grad():
+        next(leaf for leaf in pytree.tree_leaves(model.params) if isinstance(leaf, torch.Tensor)).mul_(2)
+    assert digests_of(model) != first
+    assert len(read) == 2
+
+
+def test_nothing_is_read_before_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(weights_digest, "_computed", lambda weights: pytest.fail("the weights are read"))
+    lm = onward.load("demo")
+    with onward.Engine(lm) as engine:
+        engine.submit("Once", max_new_tokens=2).result(60)
+
+
+def test_a_file_of_an_earlier_version_is_compared_by_its_samples():
+    model, other = tiny_model(seed=7), tiny_model(seed=8)
+    earlier = {**fingerprint(model), "weights": sampled_weights(model)}
+    assert difference(earlier, model) is None
+    assert "other numbers" in difference(earlier, other)
+    assert difference(fingerprint(model), model) is None
+    assert "other numbers" in difference(fingerprint(model), other)
+
+
+def test_every_folder_of_the_package_is_said_to_compute_bits_or_not():
+    """A new one must be put where it belongs: an engine's fingerprint hashes those that compute."""
+    others = {
+        "batches", "cli", "cluster", "demo", "engine", "integrations", "openai", "server", "sessions", "testing",
+        "__init__.py", "__main__.py", "beginnings.py", "checks.py", "completion.py", "errors.py", "files.py",
+        "forks.py", "garbage.py", "language_model.py", "option_names.py", "reprs.py", "text_input.py",
+    }  # fmt: skip
+    package = engine_fingerprint.Path(onward.__file__).parent
+    there = {place.name for place in package.iterdir() if place.suffix == ".py" or list(place.rglob("*.py"))}
+    assert not others & set(engine_fingerprint.COMPUTING)
+    assert there - {"demo"} == (others | set(engine_fingerprint.COMPUTING)) - {"demo"}
+
+
+def test_only_what_computes_is_hashed():
+    package = engine_fingerprint.Path(onward.__file__).parent
+    hashed = {file for name in engine_fingerprint.COMPUTING for file in engine_fingerprint._modules(package / name)}
+    assert package / "ops" / "linear.py" in hashed
+    assert package / "sampling" / "noise.py" in hashed
+    assert not any("cli" in file.parts or "server" in file.parts for file in hashed)

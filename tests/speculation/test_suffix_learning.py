@@ -1,0 +1,224 @@
+"""A suffix lookup learns whole outputs, each once, however the requests that made them overlap."""
+
+import gc
+import weakref
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onward import LanguageModel, Speculator
+from onward.engine import Engine
+from onward.ops.blocks import BLOCK
+from onward.speculation import DraftRow, SuffixLookup
+from onward.speculation.automaton import SuffixAutomaton
+from onward.testing import ByteTokenizer, tiny_model
+
+SECONDS = 60  # a wait that takes longer never ends
+OUTPUTS = st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=6)
+
+
+def one_after_another(outputs, **options):
+    lookup = SuffixLookup(1, **options)
+    for output in outputs:
+        lookup.start(None).propose([DraftRow(0, [9], output, 1)])
+    lookup.start(None)
+    return lookup
+
+
+def continuation(lookup, ids, wanted=200):
+    """What a new request that has no text of its own to copy from is proposed."""
+    return list(lookup.start(None).propose([DraftRow(0, [], ids, wanted)])[0])
+
+
+def matched(automaton, text):
+    """How long the end of each beginning of a text is that occurs in what was learnt."""
+    state = length = 0
+    lengths = []
+    for token in text:
+        state, length = automaton.step(state, length, token)
+        lengths.append(length)
+    return lengths
+
+
+@given(OUTPUTS, st.data())
+def test_overlapping_requests_teach_what_they_teach_one_after_another(outputs, data):
+    """Rows of several requests grow in any order, other requests begin meanwhile, and some are asked twice."""
+    lookup = SuffixLookup(1)
+    rows = {at: [] for at in range(len(outputs))}
+    of_request = data.draw(st.lists(st.integers(0, 2), min_size=len(outputs), max_size=len(outputs)))
+    requests = {}
+    for at, output in rows.items():
+        drafting = requests.setdefault(of_request[at], lookup.start(None))
+        drafting.propose([DraftRow(at, [9], output, 1)])
+    while growing := [at for at, output in rows.items() if len(output) < len(outputs[at])]:
+        at = data.draw(st.sampled_from(growing))
+        rows[at].append(outputs[at][len(rows[at])])
+        if data.draw(st.booleans()):
+            lookup.start(None)
+        if data.draw(st.booleans()):
+            requests[of_request[at]].propose([DraftRow(at, [9], rows[at], 1)])
+    lookup.start(None)
+    sequential = one_after_another(outputs)
+    learnt, expected = lookup._earlier.automaton, sequential._earlier.automaton
+    assert len(learnt) == len(expected), "each id once"
+    for output in outputs:
+        assert matched(learnt, output) == list(range(1, len(output) + 1)), "all of it, in one piece"
+    foreign = data.draw(st.lists(st.integers(0, 3), max_size=30))
+    assert matched(learnt, foreign) == matched(expected, foreign)
+
+
+@given(OUTPUTS, st.data())
+def test_texts_that_grow_in_any_order_are_found(texts, data):
+    """The automaton finds the longest end of a foreign text that occurs in any text, and gives what follows there."""
+    automaton = SuffixAutomaton()
+    indices = [automaton.add_text() for _ in texts]
+    order = data.draw(st.permutations([at for at, text in enumerate(texts) for _ in text]))
+    lengths = [0] * len(texts)
+    for at in order:
+        automaton.push(texts[at][lengths[at]], indices[at])
+        lengths[at] += 1
+    foreign = data.draw(st.lists(st.integers(0, 3), max_size=20))
+    state = length = 0
+    for count, token in enumerate(foreign, 1):
+        state, length = automaton.step(state, length, token)
+        ends = [foreign[count - n : count] for n in range(count + 1)]
+        assert length == max(n for n, end in enumerate(ends) if any(places(text, end) for text in texts))
+        if length:
+            following = [text[place + length :] for text in texts for place in places(text, ends[length])]
+            assert automaton.following(state, 100) in following
+
+
+def places(text, run):
+    return [at for at in range(len(text) - len(run) + 1) if text[at : at + len(run)] == run]
+
+
+def test_a_text_that_has_been_learnt_to_its_end_is_drafted_for_from_itself():
+    """Another request begins between two drafts, so all of the row's own output is among what was learnt."""
+    lookup = SuffixLookup(1)
+    drafting = lookup.start(None)
+    output = [1, 2, 3, 1, 2]
+    assert drafting.propose([DraftRow(0, [9], output, 2)]) == [[3, 1]]
+    lookup.start(None)
+    assert drafting.propose([DraftRow(0, [9], output, 2)]) == [[3, 1]]
+
+
+def test_no_more_than_max_tokens_are_remembered_of_texts_that_grow_together():
+    lookup = SuffixLookup(2, max_tokens=300)
+    for turn in range(6):
+        drafting, outputs = lookup.start(None), [[] for _ in range(5)]
+        for at in range(60):
+            for row, output in enumerate(outputs):
+                output.append(1000 * turn + 100 * row + at)
+            drafting.propose([DraftRow(row, [9], output, 1) for row, output in enumerate(outputs)])
+            lookup.start(None)
+            assert len(lookup._earlier.automaton) <= 300
+    assert all(continuation(lookup, output[-4:-2]) == output[-2:] for output in outputs), "the latest are remembered"
+    del drafting
+    lookup.start(None)
+    assert not lookup._outputs
+
+
+# ── in an engine ──────────────────────────────────────────────────────────────────────────────────────────────
+
+MODEL = tiny_model(seed=3)
+
+
+def served(requests, lookup, *, together, **limits):
+    """The completions of requests that an engine serves with these drafts."""
+    lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=0)
+    with Engine(lm, **limits) as engine:
+        generations = []
+        for prompt, options in requests:
+            # A fixed length, for an adaptive one depends on times.
+            generations.append(engine.submit(prompt, draft=Speculator(lookup, length=3), **options))
+            if not together:
+                generations[-1].result(SECONDS)
+        completions = [generation.result(SECONDS) for generation in generations]
+        assert "overcommit" not in limits or engine.stats().preemptions > 0
+        return completions
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_sequences": 8},
+        {"max_sequences": 4, "cache_memory": 7 * MODEL.new_blocks(1).block_nbytes, "overcommit": 100.0},
+    ],
+    ids=["all together", "some are preempted"],
+)
+def test_an_engine_teaches_whole_outputs(limits):
+    options = {"max_new_tokens": 2 * BLOCK, "temperature": 1.0}
+    requests = [(f"prompt {seed}", {"seed": seed, "n": 1 + seed % 2, **options}) for seed in range(6)]
+    lookup = SuffixLookup()
+    completions = served(requests, lookup, together=True, **limits)
+    alone = served(requests, SuffixLookup(), together=False, max_sequences=2)
+    outputs = [each.token_ids for completion in completions for each in (completion, *completion.others)]
+    assert outputs == [each.token_ids for completion in alone for each in (completion, *completion.others)]
+    lookup.start(None)
+    learnt = lookup._earlier.automaton
+    assert len(learnt) == len(one_after_another(outputs)._earlier.automaton), "each once"
+    for output in outputs:
+        assert matched(learnt, output) == list(range(1, len(output) + 1))
+
+
+def test_what_a_request_put_out_before_it_was_cancelled_or_failed_is_learnt():
+    def fails(ids, text):
+        if len(ids) == 20:
+            raise LookupError("mine")
+        return False
+
+    lookup = SuffixLookup()
+    lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=0)
+    options = {"max_new_tokens": 200, "temperature": 1.0, "draft": Speculator(lookup, length=3)}
+    with Engine(lm, max_sequences=4) as engine:
+        failing = engine.submit("fails", seed=1, stop_when=fails, **options)
+        cancelled = engine.submit("is cancelled", seed=2, **options)
+        pieces = iter(cancelled)
+        begun = [next(pieces).token_id for _ in range(20)]
+        cancelled.cancel()
+        output = cancelled.result(SECONDS).token_ids
+        with pytest.raises(LookupError):
+            failing.result(SECONDS)
+    assert output[:20] == begun
+    right = lm.generate("fails", seed=1, max_new_tokens=19, temperature=1.0).token_ids
+    lookup.start(None)
+    for learnt in (output, right):
+        assert matched(lookup._earlier.automaton, learnt) == list(range(1, len(learnt) + 1))
+
+
+def test_the_counts_of_drafts_outlive_a_preemption():
+    """With room for little more than one text the others give way again and again."""
+    limits = {"cache_memory": 5 * MODEL.new_blocks(1).block_nbytes, "overcommit": 100.0}
+    requests = [(f"{seed}", {"seed": seed, "max_new_tokens": 3 * BLOCK, "temperature": 1.0}) for seed in range(3)]
+
+    class Anything:
+        rounds = 0
+
+        def start(self, request):
+            return self
+
+        def propose(self, rows):
+            self.rounds += len(rows)
+            return [[0] for _ in rows]
+
+    drafter = Anything()
+    completions = served(requests, drafter, together=True, max_sequences=3, **limits)
+    assert sum(completion.speculation.rounds for completion in completions) == drafter.rounds
+
+
+def test_a_drafter_keeps_no_request_alive():
+    lookup, begun = SuffixLookup(), []
+    lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=0)
+
+    class Watched(SuffixLookup):
+        def start(self, request):
+            drafting = lookup.start(request)
+            begun.append(weakref.ref(drafting))
+            return drafting
+
+    speculator = Speculator(Watched(), length=3)
+    lm.generate(["one", "two"], max_new_tokens=20, seed=1, temperature=1.0, draft=speculator)
+    gc.collect()
+    assert begun
+    assert all(drafting() is None for drafting in begun)

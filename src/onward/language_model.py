@@ -22,6 +22,7 @@ from onward.decoding.room import check_room
 from onward.errors import CheckpointError, RequestError
 from onward.messages import AssistantMessage, MessageFormat, checked_format, format_of
 from onward.models import Cache, Model, ModelRun
+from onward.option_names import checks_option_names
 from onward.program import Report
 from onward.reprs import described
 from onward.requests import (
@@ -139,6 +140,7 @@ class LanguageModel:
         """The loaded adapters by name."""
         return self._adapters
 
+    @checks_option_names
     def load_adapter(self, name: str, source: str | os.PathLike[str]) -> LoadedAdapter:
         """Let requests say `adapter=name`. Other requests, also those that run, are not disturbed.
 
@@ -345,6 +347,7 @@ class LanguageModel:
         adapter: str | None = None,
     ) -> list[Score]: ...
 
+    @checks_option_names
     def score(
         self,
         text: Prompt | Sequence[Prompt],
@@ -358,7 +361,8 @@ class LanguageModel:
         Memory is bounded by the prefill chunk and the cache; logits of a whole text are never held.
 
         Args:
-            text: as `generate` takes prompts, each of 2 ids at least.
+            text: as `generate` takes prompts, each of 2 ids at least. Of a `Request` only the ids count; its adapter
+                must be that of the call.
             logprobs: how many of the likeliest ids to report at each token's place.
             stride: scores texts longer than the context in windows of the context's length. Each window begins `stride`
                 ids after the one before and scores the ids that are new in it. So every id is scored once, given at
@@ -367,10 +371,17 @@ class LanguageModel:
             adapter: the name of a loaded adapter that the weights are changed by.
 
         Raises:
-            RequestError: a text of fewer ids, logprobs or a stride outside its range, an adapter that is not loaded.
+            RequestError: a text of fewer ids, logprobs or a stride outside its range, an adapter that is not loaded, a
+                `Request` with another adapter.
             ContextOverflowError: a text longer than the context, and no stride.
         """
         texts, is_batch = as_list(text)
+        for item in texts:
+            if isinstance(item, Request) and item.options.adapter != adapter:
+                raise RequestError(
+                    f"the text to score is a request with adapter={item.options.adapter!r}, and the call has "
+                    f"adapter={adapter!r}: give both the same"
+                )
         changed_by = self.adapters.find(adapter)
         check_top("logprobs", logprobs, self.model.vocab_size)
         all_ids = [self._reader.prompt_ids(item.prompt if isinstance(item, Request) else item) for item in texts]
@@ -386,6 +397,7 @@ class LanguageModel:
             scores = score_in_windows(self._model_run, all_ids, logprobs, chunk, context, stride, changed_by)
         return scores if is_batch else scores[0]
 
+    @checks_option_names
     def score_continuations(
         self,
         context: str | Ids,
@@ -423,6 +435,7 @@ class LanguageModel:
             check_room(len(given) + len(ids), 0, self.model.max_seq_len)
         return score_continuations(self._model_run, self._kept, given, after, logprobs, self.prefill_chunk, changed_by)
 
+    @checks_option_names
     def logits(self, ids: Ids, *, adapter: str | None = None) -> Tensor:
         """The model's logits after each of `ids`: float32 [T, V], on the CPU.
 
@@ -511,6 +524,7 @@ class LanguageModel:
     def _runner(self) -> Runner:
         return Runner(self._model_run, self.tokenizer, self.prefill_chunk, self._kept, self.adapters)
 
+    @checks_option_names
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """A report of what runs for `tokens` tokens of `batch` rows at position `offset`.
 
@@ -518,6 +532,7 @@ class LanguageModel:
         """
         return self._model_run.explain(batch, tokens, offset)
 
+    @checks_option_names
     def new_cache(self, batch: int = 1, max_len: int | None = None) -> Cache:
         """A cache for `batch` rows of `max_len` positions (the whole context by default), to pass to `generate`."""
         length = self.model.max_seq_len if max_len is None else max_len

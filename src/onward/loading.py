@@ -32,6 +32,7 @@ from onward.messages import MessageFormat, checked_format
 from onward.models import Architecture, Model, build_model, check_backend, pack_params, read_config
 from onward.models.hosted import host
 from onward.native import isa, num_threads
+from onward.option_names import checks_option_names
 from onward.quantization import check_format, quantize_params
 from onward.requests import LOOKUPS, Draft, generation_defaults, within_vocabulary
 
@@ -48,6 +49,7 @@ _DTYPES = {
 }
 
 
+@checks_option_names
 @torch.inference_mode(False)  # torch counts no writes to tensors created in inference mode (`WeightsVersion`)
 def load(
     source: str | os.PathLike[str],

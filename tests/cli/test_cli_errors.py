@@ -56,6 +56,33 @@ def test_bad_requests(cli: Cli, arguments: list[str], wanted: str) -> None:
     assert_one_line(cli("generate", *arguments), wanted)
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "meant"),
+    [
+        ("generate", "--temp", "--temperature"),
+        ("generate", "--temprature", "--temperature"),
+        ("generate", "--max_tokens", "--max-new-tokens"),
+        ("generate", "--max-tokens", "--max-new-tokens"),
+        ("generate", "--repeat-penalty", "--repetition-penalty"),
+        ("generate", "--num-beams", "--beams"),
+        ("generate", "--n", "--samples"),
+        ("generate", "--adapters", "--adapter"),
+        ("generate", "--top", "--top-k or --top-p"),
+        ("score", "--lora", "--adapter"),
+        ("serve", "--ctx-size", "--max-seq-len"),
+    ],
+)
+def test_the_error_for_an_unknown_flag_names_the_one_that_was_meant(
+    cli: Cli, command: str, flag: str, meant: str
+) -> None:
+    assert_one_line(cli(command, "x", flag, "1"), f"no such option: {flag}. Did you mean {meant}?")
+
+
+def test_the_error_for_an_unknown_flag_guesses_nothing_unlike_it(cli: Cli) -> None:
+    result = cli("generate", "x", "--zzz")
+    assert_one_line(result, "no such option: --zzz (see onward generate --help)")
+
+
 def test_bad_commands(cli: Cli) -> None:
     assert_one_line(cli("generat"), "'generate'", "onward --help")
     assert_one_line(cli("chat", "--temperature", "-1"), "temperature")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -28,11 +29,15 @@ from onward.cli.score import score
 from onward.cli.serve import serve
 from onward.cli.terminal import is_terminal, report
 from onward.errors import OnwardError, OnwardWarning
+from onward.option_names import meant
 
 # Typer carries a click of its own since 0.2x; this is the one name for its usage errors that old and new share.
 _UsageError: Any = typer.BadParameter.__base__
 
 _INTERRUPTED = 130
+
+# Options of Python whose flags are called otherwise.
+_FLAGS = {"n": "samples", "num_return_sequences": "samples", "bad_words": "bad_word"}
 
 # What a full disk, a lost terminal or a closed descriptor say to what is printed.
 _NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
@@ -100,7 +105,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except _UsageError as error:
         at = error.ctx.command_path if error.ctx else "onward"
-        return _fail(f"{error.format_message()} (see {at} --help)")
+        return _fail(f"{_usage_message(error)} (see {at} --help)")
     except OSError as error:
         # What opens files names them; this is a stream's.
         if error.filename is not None or error.errno not in _NOT_WRITABLE:
@@ -111,6 +116,21 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if isinstance(abort.__cause__, EOFError):
             raise abort.__cause__ from None
         return _INTERRUPTED
+
+
+def _usage_message(error: Any) -> str:
+    """A usage error as one line. For an option that does not exist, the one that was probably meant."""
+    asked = getattr(error, "option_name", None)  # of click's NoSuchOption
+    if not isinstance(asked, str) or not asked.startswith("--") or error.ctx is None:
+        return str(error.format_message())
+    parameters = error.ctx.command.params
+    flags = {flag.lstrip("-").replace("-", "_") for each in parameters for flag in each.opts if flag.startswith("--")}
+    name = asked.lstrip("-").replace("-", "_")
+    hint = meant(_FLAGS.get(name, name), flags) or ""
+    # A hint may explain itself: "max_new_tokens (it does not count the prompt)".
+    alike = sorted(flag for flag in flags if name in flag.split("_")) or re.findall(r"^\w+", hint)
+    question = f". Did you mean {' or '.join('--' + each.replace('_', '-') for each in alike)}?" if alike else ""
+    return f"no such option: {asked}{question}"
 
 
 def main() -> NoReturn:

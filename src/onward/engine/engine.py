@@ -16,6 +16,7 @@ from onward.engine.ticket import Ticket
 from onward.errors import ContextOverflowError, EngineError, RequestError
 from onward.language_model import LanguageModel, Messages
 from onward.models.weights_version import computation
+from onward.option_names import checks_option_names
 from onward.reprs import described
 from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, Request
 from onward.requests.emitted import Emitted, checked_emitted
@@ -54,6 +55,7 @@ class Engine:
         RequestError: a limit outside its range, or a memory that holds not even one block.
     """
 
+    @checks_option_names
     def __init__(
         self,
         lm: LanguageModel,

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <new>
@@ -24,6 +25,16 @@ inline void relax() {
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
+#endif
+}
+
+// The cores that this process may run on; 0 where the system does not say.
+int allowed_cores() {
+#if defined(__linux__)
+  cpu_set_t allowed;
+  return sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 0;
+#else
+  return int(sysconf(_SC_NPROCESSORS_ONLN));
 #endif
 }
 
@@ -213,9 +224,8 @@ class Team {
   void start_workers() {
     if (started_ >= 0) return;
     // Waiting threads that outnumber the cores would spin in the way of those that work.
-    cpu_set_t allowed;
-    const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
-    spin_ = known && size() > CPU_COUNT(&allowed) ? 0 : kSpinNanoseconds;
+    const int cores = allowed_cores();
+    spin_ = cores > 0 && size() > cores ? 0 : kSpinNanoseconds;
     for (started_ = 0; started_ < size() - 1; ++started_) {
       workers_[started_] = {this, started_ + 1, {}};
       const auto entry = [](void* worker) -> void* {

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import onward
 from onward.cli.flags import AdapterFlags, DraftFlags, EngineFlags, ModelFlags, TemplateFlags
 from onward.cli.help import LENGTH, MODEL
 from onward.cli.loading import find, load_model
+from onward.cli.machine import usable_cores
 from onward.cli.prompt import expanded
 from onward.cli.streaming import count
 from onward.cli.template import template_variables
@@ -149,7 +149,7 @@ def _for_replicas(model: ModelFlags, replicas: int, address: str | None) -> Mode
     find(model.model)
     if model.threads is not None or address is not None:
         return model
-    return dataclasses.replace(model, threads=max(1, len(os.sched_getaffinity(0)) // replicas))
+    return dataclasses.replace(model, threads=max(1, usable_cores() // replicas))
 
 
 @contextmanager

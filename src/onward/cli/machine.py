@@ -25,7 +25,7 @@ def machine_facts() -> list[Fact]:
     total, available = machine_memory()
     return [
         Fact("processor", cpuinfo.get("model name") or platform.processor() or platform.machine()),
-        Fact("cores", _usable_cores(), f"{_usable_cores()} of {os.cpu_count()} usable"),
+        Fact("cores", usable_cores(), f"{usable_cores()} of {os.cpu_count()} usable"),
         Fact("instructions", [name for name in _INSTRUCTIONS if name in flags], None if flags else "unknown"),
         Fact("memory_bytes", total, _size(total)),
         Fact("free_memory_bytes", available, _size(available)),
@@ -73,7 +73,8 @@ def _cuda_device(index: int) -> str:
     return f"{properties.name} ({in_bytes(properties.total_memory)})"
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """How many cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

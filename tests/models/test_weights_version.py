@@ -6,6 +6,7 @@ from torch import nn
 
 import onward
 from onward import ops
+from onward.errors import ProgramError
 from onward.models.weights_version import WeightsVersion
 from onward.ops.operators import usable_library
 from onward.ops.packed import pack_into
@@ -102,6 +103,12 @@ def _step(module):
     optimizer.step()
 
 
+def _fused_step(module):
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    torch.optim.AdamW(module.parameters(), lr=0.5, fused=True).step()
+
+
 def _load(module):
     module.load_state_dict({name: tensor * 1.5 for name, tensor in module.state_dict().items()})
 
@@ -111,11 +118,69 @@ def _assign_data(module):
         parameter.data = parameter.data * 1.5
 
 
+def _assign_data_until_memory_is_used_again(module):
+    before = module.qkv.weight.data_ptr()
+    for _ in range(16):
+        module.qkv.weight.data = torch.randn(48, 16)
+        if module.qkv.weight.data_ptr() == before:
+            return
+    pytest.skip("no memory was used again")
+
+
 def _replace(module):
     module.qkv.weight = nn.Parameter(module.qkv.weight.detach() * 1.5)
 
 
-@pytest.mark.parametrize("write", [_step, _load, _assign_data, _replace])
+def _assign_data_of_all(tensors):
+    for tensor in tensors:
+        tensor.data = tensor.data * 1.5
+
+
+def _set(tensors):
+    for tensor in tensors:
+        tensor.set_(tensor * 1.5)
+
+
+@pytest.mark.parametrize("write", [_assign_data_of_all, _set])
+def test_programs_read_new_memory_of_the_weights(write, tmp_path):
+    lm = onward.load(random_checkpoint(tmp_path / "model", "qwen3"))
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(lm.model.params) if isinstance(leaf, torch.Tensor)]
+    _is_fresh_after(lm, lambda: write(tensors))
+    overwritten = [torch.full_like(tensor, 7.0) for tensor in tensors for _ in range(8)]  # in memory freed above
+    assert overwritten
+    eager = _found(onward.LanguageModel(lm.model, compile="eager"))
+    assert _found(lm)[0] == eager[0]
+    assert _found(lm)[1] == pytest.approx(eager[1], abs=1e-4)
+
+
+def _product(tokens, offsets, cache, params):
+    return ops.linear(ops.embedding(tokens, params["table"]), params["head"]), cache
+
+
+def _compiled_product():
+    params = {"table": torch.randn(8, 16), "head": torch.randn(8, 16)}
+    program = onward.compile(_product, params=params, cache=(), backend="native")
+    tokens, offsets = torch.tensor([[3]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    return params, lambda: program(tokens, offsets, ())[0]
+
+
+@pytest.mark.skipif(usable_library() is None, reason="there are no programs without kernels")
+@pytest.mark.parametrize("change", ["freed", "shape"])
+def test_a_program_whose_params_are_gone_says_so(change):
+    params, run = _compiled_product()
+    before = run()
+    if change == "freed":
+        params["head"] = torch.randn(8, 16)
+    else:
+        params["head"].data = torch.randn(16, 8)
+    with pytest.raises(ProgramError, match=r"param\['head'\] has (been freed|another shape).*compile"):
+        run()
+    assert before.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "write", [_step, _fused_step, _load, _assign_data, _assign_data_until_memory_is_used_again, _replace]
+)
 def test_a_write_to_a_module(write):
     module = Module()
     model = onward.Model.from_module(module)
@@ -129,6 +194,16 @@ def test_a_write_to_a_module(write):
     held, fresh = session.generate(PROMPT, **options), lm.generate(PROMPT, **options)
     assert held.token_ids == fresh.token_ids
     assert [token.chosen for token in held.logprobs] == [token.chosen for token in fresh.logprobs]
+
+
+def test_a_session_does_not_mix_autocast_with_float32():
+    session = onward.Session(onward.LanguageModel(onward.Model.from_module(Module())))
+    options = {"max_new_tokens": 4, "temperature": 0.0, "logprobs": 0}
+    session.generate(PROMPT, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        continued, fresh = session.generate(PROMPT, **options), session.lm.generate(PROMPT, **options)
+    assert continued.cached_tokens == 0
+    assert [token.chosen for token in continued.logprobs] == [token.chosen for token in fresh.logprobs]
 
 
 def test_without_a_write_snapshots_are_equal_and_a_prefix_is_found():

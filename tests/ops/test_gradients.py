@@ -159,7 +159,7 @@ def test_forward_mode_has_the_same_derivative(name):
 def _written(dtype: torch.dtype, table: bool) -> dict[str, object]:
     cache = torch.zeros(2, 2, 64, 8, dtype=dtype)
     blocks = torch.tensor([[1], [0]], dtype=torch.int32) if table else None
-    new = random(2, 2, 3, 8).to(dtype)
+    new = random(2, 2, 2, 8).to(dtype)
     return {"cache": cache, "new": new, "offsets": torch.tensor([0, 5], dtype=torch.int32), "table": blocks}
 
 
@@ -231,6 +231,17 @@ def test_an_op_that_writes_to_an_argument_raises_where_a_gradient_is_asked_for(n
         yield lambda: torch.func.jvp(lambda x: (call({**before, argument: x}), x.sum())[1], (tensor,), (tensor,))
         yield lambda: _with_tangent(call, before, argument)
 
+    def follow_through_vmap():
+        """Within vmap a tensor does not say itself that a transform outside follows it."""
+        rows = torch.stack([before[argument], before[argument]])
+        sums = torch.func.vmap(lambda x: (public(**{**before, argument: x}), x.sum())[1])
+        yield lambda: sums(rows.clone().requires_grad_())
+        yield lambda: torch.func.grad(lambda x: sums(x).sum())(rows)
+        yield lambda: torch.func.jvp(sums, (rows,), (rows,))
+
+    for way in follow_through_vmap():
+        with pytest.raises(RequestError, match=message):
+            way()
     for call in (lambda a: public(**a), lambda a: getattr(torch.ops.onward, name.split()[0])(*_in_order(name, a))):
         for way in follow(call):
             with pytest.raises(RequestError, match=message):
@@ -241,6 +252,22 @@ def test_an_op_that_writes_to_an_argument_raises_where_a_gradient_is_asked_for(n
 def _with_tangent(call, arguments, argument):
     with forward_ad.dual_level():
         call({**arguments, argument: forward_ad.make_dual(arguments[argument], arguments[argument])})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_write_within_vmap_is_that_of_each_by_itself(name):
+    public, arguments = REFUSED[name]
+    inputs = arguments(torch.float32)
+    stacked = {n: torch.stack([v, 2 * v]) for n, v in inputs.items() if isinstance(v, Tensor) and n != "table"}
+
+    def result(tensors: dict[str, Tensor]) -> Tensor:
+        copies = {n: t.clone() for n, t in tensors.items()}
+        out = public(**{**inputs, **copies})
+        return copies["cache"] if out is None else out
+
+    together = torch.func.vmap(result)(stacked)
+    for index in range(2):  # as many as rows and heads, so that axes that are mixed up still fit
+        torch.testing.assert_close(together[index], result({n: t[index] for n, t in stacked.items()}))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -273,6 +300,21 @@ def test_what_is_packed_rounded_or_counted_raises_where_a_gradient_is_asked_for(
             call()
         with torch.no_grad():
             call()
+
+
+def test_vmap_does_not_hide_a_gradient():
+    weight, pick = random(3, 32), torch.tensor(0)
+    rows = torch.func.vmap(lambda row: logprobs(row, pick).chosen)
+    rounded = torch.func.vmap(lambda matrix: quantize_int8(matrix).dequantize())
+    for call in (
+        lambda: rows(weight.clone().requires_grad_()),
+        lambda: torch.func.grad(lambda w: rows(w).sum())(weight),
+        lambda: torch.func.jvp(rows, (weight,), (weight,)),
+        lambda: torch.func.grad(lambda w: rounded(w.unsqueeze(0)).sum())(weight),
+    ):
+        with pytest.raises(RequestError, match="has no gradient"):
+            call()
+    assert torch.equal(rows(weight), logprobs(weight, pick.expand(3)).chosen)
 
 
 def test_ranks_gather_without_a_gradient():

@@ -19,7 +19,7 @@ from onward.decoding.slots import Slot, Slots
 from onward.errors import ContextOverflowError, RequestError
 from onward.forks import renew_in_forks
 from onward.models import Cache, Model
-from onward.models.weights_version import WeightsVersion
+from onward.models.weights_version import WeightsVersion, computation
 
 
 class HeldCache(NamedTuple):
@@ -33,7 +33,7 @@ class HeldText:
     """The slot of one text, from request to request.
 
     A prompt is compared with the ids that the slot holds, and their common prefix is not processed again. Another
-    model, changed weights or another adapter make it forget all ids.
+    model, changed weights, other kernels, autocast or another adapter make it forget all ids.
 
     lease: of slots to hold it in. adapter: that what is held was computed with.
     """
@@ -44,6 +44,7 @@ class HeldText:
         self._slot: Slot = None
         self._tokens: list[int] = []
         self._weights: WeightsVersion | None = None
+        self._computation: tuple[object, ...] = ()
         self.adapter: RowAdapter | None = None
         self._turns = 0
         renew_in_forks(self)
@@ -88,7 +89,9 @@ class HeldText:
         if isinstance(slots, PagedSlots):
             assert isinstance(slot, PagedSlot)
             slots.write(slot, held.cache, count)
-        self._slots, self._slot, self._weights, self.adapter = slots, slot, WeightsVersion(model), adapter
+        self._slots, self._slot, self.adapter = slots, slot, adapter
+        self._computation = now = computation(model)
+        self._weights = now[0]
         self._tokens = list(tokens)
 
     def __del__(self) -> None:
@@ -112,14 +115,14 @@ class HeldText:
 
         The ids past the common prefix are forgotten: the request's own keys and values will take their place.
         """
-        weights = WeightsVersion(model)
+        now = computation(model)
         # The last id is always processed, for the model predicts the next one from it.
-        is_same = weights == self._weights and digest_of(adapter) == digest_of(self.adapter)
+        is_same = now == self._computation and digest_of(adapter) == digest_of(self.adapter)
         kept = min(common_prefix(self._tokens, prompt), len(prompt) - 1) if is_same else 0
         if self._weights is None or not self._weights.is_of(model):
             self._let_go()
-        elif weights != self._weights and isinstance(self._slots, PagedSlots):
-            self._let_go()  # what others find in blocks is of one state of the weights
+        elif now != self._computation and isinstance(self._slots, PagedSlots):
+            self._let_go()  # what others find in blocks is of one computation
         self._turns += 1
         # The ids are dropped before the slot changes: an interrupt must not leave more ids than the slot holds.
         del self._tokens[kept:]
@@ -128,7 +131,7 @@ class HeldText:
             self._tokens.clear()
         if adapter is not self.adapter or not self._make_room(kept, length):  # a slot has one adapter for its life
             kept = self._move(model, kept, length, adapter)
-        self._weights = weights
+        self._computation, self._weights = now, now[0]
         assert self._slots is not None
         return Turn(self, kept, self._turns)
 

@@ -1,11 +1,15 @@
 """Tells whether a model's weights have changed since a cache was filled with them."""
 
 import weakref
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from onward import ops
 from onward.models.model import Model
@@ -14,7 +18,7 @@ from onward.ops.autocast import autocast_dtype_on
 from onward.program.leaves import leaves_of
 
 
-def computation(model: Model) -> tuple[object, ...]:
+def computation(model: Model) -> "tuple[WeightsVersion, ops.Choice | None, torch.dtype | None]":
     """What keys and values depend on beside the ids: the weights as they are now, the kernels, and autocast."""
     device = model.device.type
     return WeightsVersion(model), ops.choice() if device == "cpu" else None, autocast_dtype_on(device)
@@ -25,9 +29,9 @@ class WeightsVersion:
     """A snapshot of a model's weights: which tensors, where they lie, and how often each was written to. Compare two
     with ==.
 
-    It keeps no tensor in memory. It sees an optimizer's step, `load_state_dict`, Onward's own kernels, an assignment to
-    `tensor.data` and every other write that torch counts. It does not see writes through `tensor.data`, a NumPy array
-    or a mapped file: call `torch.autograd.graph.increment_version(tensor)` after one.
+    It keeps no tensor in memory. It sees an optimizer's step (a fused one too), `load_state_dict`, Onward's own
+    kernels, an assignment to `tensor.data` and every other write that torch counts. It does not see writes through
+    `tensor.data`, a NumPy array or a mapped file: call `torch.autograd.graph.increment_version(tensor)` after one.
 
     Of tensors created in inference mode torch counts no writes, so snapshots with one are never equal.
     """
@@ -60,10 +64,24 @@ class WeightsVersion:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _state_of(tensor: Tensor) -> tuple[int, int] | None:
+def _state_of(tensor: Tensor) -> tuple[object, ...] | None:
     """Where a tensor lies, and how often it was written to; None where that is not known."""
     if tensor.is_inference():
         return None
-    # Subclasses and other layouts need not have an address.
-    has_address = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
-    return tensor.data_ptr() if has_address else 0, tensor._version
+    # Subclasses and other layouts need not have memory of their own.
+    if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
+        return (tensor._version,)
+    # An assignment to `data` counts as no write, and new memory may lie where freed memory did. But no storage is made
+    # in the place of one that a weak reference names.
+    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return storage, tensor.data_ptr(), tensor._version
+
+
+def _count_fused_writes(optimizer: Optimizer, args: Any, keywords: Any) -> None:
+    """Count a step's writes where torch does not: those of optimizers with fused=True."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([parameter for parameter in group["params"] if parameter.grad is not None])
+
+
+register_optimizer_step_post_hook(_count_fused_writes)

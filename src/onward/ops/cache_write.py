@@ -43,8 +43,8 @@ def _definition(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | Non
         rows = torch.arange(new.shape[0], device=new.device).unsqueeze(1)
     else:
         rows, positions = table.gather(1, positions // BLOCK).long(), positions % BLOCK
-    # Indexing dimensions 0 and 2 around a slice puts the indexed ones first: [B, T, G, D].
-    cache[rows, :, positions] = new.transpose(1, 2)
+    # The indexed dimensions lie side by side: of a slice between them `torch.func.vmap` mixes up the axes.
+    cache.transpose(1, 2)[rows, positions] = new.transpose(1, 2)
 
 
 def _native(library: Library, cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:

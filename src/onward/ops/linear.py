@@ -61,7 +61,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, NativeWeight):
         return native_linear(x, weight, bias)
     if isinstance(weight, OneDnnWeight):
-        if may_want_gradient(x, bias):  # torch's product in this layout has none
+        if may_want_gradient(x, weight.blocks, bias):  # torch's product in this layout has none
             return F.linear(x, weight.blocks.to_dense(), bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.blocks, bias, "none", [], "")
         return out

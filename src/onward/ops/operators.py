@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
@@ -173,11 +174,23 @@ class Operator(Generic[R]):
 
 
 def wants_gradient(*arguments: Any) -> bool:
-    """Whether autograd follows one of the arguments, in reverse or in forward mode."""
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return True
-    return forward_ad._current_level >= 0 and any(_has_tangent(each) for each in tensors)
+    """Whether autograd follows one of the arguments, in reverse or in forward mode, also through `torch.func`."""
+    return any(isinstance(each, Tensor) and _is_followed(each) for each in arguments)
+
+
+def _is_followed(tensor: Tensor) -> bool:
+    """Whether autograd follows a tensor, or one that the transforms of `torch.func` have wrapped in it: within
+    `grad(vmap(f))`, f sees a batched tensor, which itself never requires a gradient."""
+    reverse, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    while not (reverse and tensor.requires_grad):
+        if torch.compiler.is_compiling():
+            return forward and _has_tangent(tensor)
+        if forward and not _functorch.is_batchedtensor(tensor) and _has_tangent(tensor):
+            return True
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+    return True
 
 
 def _has_tangent(tensor: Tensor) -> bool:

@@ -26,7 +26,7 @@ class Storage:
     """A run of memory.
 
     index: its place among the trace's storages. nbytes: its size for the traced shapes. constant: the tensor, for a
-    constant. param: the tensor among params; the program's caller holds it.
+    constant. param: the tensor among params; the program's caller holds it. layout: its shape, strides and dtype.
     """
 
     index: int
@@ -35,6 +35,7 @@ class Storage:
     name: str = ""
     constant: Tensor | None = None
     param: "weakref.ref[Tensor] | None" = None
+    layout: tuple[object, ...] = ()
 
     @property
     def tensor(self) -> Tensor | None:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onward.errors import ProgramError
 from onward.native import advise_huge_pages
 from onward.program.arrays import Array, Kind, Storage
 from onward.program.encode import Image, Words, arena_offsets
@@ -38,6 +39,8 @@ class Addresses:
         self._arena = arena
         self._slot_offsets, self._arena_bytes = arena_offsets(image.slot_bytes)
         self._fixed = [s for s in image.storages if s.kind in (Kind.PARAM, Kind.CONSTANT)]
+        self._params = [s.param for s in self._fixed if s.param is not None]
+        self._params_at: list[int] = []
         self._bound: dict[int, weakref.ref[Tensor]] = {}
         self._bound_arena: Tensor | None = None
         logits = [s for s in image.storages if s.kind is Kind.LOGITS]
@@ -47,11 +50,23 @@ class Addresses:
         self._logits_at = list(zip(image.places[of_logits].tolist(), image.offsets[of_logits].tolist(), strict=True))
 
     def stale(self) -> bool:
-        """Whether the arena has moved since the last `bind`, or there was none."""
-        return self._arena.memory is not self._bound_arena
+        """Whether the arena or a param has moved since the last `bind`, or there was none. A param moves where
+        another tensor is assigned to its `data`, and what it had before may be freed."""
+        return self._arena.memory is not self._bound_arena or self._params_now() != self._params_at
+
+    def _params_now(self) -> list[int]:
+        """Where the params lie; 0 for one that was freed."""
+        return [0 if (tensor := param()) is None else tensor.data_ptr() for param in self._params]
 
     def bind(self, inputs: Sequence[tuple[Storage, Tensor]]) -> None:
-        """Fill in every address. inputs: the tensors of all storages but params, constants, temporaries and logits."""
+        """Fill in every address. inputs: the tensors of all storages but params, constants, temporaries and logits.
+
+        Raises:
+            ProgramError: a param was freed, or has another shape, strides or dtype than the program was made for.
+        """
+        for storage in self._fixed:
+            _check_param(storage)
+        self._params_at = self._params_now()
         self._arena.reserve(self._arena_bytes)
         tensors = {storage.index: storage.tensor for storage in self._fixed}
         tensors |= {storage.index: tensor for storage, tensor in inputs}
@@ -61,7 +76,7 @@ class Addresses:
         addresses[0] = self.start
         addresses[1 : 1 + len(self._slot_offsets)] = self._arena.memory.data_ptr() + self._slot_offsets
         for index, tensor in tensors.items():
-            assert tensor is not None, "params that a program was traced with have been freed"
+            assert tensor is not None, "checked above"
             addresses[1 + len(self._slot_offsets) + index] = tensor.data_ptr()
         self.words[image.places] = addresses[image.bases] + image.offsets
         self._bound_arena = self._arena.memory
@@ -93,6 +108,20 @@ class Addresses:
             memory = owner if owner.dtype == array.dtype else owner.view(array.dtype)
             return torch.as_strided(memory, array.shape, array.strides, owner.storage_offset() + array.offset)
         return torch.as_strided(memory, array.shape, array.strides, memory.storage_offset() + array.offset)
+
+
+def _check_param(storage: Storage) -> None:
+    tensor = storage.tensor
+    if tensor is None:
+        raise ProgramError(
+            f"{storage.name} has been freed since the program was made: compile the forward with the params of now, or "
+            "write new weights in place (tensor.copy_)"
+        )
+    if storage.param is not None and (tensor.shape, tensor.stride(), tensor.dtype) != storage.layout:
+        raise ProgramError(
+            f"{storage.name} has another shape, strides or dtype than the program was made for; got {tensor.dtype} "
+            f"{list(tensor.shape)}: compile the forward with the params of now"
+        )
 
 
 def _aligned(nbytes: int) -> Tensor:

@@ -114,6 +114,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._add_storage(meta, kind, None, name)
         if kind is Kind.PARAM and tensor is not None:
             storage.param = weakref.ref(tensor)
+            storage.layout = tensor.shape, tensor.stride(), tensor.dtype
         return Traced(meta)
 
     def array(self, tensor: Tensor) -> Array:

@@ -251,12 +251,26 @@ def test_llama3_scaling_is_read_from_its_divisors(tmp_path):
     assert_equal_logits(file, config | {"rope_parameters": rope}, weights)
 
 
-def test_other_divisors_are_refused(tmp_path):
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_divisors_of_any_scaling_count(tmp_path, factor):
+    """A factor divides every frequency once more; divisors that are all alike are a linear scaling."""
+
     def divisors(writer) -> None:
-        writer.add_tensor("rope_freqs.weight", np.linspace(1, 7, 32, dtype=np.float32))
+        writer.add_tensor("rope_freqs.weight", np.full(32, 4 / factor, dtype=np.float32))
+        writer.add_float32("llama.rope.scaling.factor", factor)
+
+    config, weights = write_model(tmp_path / "m.gguf", "llama", "F32", metadata=divisors)
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    assert_equal_logits(tmp_path / "m.gguf", config | {"rope_parameters": rope}, weights)
+
+
+@pytest.mark.parametrize("numbers", [np.linspace(1, 7, 31), np.linspace(-1, 7, 32), np.full(32, np.nan)])
+def test_divisors_that_are_none_are_refused(tmp_path, numbers):
+    def divisors(writer) -> None:
+        writer.add_tensor("rope_freqs.weight", numbers.astype(np.float32))
 
     write_model(tmp_path / "m.gguf", "llama", "Q8_0", metadata=divisors)
-    with refused(ConfigError, "rope_freqs", "m.gguf"):
+    with refused(ConfigError, "rope_freqs.weight must be 32 positive numbers", "m.gguf"):
         onward.load(tmp_path / "m.gguf")
 
 

@@ -150,6 +150,16 @@ def test_an_eos_behind_every_prompt_is_not_added():
     assert tokenizer.encode("a") == [64]
 
 
+@pytest.mark.parametrize(("name", "behind"), [("Phi-3.5-mini-instruct", []), ("Phi3", []), ("Phi 4", [198])])
+def test_tokens_of_phi_3_take_the_spaces_behind_them(name, behind):
+    vocabulary = vocabulary_of(["<|user|>", "</s>", "<s>"], [NORMAL] * 256 + [USER, CONTROL, CONTROL])
+    vocabulary._metadata["general.name"] = name
+    encode = vocabulary.tokenizer().encode
+    assert encode("<|user|>\na") == [256, *behind, 64]
+    assert encode("</s>\na") == [257, *behind, 64]
+    assert encode("<s>\na") == [258, 198, 64]
+
+
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 

@@ -61,9 +61,11 @@ def rope_parameters(
     if _has_factors(tensors):
         return rope | _longrope(tensors, factor, original, magnitude, keys.get("context_length"))
     if "rope_freqs.weight" in tensors:
-        if kind not in (None, "none", "linear") or factor != 1 or magnitude not in (None, 1):
+        if kind not in (None, "none", "linear") or magnitude not in (None, 1):
             raise ConfigError(f"{where}: rope_freqs beside {keys.prefix}rope.scaling is not supported")
-        return rope | _of_divisors(_numbers(tensors["rope_freqs.weight"]), rope, head_dim, where)
+        divisors = _numbers(tensors["rope_freqs.weight"])
+        divisors = divisors if factor == 1 else divisors * factor
+        return rope | _of_divisors(divisors, rope, head_dim, where)
     if kind in (None, "linear") and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor, "original_max_position_embeddings": original}
     if kind in (None, "none", "linear") and magnitude not in (None, 1):
@@ -138,7 +140,8 @@ def _numbers(stored: GgufTensor) -> Tensor:
 
 
 def _of_divisors(divisors: Tensor, rope: Mapping[str, Any], head_dim: int | None, where: object) -> dict[str, Any]:
-    return _proportional(divisors) or _llama3(divisors, positive_number(rope, "rope_theta", BASE), head_dim, where)
+    base = positive_number(rope, "rope_theta", BASE)
+    return _proportional(divisors) or _llama3(divisors, base, head_dim) or _listed(divisors, head_dim, where)
 
 
 def _proportional(divisors: Tensor) -> dict[str, Any]:
@@ -150,8 +153,8 @@ def _proportional(divisors: Tensor) -> dict[str, Any]:
     return {"rope_type": "proportional", "partial_rotary_factor": share}
 
 
-def _llama3(divisors: Tensor, base: float, head_dim: int | None, where: object) -> dict[str, Any]:
-    """The scaling whose frequencies these divisors make; they were rounded to float32 by the converter."""
+def _llama3(divisors: Tensor, base: float, head_dim: int | None) -> dict[str, Any]:
+    """Llama 3.1's scaling, where these divisors make its frequencies; they were rounded to float32 by the converter."""
     factor = round(float(divisors.max()), 3)
     original = int(_LLAMA3["original_max_position_embeddings"])
     if 2 * len(divisors) == head_dim and factor >= 1:
@@ -161,4 +164,15 @@ def _llama3(divisors: Tensor, base: float, head_dim: int | None, where: object) 
         # Both sides are a few float32 operations: they agree to some units in the last of 24 bits.
         if torch.allclose(plain / divisors, scaled, rtol=2**-18, atol=0.0):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    raise ConfigError(f"{where}: rope_freqs is of another scaling than Llama 3.1's, which is not supported")
+    return {}
+
+
+def _listed(divisors: Tensor, head_dim: int | None, where: object) -> dict[str, Any]:
+    """Any others, as LongRoPE's, which has the same at every length."""
+    if 2 * len(divisors) != head_dim or not bool(((divisors > 0) & divisors.isfinite()).all()):
+        raise ConfigError(
+            f"{where}: rope_freqs.weight must be {(head_dim or 0) // 2} positive numbers, one for each pair; got "
+            f"{len(divisors)}"
+        )
+    lists = {f"{length}_factor": divisors.tolist() for length in LENGTHS}
+    return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, **lists}

@@ -25,6 +25,8 @@ _LONGEST_PIECE = 512
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # Ids that end a text and have a key of their own.
 NAMED_ENDS = "eos", "eot", "eom"
+# Tokens of Phi-3 behind which whitespace stays.
+_PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 # Of the kind "llama", where the file names none.
 _USUAL = {"unk": 0, "bos": 1, "eos": 2}
 
@@ -209,8 +211,23 @@ class Vocabulary:
         plain = [self.tokens[id] for id, kind in enumerate(self.types) if kind == USER]
         shown = {self.tokens[id] for id, other in self._same_text.items() if other is None}
         special, plain = [text for text in special if text not in shown], [*plain, *sorted(shown)]
-        tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special if text])
-        tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain if text])
+
+        def added(texts: list[str], *, special: bool) -> list[AddedToken]:
+            return [
+                AddedToken(text, special=special, normalized=False, rstrip=self._takes_spaces(text))
+                for text in texts
+                if text
+            ]
+
+        tokenizer.add_special_tokens(added(special, special=True))
+        tokenizer.add_tokens(added(plain, special=False))
+
+    def _takes_spaces(self, text: str) -> bool:
+        """Whether an added token takes the whitespace behind it with it. No key says that: llama.cpp knows Phi-3 by its
+        name."""
+        name = self._metadata.get("general.name")
+        is_phi3 = isinstance(name, str) and any(part in name.lower() for part in ("phi-3", "phi3"))
+        return is_phi3 and text not in _PHI3_KEEPS_SPACES
 
     def _get(self, name: str, kind: type, *, optional: bool = False) -> Any:
         value = self._metadata.get(_PREFIX + name)

@@ -3,10 +3,12 @@
 from functools import lru_cache
 
 import pytest
-from hypothesis import example, given
+import tokenizers
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from onward.checkpoint import CheckpointFolder, find_folder
+from onward.checkpoint.tokenizer import JsonTokenizer
 from onward.decoding import StreamingDetokenizer
 from onward.decoding.detokenizer import REPLACEMENT
 from onward.testing import ByteTokenizer
@@ -124,3 +126,40 @@ def test_a_long_text_costs_the_same_for_every_token():
     for token in tokenizer("bytes").encode("a long text, €, " * 200):
         detokenizer.push(token)
     assert max(longest) <= 2 * len("€".encode())
+
+
+# ── byte fallback, which decodes a run of bytes as a whole ──────────────────────────────────────────────────────
+
+
+@lru_cache
+def byte_fallback():
+    """A tokenizer as sentencepiece's: id b is the byte b, and 256 begins a word."""
+    vocabulary = {**{f"<0x{byte:02X}>": byte for byte in range(256)}, "▁a": 256, "<unk>": 257}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    decoders = tokenizers.decoders
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
+    return JsonTokenizer(inner, {})
+
+
+def pushed(before, ids):
+    detokenizer = StreamingDetokenizer(byte_fallback().decode, before)
+    return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+
+
+@given(st.text("aé€🦊", max_size=6), st.text("aé€🦊", max_size=6))
+@example("日本語", "")
+@example("🦊🦊🦊", "é")
+def test_whole_characters_before_a_text_change_nothing(before, text):
+    """However many of the ids before it are looked at, and wherever a character of theirs begins."""
+    ids = list(text.encode())
+    assert pushed(list(before.encode()), ids) == text
+    if before:
+        assert pushed(list(before.encode()), [256, *ids]) == f" a{text}"
+
+
+@given(st.text("aé€🦊", max_size=6), st.sampled_from(["é", "€", "🦊"]), st.integers(1, 3))
+def test_a_cut_character_of_bytes_breaks_no_other(text, last, cut):
+    begun = last.encode()[:cut]
+    assume(len(begun) < len(last.encode()))
+    assert pushed([], list(text.encode() + begun)) == text + REPLACEMENT * len(begun)

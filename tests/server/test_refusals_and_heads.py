@@ -67,6 +67,8 @@ def test_head_needs_what_get_needs(start: Start, lm: onward.LanguageModel) -> No
     wrong = httpx2.head(f"{server.url}{TEXT}", headers={"authorization": "Bearer key"})
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert server.post("/health", {}, headers={"authorization": "Bearer key"}).headers["allow"] == "GET, HEAD"
+    allow = server.post("/openapi.json", {}, headers={"authorization": "Bearer key"}).headers["allow"]
+    assert sorted(allow.split(", ")) == ["GET", "HEAD"], "a framework's own route lists HEAD itself"
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT, RESPONSES, "/tokenize", "/detokenize"])

@@ -7,6 +7,8 @@ from typing import Protocol, Self
 REPLACEMENT = "\ufffd"
 # How many of a prompt's last ids are decoded again with what follows. One would do but for special tokens.
 _CONTEXT = 8
+# Of a character in UTF-8.
+_MOST_BYTES = 4
 
 
 class Detokenizer(Protocol):
@@ -25,7 +27,8 @@ class StreamingDetokenizer:
     A token may hold part of a character, and a tokenizer may write a token differently after another one (with a
     leading space, for example). So the ids since the last text given out are decoded together with the ids of that
     text. An unfinished character decodes to the replacement character: the new text is given out as soon as it does
-    not end in one. The pieces add up to `decode` of all ids.
+    not end in one. The pieces add up to `decode` of all ids, as long as these are valid UTF-8. Byte fallback writes
+    a run of bytes with an invalid one as replacement characters throughout; here characters that were given out stay.
 
     decode: ids to text.
     before: the ids that the text continues. Their own text is not given out. With them the first word after a prompt
@@ -34,10 +37,8 @@ class StreamingDetokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
-        context = list(before[-_CONTEXT:])
-        # Ids whose text has been given out, as far as later ones need them. A prompt that ends inside a character
-        # has not given that character out, so it is no context.
-        self._context: list[int] = [] if decode(context).endswith(REPLACEMENT) else context
+        # Ids whose text has been given out, as far as later ones need them.
+        self._context = _whole_end(decode, before)
         self._pending: list[int] = []  # ids whose text has not been given out
 
     def push(self, token_id: int) -> str:
@@ -57,7 +58,7 @@ class StreamingDetokenizer:
     def added_by(self, token_id: int) -> str:
         """The text that a token would add here, less an unfinished character before it."""
         ids = self._context + self._pending
-        return self._decode([*ids, token_id])[len(self._decode(ids)) :]
+        return self._added(ids, [token_id])
 
     def fork(self) -> Self:
         """A copy that goes on from here by itself."""
@@ -66,4 +67,20 @@ class StreamingDetokenizer:
         return other
 
     def _new_text(self) -> str:
-        return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]
+        return self._added(self._context, self._pending)
+
+    def _added(self, ids: list[int], more: list[int]) -> str:
+        """The text that ids add to that of others."""
+        before, text = self._decode(ids), self._decode(ids + more)
+        if REPLACEMENT in text[: len(before)] and not text.startswith(before):
+            return self._decode(more)  # a byte broke the characters of the bytes before it
+        return text[len(before) :]
+
+
+def _whole_end(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[int]:
+    """The last of these ids, from the start of a character on: byte fallback breaks all characters of a run of bytes
+    that starts inside one. None where the ids end inside a character, which is no part of a text then.
+    """
+    last = list(ids[-_CONTEXT:])
+    starts = range(min(_MOST_BYTES, len(last)))
+    return next((last[start:] for start in starts if not decode(last[start:]).endswith(REPLACEMENT)), [])

@@ -101,7 +101,8 @@ def _routes(service: Service, streams: Streams, lifespan: object) -> FastAPI:
         }
         code, message = known.get(error.status_code, ("http_error", error.detail))
         headers = dict(error.headers or {})
-        if "GET" in headers.get("Allow", "").split(", "):
+        allowed = headers.get("Allow", "").split(", ")
+        if "GET" in allowed and "HEAD" not in allowed:
             headers["Allow"] += ", HEAD"
         access_of(request.scope).note_error({"code": code})
         return plain_error(error.status_code, message, code, headers)

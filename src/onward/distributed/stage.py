@@ -81,7 +81,7 @@ def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
         RequestError: a family that cannot be cut between layers, or more ranks than layers.
     """
     decoder = cuttable(architecture, "pipeline")
-    shares = any(getattr(layer.mixer, "reads", None) is not None for layer in decoder.layers)
+    shares = any(layer.mixer is not None and layer.mixer.reads is not None for layer in decoder.layers)
     if decoder.layer_embeddings is not None or shares:
         raise RequestError(
             "pipeline= cannot cut a model whose layers share keys, values or embeddings (Gemma 3n and 4)"

@@ -75,10 +75,8 @@ class Decoder:
         """What a cache keeps of a token, for each of its layers."""
         shapes = tuple(shape for layer in self.layers if (shape := _attention_part(layer.cached)) is not None)
         for mixer in (layer.mixer for layer in self.layers):
-            if (reads := getattr(mixer, "reads", None)) is not None:
-                assert getattr(mixer, "window", None) == shapes[reads].window, (
-                    "a layer sees as far as the one whose keys it reads"
-                )
+            if mixer is not None and (reads := mixer.reads) is not None:
+                assert mixer.window == shapes[reads].window, "a layer sees as far as the one whose keys it reads"
         return shapes
 
     @cached_property
@@ -89,7 +87,7 @@ class Decoder:
     @property
     def schedules(self) -> tuple[RotarySchedule, ...]:
         """The RoPE schedules of its layers, each once, in order."""
-        ropes = (getattr(layer.mixer, "rope", None) for layer in self.layers)
+        ropes = (layer.mixer.rope for layer in self.layers if layer.mixer is not None)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property

@@ -4,7 +4,7 @@ Shapes: B rows, T new tokens, D hidden_size, G key heads of K features, H value 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,10 @@ class GatedDelta:
     def widths(self) -> tuple[int, int]:
         """How many features all queries have, as all keys do, and all values."""
         return self.key_heads * self.key_dim, self.value_heads * self.value_dim
+
+    rope: ClassVar[None] = None
+    reads: ClassVar[None] = None
+    window: ClassVar[None] = None
 
     @property
     def cached(self) -> StateShape:

@@ -4,7 +4,7 @@ Shapes: B rows, T new tokens, D hidden_size.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -31,6 +31,10 @@ class GatedConv:
     hidden_size: int
     taps: int
     bias: bool = False
+
+    rope: ClassVar[None] = None
+    reads: ClassVar[None] = None
+    window: ClassVar[None] = None
 
     @property
     def cached(self) -> StateShape:

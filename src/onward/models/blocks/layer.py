@@ -11,6 +11,7 @@ from onward.models.blocks.layer_embeddings import LayerInput, LayerInputParams
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions
 from onward.models.blocks.rounding import multiplied
+from onward.models.rope import RotarySchedule
 from onward.models.scope import Scope
 
 
@@ -25,8 +26,11 @@ Cached = LayerShape | StateShape | AttentionAndState
 
 
 class Mixer(Protocol):
-    """A block that mixes what tokens know: attention, say. cached: what it keeps of a token, or a recurrent one of a
-    text, or both; None: nothing of its own.
+    """A block that mixes what tokens know: attention, say.
+
+    cached: what it keeps of a token, or a recurrent one of a text, or both; None: nothing of its own. rope: how it
+    turns queries and keys; None: not at all. reads: whose keys it reads, as a place among the layers with keys; None:
+    its own, or none. window: how many positions a token sees; None: all.
 
     Called with its params, x float [B, T, D], the tokens' positions, the cache and the layer's place in it: that among
     the layers with keys and values, or that among the recurrent ones, or both.
@@ -34,6 +38,15 @@ class Mixer(Protocol):
 
     @property
     def cached(self) -> Cached | None: ...
+
+    @property
+    def rope(self) -> RotarySchedule | None: ...
+
+    @property
+    def reads(self) -> int | None: ...
+
+    @property
+    def window(self) -> int | None: ...
 
     def read(self, scope: Scope) -> Any: ...
 

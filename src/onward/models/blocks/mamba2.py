@@ -4,7 +4,7 @@ Shapes: B rows, T new tokens, D hidden_size, H heads of P features, G groups of 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,10 @@ class Mamba2:
         """How many features z, x, b, c and dt have."""
         inner, keys = self.num_heads * self.head_dim, self.groups * self.state_dim
         return inner, inner, keys, keys, self.num_heads
+
+    rope: ClassVar[None] = None
+    reads: ClassVar[None] = None
+    window: ClassVar[None] = None
 
     @property
     def cached(self) -> StateShape:

@@ -4,7 +4,7 @@ Shapes: B rows, T new tokens, D hidden_size, H heads, K content_dim, E rotary_di
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ class LatentAttention:
     scale: float
     bias: bool = False
     query_growth: QueryGrowth | None = None
+
+    reads: ClassVar[None] = None
+    window: ClassVar[None] = None
 
     @property
     def cached(self) -> LayerShape:

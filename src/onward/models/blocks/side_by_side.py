@@ -47,6 +47,16 @@ class SideBySide:
         """That of the attention."""
         return self.attention.rope
 
+    @property
+    def reads(self) -> int | None:
+        """That of the attention."""
+        return self.attention.reads
+
+    @property
+    def window(self) -> int | None:
+        """That of the attention."""
+        return self.attention.window
+
     def read(self, scope: Scope) -> SideBySideParams:
         return SideBySideParams(
             self.attention.read(scope.under("self_attn")), self.recurrent.read(scope.under("mamba"))

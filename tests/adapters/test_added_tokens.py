@@ -44,6 +44,25 @@ def test_merged_logits_are_those_of_the_larger_model(grown, quantize):
         torch.testing.assert_close(lm.logits(IDS), expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids="+".join)
+def test_tables_that_were_trained_whole_have_the_added_tokens(saved, tied, tmp_path):
+    model = base(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "model")
+    model.resize_token_embeddings(104, mean_resizing=False)
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=ATTENTION, modules_to_save=saved)).eval()
+    torch.manual_seed(4)
+    for name, weight in wrapped.named_parameters():
+        if "modules_to_save" in name:
+            weight.data = torch.randn_like(weight) * weight.shape[1] ** -0.5
+    with torch.no_grad():
+        expected = wrapped(torch.tensor([IDS])).logits[0]
+    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    lm = onward.load(tmp_path / "model", merge=tmp_path / "adapter")
+    torch.testing.assert_close(lm.logits(IDS), expected, rtol=0, atol=TOLERANCE)
+
+
 def test_such_an_adapter_is_not_beside_the_weights(grown):
     source, adapter, _ = grown
     with pytest.raises(CheckpointError, match=r"\[104, 32\], and the model's \[101, 32\]: tokens of its own.*merge="):

@@ -68,7 +68,7 @@ def test_a_folder_in_place_of_the_config_is_no_config(folder):
 # ── the architecture ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaModel", "llamaforcausallm", ""])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MistralModel", "llamaforcausallm", ""])
 def test_an_architecture_that_is_not_supported_names_those_that_are(name, folder):
     change_json(folder / "config.json", architectures=[name])
     with refused(UnsupportedArchitectureError, repr(name), *FAMILIES):

@@ -15,6 +15,8 @@ from onward.models.blocks import Decoder
 def grown(architecture: Architecture, adapter: Adapter) -> Architecture:
     """The architecture with the adapter's tokens; the same where it adds none.
 
+    A tied head is untied where the adapter's embedding and head differ: one of them was trained alone.
+
     Raises:
         CheckpointError: only one of the embedding and the head has more rows. RequestError: the model is no decoder of
         the common blocks.
@@ -32,7 +34,8 @@ def grown(architecture: Architecture, adapter: Adapter) -> Architecture:
         )
     if not isinstance(architecture, Decoder):
         raise RequestError("an adapter adds tokens to decoders of the common blocks alone: merge it with peft")
-    return replace(architecture, vocab_size=count)
+    tied = architecture.tie_word_embeddings and not _differ(adapter, names)
+    return replace(architecture, vocab_size=count, tie_word_embeddings=tied)
 
 
 def with_added_tokens(architecture: Architecture, params: Any, adapter: Adapter) -> tuple[Any, Adapter]:
@@ -40,15 +43,20 @@ def with_added_tokens(architecture: Architecture, params: Any, adapter: Adapter)
     if grown(architecture, adapter) is architecture:
         return params, adapter
     tables = [adapter.replaced[name] for name in _tables(architecture) if name in adapter.replaced]
-    if architecture.tie_word_embeddings and not all(torch.equal(table, tables[0]) for table in tables):
-        raise CheckpointError("the adapter's embedding and head differ, and the model's are one")
     dtype, device = params.embed_tokens.weight.dtype, params.embed_tokens.weight.device
     placed = [table.to(dtype=dtype, device=device) for table in tables]
     if any(table.dim() != 2 or table.shape[1] != architecture.hidden_size for table in tables):
         raise CheckpointError(f"the adapter's tables must have {architecture.hidden_size} columns")
-    head = Linear(placed[0]) if architecture.tie_word_embeddings else params.lm_head._replace(weight=placed[1])
+    tied = grown(architecture, adapter).tie_word_embeddings
+    head = Linear(placed[0]) if tied else params.lm_head._replace(weight=placed[1])
     rest = {name: tensor for name, tensor in adapter.replaced.items() if name not in _tables(architecture)}
     return params._replace(embed_tokens=Embedding(placed[0]), lm_head=head), replace(adapter, replaced=rest)
+
+
+def _differ(adapter: Adapter, names: tuple[str, str]) -> bool:
+    """Whether the adapter has both tables, and they are not one."""
+    embedding, head = (adapter.replaced.get(name) for name in names)
+    return embedding is not None and head is not None and not torch.equal(embedding, head)
 
 
 def _tables(architecture: Architecture) -> tuple[str, str]:

@@ -98,6 +98,8 @@ def read_adapter(folder: Path) -> Adapter:
     file = open_safetensors(path)
     parts: dict[str, dict[str, Tensor]] = {}
     for name in sorted(file.keys()):
+        if ".original_module." in name:
+            continue  # the model's own, which peft saves with resized tables
         module, kind = _parsed(path, name)
         tensor = file.get_tensor(name)
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
@@ -113,7 +115,8 @@ def _parsed(path: Path, name: str) -> tuple[str, str]:
         if inner != name and inner.endswith(f".{end}"):
             # peft wraps a layer that it adapts, and may save what is inside: the model's own weight or bias.
             module = ".".join(part for part in inner.split(".") if part not in WRAPPERS)
-            return module.removesuffix(f".{end}").removesuffix(".base_layer"), kind
+            module = module.removesuffix(f".{end}").removesuffix(".base_layer")
+            return module.removesuffix(".modules_to_save"), kind
     raise CheckpointError(
         f"{path}: {name!r} is no tensor of a LoRA: merge the adapter with peft (merge_and_unload) and load the merged "
         "model"

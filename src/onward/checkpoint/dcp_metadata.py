@@ -11,10 +11,9 @@ import torch
 
 from onward.checkpoint.dcp_chunks import covers_once
 from onward.checkpoint.dcp_pickle import Record, read_pickle
+from onward.checkpoint.shards import METADATA as METADATA
 from onward.checkpoint.shards import lies_outside
 from onward.errors import CheckpointError, one_line
-
-METADATA = ".metadata"
 
 
 class StoredChunk(NamedTuple):

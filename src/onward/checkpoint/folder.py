@@ -7,8 +7,9 @@ from typing import Any
 
 from onward.checkpoint.chat_template import ChatTemplate
 from onward.checkpoint.dcp_metadata import METADATA
-from onward.checkpoint.quantizers import methods_of
+from onward.checkpoint.quantizers import methods_of, with_settings_file
 from onward.checkpoint.tokenizer import JsonTokenizer, token_text
+from onward.checkpoint.untied import with_own_head
 from onward.errors import ConfigError, OnwardError, TokenizerError, one_line, warn
 from onward.models.generation_fields import generation_fields
 from onward.models.model_types import with_architecture
@@ -23,7 +24,11 @@ class CheckpointFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json, which every checkpoint has, with the architecture of its model_type where it names none."""
+        """config.json, which every checkpoint has, with what other files say of it.
+
+        It gets the architecture of its model_type where it names none, the quantization_config of a file beside it, and
+        an untied head where the weights have one.
+        """
         if not (self.path / "config.json").is_file():
             advice = "is it a model folder in the Hugging Face layout?"
             if (self.path / METADATA).is_file():
@@ -34,11 +39,12 @@ class CheckpointFolder:
                 advice += f" ({base})" if base else ""
             raise ConfigError(f"{self.path} holds no config.json: {advice}")
         config = with_architecture(self._read_json("config.json", ConfigError))
+        config = with_settings_file(self.path, config)
         try:
             methods_of(config)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from error
-        return config
+        return with_own_head(self.path, config)
 
     @property
     def generation_file(self) -> str:

@@ -19,12 +19,13 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.tqdm import tqdm
 
 from onward.checkpoint.gguf import parts_of
+from onward.checkpoint.quantizers import SETTINGS_FILES
 from onward.checkpoint.shards import INDEX, TEXT_FILES, WEIGHTS, lies_outside, weight_files
 from onward.errors import OnwardError, SourceError, one_line
 
 # The files of a checkpoint in the Hugging Face layout. Repositories often hold the same weights in other formats too;
 # those are not fetched. Shards are fetched after the index, which names them.
-_FILES = ("config.json", *TEXT_FILES, WEIGHTS, INDEX)
+_FILES = ("config.json", *SETTINGS_FILES, *TEXT_FILES, WEIGHTS, INDEX)
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack", ".onnx")
 
 

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from onward.checkpoint.placing import check_float, placed
-from onward.checkpoint.quantizers import Method, methods_of, mxfp4
+from onward.checkpoint.quantizers import Method, methods_of, mxfp4, with_settings_file
 from onward.checkpoint.shards import INDEX, WEIGHTS, is_there, open_safetensors, read_index, weight_files
 from onward.checkpoint.stacked_experts import StackedPart, stacked_part
 from onward.checkpoint.stored_names import has_stock_names, names_of, stock_names, tied_twin
@@ -58,7 +58,7 @@ class SafetensorsFolder:
         self._where = {name: located[stored] for name, stored in self._stored.items()}
         self._taken: set[str] = set()
         self._taken_parts: dict[str, set[str]] = {}  # tensor of all experts -> names of the parts that were taken
-        self._methods = methods_of(_config_of(folder))
+        self._methods = methods_of(with_settings_file(folder, _config_of(folder)))
         self._below = _by_module(self._where) if self._methods is not None else {}
         self._quantized: set[str] = set()  # modules of which the parts were taken
 
@@ -100,6 +100,10 @@ class SafetensorsFolder:
             dtype = self.dtype if tensor.is_floating_point() else None
             found[name] = placed(self._folder, name, tensor, dtype, self._device)
         return found
+
+    def find(self, name: str) -> Tensor | None:
+        """The tensor of this name as it is stored; None where there is none."""
+        return self._read(name) if name in self._where else None
 
     def left(self) -> list[str]:
         """Names that were not taken, without tensors that change nothing (`onward.checkpoint.unused`)."""
@@ -239,7 +243,13 @@ class SafetensorsFolder:
             raise CheckpointError(f"{self._folder} holds no weights: neither {WEIGHTS} nor {INDEX}{hint}")
         names_by_file = {file: self._names(file) for file in files}
         where = {name: file for file, names in names_by_file.items() for name in names}
-        if files == [WEIGHTS]:
+        if files == [WEIGHTS] or not (self._folder / INDEX).is_file():
+            for file, names in names_by_file.items():
+                if twice := sorted(name for name in names if where[name] != file):
+                    raise CheckpointError(
+                        f"{self._folder}: both {file} and {where[twice[0]]} hold {twice[0]!r}, and no index "
+                        f"({INDEX}) says which is meant"
+                    )
             return where
         indexed = read_index(self._folder / INDEX)
         absent = [name for name, file in indexed.items() if name not in names_by_file[file]]

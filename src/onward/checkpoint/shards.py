@@ -1,5 +1,6 @@
 """The files that hold a checkpoint's weights: one, or an index and its shards."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,6 +12,9 @@ from onward.text_input import read_json_file
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+METADATA = ".metadata"  # of a torch.distributed.checkpoint
+_SHARD = re.compile(r"(?P<stem>.+)-\d+-of-(?P<of>\d+)\.safetensors")
 # What a folder may have beside config.json and weights: its tokenizer's files, templates, and how it samples.
 TEXT_FILES = (
     "generation_config.json",
@@ -26,13 +30,27 @@ def weight_files(folder: Path) -> list[str]:
     """The files that hold a checkpoint's weights, as paths inside its folder; empty where there are none.
 
     Where both a single file and an index are there, the single file wins, as in transformers. Shards may have any name:
-    the index says which they are.
+    the index says which they are. Without either, the only safetensors file is the one, or all shards by their numbers.
     """
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     if (folder / INDEX).is_file():
         return list(dict.fromkeys(read_index(folder / INDEX).values()))
-    return []
+    return _unindexed(folder)
+
+
+def _unindexed(folder: Path) -> list[str]:
+    """The only safetensors file of a folder, or those of a whole set of shards; empty for others."""
+    if (folder / METADATA).is_file() or (folder / ADAPTER_CONFIG).is_file():
+        return []
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(files) == 1 and _SHARD.fullmatch(files[0]) is None:
+        return files
+    shards = [_SHARD.fullmatch(file) for file in files]
+    count = len(files)
+    whole = all(shard is not None and int(shard["of"]) == count for shard in shards)
+    stems = {shard["stem"] for shard in shards if shard is not None}
+    return files if files and whole and len(stems) == 1 else []
 
 
 def read_index(index: Path) -> dict[str, str]:

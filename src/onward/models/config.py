@@ -86,6 +86,7 @@ def common_fields(
     activation_field: str = "hidden_act",
     default_tie: bool = False,
     default_base: float = 10000.0,
+    default_eps: float = 1e-6,
     partial_rotary: float | None = None,
     interleaved: bool = False,
     rope_also: Sequence[str] = (),
@@ -96,11 +97,12 @@ def common_fields(
         default_head_dim: of a config without `head_dim`; hidden_size / num_attention_heads by default.
         activations: the values of `activation_field` that the family may have; the first is the default.
         default_tie: of a config without `tie_word_embeddings`.
+        default_eps: of a config without `rms_norm_eps`.
         default_base, partial_rotary, interleaved, rope_also: as `base`, `partial`, `interleaved` and `also` of
             `rotary_schedule`.
     """
     activation = config.get(activation_field, activations[0])
-    if activation not in activations:
+    if activation not in activations and not (activation == "swish" and "silu" in activations):
         names = " or ".join(map(repr, activations))
         raise ConfigError(f"config.json: {activation_field} {activation!r} is not supported; this family uses {names}")
     hidden_size = positive_int(config, "hidden_size")
@@ -123,7 +125,7 @@ def common_fields(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=positive_number(config, "rms_norm_eps", default_eps),
         max_position_embeddings=max_position,
         rope=rotary_schedule(
             config,

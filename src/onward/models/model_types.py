@@ -52,8 +52,13 @@ _OF_MODEL_TYPES = {
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with the architecture that its model_type stands for, where it names none."""
+    """A config.json with the architecture that its model_type stands for, where it names none, or the base model alone
+    ("LlamaModel"), as files saved without a head do."""
     kind = config.get("model_type")
-    if config.get("architectures") or not isinstance(kind, str) or kind not in _OF_MODEL_TYPES:
+    architecture = _OF_MODEL_TYPES.get(kind) if isinstance(kind, str) else None
+    if architecture is None:
         return dict(config)
-    return {**config, "architectures": [_OF_MODEL_TYPES[kind]]}
+    base = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") + "Model"
+    if config.get("architectures") and config["architectures"] != [base]:
+        return dict(config)
+    return {**config, "architectures": [architecture]}

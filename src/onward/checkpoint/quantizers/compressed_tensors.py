@@ -38,10 +38,12 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """block: rows and inputs of a scale where scales are by block. bits: that packed weights may have."""
+    """block: rows and inputs of a scale where scales are by block. bits: that packed weights may have. groups: how many
+    inputs may share a scale; empty where config.json does not say."""
 
     block: tuple[int, int] | None
     bits: tuple[int, ...]
+    groups: tuple[int, ...] = ()
 
     def parts(self, names: set[str]) -> set[str]:
         return names & _TENSORS if names & _SCALED else set()
@@ -51,7 +53,7 @@ class CompressedTensors:
             packed = read("weight_packed")
             if packed.dtype == torch.uint8:
                 return _fp4_values(*_fp4(read, packed, shape), read, shape)
-            codes, zeros, scale, groups = _packed(read, names, packed, shape, self.bits)
+            codes, zeros, scale, groups = self._packed(read, names, packed, shape)
             return (codes.float() - zeros.float()[:, groups]) * scale.float()[:, groups]
         values, scale = self._plain(read, shape)
         values = values.float()
@@ -69,7 +71,7 @@ class CompressedTensors:
                 if scale.dtype == torch.uint8:
                     return held.mxfp4(codes, scale, dtype)
                 return held.fp4(codes, scale, read("weight_global_scale"), dtype)
-            codes, zeros, scale, groups = _packed(read, names, packed, shape, self.bits)
+            codes, zeros, scale, groups = self._packed(read, names, packed, shape)
             return held.integers_of_groups(codes, scale, zeros, groups, dtype)
         codes, scale = self._plain(read, shape)
         by_rows, group = self._by_rows(scale, shape)
@@ -104,41 +106,56 @@ class CompressedTensors:
             check_blocks(scale, self.block, shape)
             return scale.repeat_interleave(self.block[0], dim=0)[: shape[0]], self.block[1]
         scale = scale.view(len(scale), -1)
-        if scale.shape[0] != shape[0] or shape[1] % scale.shape[1]:
+        if scale.shape[0] != shape[0]:
             raise ValueError(f"scales {list(scale.shape)} do not fit a weight {list(shape)}")
-        return scale, shape[1] // scale.shape[1]
+        return scale, self._group(scale, shape[1])
+
+    def _group(self, scale: Tensor, inputs: int) -> int:
+        """How many of the inputs share one of the scales [N, ⌈K / group⌉]."""
+        count = scale.shape[1]
+        if count == 1:
+            return inputs
+        sizes = self.groups or ((inputs // count,) if count and inputs % count == 0 else ())
+        group = next((size for size in sizes if -(-inputs // size) == count), None)
+        if group is None:
+            said = f" in groups of {' or '.join(map(str, self.groups))} (group_size)" if self.groups else ""
+            raise ValueError(f"{inputs} inputs{said} do not have {count} scales")
+        return group
+
+    def _packed(
+        self, read: Callable[[str], Tensor], names: set[str], packed: Tensor, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes [N, K], zeros and scales [N, ⌈K / g⌉], and the group of each input, int64 [K]."""
+        outputs, inputs = shape
+        bits = next((bits for bits in self.bits if packed.shape == (outputs, -(-inputs // (32 // bits)))), None)
+        if bits is None:
+            widths = " or ".join(map(str, self.bits))
+            raise ValueError(f"weight_packed {list(packed.shape)} holds no weight {list(shape)} of {widths} bits")
+        codes = unpacked(packed, bits, 1, is_stream=False)[:, :inputs]
+        scale = read("weight_scale")
+        if scale.dim() != 2 or scale.shape[0] != outputs:
+            raise ValueError(f"weight_scale {list(scale.shape)} does not fit a weight {list(shape)}")
+        groups = torch.arange(inputs) // self._group(scale, inputs)
+        order = read("weight_g_idx").long() if "weight_g_idx" in names else groups
+        if order.shape != (inputs,) or int(order.max()) >= scale.shape[1]:
+            raise ValueError(f"weight_g_idx {list(order.shape)} does not give each of {inputs} inputs its group")
+        # compressed-tensors marks an order that was not set with -1: inputs are then in order.
+        groups = groups if int(order.min()) < 0 else order
+        return codes, _zeros(read, names, scale, bits), scale, groups
 
 
-def _packed(
-    read: Callable[[str], Tensor],
-    names: set[str],
-    packed: Tensor,
-    shape: tuple[int, int],
-    widths: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes [N, K], zeros and scales [N, K / g], and the group of each input, int64 [K]. widths: bits to try."""
-    outputs, inputs = shape
-    bits = next((bits for bits in widths if packed.shape == (outputs, -(-inputs // (32 // bits)))), None)
-    if bits is None:
-        raise ValueError(
-            f"weight_packed {list(packed.shape)} holds no weight {list(shape)} of {' or '.join(map(str, widths))} bits"
-        )
-    codes = unpacked(packed, bits, 1, is_stream=False)[:, :inputs]
-    scale = read("weight_scale")
-    if scale.dim() != 2 or scale.shape[0] != outputs or inputs % scale.shape[1]:
-        raise ValueError(f"weight_scale {list(scale.shape)} does not fit a weight {list(shape)}")
-    groups = torch.arange(inputs) // (inputs // scale.shape[1])
-    if "weight_g_idx" in names:
-        groups = read("weight_g_idx").long()
-        if groups.shape != (inputs,) or int(groups.min()) < 0 or int(groups.max()) >= scale.shape[1]:
-            raise ValueError(f"weight_g_idx {list(groups.shape)} does not give each of {inputs} inputs its group")
-    # Codes and zero points carry the same offset, which cancels; without zero points it is theirs.
-    zeros = torch.full_like(scale, 2 ** (bits - 1), dtype=torch.int32)
-    if "weight_zero_point" in names:
-        zeros = unpacked(read("weight_zero_point"), bits, 0, is_stream=False)[:outputs]
+def _zeros(read: Callable[[str], Tensor], names: set[str], scale: Tensor, bits: int) -> Tensor:
+    """Zero points of packed codes, of the scales' shape, plus the 2^(bits - 1) that codes are stored with."""
+    middle = 2 ** (bits - 1)
+    if "weight_zero_point" not in names:
+        return torch.full_like(scale, middle, dtype=torch.int32)
+    zeros = read("weight_zero_point")
+    # Older versions packed the weight alone: zero points are whole numbers around 0.
+    is_plain = zeros.dtype == torch.int8
+    zeros = zeros.int() + middle if is_plain else unpacked(zeros, bits, 0, is_stream=False)[: len(scale)]
     if zeros.shape != scale.shape:
         raise ValueError(f"weight_zero_point is of {list(zeros.shape)}, weight_scale of {list(scale.shape)}")
-    return codes, zeros, scale, groups
+    return zeros
 
 
 def _fp4(read: Callable[[str], Tensor], packed: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -163,11 +180,42 @@ def read_method(settings: Mapping[str, Any]) -> CompressedTensors:
     FIELDS.check(settings)
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError(f"sparse weights cannot be read; got sparsity_config {settings['sparsity_config']!r}")
-    groups = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    groups, are_all = _schemes(settings.get("config_groups"))
     block = next((group["block_structure"] for group in groups if group.get("block_structure")), None)
     # Numbers of 7 bits are packed into as many as those of 8: config.json tells them apart.
     widths = dict.fromkeys(group["num_bits"] for group in groups if group.get("num_bits"))
     if wrong := [bits for bits in widths if not isinstance(bits, int) or not 1 < bits <= 16]:
         raise ValueError(f"num_bits must be a whole number from 2 to 8; got {wrong[0]!r}")
     packed = tuple(bits for bits in widths if bits <= 8)
-    return CompressedTensors(None if block is None else (int(block[0]), int(block[1])), packed or (4, 8, 2))
+    sizes = tuple(dict.fromkeys(group["group_size"] for group in groups if group.get("group_size") not in (None, -1)))
+    if wrong := [each for each in sizes if type(each) is not int or each < 1]:
+        raise ValueError(f"group_size must be a whole number above 0; got {wrong[0]!r}")
+    if not are_all:
+        return CompressedTensors(_block(block), tuple(dict.fromkeys((*packed, 4, 8, 2))))
+    return CompressedTensors(_block(block), packed or (4, 8, 2), sizes)
+
+
+def _schemes(config_groups: Any) -> tuple[list[Mapping[str, Any]], bool]:
+    """How the weights of each group are quantized, and whether all groups say it: one may name a preset ("W4A16")."""
+    config_groups = config_groups or {}
+    if not isinstance(config_groups, Mapping):
+        raise ValueError(f"config_groups must be an object; got {config_groups!r}")
+    schemes: list[Mapping[str, Any]] = []
+    for name, group in config_groups.items():
+        if isinstance(group, list):
+            continue
+        weights = group.get("weights") or {} if isinstance(group, Mapping) else group
+        if not isinstance(weights, Mapping):
+            raise ValueError(f"config_groups: {name!r} must say how weights are quantized; got {weights!r}")
+        schemes.append(weights)
+    return schemes, len(schemes) == len(config_groups)
+
+
+def _block(structure: Any) -> tuple[int, int] | None:
+    """block_structure, which files have as [128, 128] or "128x128"."""
+    if structure is None:
+        return None
+    sizes = structure.split("x") if isinstance(structure, str) else structure
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(str(part).isdecimal() and int(part) for part in sizes):
+        raise ValueError(f"block_structure must be two sizes; got {structure!r}")
+    return int(sizes[0]), int(sizes[1])

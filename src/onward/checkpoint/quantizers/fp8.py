@@ -71,6 +71,7 @@ class Fp8:
         if codes.dtype != torch.float8_e4m3fn or tuple(codes.shape) != shape:
             raise ValueError(f"weight is {codes.dtype} {list(codes.shape)}, and FP8 wants float8_e4m3fn {list(shape)}")
         scale = read("weight_scale_inv" if "weight_scale_inv" in names else "weight_scale").float()
+        scale = scale.view(1) if scale.numel() == 1 else scale
         if scale.dim() != 2 and scale.numel() not in (1, shape[0]):
             raise ValueError(f"{scale.numel()} scales for {shape[0]} rows")
         return codes, scale

@@ -65,8 +65,10 @@ class Gptq:
         codes = unpacked(read("qweight"), self.bits, 0)
         zeros = (unpacked(read("qzeros"), self.bits, 1) + self.zero_offset) & (2**self.bits - 1)
         scales = read("scales")
-        in_order = torch.arange(shape[1]) // (self.group or shape[1])
-        groups = read("g_idx").long() if "g_idx" in names else in_order
+        group = self.group or shape[1]
+        if "g_idx" not in names and len(scales) != -(-shape[1] // group):
+            raise ValueError(f"{shape[1]} inputs in groups of {group} (group_size) do not have {len(scales)} scales")
+        groups = read("g_idx").long() if "g_idx" in names else torch.arange(shape[1]) // group
         fits = codes.shape == (shape[1], shape[0]) and zeros.shape == scales.shape and groups.shape == (shape[1],)
         if not fits or int(groups.max()) >= len(scales) or int(groups.min()) < 0:
             raise ValueError(
@@ -79,7 +81,7 @@ class Gptq:
 def read_method(settings: Mapping[str, Any]) -> Gptq:
     FIELDS.check(settings)
     bits = settings.get("bits", 4)
-    if bits not in (2, 3, 4, 8) or isinstance(bits, bool):
+    if type(bits) is not int or bits not in (2, 3, 4, 8):
         raise ValueError(f"GPTQ of 2, 3, 4 or 8 bits can be read; got {bits!r}")
     if settings.get("pack_dtype") not in (None, "int32"):
         raise ValueError(f"GPTQ packed into int32 can be read; got pack_dtype {settings['pack_dtype']!r}")

@@ -79,6 +79,7 @@ _OTHER_NAMES = {
     "intel/auto-round": "auto-round",
     "auto_round": "auto-round",
     "compressed_tensors": "compressed-tensors",
+    "fbgemm_fp8": "fp8",
 }
 
 

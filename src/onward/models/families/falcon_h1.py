@@ -19,7 +19,7 @@ def read_config(config: Mapping[str, Any]) -> Decoder:
     only(config, "mamba_use_mlp", True)
     for name in _OF_OTHERS:
         config.get(name)
-    fields = common_fields(config)
+    fields = common_fields(config, default_eps=1e-5)
     gate, down = _numbers(config, "mlp_multipliers", 2)
     feed_forward = fields.feed_forward(bias=flag(config, "mlp_bias"), gate_multiplier=gate, down_multiplier=down)
     layer = fields.layer(_mixer(config, fields), feed_forward, names=names(mixer=""))

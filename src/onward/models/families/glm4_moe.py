@@ -13,7 +13,7 @@ ARCHITECTURES = ("Glm4MoeForCausalLM",)
 
 
 def read_config(config: Mapping[str, Any]) -> Decoder:
-    fields = common_fields(config, partial_rotary=0.5)
+    fields = common_fields(config, partial_rotary=0.5, default_eps=1e-5)
     norm = fields.norm(fields.head_dim) if flag(config, "use_qk_norm") else None
     attention = fields.attention(qkv_bias=flag(config, "attention_bias"), q_norm=norm, k_norm=norm)
     experts = deepseek_experts(config, fields, count=128, inner=1408, scale=1.0)

@@ -18,7 +18,7 @@ _DEFAULTS = {
 
 def read_config(config: Mapping[str, Any]) -> Decoder:
     only(config, "topk_method", "noaux_tc")
-    fields, attention = latent_attention(config, _DEFAULTS)
+    fields, attention = latent_attention(config, _DEFAULTS, default_eps=1e-5)
     experts = deepseek_experts(config, fields, count=64, inner=1536, scale=1.8, chosen=4)
     return fields.decoder(
         (

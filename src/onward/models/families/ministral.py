@@ -15,7 +15,7 @@ ARCHITECTURES = ("MinistralForCausalLM", "Ministral3ForCausalLM")
 def read_config(config: Mapping[str, Any]) -> Decoder:
     third = config["architectures"] == ["Ministral3ForCausalLM"]
     if third:
-        fields = common_fields(config, default_head_dim=128, rope_also=("llama_4_scaling_beta",))
+        fields = common_fields(config, default_head_dim=128, default_eps=1e-5, rope_also=("llama_4_scaling_beta",))
         attention = fields.attention(query_growth=query_growth(config, fields.rope))
     else:
         fields = common_fields(config)

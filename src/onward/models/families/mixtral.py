@@ -12,7 +12,7 @@ ARCHITECTURES = ("MixtralForCausalLM",)
 
 
 def read_config(config: Mapping[str, Any]) -> Decoder:
-    fields = common_fields(config)
+    fields = common_fields(config, default_eps=1e-5)
     window = positive_int(config, "sliding_window") if config.get("sliding_window") is not None else None
     count = positive_int(config, "num_local_experts", 8)
     experts = Experts(

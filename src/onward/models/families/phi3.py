@@ -10,7 +10,7 @@ ARCHITECTURES = ("Phi3ForCausalLM",)
 
 
 def read_config(config: Mapping[str, Any]) -> Decoder:
-    fields = common_fields(config, partial_rotary=1.0)
+    fields = common_fields(config, partial_rotary=1.0, default_eps=1e-5)
     attention = fields.attention(window=sliding_window(config, None), fused=True)
     layer = fields.layer(attention, fields.feed_forward(fused=True))
     return fields.decoder([layer] * fields.num_layers)

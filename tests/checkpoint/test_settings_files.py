@@ -1,0 +1,189 @@
+"""Folders that older libraries wrote: settings beside config.json, weights of other names, without an index."""
+
+import json
+
+import pytest
+import torch
+from quantized_forms import CT, IDS, awq, drawn, e4m3, fields, gptq, made, packed_ct, scales_of
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import change_json, make_checkpoint, read_json, refused
+
+import onward
+from onward.checkpoint.quantizers import methods_of
+from onward.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*become floats:onward.errors.OnwardWarning")
+
+AUTO_GPTQ = {
+    "bits": 4,
+    "group_size": 32,
+    "damp_percent": 0.01,
+    "desc_act": False,
+    "sym": True,
+    "true_sequential": True,
+    "model_name_or_path": None,
+    "model_file_base_name": "gptq_model-4bit-32g",
+}
+AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+
+
+def same(folder, twin):
+    expected = onward.load(twin, dtype="float32").logits(IDS)
+    assert torch.equal(onward.load(folder, dtype="float32").logits(IDS), expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "form"),
+    [("quantize_config.json", AUTO_GPTQ, gptq), ("quant_config.json", AUTO_AWQ, awq)],
+    ids=["AutoGPTQ", "AutoAWQ"],
+)
+def test_settings_beside_config_json_are_read(tmp_path, file, settings, form):
+    folder, twin = made(tmp_path, ({}, form))
+    change_json(folder / "config.json", quantization_config=...)
+    (folder / file).write_text(json.dumps(settings))
+    same(folder, twin)
+    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-32g.safetensors")
+    same(folder, twin)
+    (folder / file).write_text("[]")
+    with refused(ConfigError, file, "object"):
+        onward.load(folder)
+
+
+def test_a_quantization_config_goes_before_a_file_beside_it(tmp_path):
+    folder, twin = made(tmp_path, "gptq")
+    (folder / "quantize_config.json").write_text(json.dumps(AUTO_GPTQ | {"bits": 8}))
+    same(folder, twin)
+
+
+# ── weights without an index ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_shards_without_an_index_are_read_by_their_numbers(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    expected = onward.load(folder).logits([1, 2])
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    first, second = (folder / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    save_file({name: tensors[name] for name in names[:5]}, first)
+    with refused(CheckpointError, "no weights", first.name):
+        onward.load(folder)
+    save_file({name: tensors[name] for name in names[5:]}, second)
+    assert torch.equal(onward.load(folder).logits([1, 2]), expected)
+    save_file({name: tensors[name] for name in names[4:]}, second)
+    with refused(CheckpointError, names[4], first.name, second.name, "no index"):
+        onward.load(folder)
+
+
+# ── a head of its own ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_tied_head_that_differs_is_the_models_head_as_in_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="they are not tied"):
+        lm = onward.load(folder, dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([[1, 2, 3]])).logits[0]
+    torch.testing.assert_close(lm.logits([1, 2, 3]), expected, rtol=0, atol=1e-4)
+    change_json(folder / "config.json", tie_word_embeddings=False)
+    assert torch.equal(onward.load(folder, dtype="float32").logits([1, 2, 3]), lm.logits([1, 2, 3]))
+
+
+def test_a_base_model_with_a_tied_head_is_a_language_model(tmp_path):
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    expected = onward.load(folder).logits([1, 2])
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    change_json(folder / "config.json", architectures=["LlamaModel"])
+    assert torch.equal(onward.load(folder).logits([1, 2]), expected)
+    assert read_json(folder / "config.json")["architectures"] == ["LlamaModel"]
+
+
+# ── forms of quantized weights ────────────────────────────────────────────────────────────────────────────────
+
+WIDE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32, "num_attention_heads": 4}
+
+
+def of_groups(group=128, **more):
+    weights = {"num_bits": 4, "group_size": group, "strategy": "group"} | more
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+def uneven(outputs, inputs, seed, group=128):
+    """192 inputs are a group of 128 and one of 64, and not two of 96."""
+    codes, scales = drawn((outputs, inputs), 0, 16, seed), scales_of((outputs, -(-inputs // group)), seed).bfloat16()
+    weight = (codes - 8) * scales.float().repeat_interleave(group, dim=1)[:, :inputs]
+    return {"weight_packed": fields(codes, 4, 1), "weight_scale": scales}, weight
+
+
+def unset_order(outputs, inputs, seed):
+    tensors, weight = packed_ct(outputs, inputs, seed)
+    return tensors | {"weight_g_idx": torch.full((inputs,), -1, dtype=torch.int32)}, weight
+
+
+def plain_zeros(outputs, inputs, seed):
+    tensors, weight = packed_ct(outputs, inputs, seed)
+    zeros = drawn(tuple(tensors["weight_scale"].shape), -8, 8, seed + 3)
+    shift = zeros.repeat_interleave(32, dim=1) * tensors["weight_scale"].float().repeat_interleave(32, dim=1)
+    return tensors | {"weight_zero_point": zeros.to(torch.int8)}, weight - shift
+
+
+def fp8_of_one(outputs, inputs, seed):
+    codes, scale = e4m3((outputs, inputs), seed), torch.full((1, 1), 0.01 + 0.001 * seed)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def fp8_by_rows(outputs, inputs, seed):
+    codes, scales = e4m3((outputs, inputs), seed), scales_of((outputs, 1), seed)
+    return {"weight": codes, "weight_scale": scales}, codes.float() * scales
+
+
+@pytest.mark.parametrize(
+    ("settings", "form"),
+    [
+        (of_groups(), uneven),
+        (of_groups(32), unset_order),
+        (of_groups(32), plain_zeros),
+        ({"quant_method": "compressed-tensors", "config_groups": {"W4A16": ["Linear"]}}, packed_ct),
+        (of_groups(32, block_structure="128x128"), packed_ct),
+        ({"quant_method": "fp8"}, fp8_of_one),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8_by_rows),
+    ],
+    ids=["uneven groups", "order not set", "plain zeros", "preset", "block as text", "[1, 1]", "fbgemm"],
+)
+def test_forms_of_other_versions_are_the_weights_they_mean(tmp_path, settings, form):
+    same(*made(tmp_path, (settings, form), WIDE))
+    method, (tensors, weight) = methods_of({"quantization_config": settings}).of("module"), form(64, 192, 1)
+    packed = method.held(tensors.__getitem__, method.parts(set(tensors)), (64, 192), torch.bfloat16)
+    assert packed is not None
+    assert torch.equal(packed.to(dtype=torch.float32).dequantize(), weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "form", "words"),
+    [
+        (of_groups(64), uneven, ("groups of 64", "2 scales")),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, gptq, ("groups of 128", "scales")),
+        ({"quant_method": "gptq", "bits": 4}, gptq, ("groups of 128", "scales")),
+    ],
+    ids=["compressed-tensors", "gptq", "gptq, size not said"],
+)
+def test_a_group_size_that_the_scales_do_not_have_is_an_error(tmp_path, settings, form, words):
+    folder, _ = made(tmp_path, (settings, form), WIDE if form is uneven else {**WIDE, "hidden_size": 128})
+    with refused(CheckpointError, *words):
+        onward.load(folder)
+
+
+@pytest.mark.parametrize(
+    "groups", [["Linear"], {"g": {"weights": "int4"}}, {"g": {"weights": {"block_structure": "128"}}}], ids=str
+)
+def test_groups_of_another_kind_are_refused(tmp_path, groups):
+    folder, _ = made(tmp_path, (CT | {"config_groups": groups}, packed_ct))
+    with refused(ConfigError, "config_groups" if "128" not in str(groups) else "block_structure"):
+        onward.load(folder)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import change_json, make_checkpoint, read_json, refused
 
 import onward
+from onward.checkpoint import CheckpointFolder
 from onward.checkpoint.quantizers import methods_of
 from onward.errors import CheckpointError, ConfigError
 
@@ -73,6 +74,18 @@ def test_shards_without_an_index_are_read_by_their_numbers(tmp_path):
     save_file({name: tensors[name] for name in names[4:]}, second)
     with refused(CheckpointError, names[4], first.name, second.name, "no index"):
         onward.load(folder)
+
+
+# ── a template of its own ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    change_json(folder / "tokenizer_config.json", chat_template=...)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "A"}))
+    assert CheckpointFolder(folder).chat_template.sources == ("A",)
+    change_json(folder / "tokenizer_config.json", chat_template="B")
+    assert CheckpointFolder(folder).chat_template.sources == ("B",)
 
 
 # ── a head of its own ─────────────────────────────────────────────────────────────────────────────────────────

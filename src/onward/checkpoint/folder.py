@@ -73,7 +73,7 @@ class CheckpointFolder:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """chat_template.jinja, or else the template inside tokenizer_config.json; None where there is neither."""
+        """chat_template.jinja, or else that of tokenizer_config.json, or of chat_template.json; None without any."""
         sources = self._template_files() or self._configured_templates()
         if not sources:
             return None
@@ -109,7 +109,8 @@ class CheckpointFolder:
 
     def _configured_templates(self) -> dict[str, str]:
         """One template as a string, or several as a list of {"name": …, "template": …}."""
-        config = self.tokenizer_config.get("chat_template") or []
+        config = self.tokenizer_config.get("chat_template")
+        config = config or self._read_json("chat_template.json", TokenizerError).get("chat_template") or []
         entries = [{"name": "default", "template": config}] if isinstance(config, str) else config
         try:
             templates = {entry["name"]: entry["template"] for entry in entries}

@@ -226,6 +226,44 @@ def test_a_closed_outbox_keeps_nothing() -> None:
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_a_call_ends_with_its_ingress(is_opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray does not tell a replica of the death of a caller: it ends what nobody listens to, and waits for nobody."""
+    monkeypatch.setattr(bridge, "_PATIENCE", 0.3)
+    left = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+        async def speak() -> None:
+            while True:
+                await send({"type": "http.response.body", "body": b"a", "more_body": True})
+                await asyncio.sleep(0)
+
+        speaking = asyncio.ensure_future(speak())
+        assert (await receive())["type"] == "http.disconnect"
+        speaking.cancel()
+        left.set()
+
+    async def run() -> None:
+        outbox = Outbox("a", "same", heartbeat=0.05)
+        parcels = outbox.parcels()
+        serving = asyncio.ensure_future(serve_into(endless, CALL, 1, outbox))
+        for _ in range(6):  # as long as the ingress says that it listens
+            await asyncio.sleep(0.1)
+            outbox.hear()
+            if is_opened:
+                await anext(parcels)
+        assert not serving.done()
+        if is_opened:
+            assert [parcel async for parcel in parcels]
+        await asyncio.wait_for(serving, 5)
+        assert left.is_set()
+        assert outbox.is_closed
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 def test_an_application_waits_where_much_is_to_be_sent() -> None:
     said = 0
 

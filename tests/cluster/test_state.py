@@ -189,14 +189,13 @@ def test_counts_never_fall_while_replicas_die_and_are_slow(
     asyncio.run(run())
 
 
-def test_health_is_that_of_all(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    deployment.ingress._state._patience = 0.3
-
+def test_health_is_that_of_all(deployment: Deployment) -> None:
     async def run() -> None:
         health = await deployment.ask("/health")
         content = json.loads(health.body)
         assert (health.status, content["status"], sorted(content["replicas"])) == (200, "ok", ["a", "b"])
         assert content["models"]["demo"]["state"] in ("idle", "running")
+        deployment.ingress._state._patience = 1.0
         deployment.fakes.slow = {"a"}
         ready = await deployment.ask("/ready")
         assert (ready.status, json.loads(ready.body)["replicas"]["a"]) == (200, {"status": "unreachable"})
@@ -251,5 +250,6 @@ def test_each_request_is_one_line_of_the_log(deployment: Deployment, caplog: pyt
         assert (line["replica"], line["retries"]) == ("a", 0)
         assert (line["client"], line["method"], line["path"]) == ("192.0.2.7", "POST", "/v1/completions")
     assert of_ingress[0]["body"] == BODY.decode()
+    assert of_ingress[5]["error"]["reason"].endswith("got 'x'"), "with --log-prompts, as a single server's"
     assert of_ingress[3]["error"] == {"code": "body_too_large", "reason": "a body has 1000 bytes at most"}
     assert (of_ingress[6]["replica"], of_ingress[6]["retries"]) == ("b", 1)

@@ -27,11 +27,12 @@ class Answer:
     the client has is left out, and has to be what was said before.
 
     started: whether the client has its status. ended: whether it has all. emitted: the ids of its texts that are known.
-    last_event_id: of the last event that the client has. facts: for the log.
+    last_event_id: of the last event that the client has. facts: for the log. whole_reasons: whether these have what the
+    message of an error quotes of the body.
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, *, whole_reasons: bool = False) -> None:
+        self._send, self._whole_reasons = send, whole_reasons
         self.facts: dict[str, Any] = {}
         self.started = self.ended = self._is_stream = False
         self.emitted: Emitted | None = None
@@ -74,7 +75,7 @@ class Answer:
 
     async def fail(self, error: OnwardError) -> None:
         """Say that there will be no more: with a status, or in a stream with an event."""
-        self.facts |= refusal(error_fields(error))
+        self.facts |= refusal(error_fields(error), whole=self._whole_reasons)
         whole = error_answer(error)
         if not self.started:
             await self.tell_whole(whole)

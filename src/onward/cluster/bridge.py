@@ -17,6 +17,9 @@ GATHER = 0.02
 _MOST = 64
 # Seconds that the application gets for its last words when nobody listens any more.
 _LAST_WORDS = 5.0
+# An ingress says so often that it listens, and counts as lost after so many seconds without that: Ray does not tell a
+# replica that a caller has died.
+LISTENING, _PATIENCE = 5.0, 25.0
 
 # The entry of an answer's last message that has the facts for the log.
 FACTS = "onward.facts"
@@ -39,11 +42,36 @@ class Outbox:
         self._ended: set[int] = set()
         self._count = 0
         self._changed, self._urgent, self._taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._is_closed = False
+        self._closed = asyncio.Event()
+        self.hear()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody gets what is put into it."""
+        return self._closed.is_set()
+
+    def hear(self) -> None:
+        """The ingress has said that it listens, or will."""
+        self._heard = time.monotonic()
+
+    async def closed(self) -> None:
+        """Wait until nobody gets what is put into it: its channel has ended, or the ingress is lost."""
+        while not self.is_closed:
+            await _until(self._closed, self._heard + _PATIENCE)
+            self._close_if_lost()
+
+    def _close_if_lost(self) -> None:
+        if time.monotonic() - self._heard >= _PATIENCE:
+            self.close()
+
+    def close(self) -> None:
+        """Keep nothing, and let nobody wait."""
+        self._closed.set()
+        self._take()
 
     async def put(self, number: int, message: Mapping[str, Any]) -> None:
         """Say a message of an answer. Waits while there are many to be sent."""
-        if self._is_closed:
+        if self.is_closed:
             return
         self._parts.setdefault(number, []).append(message)
         self._count += 1
@@ -69,7 +97,7 @@ class Outbox:
         beat = -math.inf  # the last heartbeat
         due = 0.0  # when the next parcel is sent that nobody waits for
         try:
-            while True:
+            while not self.is_closed:
                 await _until(self._changed, beat + self._heartbeat)
                 await _until(self._urgent, due)
                 now = time.monotonic()
@@ -77,9 +105,9 @@ class Outbox:
                 is_beat = now - beat >= self._heartbeat
                 beat = now if is_beat else beat
                 yield Parcel(self._replica, self._fingerprint, self._take(), is_beat)
+                self._close_if_lost()
         finally:
-            self._is_closed = True
-            self._take()
+            self.close()
 
     def _take(self) -> tuple[Part, ...]:
         parts = tuple(
@@ -118,7 +146,7 @@ def _joined(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 async def serve_into(app: App, call: Call, number: int, outbox: Outbox, where: str = "") -> None:
     """Serve a call, and put all that its answer brings into an outbox. Being cancelled is to the application as if the
-    client had left.
+    client had left, and so is an outbox that is closed, as by the death of its ingress.
 
     The message that ends the answer has one more entry, `FACTS`: what the server's log says of the request.
 
@@ -142,13 +170,16 @@ async def serve_into(app: App, call: Call, number: int, outbox: Outbox, where: s
         else:
             await outbox.put(number, message)
 
-    running = asyncio.ensure_future(app(scope, receive, send))
+    running, closed = asyncio.ensure_future(app(scope, receive, send)), asyncio.ensure_future(outbox.closed())
     try:
-        await asyncio.shield(running)
+        await asyncio.wait([running, closed], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
     finally:
         if last:
             access = scope.get("onward.access")
             await outbox.put(number, {**last[0], FACTS: {} if access is None else access.fields})
+        closed.cancel()
         gone.set()
         if not running.done():
             await asyncio.wait([running], timeout=_LAST_WORDS)

@@ -14,7 +14,7 @@ from onward.cluster.ray_replicas import RayReplicas
 from onward.cluster.repeats import Repeats
 from onward.cluster.replica import FusedReplica, ListeningReplica, Replica
 from onward.cluster.retries import RetryOptions
-from onward.server import Settings
+from onward.server import Settings, log_to_stderr
 
 REPLICA, INGRESS = "Replica", "Ingress"
 # The most requests that an engine holds, waiting ones too: it says itself when it takes no more.
@@ -49,6 +49,7 @@ class RayIngress:
     """An ingress as a deployment. handle: of the replicas."""
 
     def __init__(self, handle: Any, options: Mapping[str, Any]) -> None:
+        log_to_stderr()
         self._ingress = ingress_of(handle, DeployOptions.of(options))
 
     def __serve_build_asgi_app__(self) -> Any:

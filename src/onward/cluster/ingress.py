@@ -89,7 +89,7 @@ class Ingress:
                     message = {**message, "headers": [*message["headers"], (b"x-request-id", access.id.encode())]}
             await send(message)
 
-        answer = Answer(send_with_id)
+        answer = Answer(send_with_id, whole_reasons=self._log_prompts)
         self.inside += 1
         try:
             await self._answered(scope, receive, answer, access.id)

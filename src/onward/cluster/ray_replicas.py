@@ -1,5 +1,6 @@
 """The replicas of a deployment, as an ingress in any process reaches them."""
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -9,6 +10,7 @@ import ray
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
 from onward.cluster import here
+from onward.cluster.bridge import LISTENING
 from onward.cluster.call import Call, Parcel, ReplicaLostError, Route
 from onward.errors import EngineBusyError, EngineError
 
@@ -19,6 +21,8 @@ class RayReplicas:
     def __init__(self, handle: Any) -> None:
         self._calls = handle.options(method_name="serve")
         self._parcels = handle.options(stream=True, method_name="parcels")
+        self._listens = handle.options(method_name="listens")
+        self._listening: set[asyncio.Task[None]] = set()
         self._deployment = str(handle.deployment_id)
 
     @property
@@ -32,13 +36,26 @@ class RayReplicas:
 
     async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[Parcel, None]:
         response = self._parcels.remote(route=Route(only=replica), ingress=ingress)
+        ended = asyncio.Event()
+        listening = asyncio.create_task(self._say_that_it_listens(replica, ingress, ended))
+        self._listening.add(listening)
+        listening.add_done_callback(self._listening.discard)
         try:
             async for parcel in response:
                 yield parcel
         except Exception as error:
             raise _said(error) from error
         finally:
+            ended.set()
             _cancel(response)
+
+    async def _say_that_it_listens(self, replica: str, ingress: str, ended: asyncio.Event) -> None:
+        """Say so from time to time, until the channel has ended. Where a replica is lost the channel tells of it."""
+        while not ended.is_set():
+            with contextlib.suppress(Exception):
+                await self._listens.remote(route=Route(only=replica), ingress=ingress)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), LISTENING)
 
 
 async def _ended(response: Any) -> None:

@@ -21,8 +21,8 @@ from onward.errors import EngineError, OnwardWarning
 from onward.server import Settings, bound, create_app, log_to_stderr
 from onward.server.lifecycle import Server, config_of, drain
 
-# The ingress writes the lines of the log.
-_UNLOGGED = {"access_log": False, "log_prompts": False}
+# The ingress writes the lines of the log, with what replicas say of their answers.
+_UNLOGGED = {"access_log": False}
 
 
 class Replica:
@@ -56,17 +56,29 @@ class Replica:
         if self._watching is None:
             self._watching = asyncio.create_task(self._app.streams.watch())
         where = f"{self._name} {platform.node()} {os.getpid()}"
-        await serve_into(self._app, call, number, self._outbox(ingress), where)
+        outbox = self._outbox(ingress)
+        try:
+            await serve_into(self._app, call, number, outbox, where)
+        finally:
+            if outbox.is_closed:
+                self._drop(ingress, outbox)
 
     async def parcels(self, route: Route, ingress: str) -> AsyncGenerator[Parcel, None]:
         """All that the calls of an ingress bring, as long as it listens."""
+        if route.only != self._name:  # its words are not for a channel of another replica
+            yield Parcel(self._name, self._fingerprint, (), is_beat=True)
+            return
         outbox = self._outbox(ingress)
         try:
             async for parcel in outbox.parcels():
                 yield parcel
         finally:
-            if self._outboxes.get(ingress) is outbox:
-                del self._outboxes[ingress]
+            self._drop(ingress, outbox)
+
+    async def listens(self, route: Route, ingress: str) -> None:
+        """An ingress says that it still listens to `parcels`."""
+        if route.only == self._name and ingress in self._outboxes:
+            self._outboxes[ingress].hear()
 
     async def warned(self) -> list[str]:
         """What loading the model warned of."""
@@ -76,6 +88,10 @@ class Replica:
         if ingress not in self._outboxes:
             self._outboxes[ingress] = Outbox(self._name, self._fingerprint)
         return self._outboxes[ingress]
+
+    def _drop(self, ingress: str, outbox: Outbox) -> None:
+        if self._outboxes.get(ingress) is outbox:
+            del self._outboxes[ingress]
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For Ray, which starts and ends replicas by it (`wanted_replicas`)."""

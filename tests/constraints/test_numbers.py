@@ -3,11 +3,12 @@
 import functools
 import json
 import re
+from decimal import Decimal
 from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import onward
@@ -138,7 +139,7 @@ def test_what_is_generated_meets_the_schema(inner: dict[str, Any], place: tuple[
 @pytest.mark.parametrize(
     ("schema", "right", "wrong"),
     [
-        ({"const": 1e300}, ["1e+300", str(int(1e300))], ["1e299"]),
+        ({"const": 1e300}, ["1e+300"], ["1e299", str(int(1e300)), str(10**300)]),
         ({"type": "integer", "minimum": 1e300}, [str(int(1e300))], [str(int(1e300) - 1), "1"]),
         ({"type": "number", "minimum": 0.5, "maximum": LARGE}, ["0.5", "1.25", str(LARGE)], ["0.4", str(LARGE + 1)]),
         ({"const": 0.1}, ["0.1"], ["0.10000000000000001", "0.2"]),
@@ -175,7 +176,7 @@ def test_numbers_of_every_kind(schema: Any, right: list[str], wrong: list[str]) 
         ({"type": "integer", "minimum": LARGE, "maximum": 5}, "allows no value"),
         ({"type": "number", "maximum": float("inf")}, "json_schema.maximum must be a number; got inf"),
         ({"default": float("nan")}, "json_schema is no JSON"),
-        ({"default": 10**400}, "json_schema cannot be read: number out of range"),
+        ({"x-unknown": 10**400}, "json_schema cannot be read: number out of range"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -190,3 +191,51 @@ def test_schemas_without_large_numbers_are_compiled_as_they_are() -> None:
     assert json.loads(JsonSchema(schema).source())["grammars"][0]["json_schema"].items() >= schema.items()
     unused = {"type": "null", "$defs": {"id": {"const": LARGE}}}
     assert not has_large_numbers(unused)
+
+
+@given(
+    st.floats(allow_nan=False, allow_infinity=False, min_value=-1e25, max_value=1e25),
+    st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]),
+    st.sampled_from([0, 1, 10]),
+)
+@example(-95785602144300.12, "exclusiveMinimum", 0)
+@example(-0.24782300582296482, "exclusiveMaximum", 0)
+@example(5.005392622513e-13, "exclusiveMinimum", 0)
+@example(9.773187837962227e16, "exclusiveMaximum", 0)
+def test_no_decimal_beyond_a_bound_is_admitted(bound: float, keyword: str, steps: int) -> None:
+    """As decimals, digit by digit: a float's neighbours may round to the float itself."""
+    assume(abs(bound) > 1e-30 or bound == 0)
+    number = Decimal(repr(bound))
+    unit = Decimal(1).scaleb(int(number.as_tuple().exponent)) / 10
+    outside = number + steps * unit * (-1 if "inimum" in keyword else 1)
+    if steps or "exclusive" in keyword:
+        text = format(outside, "f")
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+        assert not may_be({"type": "number", keyword: bound}, text)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.parametrize("least", [0, 1])
+def test_short_lists_of_large_numbers(least: int, most: int) -> None:
+    schema = {"type": "array", "items": {"const": LARGE}, "minItems": least, "maxItems": most}
+    for count in range(4):
+        text = json.dumps([LARGE] * count, separators=(",", ":"))
+        if least > most:
+            assert refused(schema)
+        else:
+            assert may_be(schema, text) == (least <= count <= most)
+
+
+def test_examples_may_be_any_number() -> None:
+    schema = {"type": "boolean", "default": 10**400, "examples": [{"maximum": 10**400}], "example": 1e308}
+    assert may_be(schema, "true")
+    named = {"type": "object", "properties": {"default": {"const": 1}}, "required": ["default"]}
+    assert not may_be(named, "{}")
+
+
+def test_a_large_float_is_written_so_that_every_reader_has_the_same_number() -> None:
+    """The double nearest to 1e23 is not 10^23, so neither integer is equal in all readers."""
+    assert may_be({"const": 1e23}, "1e+23")
+    assert not may_be({"const": 1e23}, str(int(1e23)))
+    assert not may_be({"const": 1e23}, str(10**23))
+    assert may_be({"const": 1e20}, str(10**20))

@@ -111,7 +111,7 @@ def test_odd_schemas_are_served_by_every_format(x: Any) -> None:
 def test_a_property_that_is_false_is_none() -> None:
     chat = chat_of("qwen3-coder")
     chat.request(tools=[tool(of(False))], tool_choice="required")
-    with pytest.raises(RequestError, match=r"the schema of weather\.properties\.x allows no value"):
+    with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters\.properties\.x allows no value"):
         chat.request(tools=[tool(of(False, required=["x"]))], tool_choice="required")
 
 
@@ -203,3 +203,22 @@ def test_any_parameter_is_written_and_read_back_or_refused(format: str, paramete
     assert admitted(request, ByteTokenizer(), text) == f"{text}$"
     (call,) = message(format, text, tools={"weather": parameters}).tool_calls
     assert call.parsed == {parameter: "Oslo"}
+
+
+@pytest.mark.parametrize("format", CALLS)
+@pytest.mark.parametrize(
+    "x", [{"enum": []}, {"type": "string", "pattern": "("}, {"type": "array", "contains": {}}, {"not": {}}], ids=str
+)
+def test_a_schema_that_cannot_be_compiled_is_named_among_the_tools(format: str, x: Any) -> None:
+    tools = [tool(of({"type": "boolean"}, required=["x"])), tool(of(x, required=["x"]))]
+    tools[1]["function"]["name"] = "second"
+    chat = chat_of(format)
+    with pytest.raises(RequestError, match=r"^tools\[1\]\.function\.parameters"):
+        chat.request(tools=tools, tool_choice="required").options.new_constraint(ByteTokenizer())
+
+
+@pytest.mark.parametrize("format", CALLS)
+def test_numbers_that_limit_no_text_are_served_in_tools(format: str) -> None:
+    x = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2**64, "minItems": 1.0, "default": 10**400}
+    request = chat_of(format).request(tools=[tool(of(x, required=["x"]))], tool_choice="required")
+    assert request.options.new_constraint(ByteTokenizer()) is not None

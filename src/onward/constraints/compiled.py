@@ -50,7 +50,7 @@ class CompiledGrammars:
             kept = self._matchers.get(key)
             if kept is not None:
                 self._matchers.move_to_end(key)
-                return GrammarConstraint(kept.deep_copy(), vocabulary.end, stop_ids)
+                return GrammarConstraint(kept.deep_copy(), vocabulary.end, stop_ids, name)
         # Not under the lock: others do not wait for it. Two threads may compile the same.
         if needs_trial(source):
             self._trials.check(source, vocabulary.tokens, vocabulary.described, name)
@@ -64,7 +64,7 @@ class CompiledGrammars:
                 self._matchers[key] = matcher.deep_copy()
                 if len(self._matchers) > _MOST_GRAMMARS:
                     self._matchers.popitem(last=False)
-        return GrammarConstraint(matcher, vocabulary.end, stop_ids)
+        return GrammarConstraint(matcher, vocabulary.end, stop_ids, name)
 
     def vocabulary(self, tokenizer: Tokenizer) -> Vocabulary:
         with self._lock:

@@ -54,6 +54,7 @@ class JsonSchema(Grammar):
             raise RequestError("json_schema is False, which no text meets: for any JSON give {}")
         check_schema(schema, "json_schema")
         try:
+            json.dumps(schema, allow_nan=False)  # the values that are left out afterwards, too
             self.text = json.dumps(normalized(schema, "json_schema"), allow_nan=False)
         except RequestError:
             raise
@@ -85,7 +86,7 @@ class JsonSchema(Grammar):
         text = "{}" if schema is True else self.text
         try:
             return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=defaults)
-        except ValueError as error:  # a number in a default, say, that no double holds
+        except ValueError as error:  # a number beside unknown keywords, say, that no double holds
             raise RequestError(f"json_schema cannot be read: {one_line(error)}") from error
 
     def rules(self, name: str) -> list[str]:

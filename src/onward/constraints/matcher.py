@@ -25,11 +25,17 @@ class GrammarConstraint(Constraint):
     """A compiled grammar, after the ids that it has accepted.
 
     matcher: stands where this does. end: the id that stands for the end of the text there. stop_ids: those that end it
-    here; they are admitted where the grammar is complete, and nowhere else.
+    here; they are admitted where the grammar is complete, and nowhere else. name: of the grammar, for errors.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, end: int, stop_ids: AbstractSet[int] = frozenset()) -> None:
-        self._matcher, self._end, self._stop_ids = matcher, end, stop_ids
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        end: int,
+        stop_ids: AbstractSet[int] = frozenset(),
+        name: str = "the grammar",
+    ) -> None:
+        self._matcher, self._end, self._stop_ids, self._name = matcher, end, stop_ids, name
         self._place: _Place | None = None
 
     def mask(self) -> Mask:
@@ -50,7 +56,7 @@ class GrammarConstraint(Constraint):
         self._check()
 
     def fork(self) -> Self:
-        other = type(self)(self._matcher.deep_copy(), self._end, self._stop_ids)
+        other = type(self)(self._matcher.deep_copy(), self._end, self._stop_ids, self._name)
         other._place = self._place
         return other
 
@@ -76,7 +82,7 @@ class GrammarConstraint(Constraint):
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"the grammar cannot be followed any further: {brief(self._matcher.get_error())}")
+            raise RequestError(f"{self._name} cannot be followed any further: {brief(self._matcher.get_error())}")
 
 
 def _take(mask: Mask, token_id: int) -> bool:

@@ -4,7 +4,7 @@ from onward.messages.answer import AnswerReading
 from onward.messages.conversation import template_messages
 from onward.messages.format import ArgumentSyntax, CallSyntax, MessageFormat
 from onward.messages.formats import FORMATS, checked_format, format_of
-from onward.messages.grammar import Content, answer_grammar, content_beginning
+from onward.messages.grammar import Content, answer_grammar, arguments_schema, content_beginning
 from onward.messages.json_text import read_string, read_value
 from onward.messages.message import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
 from onward.messages.parser import MessageParser
@@ -32,6 +32,7 @@ __all__ = [
     "ToolUse",
     "Written",
     "answer_grammar",
+    "arguments_schema",
     "checked_format",
     "content_beginning",
     "format_of",

@@ -123,7 +123,7 @@ def _calls(format: MessageFormat, syntax: CallSyntax, use: ToolUse, ids: Mapping
         before = f"{syntax.before}{name}{syntax.middle}"
         yield f"call_{at}: {_written(before, ids)} arguments_{at} {_written(syntax.after, ids)}"
         if syntax.argument is None:
-            yield from json_rules(f"arguments_{at}", _schema(tool), SPACED, _place(tool))
+            yield from json_rules(f"arguments_{at}", arguments_schema(tool), SPACED, tool.place)
         else:
             yield from _arguments(f"arguments_{at}", tool, syntax.argument, ids)
 
@@ -134,11 +134,11 @@ def _call_objects(syntax: CallSyntax, use: ToolUse, content: Content) -> Iterato
     keys = json.loads(f'{syntax.before}"name"{syntax.middle}{{}}{syntax.after}')
     yield f"object: {' | '.join(f'object_{at}' for at in range(len(use.callable_tools)))}"
     for at, tool in enumerate(use.callable_tools):
-        arguments = _schema(tool)
+        arguments = arguments_schema(tool)
         properties = {key: {"const": tool.name} if value == "name" else arguments for key, value in keys.items()}
         schema = {"type": "object", "properties": properties, "required": list(keys), "additionalProperties": False}
         schema |= {key: arguments[key] for key in _DEFINITIONS if key in arguments}
-        yield from json_rules(f"object_{at}", schema, content.spacing, _place(tool), is_expanded=content.is_expanded)
+        yield from json_rules(f"object_{at}", schema, content.spacing, tool.place, is_expanded=content.is_expanded)
 
 
 def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, int]) -> Iterator[str]:
@@ -146,11 +146,11 @@ def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, 
     schema = tool.parameters
     if schema.get("additionalProperties") or (_OPEN - {"additionalProperties"}) & set(schema):
         raise RequestError(
-            f"this model writes arguments one by one: the schema of {tool.name} has to name each of them in properties"
+            f"{tool.place} has to name each argument in properties, for this model writes arguments one by one"
         )
     parts = []
     for at, (name, of) in enumerate(schema.get("properties", {}).items()):
-        is_required, place = name in schema.get("required", ()), f"{_place(tool)}.properties.{name}"
+        is_required, place = name in schema.get("required", ()), f"{tool.place}.properties.{name}"
         if of is False and not is_required:
             continue
         if not syntax.names.fullmatch(name):
@@ -183,7 +183,7 @@ def _value(
         return [f"({' | '.join(_text(text, ids) for text in texts)}) {_written(after, ids)}"]
     if limits := {limit for leaf in leaves for limit in _BARE_LIMITS & set(leaf)}:
         raise RequestError(
-            f"this model writes texts without quotes, and a schema's {min(limits)} cannot be held there: leave it out"
+            f"{place}: this model writes texts without quotes, so {min(limits)} cannot be enforced: leave it out"
         )
     space, _, rest = after.partition(mark)
     # Readers end at the mark without its line break, too.
@@ -192,15 +192,11 @@ def _value(
     return [f"{value} {_written(rest, ids)}", *rules]
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def arguments_schema(tool: Tool) -> dict[str, Any]:
     """The schema of a tool's arguments. Without a word on other properties it has none, for a tool takes none."""
     schema = dict(tool.parameters)
     closed = {"additionalProperties": False} if "properties" in schema and not _OPEN & set(schema) else {}
     return {"type": "object", **schema, **closed}
-
-
-def _place(tool: Tool) -> str:
-    return f"the schema of {tool.name}"
 
 
 def _text(text: str, ids: Mapping[str, int]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from onward.errors import RequestError
 from onward.messages.functions import described_function
-from onward.schemas import check_schema
+from onward.schemas import check_schema, normalized
 
 # An object in OpenAI's format, {"type": "function", "function": {…}}, or a function of the caller's own.
 ToolLike: TypeAlias = Mapping[str, Any] | Callable[..., Any]
@@ -24,13 +24,14 @@ class Tool:
     """A function that a model may call.
 
     parameters: the JSON schema of its arguments, an object. strict: the arguments of every call have to follow it.
-    given: in OpenAI's format, as chat templates read it.
+    given: in OpenAI's format, as chat templates read it. place: of the schema among the tools, for errors.
     """
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool
     given: Mapping[str, Any]
+    place: str = "parameters"
 
 
 def read_tools(tools: object) -> tuple[Tool, ...]:
@@ -79,11 +80,12 @@ def _read_tool(tool: Any, at: str) -> Tool:
     parameters = {"type": "object", "properties": {}} if parameters is None else parameters
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise RequestError(f"{at}.function.parameters must be the JSON schema of an object; got {parameters!r}")
-    check_schema(parameters, f"{at}.function.parameters")
+    place = f"{at}.function.parameters"
+    check_schema(parameters, place)
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{at}.function.strict must be true or false; got {strict!r}")
-    return Tool(name, parameters, bool(strict), tool)
+    return Tool(name, normalized(parameters, place), bool(strict), tool, place)
 
 
 @dataclass(frozen=True)

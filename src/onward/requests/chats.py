@@ -4,25 +4,29 @@ import dataclasses
 import datetime
 import re
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onward.checkpoint import ChatTemplate, Message, Tokenizer
-from onward.constraints import After, Grammar, JsonSchema, Lark, symbol
+from onward.constraints import After, Grammar, GrammarConstraint, JsonSchema, Lark, compiled, symbol
 from onward.errors import RequestError, TokenizerError
 from onward.messages import (
     AnswerReading,
     AssistantMessage,
     Content,
     MessageFormat,
+    Tool,
     ToolUse,
     answer_grammar,
+    arguments_schema,
     content_beginning,
     read_tool_use,
     template_messages,
 )
 from onward.requests.options import CONSTRAINTS, GenerateOptions, GenerateOptionsDict, split_chat_options
 from onward.requests.request import needed_tokenizer
+from onward.schemas import SPACED, json_rules
 from onward.text_input import check_value
 
 # Such a template writes arguments as they are where they are text.
@@ -39,14 +43,25 @@ class ReadChat(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ToolGrammar(Lark):
-    """The grammar of answers with calls. names: of the tools. json_schema: of an answer without calls; None where it
-    may be any text."""
+    """The grammar of answers with calls. tools: those that may be called. json_schema: of an answer without calls; None
+    where it may be any text."""
 
-    names: str = ""
+    tools: tuple[Tool, ...] = dataclasses.field(default=(), compare=False)
     json_schema: JsonSchema | None = None
 
     def __repr__(self) -> str:
-        return f"tools ({self.names})"
+        return f"tools ({', '.join(tool.name for tool in self.tools)})"
+
+    def __call__(self, tokenizer: Tokenizer | None, stop_ids: AbstractSet[int] = frozenset()) -> GrammarConstraint:
+        """As for every grammar. An error names the tool whose schema cannot be compiled by itself."""
+        try:
+            return super().__call__(tokenizer, stop_ids)
+        except RequestError:
+            assert tokenizer is not None, "that is a TokenizerError"
+            for tool in self.tools:
+                rules = json_rules("start", arguments_schema(tool), SPACED, tool.place)
+                compiled(Lark("\n".join(rules)).source(), tokenizer, stop_ids, tool.place)
+            raise
 
 
 @dataclass(frozen=True)
@@ -161,5 +176,5 @@ def _tool_grammar(
     content = None
     if schema is not None and use.choice != "required":
         content = Content(schema.rules("content"), schema.spacing, schema.has_large_numbers)
-    names = ", ".join(tool.name for tool in use.tools)
-    return ToolGrammar(answer_grammar(reading, use, ids, content), names, None if content is None else schema)
+    grammar = answer_grammar(reading, use, ids, content)
+    return ToolGrammar(grammar, use.callable_tools, None if content is None else schema)

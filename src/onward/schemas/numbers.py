@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from decimal import Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ LARGEST_FACTOR = 2**32 - 1
 # 10^308 is the largest power of ten that is a double. The expression of a range grows with the square of its digits.
 _MOST_DIGITS = 320
 _MOST_MULTIPLES = 1_000
+# Significant digits, and digits after the point, up to which llguidance's ranges of decimals are exact.
+_EXACT_DIGITS = 15
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 NUMERIC = frozenset({*BOUNDS, "multipleOf"})
@@ -23,6 +25,21 @@ NUMERIC = frozenset({*BOUNDS, "multipleOf"})
 def is_large(value: Any) -> bool:
     """Whether a value is a number that llguidance rounds."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > LARGEST_EXACT
+
+
+def bound_within(keyword: str, bound: int | float) -> int | float:
+    """A bound that is kept exactly, and that allows nothing that `bound` does not allow.
+
+    A float has at most 15 digits afterwards. One beyond 2^53 becomes the integer that is within both of its readings:
+    the double, and the decimal that was written.
+    """
+    if isinstance(bound, int) or (bound.is_integer() and not is_large(bound)):
+        return bound
+    number, is_least = Decimal(repr(bound)), "inimum" in keyword
+    if is_large(bound):
+        return (max if is_least else min)(int(bound), int(number))
+    quantum = Decimal(1).scaleb(-min(_EXACT_DIGITS, _EXACT_DIGITS - 1 - number.adjusted()))
+    return float(number.quantize(quantum, ROUND_CEILING if is_least else ROUND_FLOOR))
 
 
 class Range(NamedTuple):

@@ -7,6 +7,7 @@ taken apart here: what leads to such a number becomes rules of ours, and everyth
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple, NoReturn
 
 from onward.errors import RequestError
@@ -307,7 +308,10 @@ class _Rules:
             inner = f" {self._spacing.item} ".join(map(self._written, value))
             return self._bracketed("[", inner, "]", may_be_empty=not value)
         if isinstance(value, float) and is_large(value):
-            return f"({json.dumps(json.dumps(value))} | {json.dumps(str(int(value)))})"
+            symbols = [_literal(value)]
+            if int(value) == int(Decimal(repr(value))):  # otherwise the double differs from what was written
+                symbols.append(json.dumps(str(int(value))))
+            return f"({' | '.join(symbols)})"
         return json.dumps(str(value)) if is_large(value) else _literal(value)
 
     def _intersection(self, schema: Mapping[str, Any], at: str) -> str | None:
@@ -394,10 +398,10 @@ class _Rules:
         after = alone = ""
         if tail:
             low, high = max(0, least - len(parts)), None if most is None else most - len(parts)
-            after = f"({self._spacing.item} {tail}){_times(low, high)}"
+            after = "" if high == 0 else f"({self._spacing.item} {tail}){_times(low, high)}"
             if not parts:
                 more = _times(max(0, low - 1), None if high is None else high - 1)
-                alone = f"{tail} ({self._spacing.item} {tail}){more}"
+                alone = tail if high == 1 else f"{tail} ({self._spacing.item} {tail}){more}"
         return self._sequence("[", parts, after, alone, "]", is_list=True, may_be_empty=not least)
 
     def _sequence(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from onward.errors import RequestError
+from onward.schemas.numbers import BOUNDS, bound_within
 from onward.schemas.references import MISSING, resolve
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -23,6 +24,8 @@ _BOUNDS = ("minimum", "maximum")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 _LEAST = ("minLength", "minItems", "minProperties", "minContains")
 _MOST = ("maxLength", "maxItems", "maxProperties", "maxContains")
+# Labels whose values may be anything, numbers of any size among them.
+_EXAMPLES = ("default", "example", "examples")
 # No text has so many characters, items or properties.
 _ENDLESS = 2**31
 
@@ -83,9 +86,10 @@ def _target(reference: str, root: Any, at: str) -> Any:
 
 
 def normalized(schema: Any, at: str) -> Any:
-    """A schema whose lengths fit a machine word; an equal one where they do already.
+    """A schema whose numbers llguidance reads as they are; an equal one where it does already.
 
-    A whole number such as 3.0 becomes an integer. A most that no text reaches is left out.
+    A length such as 3.0 becomes an integer. A most that no text reaches is left out, and so are defaults and examples.
+    A bound has at most 15 digits, or is an integer.
 
     Raises:
         RequestError: a least that no text reaches, with its place.
@@ -97,6 +101,8 @@ def normalized(schema: Any, at: str) -> Any:
     changed: dict[str, Any] = {}
     for key, value in schema.items():
         place = f"{at}.{key}"
+        if key in _EXAMPLES:
+            continue
         if key in _MAPS:
             changed[key] = {name: normalized(each, f"{place}.{name}") for name, each in value.items()}
         elif key in _LISTS or key in _ONE:
@@ -105,6 +111,8 @@ def normalized(schema: Any, at: str) -> Any:
             raise RequestError(f"{place} is {_brief(value)}, which no text reaches: make it smaller")
         elif key in _LEAST or (key in _MOST and value < _ENDLESS):
             changed[key] = int(value)
+        elif key in BOUNDS and not isinstance(value, bool):
+            changed[key] = bound_within(key, value)
         elif key not in _MOST:
             changed[key] = value
     return changed

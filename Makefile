@@ -11,7 +11,7 @@ BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test lint types contracts unit soak clients eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
+.PHONY: help demo docs test test-full lint types contracts unit soak clients eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
 	wheel wheel-test workflows
 
 help: ## what there is
@@ -37,6 +37,9 @@ contracts: $(VENV)/.installed-dev
 # A process a core, and one thread in each: the suite takes half the time of one process.
 unit: $(VENV)/.installed-dev
 	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
+test-full: lint types contracts $(VENV)/.installed-dev ## the same with every case and all examples: nightly, and before a release
+	@ONWARD_TESTS=full OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 # The unit tests serve 8 and 24 schedules, and 2,500 requests.
 soak: $(VENV)/.installed-dev ## the engine for an hour: thousands of random schedules, 100,000 requests

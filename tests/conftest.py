@@ -1,9 +1,18 @@
-"""Settings of the whole suite: nothing drawn by chance, nothing that depends on the number of cores."""
+"""Settings of the whole suite: nothing drawn by chance, nothing that depends on the number of cores.
+
+ONWARD_TESTS=full runs every case of every test and all examples; by default pairs of values (`tests/selection.py`) and
+a quarter of the examples do.
+"""
 
 import os
+from typing import Any
 
 import hypothesis
+import pytest
 import torch
+from tests.selection import selected
+
+FULL = os.environ.get("ONWARD_TESTS") == "full"
 
 # Tests are of tiny models, on which a second thread is only overhead.
 torch.set_num_threads(1)
@@ -11,4 +20,34 @@ torch.set_num_threads(1)
 # The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones.
 hypothesis.settings.register_profile("repeat", derandomize=True, deadline=None, database=None, max_examples=100)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "repeat")
+hypothesis.settings.load_profile(PROFILE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "strength(n): by default, cases that cover n values together (2; 0: all)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A test that is named on the command line runs whole.
+    if FULL or any("::" in argument for argument in config.args):
+        return
+    items[:], others = selected(items, _strength)
+    config.hook.pytest_deselected(items=others)
+    if PROFILE == "repeat":
+        _take_fewer_examples({getattr(item, "function", None) for item in items})
+
+
+def _strength(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("strength")
+    return 2 if mark is None else mark.args[0]
+
+
+def _take_fewer_examples(tests: set[Any]) -> None:
+    """A quarter of the examples of each property, 10 at least."""
+    for test in tests:
+        settings = getattr(test, "_hypothesis_internal_use_settings", None)  # hypothesis has no public way
+        if settings is not None:
+            few = min(settings.max_examples, max(10, settings.max_examples // 4))
+            test._hypothesis_internal_use_settings = hypothesis.settings(settings, max_examples=few)

@@ -43,7 +43,7 @@ class SamplingChooser:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last = _LastSampler()
+        self._last: tuple[list[weakref.ref[Sequence]], Sampler] | None = None
 
     def __call__(
         self,
@@ -56,34 +56,22 @@ class SamplingChooser:
         return sampler(logits, positions, histories_of(sampler, sequences), drafts, constraints_of(sequences))
 
     def sampler(self, sequences: abc.Sequence[Sequence]) -> Sampler:
-        """The sampler of these sequences. That of the last ones is kept, for they are most often the next ones too."""
-        sampler = self._last.of(sequences)
-        if sampler is None:
-            sampler = Sampler([sampling_of(sequence) for sequence in sequences], self._device)
-            self._last = _LastSampler(sequences, sampler)
+        """The sampler of these sequences. The last one is kept, because most steps are of the same sequences."""
+        last = self._last
+        if last is not None and [sequence() for sequence in last[0]] == list(sequences):
+            return last[1]
+        sampler = Sampler([sampling_of(sequence) for sequence in sequences], self._device)
+        # A chooser lives as long as its engine, and must not keep anything of a sequence that has ended.
+        self._last = [weakref.ref(sequence, self._forget) for sequence in sequences], sampler
         return sampler
+
+    def _forget(self, sequence: "weakref.ref[Sequence]") -> None:
+        last = self._last
+        if last is not None and sequence in last[0]:
+            self._last = None
 
     def kernel(self, sequences: abc.Sequence[Sequence]) -> Pick | None:
         return self.sampler(sequences).pick if constraints_of(sequences) is None else None
-
-
-class _LastSampler:
-    """The sampler of some sequences. It goes with the first of them: a chooser lives as long as its engine, and must
-    not keep what has ended alive."""
-
-    def __init__(self, sequences: abc.Sequence[Sequence] = (), sampler: Sampler | None = None) -> None:
-        self._sequences = [weakref.ref(sequence) for sequence in sequences]
-        self._sampler = weakref.WeakKeyDictionary[Sequence, Sampler]()
-        if sampler is not None:
-            self._sampler[sequences[0]] = sampler
-
-    def of(self, sequences: abc.Sequence[Sequence]) -> Sampler | None:
-        """The sampler, where it is of these sequences."""
-        if len(sequences) != len(self._sequences):
-            return None
-        if any(last() is not now for last, now in zip(self._sequences, sequences, strict=True)):
-            return None
-        return self._sampler.get(sequences[0])
 
 
 class SelectChooser:

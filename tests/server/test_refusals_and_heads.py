@@ -154,6 +154,29 @@ def test_the_log_says_why_a_request_is_refused(
     assert "error" not in lines[0]
 
 
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_every_body_is_in_the_log_where_that_is_asked_for(
+    start: Start, lm: onward.LanguageModel, caplog: pytest.LogCaptureFixture, log_prompts: bool
+) -> None:
+    server = start({"demo": lm}, access_log=True, log_prompts=log_prompts)
+    posted = {path for path, methods in server.get("/openapi.json").json()["paths"].items() if "post" in methods}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (TEXT, {"prompt": SECRET, "max_tokens": 1}),
+        (CHAT, {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 1}),
+        (RESPONSES, {"input": SECRET, "max_output_tokens": 1}),
+        ("/v1/tokenize", {"prompt": SECRET}),
+        ("/v1/tokenize", {"prompt": SECRET, "nonsense": 1}),
+        ("/v1/detokenize", {"tokens": lm.encode(SECRET)}),
+    ]
+    assert {path for path in posted if path.startswith("/v1")} == {path for path, _ in bodies}
+    server.wait_idle()
+    for path, body in bodies:
+        with logged(caplog, server) as lines:
+            server.post(path, body)
+        (line,) = lines
+        assert (json.loads(line["body"]) if "body" in line else None) == (body if log_prompts else None)
+
+
 def test_the_gate_says_why_too(start: Start, lm: onward.LanguageModel, caplog: pytest.LogCaptureFixture) -> None:
     server = start({"demo": lm}, access_log=True, api_keys=("key",))
     with logged(caplog, server) as lines:

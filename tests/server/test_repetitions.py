@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -14,7 +16,7 @@ from test_operations import LONG, leave, opened, until
 
 import onward
 from onward.batches.serving import LineServer
-from onward.openai import AnswerKey, BatchLine, BodyReader
+from onward.openai import AnswerKey, BatchInput, BatchLine, BodyReader
 from onward.server.kept import KeptAnswers
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -223,3 +225,18 @@ def test_lines_of_a_batch_have_the_date_of_their_file(dated: onward.LanguageMode
     assert first == second
     prompt = dated.chat_prompt(body["messages"], now=AnswerKey.new(1_770_282_000).time)
     assert first["response"]["body"]["usage"]["prompt_tokens"] == len(prompt)
+
+
+@pytest.mark.parametrize("written", [-86400.0, 0.0, float(2**38)])
+def test_a_batch_file_of_any_date_is_served(dated: onward.LanguageModel, tmp_path: Path, written: float) -> None:
+    file = tmp_path / "batch.jsonl"
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    file.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body}))
+    os.utime(file, (written, written))
+    (line,) = BatchInput(file).lines()
+
+    async def served(engine: onward.Engine) -> Any:
+        return await (await LineServer(engine, BodyReader(dated, "m"), "f").begin(line))
+
+    with onward.Engine(dated) as engine:
+        assert not asyncio.run(served(engine)).failed

@@ -8,6 +8,7 @@ Prompts, ids and what counts as a number are those of the harness's class for tr
 results are the same up to the rounding of logits.
 """
 
+import datetime
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,6 +75,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         pretrained.adapters.find(adapter)
         self.lm = pretrained
         self.adapter = adapter
+        self._now = datetime.datetime.now(datetime.UTC)  # of every prompt: templates may write the date
         self.max_length = min(max_length or 2**30, limit or 2**30)
         self.batch_size = 8 if batch_size in (None, "auto") else int(batch_size or 8)
         check_whole("max_length", self.max_length, low=2)
@@ -164,7 +166,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if self.lm.chat_template is None:
             raise RequestError("this model has no chat template: evaluate it without --apply-chat-template")
-        return self.lm.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        return self.lm.chat_template.render(chat_history, self._now, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The source of the template, by which the harness names its results."""

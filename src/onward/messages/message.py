@@ -21,6 +21,14 @@ class ToolCall:
     arguments: str
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the arguments are a JSON object, as `parsed` reads it."""
+        try:
+            return isinstance(self.parsed, dict)
+        except RequestError:
+            return False
+
+    @property
     def parsed(self) -> dict[str, Any]:
         """The arguments by name. Strings may hold bare line breaks, which many models write.
 

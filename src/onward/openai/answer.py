@@ -61,10 +61,14 @@ def answer_head(body: Body, kind: str, seed: int | None, version: str) -> dict[s
 
 
 def finish_reason(text: Completion) -> str:
-    """OpenAI's word for how a text ended: "tool_calls" where it ended by itself and has calls."""
+    """OpenAI's word for how a text ended: "tool_calls" where it has calls to run. A stop string that cuts the last call
+    leaves nothing to run: "stop"."""
     if text.finish_reason != "stop":  # a text that ran out of time was cut, too; OpenAI has no other word for it
         return "length"
-    return "tool_calls" if text.message is not None and text.message.tool_calls else "stop"
+    if text.message is None or not text.message.tool_calls:
+        return "stop"
+    is_cut = isinstance(text.stopped_by, str) and not text.message.tool_calls[-1].is_whole
+    return "stop" if is_cut else "tool_calls"
 
 
 def delta_body(delta: MessageDelta) -> dict[str, Any]:

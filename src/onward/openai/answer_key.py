@@ -12,7 +12,7 @@ from onward.errors import RequestError
 
 _TEXT = re.compile("[0-9a-f]{32}")
 _MILLISECOND_DIGITS = 12  # of 32; the others are drawn
-_LAST_SECOND = int(datetime.datetime.max.replace(microsecond=0, tzinfo=datetime.UTC).timestamp())
+LAST_SECOND = int(datetime.datetime.max.replace(microsecond=0, tzinfo=datetime.UTC).timestamp())
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class AnswerKey:
 
     @classmethod
     def new(cls, created: int | None = None) -> Self:
-        """A key of the present moment. created: of another, in seconds since 1970."""
-        milliseconds = time.time_ns() // 1_000_000 if created is None else created * 1000
+        """A key of the current time. created: of another time, in seconds since 1970; times before 1970 and after the
+        year 9999 become the nearest that a key has."""
+        milliseconds = time.time_ns() // 1_000_000 if created is None else min(max(0, created), LAST_SECOND) * 1000
         return cls(f"{milliseconds:0{_MILLISECOND_DIGITS}x}{os.urandom(10).hex()}")
 
     @property
@@ -48,7 +49,7 @@ class AnswerKey:
     @property
     def time(self) -> datetime.datetime:
         """When the answer was created, in UTC: the time that its prompt is rendered with."""
-        return datetime.datetime.fromtimestamp(min(self.created, _LAST_SECOND), datetime.UTC)
+        return datetime.datetime.fromtimestamp(min(self.created, LAST_SECOND), datetime.UTC)
 
     @property
     def seed(self) -> int:

@@ -247,7 +247,7 @@ def _schemas() -> dict[str, Schema]:
     error = {"message": _TEXT, "type": _TEXT, "param": _maybe(_TEXT), "code": _maybe(_TEXT)}
     model = {"id": _TEXT, "object": {"const": "model"}, "created": _WHOLE, "owned_by": _TEXT}
     response = {"id": _TEXT, "object": {"const": "response"}, "status": _TEXT, "output": _list(_OBJECT), "model": _TEXT}
-    of_chat = {"model": _TEXT, "add_generation_prompt": _BOOLEAN, "chat_template_kwargs": _OBJECT}
+    of_chat = {"model": _TEXT, "add_generation_prompt": _BOOLEAN, "chat_template_kwargs": _OBJECT, "created": _COUNT}
     of_text = {"model": _TEXT, "add_special_tokens": _BOOLEAN}
     return {
         "Message": _MESSAGE,
@@ -266,7 +266,9 @@ def _schemas() -> dict[str, Schema]:
         "Response": _object(response),
         "Model": _object(model, {"max_model_len": _maybe(_COUNT)}),
         "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
-        "Tokens": _object({"tokens": _list(_COUNT), "count": _COUNT, "max_model_len": _maybe(_COUNT)}),
+        "Tokens": _object(
+            {"tokens": _list(_COUNT), "count": _COUNT, "max_model_len": _maybe(_COUNT)}, {"created": _COUNT}
+        ),
         "Detokenized": _object({"prompt": _TEXT}),
         "Health": _object({"status": _TEXT, "models": _OBJECT, "version": _TEXT}),
         "Error": _object({"error": _object(error)}),

@@ -129,8 +129,10 @@ class Service:
             submission.cancel()
 
     def _running(self) -> Iterator[tuple[str, Generation]]:
-        """The requests that engines serve now, each with its model's name."""
+        """The requests that have not been counted as ended, each with its model's name."""
         for submission in self.live:
+            if submission.counted:  # an answer that is sent again to a repeated request
+                continue
             for generation in submission.generations:
                 yield submission.served.name, generation
 

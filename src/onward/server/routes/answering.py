@@ -16,6 +16,7 @@ from onward.server.handover import Handover
 from onward.server.json_answer import rendered
 from onward.server.models import ServedModel
 from onward.server.service import Service
+from onward.server.settings import Settings
 from onward.server.sse import EventStream, Streams
 from onward.server.submission import Submission
 from onward.server.told import Events
@@ -38,11 +39,9 @@ async def answer(
     access = access_of(request.scope)
     handover = Handover.of(request.scope)
     try:
-        raw = await read_body(request, service.settings)
+        raw = await read_logged(request, service.settings)
     except ClientDisconnect:
         return _nobody()
-    if service.settings.log_prompts:
-        access.fields["body"] = raw.decode("utf-8", "replace")
     client = Client(request.receive)
     try:
         recipient = await service.submit(client, partial(read, raw), handover)
@@ -73,6 +72,14 @@ async def answer(
         raise
     finally:
         ended()
+
+
+async def read_logged(request: Request, settings: Settings) -> bytes:
+    """A request's body, which --log-prompts writes into the request's line of the log."""
+    raw = await read_body(request, settings)
+    if settings.log_prompts:
+        access_of(request.scope).fields["body"] = raw.decode("utf-8", "replace")
+    return raw
 
 
 def _nobody() -> Response:

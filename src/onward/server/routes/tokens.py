@@ -1,5 +1,6 @@
 """/tokenize and /detokenize: what a model reads of a text."""
 
+import time
 from functools import partial
 from typing import Any
 
@@ -7,16 +8,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from onward.errors import OnwardError, RequestError, TokenizerError
-from onward.openai import BodyError
+from onward.openai import AnswerKey, BodyError
+from onward.openai.answer_key import LAST_SECOND
 from onward.openai.body import read_messages, read_template_variables
 from onward.requests.request import checked_ids
-from onward.server.client import read_body
 from onward.server.json_answer import JsonAnswer
 from onward.server.models import ServedModel
+from onward.server.routes.answering import read_logged
 from onward.server.service import Service, parsed
 
 _OF_PROMPT = ("prompt", "add_special_tokens")
-_OF_CHAT = ("messages", "add_generation_prompt", "chat_template_kwargs")
+_OF_CHAT = ("messages", "add_generation_prompt", "chat_template_kwargs", "created")
 
 
 def router(service: Service) -> APIRouter:
@@ -24,12 +26,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        raw = await read_body(request, service.settings)
+        raw = await read_logged(request, service.settings)
         return JsonAnswer(await service.in_thread(partial(_tokenized, service), raw))
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        raw = await read_body(request, service.settings)
+        raw = await read_logged(request, service.settings)
         return JsonAnswer(await service.in_thread(partial(_detokenized, service), raw))
 
     return routes
@@ -44,9 +46,10 @@ def _tokenized(service: Service, raw: bytes) -> dict[str, Any]:
     names = _OF_CHAT if "messages" in fields else _OF_PROMPT
     for name in set(fields) - {*names, "model"}:
         raise BodyError(f"{name} is not for {names[0]}: leave it out", name)
+    times = {"created": _created(fields)} if "messages" in fields else {}
     try:
         if "messages" in fields:
-            tokens = _chat_tokens(served, fields)
+            tokens = _chat_tokens(served, fields, **times)
         else:
             if not isinstance(fields["prompt"], str):
                 raise BodyError(f"prompt must be a text; got {fields['prompt']!r}", "prompt", "invalid_type")
@@ -55,14 +58,24 @@ def _tokenized(service: Service, raw: bytes) -> dict[str, Any]:
         raise
     except (RequestError, TokenizerError) as error:
         raise BodyError(str(error), names[0]) from error
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.max_model_len}
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.max_model_len, **times}
 
 
-def _chat_tokens(served: ServedModel, fields: dict[str, Any]) -> list[int]:
+def _chat_tokens(served: ServedModel, fields: dict[str, Any], created: int) -> list[int]:
+    """The ids that a chat taken at the time `created` reads."""
     lm = served.engine.lm
     variables = {**served.reader.variables, **read_template_variables(lm, fields)}
     variables["add_generation_prompt"] = _boolean(fields, "add_generation_prompt")
-    return lm.chat_prompt(read_messages(fields["messages"]), variables)
+    return lm.chat_prompt(read_messages(fields["messages"]), variables, AnswerKey.new(created).time)
+
+
+def _created(fields: dict[str, Any]) -> int:
+    """The time that the template writes, in seconds since 1970: the body's, or the current one."""
+    created = fields.get("created", int(time.time()))
+    if isinstance(created, bool) or not isinstance(created, int) or not 0 <= created <= LAST_SECOND:
+        message = f"created must be whole seconds since 1970, as the created of a chat's answer; got {created!r}"
+        raise BodyError(message, "created", "invalid_type")
+    return created
 
 
 def _detokenized(service: Service, raw: bytes) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_what_cannot_be_copied_says_why(lm):
 
 
 def test_a_speculator_says_what_it_drafts_with():
-    assert repr(Speculator("lookup", length=3)) == "<Speculator: PromptLookup, length 3, coupled>"
+    assert repr(Speculator("lookup", length=3)) == "<Speculator: PromptLookup, length 3>"
 
 
 def test_logs_are_quiet_by_default_and_say_what_was_loaded_when_asked():

@@ -25,7 +25,6 @@ KINDS = {
     "lookup": {"draft": "lookup"},
     "suffix": {"draft": Speculator(SuffixLookup(), length=3)},
     "model": {"draft": Speculator(ModelDrafter(MODEL), length=3), "temperature": 1.0, "seed": 1},
-    "rejection": {"draft": Speculator(MODEL, verifier="rejection"), "temperature": 1.0, "seed": 1},
 }
 
 

@@ -343,7 +343,6 @@ def test_a_full_queue_refuses_it_as_any_other():
         ([[1], [2], [3]], {"n": 2, **SAMPLED}, "emitted holds ids of 3 texts, but the request has n=2"),
         ([1, 2], {"n": 2, **SAMPLED}, "emitted holds ids of 1 texts, but the request has n=2"),
         ([[1], [2]], {}, "emitted holds ids of 2 texts, but the request has n=1"),
-        ([1], {"draft": Speculator("lookup", verifier="rejection"), **SAMPLED}, "verified by rejection cannot be"),
     ],
 )
 def test_ids_that_cannot_have_been_emitted_are_refused(emitted, options, message):

@@ -81,5 +81,5 @@ def texts(model, prompts, new, params, **options):
     return [sequence.token_ids for sequence in sequences]
 
 
-def fixed(drafter, length=4, verifier="coupled"):
-    return Speculator(drafter, length=length, verifier=verifier)
+def fixed(drafter, length=4):
+    return Speculator(drafter, length=length)

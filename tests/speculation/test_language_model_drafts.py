@@ -104,26 +104,6 @@ def test_the_demo_draft_guesses_the_demo(demo):
     assert completion.speculation.tokens_per_round > 2.5
 
 
-def test_the_rejection_rule_of_a_language_model_is_reproducible_and_another_text(lm):
-    speculator = Speculator(ModelDrafter(tiny_model(seed=3)), verifier="rejection")
-    first, again = (lm.generate(["Hello", "Hi"], draft=speculator, **SAMPLED) for _ in range(2))
-    assert [one.token_ids for one in first] == [one.token_ids for one in again]
-    assert first[0].token_ids != lm.generate("Hello", **SAMPLED).token_ids
-    assert first[0].speculation.rounds > 5
-
-
-@pytest.mark.parametrize("draft", [ModelDrafter(tiny_model(seed=3)), "lookup"])
-def test_a_text_of_the_rejection_rule_is_the_same_in_a_batch(lm, draft):
-    """Also where others have a draft and it has none: at its last id, or where a lookup finds nothing."""
-    options = {**SAMPLED, "draft": Speculator(draft, length=3, verifier="rejection")}
-    prompts = ["abcabcabcab", "Hello", "aaaaaaa", "Hi"]
-    each = [{"seed": seed, "max_new_tokens": 15 + 4 * seed} for seed in range(4)]
-    alone = [lm.generate(prompt, **options | own) for prompt, own in zip(prompts, each, strict=True)]
-    together = lm.generate(prompts, per_prompt=each, **options)
-    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
-    assert [one.speculation for one in together] == [one.speculation for one in alone]
-
-
 def test_what_is_no_draft_is_refused(lm):
     with pytest.raises(RequestError, match=r"draft is 'lookup', .*; got 'demo-draft': .*onward\.load it"):
         lm.generate("a", draft="demo-draft")

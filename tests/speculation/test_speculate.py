@@ -77,14 +77,6 @@ def test_a_sampler_that_looks_back_gets_its_histories():
     assert sorted(ids[0].tolist()) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_the_rejection_rule_between_inferencers():
-    target = ModelInferencer(tiny_model())
-    found = speculate(target, target, PROMPTS, 9, sampler(), verifier="rejection")
-    assert [each.acceptance for each in found.speculation] == [1, 1]
-    with pytest.raises(RequestError, match="needs a Sampler"):
-        speculate(target, target, PROMPTS, 9, greedy, verifier="rejection")
-
-
 def test_what_speculate_refuses():
     target = ModelInferencer(scripted_model([1]))
     with pytest.raises(RequestError, match="max_new_tokens must be a whole number of 1 or more; got 0"):

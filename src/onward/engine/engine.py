@@ -193,7 +193,7 @@ class Engine:
 
         Raises:
             RequestError: as `submit` raises it; ids that the request cannot have emitted; a request that cannot be
-                resumed: sampled without a seed, or with a draft that is verified by rejection; another fingerprint.
+                resumed, for it samples without a seed; another fingerprint.
             EngineBusyError, EngineError: as `submit` raises them.
         """
         request = self._request(prompt, messages, options)

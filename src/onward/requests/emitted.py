@@ -27,11 +27,6 @@ def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list
             "a sampled request without a seed cannot be resumed: give the seed that its texts were drawn with "
             "(Completion.seed; submit it with one to know it ahead)"
         )
-    if options.draft is not None and options.draft.verifier == "rejection":
-        raise RequestError(
-            "a request whose draft is verified by rejection cannot be resumed, for its ids depend on where drafts "
-            'began: use verifier="coupled", or leave out draft'
-        )
     texts = _of_each_text(emitted, options.n)
     for ids in texts:
         for token in ids:

@@ -9,7 +9,6 @@ from onward.models import ModelRun
 from onward.speculation import SpeculativeStep, Speculator
 from onward.speculation.pace import LENGTHS
 from onward.speculation.step import draft_forced
-from onward.speculation.verify import coupled
 
 
 class Steps:
@@ -34,7 +33,6 @@ class Steps:
             slots,
             SamplingChooser(self._device),
             self._device,
-            verifier=coupled,
             longest=LENGTHS[-1],
             vocab_size=run.model.vocab_size,
         )

@@ -2,8 +2,7 @@
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by the 64 bits of
 the seed. One counter serves four neighbouring ids: counter = (id // 4, position, stream, 0), word = id % 4. Streams
-keep apart what must not be correlated: 0 draws tokens, 1 tosses XTC's coins, 2 to 4 are the accept/resample rule's
-(`onward.speculation.verify`).
+keep apart what must not be correlated: 0 draws tokens, 1 tosses XTC's coins.
 """
 
 import torch
@@ -17,14 +16,13 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, stream: int = 0) -> Tensor:
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise for every id of every row.
 
     Args:
         seeds: int64 [B]; its 64 bits are the key (a seed of 2^63 or more stands there as a negative number).
         positions: int [B], the absolute position of the token to be drawn.
         vocab_size: V.
-        stream: which of the independent sequences of numbers.
 
     Returns:
         float64 [B, V]: -log(-log(u)), with u uniform on the open interval (0, 1) in steps of 2^-32; the same bits
@@ -32,19 +30,19 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, stream: int 
     """
     quads = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=seeds.device)
     zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
-    words = philox((quads, positions.to(torch.int64).unsqueeze(1), zero + stream, zero), seeds.unsqueeze(1))
+    words = philox((quads, positions.to(torch.int64).unsqueeze(1), zero, zero), seeds.unsqueeze(1))
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
     uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
     return -logarithm(-logarithm(uniform))
 
 
-def coins(seeds: Tensor, positions: Tensor, stream: int = 1) -> Tensor:
+def coins(seeds: Tensor, positions: Tensor) -> Tensor:
     """One uniform number a row, for decisions about a whole position: float64 [B] on (0, 1).
 
-    int64 [B] and int [B] as of `gumbel_noise`. Counter (0, position, stream, 0), in streams that draw no ids.
+    int64 [B] and int [B] as of `gumbel_noise`. Counter (0, position, 1, 0).
     """
     zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
-    word = philox((zero, positions.to(torch.int64), zero + stream, zero), seeds)[0]
+    word = philox((zero, positions.to(torch.int64), zero + 1, zero), seeds)[0]
     return (word.to(torch.float64) + 0.5) * 2.0**-32
 
 

@@ -1,7 +1,7 @@
 """Speculation: a drafter guesses tokens, and one pass of the model verifies several. docs/speculation.md explains."""
 
 from onward.speculation.counts import Speculation
-from onward.speculation.drafter import Draft, Drafter, Drafting, DraftRequest, DraftRow
+from onward.speculation.drafter import Drafter, Drafting, DraftRequest, DraftRow
 from onward.speculation.drafters import LOOKUPS, ModelHolder, as_drafter
 from onward.speculation.inferencers import SpeculateOutput, speculate
 from onward.speculation.lookup import PromptLookup
@@ -14,7 +14,6 @@ from onward.speculation.vocabulary import TokenTable, check_same_tokens
 
 __all__ = [
     "LOOKUPS",
-    "Draft",
     "DraftRequest",
     "DraftRow",
     "Drafter",

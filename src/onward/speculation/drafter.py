@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from onward.decoding import Select
 from onward.sampling import ConstrainedText, History, Sampler
@@ -24,8 +23,6 @@ class DraftRequest:
     histories: the history of each row, shared with the target. A drafter that adds ids must take them back before it
         returns. None where no option reads them.
     constraints: what may follow in each row, shared likewise; None where no row has a constraint.
-    probabilities: whether the verifier weighs drafts by the distribution that they were drawn from. It then takes a
-        draft without one as certain.
     """
 
     rows: int
@@ -36,7 +33,6 @@ class DraftRequest:
     select: Select | Sampler
     histories: Sequence[History] | None = None
     constraints: Sequence[ConstrainedText | None] | None = None
-    probabilities: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,17 +59,10 @@ class DraftRow:
         return [*self.prompt[start:], *self.output[after:]]
 
 
-class Draft(NamedTuple):
-    """N drafted ids; where the request asks for `probabilities`, the distribution of each: float64 [N, V]."""
-
-    ids: Sequence[int]
-    probabilities: Tensor | None = None
-
-
 class Drafting(Protocol):
     """A drafter at work on the rows of one request."""
 
-    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Draft | Sequence[int]]:
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Sequence[int]]:
         """For each row the ids that may follow. There may be fewer than `wanted`, or none; ids beyond that are ignored.
 
         This is called when drafts are needed, not after every token: the texts may have grown by any number of ids.

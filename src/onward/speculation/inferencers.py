@@ -1,12 +1,12 @@
 """Speculation with any two `Inferencer`s: one drafts, the other verifies.
 
 An inferencer's `prefill` processes ids and gives the logits after each, and its cache can be truncated. The contract of
-a `Model` asks for no more. So each inferencer becomes a `Model`, and the step, the verifiers and the drafters are those
-of every other text.
+a `Model` asks for no more. So each inferencer becomes a `Model`, and the step and the drafters are those of every other
+text.
 """
 
 from collections import abc
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,6 @@ def speculate(
     *,
     eos: int | abc.Sequence[int] = (),
     length: int | None = None,
-    verifier: Literal["coupled", "rejection"] = "coupled",
 ) -> SpeculateOutput:
     """Continue prompts: `drafter` guesses ids, and `target` decides which follow.
 
@@ -62,7 +61,7 @@ def speculate(
         max_new_tokens: the most ids to give out, 1 or more.
         sample_strategy: as in `Inferencer`. A `Sampler` draws with the same noise for both.
         eos: an id or ids that end a row.
-        length, verifier: as in `Speculator`.
+        length: as in `Speculator`.
 
     Raises:
         RequestError: an argument outside its range.
@@ -85,7 +84,7 @@ def speculate(
         for prompt, of_row in zip(prompts, sampling, strict=True)
     ]
     slots = DenseSlots(model.new_cache(rows, max_len), rows, max_len, None)
-    speculator = Speculator(ModelDrafter(_as_model(drafter, query)), length=length, verifier=verifier)
+    speculator = Speculator(ModelDrafter(_as_model(drafter, query)), length=length)
     step = speculator.step(DecodeStep(model, slots, chooser, device), model, slots, chooser, device)
     speculator.join(sequences, model.vocab_size, device, None if sampling[0] else _select(sample_strategy), max_len)
     for _ in decode_loop(step, AllTogether(slots, sequences), slots):

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from onward.decoding import Chooser, DecodeStep, SamplingChooser, SelectChooser, Sequence, Work, slots_for
 from onward.decoding.forward import Run
-from onward.errors import ContextOverflowError, NothingToDrawError, RequestError
+from onward.errors import ContextOverflowError, NothingToDrawError, OnwardError, RequestError
 from onward.models import Cache, Model, ModelRun
 from onward.sampling import Sampler
-from onward.speculation.drafter import Draft, DraftRequest, DraftRow
-from onward.speculation.verify import DraftChooser
+from onward.speculation.drafter import DraftRequest, DraftRow
 
 
 class ModelDrafter:
@@ -55,31 +54,22 @@ class _ModelDrafts:
         self._positions = limit
         self._slots = slots_for(model, request.rows, limit)
         device = model.device
-        self._chooser: Chooser = SelectChooser(request.select)
-        if isinstance(request.select, Sampler):
-            self._chooser = DraftChooser(device) if request.probabilities else SamplingChooser(device)
+        select = request.select
+        chooser: Chooser = SamplingChooser(device) if isinstance(select, Sampler) else SelectChooser(select)
         run = _with_target_vocabulary(run, model.vocab_size, request.vocab_size)
-        self._step = DecodeStep(run, self._slots, self._chooser, device)
+        self._step = DecodeStep(run, self._slots, chooser, device)
         self._texts: dict[int, Sequence] = {}
         self._confirmed: dict[int, int] = {}  # by owner: how long its output was when its last draft began
 
-    def propose(self, rows: abc.Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: abc.Sequence[DraftRow]) -> list[list[int]]:
         fitting = [row for row in rows if len(row) <= self._fits]
         self._let_go({row.owner for row in fitting})
         if not fitting:
-            return [Draft(()) for _ in rows]
+            return [[] for _ in rows]
         texts = [self._caught_up(row) for row in fitting]
-        drafted, probabilities = self._drafts(texts, max(row.wanted for row in fitting))
-        by_owner = {row.owner: place for place, row in enumerate(fitting)}
-        drafts = []
-        for row in rows:
-            place = by_owner.get(row.owner)
-            if place is None:
-                drafts.append(Draft(()))
-                continue
-            ids = drafted[place][: row.wanted]
-            drafts.append(Draft(ids, torch.stack(probabilities[place][: len(ids)]) if ids and probabilities else None))
-        return drafts
+        drafts = self._drafts(texts, max(row.wanted for row in fitting))
+        by_owner = {row.owner: draft for row, draft in zip(fitting, drafts, strict=True)}
+        return [by_owner.get(row.owner, [])[: row.wanted] for row in rows]
 
     def _let_go(self, owners: set[int]) -> None:
         """Let go of rows that are not asked for. A row that is asked for again later is processed anew."""
@@ -115,10 +105,9 @@ class _ModelDrafts:
         self._confirmed[row.owner] = 0
         return text
 
-    def _drafts(self, texts: abc.Sequence[Sequence], count: int) -> tuple[list[list[int]], list[list[Tensor]]]:
-        """Up to `count` ids for each text; their distributions too, where the request asks for them."""
+    def _drafts(self, texts: abc.Sequence[Sequence], count: int) -> list[list[int]]:
+        """Up to `count` ids for each text."""
         before = [len(text.token_ids) for text in texts]
-        probabilities: dict[Sequence, list[Tensor]] = {text: [] for text in texts}
         try:
             self._catch_up(texts)
             going_on = list(texts)
@@ -126,13 +115,15 @@ class _ModelDrafts:
                 emitted = self._step([Work(text, text.pending) for text in going_on])
                 for text, (token,) in zip(going_on, emitted, strict=True):
                     text.accept(token.id)
-                    if isinstance(self._chooser, DraftChooser):
-                        probabilities[text].append(self._chooser.probabilities[text])
                 going_on = [text for text in going_on if text.finish_reason is None]
                 if not going_on:
                     break
-        except (NothingToDrawError, ContextOverflowError):
-            pass  # the draft ends here: bans leave no id, or the draft model's context is full
+        except OnwardError as error:
+            # The draft ends here: bans leave no id, or the draft model's context is full. Any other error counts for
+            # the first id alone: a later one may be past the end of a text.
+            has_begun = any(len(text.token_ids) > length for text, length in zip(texts, before, strict=True))
+            if not has_begun and not isinstance(error, NothingToDrawError | ContextOverflowError):
+                raise
         finally:
             for text, length in zip(texts, before, strict=True):
                 text.reopen()
@@ -140,8 +131,7 @@ class _ModelDrafts:
                     text.history.truncate(length)
                 if text.constraint is not None:
                     text.constraint.truncate(length)
-        drafted = [text.token_ids[length:] for text, length in zip(texts, before, strict=True)]
-        return drafted, list(probabilities.values()) if isinstance(self._chooser, DraftChooser) else []
+        return [text.token_ids[length:] for text, length in zip(texts, before, strict=True)]
 
     def _catch_up(self, texts: abc.Sequence[Sequence]) -> None:
         """Process long pending texts chunk by chunk, up to the ids that the draft begins with."""

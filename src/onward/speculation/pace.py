@@ -1,9 +1,10 @@
 """How many ids to draft: the expected number of accepted ids against the cost of a round, both measured while decoding.
 
-Nothing else depends on measured times. They decide how much is drafted, never which ids the coupled verifier emits.
+Nothing else depends on measured times. They decide how much is drafted, never which ids are emitted.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 # The lengths of drafts. They are few, for the model runs with a shape of its own for each.
@@ -74,13 +75,14 @@ class Pace:
     So drafting slows nobody down by more than that 1 %. Errors of measurement come on top, and so do costs that are
     paid once: programs for new shapes and the draft model's prompt.
 
-    rest: how many of the next steps are plain ones in any case. `note_time` takes their time.
+    clock: returns seconds. rest: how many of the next steps are plain ones in any case. `note_time` takes their time.
 
     Calls of several threads may share one. It takes no lock: what one thread adds while another looks makes a choice
     less good, and no text another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self._costs: dict[int, _Costs] = {}
         self._credit = 0.0
         self._since_probe = 0

@@ -1,14 +1,12 @@
 """The speculative step: a drafter or a constraint guesses tokens, and one pass of the model verifies them.
 
-A round processes a sequence's pending id and its draft at once, T = 1 + K tokens. A verifier says how many ids of the
-draft are right. The next pending id is the one that the target chose itself. The keys and values of ids that were not
+A round processes a sequence's pending id and its draft at once, T = 1 + K tokens. Drafted ids that the target chooses
+too are accepted. The next pending id is the one that the target chose itself. The keys and values of ids that were not
 accepted are then past what is computed, where nothing is read.
 """
 
 import operator
-import time
 from collections import Counter, abc
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,17 +14,13 @@ import torch
 from onward.decoding import Chooser, Sequence, Slots, Step, Work
 from onward.decoding.forward import Run, forward, inputs
 from onward.decoding.step import Emitted
-from onward.decoding.token import not_finite, tokens_of
+from onward.decoding.token import tokens_of
 from onward.errors import DraftError, one_line
 from onward.speculation.counts import Speculation
-from onward.speculation.drafter import Draft, Drafter, Drafting, DraftRequest, DraftRow
+from onward.speculation.drafter import Drafter, Drafting, DraftRequest, DraftRow
 from onward.speculation.forced import paying_length
 from onward.speculation.pace import LENGTHS, Acceptance, Pace, RowPace
-from onward.speculation.verify import Verifier, coupled
-
-
-class _Forced(Draft):
-    """Ids that a constraint forces. They say nothing of a drafter."""
+from onward.speculation.verify import verify
 
 
 class DraftedTogether:
@@ -39,7 +33,7 @@ class DraftedTogether:
         self.drafter, self.request = drafter, request
         self.drafting: Drafting | None = None
 
-    def propose(self, rows: abc.Sequence[DraftRow]) -> list[Draft | abc.Sequence[int]]:
+    def propose(self, rows: abc.Sequence[DraftRow]) -> list[abc.Sequence[int]]:
         name = type(self.drafter).__name__
         try:
             if self.drafting is None:
@@ -98,7 +92,7 @@ class SpeculativeStep:
     Ids that a sequence's constraint forces are drafted as they are. Where none are forced its drafter is asked.
     Prompts, and steps without a draft, are processed by a plain step.
 
-    plain: that step. run, slots, chooser, device: as in `DecodeStep`. verifier: judges drafts.
+    plain: that step. run, slots, chooser, device: as in `DecodeStep`.
     longest: the most ids of a draft. pace: chooses how many ids to ask a drafter for; None always asks for `longest`.
     vocab_size: V of the logits; None does not check forced ids.
     acceptance: the acceptance of texts so far.
@@ -112,18 +106,15 @@ class SpeculativeStep:
         chooser: Chooser,
         device: torch.device,
         *,
-        verifier: Verifier,
         longest: int,
         pace: Pace | None = None,
         acceptance: Acceptance | None = None,
         vocab_size: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._plain, self._run, self._slots, self._chooser, self._device = plain, run, slots, chooser, device
-        self._verifier = verifier
         self._longest = longest
         self._pace = pace
-        self._clock = clock if pace is not None else _no_clock
+        self._clock = _no_clock if pace is None else pace.clock
         self._vocab_size = vocab_size
         self._overall = Acceptance() if acceptance is None else acceptance
         self._shape_counts: Counter[tuple[int, int]] = Counter()  # steps by (sequences, longest draft)
@@ -131,7 +122,8 @@ class SpeculativeStep:
     def __call__(self, work: abc.Sequence[Work]) -> Emitted:
         began, pace = self._clock(), self._pace
         sequences = [sequence for sequence, _ in work]
-        prompts = any(map(self._has_prompt, sequences))
+        # What is pending is a prompt's in a text that has ended, too.
+        prompts = any(sequence.pending > 1 or sequence.finish_reason is not None for sequence in sequences)
         forced = None if prompts else self._forced(sequences)
         if prompts or (pace is not None and pace.rest and forced is None):
             # Sequences that decode beside a prompt wait for it anyway, so they are not drafted for.
@@ -140,7 +132,7 @@ class SpeculativeStep:
                 pace.note_time(self._clock() - began)
             return emitted
         counts = [0] * len(work) if pace is not None and pace.rest else self._draft_lengths(sequences)
-        drafts: list[Draft] = []
+        drafts: list[abc.Sequence[int]] = []
         drafting = 0.0
         if forced is not None or any(counts):
             drafts = self._drafts(sequences, counts, [()] * len(work) if forced is None else forced)
@@ -149,23 +141,17 @@ class SpeculativeStep:
             # The time of choosing no draft is not booked as a loss. It could be more than a plain step earns, and then
             # a new drafter, which has earned nothing yet, would never be asked.
             began = self._clock()
-        longest = max((len(draft.ids) for draft in drafts), default=0)
-        emitted = self._round(work, drafts, longest) if longest else self._plain(work)
+        longest = max(map(len, drafts), default=0)
+        if longest:
+            emitted = self._round(work, drafts, longest)
+            self._count(sequences, drafts, forced, emitted)
+        else:
+            emitted = self._plain(work)
         if pace is not None and forced is not None:
             pace.note_time(self._clock() - began)  # what was forced says nothing of the drafter
         elif pace is not None:
             self._note(len(work), emitted, longest, self._clock() - began, drafting)
         return emitted
-
-    def _has_prompt(self, sequence: Sequence) -> bool:
-        """Whether what is pending is a prompt's. It is in a text that has ended, too.
-
-        The ids of the accept/resample rule depend on where drafts begin. There that is behind the first new id, also
-        where a cache holds all of the prompt but its last id.
-        """
-        if sequence.pending > 1 or sequence.finish_reason is not None:
-            return True
-        return self._verifier is not coupled and not sequence.has_begun
 
     def _note(self, rows: int, emitted: Emitted, longest: int, seconds: float, drafting: float) -> None:
         assert self._pace is not None
@@ -213,12 +199,7 @@ class SpeculativeStep:
         return [(sequence, max(0, min(sequence.room - 1, longest))) for sequence in sequences]
 
     def _forced(self, sequences: abc.Sequence[Sequence]) -> list[abc.Sequence[int]] | None:
-        """The ids that constraints force, as many as pay; None where that is none in any sequence.
-
-        The ids of the accept/resample rule depend on what is drafted, so there a draft is the drafter's alone.
-        """
-        if self._verifier is not coupled:
-            return None
+        """The ids that constraints force, as many as pay; None where that is none in any sequence."""
         forced = [() if each.constraint is None else each.constraint.forced() for each in sequences]
         if not any(forced):
             return None
@@ -239,10 +220,10 @@ class SpeculativeStep:
         sequences: abc.Sequence[Sequence],
         counts: abc.Sequence[int],
         forced: abc.Sequence[abc.Sequence[int]],
-    ) -> list[Draft]:
+    ) -> list[abc.Sequence[int]]:
         """What is forced in each sequence; where nothing is, a draft of at most `counts` ids. The drafter is not asked
         where that is 0."""
-        drafts: list[Draft] = [_Forced(ids) for ids in forced]
+        drafts = list(forced)
         groups: dict[DraftedTogether, list[int]] = {}
         for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             group = _group(sequence)
@@ -251,24 +232,14 @@ class SpeculativeStep:
         for group, indices in groups.items():
             rows = [_draft_row(sequences[index], counts[index]) for index in indices]
             for index, proposal in zip(indices, group.propose(rows), strict=True):
-                drafts[index] = self._followable(sequences[index], _checked(group, proposal, counts[index]))
+                drafts[index] = _admitted(sequences[index], _checked(group, proposal, counts[index]))
         return drafts
-
-    def _followable(self, sequence: Sequence, draft: Draft) -> Draft:
-        """A draft before the first id that the sequence's constraint refuses: it would not be accepted.
-
-        The ids of the accept/resample rule depend on what is drafted, so there a draft stays as it is.
-        """
-        if sequence.constraint is None or self._verifier is not coupled:
-            return draft
-        return Draft(draft.ids[: sequence.constraint.admitted(draft.ids)])
 
     # ── the round ─────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def _round(self, work: abc.Sequence[Work], drafts: abc.Sequence[Draft], longest: int) -> Emitted:
+    def _round(self, work: abc.Sequence[Work], drafts: abc.Sequence[abc.Sequence[int]], longest: int) -> Emitted:
         emitted: Emitted = [[] for _ in work]
-        rounds: list[tuple[Sequence, Draft, list[int]]] = []
         for group in self._slots.groups([sequence.slot for sequence, _ in work], 1 + longest):
             items, group_drafts = [work[index] for index in group], [drafts[index] for index in group]
             sequences = [sequence for sequence, _ in items]
@@ -276,36 +247,40 @@ class SpeculativeStep:
             ids = []
             for sequence, draft in zip(sequences, group_drafts, strict=True):
                 pending = sequence.ids(sequence.computed, sequence.length)
-                ids.append([*pending, *draft.ids, *pending * (longest - len(draft.ids))])
+                ids.append([*pending, *draft, *pending * (longest - len(draft))])
             with self._slots.lock:
                 given = inputs(items, self._slots, self._device, ids)
                 logits = given.of_items(forward(self._run, self._slots, given, None))
             steps = torch.arange(1, longest + 2, dtype=torch.int32, device=self._device)
             positions = given.of_items(given.offsets).unsqueeze(1) + steps
-            new_ids = self._verifier(self._chooser, sequences, logits, positions, group_drafts)
-            new_ids = _with_finite_logits(logits, new_ids)
-            for place, (index, sequence, draft, new) in enumerate(
-                zip(group, sequences, group_drafts, new_ids, strict=True)
-            ):
+            new_ids = verify(self._chooser, sequences, logits, positions, group_drafts)
+            for place, (index, sequence, new) in enumerate(zip(group, sequences, new_ids, strict=True)):
                 emitted[index] = tokens_of(new, logits[place, : len(new)], [sequence.top_logprobs] * len(new))
-                rounds.append((sequence, draft, new))
-        for sequence, draft, new in rounds:
-            if draft.ids:
-                self._count(sequence, draft, new)
-            sequence.computed += len(new)
+        for (sequence, _), tokens in zip(work, emitted, strict=True):
+            sequence.computed += len(tokens)
         return emitted
 
-    def _count(self, sequence: Sequence, draft: Draft, new: abc.Sequence[int]) -> None:
-        # `new` ends with the first id that differs from the draft, so all equal pairs are accepted ids.
-        drafted, accepted = len(draft.ids), sum(map(operator.eq, draft.ids, new))
-        text = drafted_text(sequence)
-        text.drafted += drafted
-        text.accepted += accepted
-        text.rounds += 1
-        text.length = len(sequence.token_ids) + len(new)
-        if not isinstance(draft, _Forced):
-            text.acceptance.note(drafted, accepted)
-            self._overall.note(drafted, accepted)
+    def _count(
+        self,
+        sequences: abc.Sequence[Sequence],
+        drafts: abc.Sequence[abc.Sequence[int]],
+        forced: abc.Sequence[abc.Sequence[int]] | None,
+        emitted: Emitted,
+    ) -> None:
+        """Note what a round brought each sequence with a draft. Ids that were forced say nothing of a drafter."""
+        for index, (sequence, draft, new) in enumerate(zip(sequences, drafts, emitted, strict=True)):
+            if not draft:
+                continue
+            # `new` ends with the first id that differs from the draft, so all equal pairs are accepted ids.
+            drafted, accepted = len(draft), sum(map(operator.eq, draft, (token.id for token in new)))
+            text = drafted_text(sequence)
+            text.drafted += drafted
+            text.accepted += accepted
+            text.rounds += 1
+            text.length = len(sequence.token_ids) + len(new)
+            if forced is None or not forced[index]:
+                text.acceptance.note(drafted, accepted)
+                self._overall.note(drafted, accepted)
 
 
 def _group(sequence: Sequence) -> DraftedTogether | None:
@@ -323,43 +298,23 @@ def _draft_row(sequence: Sequence, count: int) -> DraftRow:
     return DraftRow(drafted_text(sequence).owner, sequence.prompt, sequence.token_ids, count)
 
 
-def _checked(group: DraftedTogether, proposal: Draft | abc.Sequence[int], count: int) -> Draft:
-    """The first `count` ids of a proposal as a draft. Raises `DraftError` for what no draft can be."""
+def _checked(group: DraftedTogether, proposal: abc.Sequence[int], count: int) -> list[int]:
+    """The first `count` ids of a proposal. Raises `DraftError` for what no draft can be."""
     name, vocab = type(group.drafter).__name__, group.request.vocab_size
-    draft = proposal if isinstance(proposal, Draft) else Draft(proposal)
     try:
-        ids = [operator.index(token) for token in draft.ids[:count]]
+        ids = [operator.index(token) for token in proposal[:count]]
     except TypeError as error:
         raise DraftError(f"the drafter {name} must propose ids, whole numbers; got {proposal!r}") from error
     if out := [token for token in ids if not 0 <= token < vocab]:
         raise DraftError(f"the drafter {name} proposed id {out[0]}, but the model's ids are from 0 to {vocab - 1}")
-    probabilities = draft.probabilities
-    if probabilities is not None and (probabilities.dim() != 2 or probabilities.shape[1] != vocab):
-        raise DraftError(f"the drafter {name} must give probabilities [N, {vocab}]; got {list(probabilities.shape)}")
-    if probabilities is not None and len(probabilities) < len(ids):
-        raise DraftError(f"the drafter {name} gave probabilities for {len(probabilities)} of {len(ids)} ids")
-    return Draft(ids, probabilities)
+    return ids
+
+
+def _admitted(sequence: Sequence, draft: list[int]) -> list[int]:
+    """A draft before the first id that the sequence's constraint refuses: it would not be accepted."""
+    return draft if sequence.constraint is None else draft[: sequence.constraint.admitted(draft)]
 
 
 def _no_clock() -> float:
     """The clock for drafts of a fixed length, which need no times."""
     return 0.0
-
-
-def _with_finite_logits(logits: torch.Tensor, ids: list[list[int]]) -> list[list[int]]:
-    """The ids of each row before the first one whose logit in [B, K+1, V] is not finite.
-
-    It is an error only for a row's first id: a later one may be past the end of the text. It is enough to check the
-    logits of picked ids, for NaN wins every argmax.
-    """
-    longest = max(map(len, ids))
-    padded = [[*new, *[0] * (longest - len(new))] for new in ids]
-    picked = torch.tensor(padded, device=logits.device).unsqueeze(2)
-    finite = logits[:, :longest].gather(2, picked).squeeze(2).isfinite().tolist()
-    finite_counts = [
-        next((k for k, ok in enumerate(row[: len(new)]) if not ok), len(new))
-        for row, new in zip(finite, ids, strict=True)
-    ]
-    if any(new and not count for count, new in zip(finite_counts, ids, strict=True)):
-        raise not_finite()
-    return [new[:count] for count, new in zip(finite_counts, ids, strict=True)]

@@ -12,6 +12,7 @@ from family_templates import FAMILY_TEMPLATES
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_checkpoint import TOKENIZER_CONFIG, change_json, refused, write_json
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import onward
@@ -307,6 +308,15 @@ def test_the_default_of_several_named_templates_and_the_one_for_tools(folder):
     assert chat(folder, tools=[]) == "default"
 
 
+def test_named_templates_may_be_a_mapping_as_in_transformers(folder):
+    named = {"tool_use": "tools: {{ tools | length }}", "default": "default"}
+    change_json(folder / "tokenizer_config.json", chat_template=named)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=named)
+    messages = [{"role": "user", "content": "Hi"}]
+    for tools in (None, [TOOL]):
+        assert chat(folder, tools=tools) == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+
+
 def test_a_template_for_tools_in_a_file(folder):
     (folder / "chat_template.jinja").write_text("default")
     (folder / "additional_chat_templates").mkdir()
@@ -335,7 +345,7 @@ def test_a_chat_is_encoded_without_a_second_bos(folder):
 
 
 @pytest.mark.parametrize(
-    "given", [5, {"default": "x"}, ["x"], [{"name": "default"}], [{"name": 1, "template": "x"}]], ids=str
+    "given", [5, {"default": 5}, ["x"], [{"name": "default"}], [{"name": 1, "template": "x"}]], ids=str
 )
 def test_what_is_no_template_in_tokenizer_config(given, folder):
     change_json(folder / "tokenizer_config.json", chat_template=given)

@@ -7,11 +7,14 @@ import torch
 from quantized_forms import CT, IDS, awq, drawn, e4m3, fields, gptq, made, packed_ct, scales_of
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import change_json, make_checkpoint, read_json, refused
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 import onward
 from onward.checkpoint import CheckpointFolder
 from onward.checkpoint.quantizers import methods_of
-from onward.errors import CheckpointError, ConfigError
+from onward.errors import CheckpointError, ConfigError, OnwardWarning, TokenizerError
+from onward.testing import random_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*become floats:onward.errors.OnwardWarning")
 
@@ -88,12 +91,46 @@ def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(tmp_pa
     assert CheckpointFolder(folder).chat_template.sources == ("B",)
 
 
+@pytest.mark.parametrize("file", ["tokenizer.model", "tekken.json", "vocab.json"])
+def test_a_tokenizer_of_another_form_is_named_with_how_to_save_it(tmp_path, file):
+    folder = make_checkpoint(tmp_path)
+    (folder / "tokenizer.json").rename(folder / file)
+    with pytest.warns(OnwardWarning, match=f"{file} cannot be read.*AutoTokenizer"):
+        lm = onward.load(folder)
+    with refused(TokenizerError, "tokenizer.json"):
+        lm.encode("Hi")
+    assert len(lm.logits([1, 2])) == 2
+
+
+# ── layers of two kinds ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        None,
+        ["sliding_attention", "full_attention"],
+        ["full_attention", "sliding_attention"],
+        ["full_attention", "full_attention"],
+        ["sliding_attention", "sliding_attention"],
+    ],
+    ids=str,
+)
+def test_layer_types_of_mistral_are_those_of_transformers(tmp_path, types):
+    folder = random_checkpoint(
+        tmp_path, "mistral", sliding_window=4, **({} if types is None else {"layer_types": types})
+    )
+    ids = torch.arange(1, 17)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    torch.testing.assert_close(onward.load(folder, dtype="float32").logits(ids.tolist()), expected, rtol=0, atol=1e-4)
+
+
 # ── a head of its own ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_tied_head_that_differs_is_the_models_head_as_in_transformers(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
@@ -200,3 +237,43 @@ def test_groups_of_another_kind_are_refused(tmp_path, groups):
     folder, _ = made(tmp_path, (CT | {"config_groups": groups}, packed_ct))
     with refused(ConfigError, "config_groups" if "128" not in str(groups) else "block_structure"):
         onward.load(folder)
+
+
+NUMBERS = {
+    "gptq": {"bits": 4, "group_size": 32},
+    "awq": {"bits": 4, "group_size": 32},
+    "auto-round": {"bits": 4, "group_size": 32},
+    "compressed-tensors": of_groups(32),
+    "fp8": {"weight_block_size": [48, 40]},
+}
+
+
+def as_text(value):
+    """Every way to write one whole number of the settings as text."""
+    if isinstance(value, int):
+        yield str(value)
+    elif isinstance(value, dict | list):
+        for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            for changed in as_text(part):
+                copy = value.copy()
+                copy[key] = changed
+                yield copy
+
+
+@pytest.mark.parametrize("method", NUMBERS)
+def test_a_number_written_as_text_is_an_error(method):
+    settings = {"quant_method": method} | NUMBERS[method]
+    assert methods_of({"quantization_config": settings})
+    wrong = list(as_text(settings))
+    assert wrong
+    for each in wrong:
+        with refused(ConfigError, "quantization_config", "got", "'"):
+            methods_of({"quantization_config": each})
+
+
+@pytest.mark.parametrize("method", ["GPTQ", "Awq", "FP8"])
+def test_the_name_of_a_method_in_capitals_is_refused_as_in_transformers(method):
+    with pytest.raises(ValueError, match="Unknown quantization type"):
+        AutoQuantizationConfig.from_dict({"quant_method": method})
+    with refused(ConfigError, repr(method), "gptq"):
+        methods_of({"quantization_config": {"quant_method": method, "bits": 4}})

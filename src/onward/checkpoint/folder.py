@@ -15,6 +15,9 @@ from onward.models.generation_fields import generation_fields
 from onward.models.model_types import with_architecture
 from onward.text_input import read_json_file, read_text_file
 
+# Tokenizers of other libraries: of SentencePiece, of Mistral, of tiktoken, and of transformers' older classes.
+_OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
+
 
 @dataclass(frozen=True)
 class CheckpointFolder:
@@ -68,6 +71,11 @@ class CheckpointFolder:
     def tokenizer(self) -> JsonTokenizer | None:
         """None where the folder has no tokenizer.json: such a model takes and gives ids."""
         if not (self.path / "tokenizer.json").is_file():
+            if others := [name for name in _OTHER_TOKENIZERS if self._has(name)]:
+                warn(
+                    f"{self.path}: {others[0]} cannot be read, so this model takes and gives ids alone: save it as a "
+                    "tokenizer.json with transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+                )
             return None
         return JsonTokenizer.read(self.path / "tokenizer.json", self.tokenizer_config)
 
@@ -108,18 +116,20 @@ class CheckpointFolder:
         return {name: self._read_text(file, TokenizerError) for name, file in files.items() if self._has(file)}
 
     def _configured_templates(self) -> dict[str, str]:
-        """One template as a string, or several as a list of {"name": …, "template": …}."""
+        """One template as a string, or several: a list of {"name": …, "template": …}, or a mapping of names."""
         config = self.tokenizer_config.get("chat_template")
         config = config or self._read_json("chat_template.json", TokenizerError).get("chat_template") or []
         entries = [{"name": "default", "template": config}] if isinstance(config, str) else config
         try:
-            templates = {entry["name"]: entry["template"] for entry in entries}
+            templates = (
+                dict(entries) if isinstance(entries, dict) else {entry["name"]: entry["template"] for entry in entries}
+            )
         except (TypeError, KeyError):
             templates = {"default": None}
         if not all(isinstance(text, str) for pair in templates.items() for text in pair):
             raise TokenizerError(
-                f"{self.path}: tokenizer_config.json: chat_template must be a string or a list of "
-                f"{{'name': …, 'template': …}}; got a {type(config).__name__} that is neither"
+                f"{self.path}: tokenizer_config.json: chat_template must be a string, a list of "
+                f"{{'name': …, 'template': …}}, or an object of names and templates; got {type(config).__name__}"
             )
         return templates
 

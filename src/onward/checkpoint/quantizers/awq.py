@@ -74,5 +74,5 @@ def read_method(settings: Mapping[str, Any]) -> Awq:
     if settings.get("backend") == "llm-awq":
         version = "llm-awq"
     if bits != 4 or version != "gemm":
-        raise ValueError(f"AWQ of 4 bits in version 'gemm' can be read; got {bits} bits, version {version!r}")
+        raise ValueError(f"AWQ of 4 bits in version 'gemm' can be read; got bits {bits!r}, version {version!r}")
     return Awq(size(settings, "group_size" if settings.get("group_size") is not None else "q_group_size", 128))

@@ -472,6 +472,10 @@ def test_variables_reach_the_template():
     lm = LanguageModel(scripted_model([1], vocab_size=258), TOKENIZER, template)
     assert lm.decode(lm.chat_prompt(HI)) == "Hi"
     assert lm.decode(lm.chat_prompt(HI, {"loud": True})) == "Hi!"
+    for unread in ("louder", "messages", "strftime_now", "bos_token", "stop"):
+        for ask in (lambda variables: lm.chat_prompt(HI, variables), lambda variables: lm.chat(HI, template=variables)):
+            with pytest.raises(RequestError, match=f"does not read {unread}; it reads loud"):
+                ask({unread: "x"})
     lm.chat(HI, template={"loud": True}, max_new_tokens=1)
     assert lm.model.calls[-1].tokens == [[*b"Hi!"]]
 

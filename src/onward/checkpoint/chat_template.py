@@ -70,6 +70,7 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template cannot be read: {_brief(error)}") from error
         self._special_tokens = dict(special_tokens)
         self._sources = (source, self._special_tokens, tool_source)
+        self._settable = names - {"messages", "strftime_now"} | {"add_generation_prompt"}
         self._variables = frozenset(names - {"messages", "add_generation_prompt", *special_tokens} - _SPECIAL_TOKENS)
 
     def __repr__(self) -> str:
@@ -89,6 +90,15 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """The variables that the template reads beside the messages and the special tokens: tools, enable_thinking …"""
         return self._variables
+
+    def check_variables(self, variables: Mapping[str, Any]) -> None:
+        """Raise `RequestError` for a variable that would change nothing: the template does not read it."""
+        unread = sorted(
+            str(name) for name, value in variables.items() if value is not None and name not in self._settable
+        )
+        if unread:
+            reads = ", ".join(sorted(self.variables)) or "no variables"
+            raise RequestError(f"this model's chat template does not read {', '.join(unread)}; it reads {reads}")
 
     def render(
         self,

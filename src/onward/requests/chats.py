@@ -154,6 +154,7 @@ class ChatReader:
         if self.template is None:
             raise TokenizerError("this model has no chat template: use generate with a plain prompt")
         check_value(messages, "messages")
+        self.template.check_variables(variables)
         takes_text = any(_TAKES_TEXT.search(source) for source in self.template.sources)
         return self.template.render(template_messages(messages, arguments_as_text=takes_text), now, **variables)
 

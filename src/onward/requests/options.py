@@ -307,10 +307,8 @@ def split_chat_options(
     """
     names = option_names()
     variables: frozenset[str] = frozenset() if template is None else template.variables
-    unread = sorted(set(options) & _TEMPLATE_VARIABLES - variables)
-    if unread and template is not None:
-        reads = ", ".join(sorted(variables)) or "no variables"
-        raise RequestError(f"this model's chat template does not read {', '.join(unread)}; it reads {reads}")
+    if template is not None:
+        template.check_variables(dict.fromkeys(set(options) & _TEMPLATE_VARIABLES - variables, True))
     check_option_names(set(options) - {"template", "cache"}, [*names, *sorted(variables - set(names))])
     of_template = {name: value for name, value in options.items() if name in variables and name not in names}
     others: Any = {name: value for name, value in options.items() if name not in {"template", *of_template}}

@@ -8,7 +8,7 @@ from command_line import Cli
 
 import onward
 from onward.checkpoint import ChatTemplate
-from onward.cli.chat import converse, recap
+from onward.cli.chat import recap
 from onward.cli.conversation import Conversation
 from onward.cli.session import ChatSession
 from onward.cli.slash import run_command
@@ -222,22 +222,3 @@ def test_a_recap_is_the_last_turns_on_short_lines() -> None:
     assert lines[1].endswith("word…")
     wide = recap(Conversation(turns=[("日本" * 50, "ok")]), 60).splitlines()[0]
     assert len(wide) == 31  # two columns each, and the cut
-
-
-class Lines:
-    def __init__(self, *lines: str) -> None:
-        self._lines = iter(lines)
-
-    def read(self) -> str | None:
-        return next(self._lines, None)
-
-
-def test_a_chat_that_is_loaded_on_a_terminal_is_recapped(
-    session: ChatSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    session.ask("Who was she?", ignore)
-    run_command(session, f"/save {tmp_path / 'chat.json'}")
-    for on_terminal in (True, False):
-        capsys.readouterr()
-        converse(session, Lines(f"/load {tmp_path / 'chat.json'}"), on_terminal=on_terminal)
-        assert ("> Who was she?" in capsys.readouterr().err) == on_terminal

@@ -1,26 +1,23 @@
-"""A conversation survives its file, and a file survives what is not its conversation."""
+"""A conversation survives its note in a saved session, and a note that is none is refused."""
 
-import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.cli.conversation import Conversation, load, save
-from onward.errors import RequestError
+import onward
+from onward.cli.conversation import Conversation
+from onward.cli.session import ChatSession
+from onward.errors import SessionError
 
 TEXTS = st.text(st.characters(codec="utf-8"))
 
 
 @given(st.none() | TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=4))
-def test_saved_is_loaded(
-    tmp_path_factory: pytest.TempPathFactory, system: str | None, turns: list[tuple[str, str]]
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "round-trip.json"
+def test_a_note_is_the_conversation(system: str | None, turns: list[tuple[str, str]]) -> None:
     conversation = Conversation(system, turns)
-    save(conversation, file, "demo")
-    assert load(file) == conversation
+    assert Conversation.from_json(conversation.to_json()) == conversation
 
 
 def test_messages_are_what_templates_take() -> None:
@@ -30,58 +27,31 @@ def test_messages_are_what_templates_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "wanted"),
+    ("note", "wanted"),
     [
-        ("not JSON", "no JSON"),
-        ("[" * 100_000, "no JSON"),
-        ("[]", "'messages'"),
-        ("{}", "'messages'"),
-        ('{"messages": {}}', "'messages'"),
-        ('{"messages": ["Hi"]}', "message 1"),
-        ('{"messages": [{"role": "user"}]}', "'content'"),
-        ('{"messages": [{"role": "user", "content": "Hi", "tools": []}]}', "alone"),
-        ('{"messages": [{"role": "user", "content": 5}]}', "strings"),
-        ('{"messages": [{"role": "user", "content": "Hi"}]}', "no answer"),
-        ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "'user' was expected"),
-        ('{"messages": [{"role": "user", "content": "Hi"}, {"role": "system", "content": ""}]}', "message 2"),
+        ("not JSON", "Expecting value"),
+        ("[" * 100_000, "nest"),
+        ("[]", "'turns'"),
+        ("{}", "'turns'"),
+        ('{"system": null}', "'turns'"),
+        ('{"system": null, "turns": [], "more": 1}', "'turns'"),
+        ('{"system": 5, "turns": []}', "system message"),
+        ('{"system": null, "turns": {}}', "pairs of strings"),
+        ('{"system": null, "turns": ["Hi"]}', "pairs of strings"),
+        ('{"system": null, "turns": [["Hi"]]}', "pairs of strings"),
+        ('{"system": null, "turns": [["Hi", null]]}', "pairs of strings"),
     ],
 )
-def test_what_is_no_conversation_is_refused_and_not_overwritten(tmp_path: Path, content: str, wanted: str) -> None:
-    file = tmp_path / "chat.json"
-    file.write_text(content)
-    with pytest.raises(RequestError, match=wanted):
-        load(file)
-    with pytest.raises(RequestError, match="choose another name"):
-        save(Conversation(), file, "demo")
-    assert file.read_text() == content
-
-
-def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "chat.json"
-    save(Conversation(turns=[("one", "1")]), file, "demo")
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(RequestError, match="No space left"):
-        save(Conversation(turns=[("two", "2")]), file, "demo")
-    assert load(file).turns == [("one", "1")]
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    file, link = tmp_path / "chat.json", tmp_path / "link.json"
-    save(Conversation(), file, "demo")
-    link.symlink_to(file)
-    save(Conversation(turns=[("one", "1")]), link, "demo")
-    assert link.is_symlink()
-    assert json.loads(file.read_text())["messages"]
-
-
-@pytest.mark.parametrize("name", ["no/such/folder/chat.json", "", "nul\0.json"])
-def test_names_that_cannot_be_files(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RequestError):
-        save(Conversation(), tmp_path / name, "demo")
-    with pytest.raises(RequestError):
-        load(tmp_path / name)
+def test_a_session_whose_note_is_no_conversation_is_refused_and_not_overwritten(
+    lm: onward.LanguageModel, tmp_path: Path, note: str, wanted: str
+) -> None:
+    file = tmp_path / "chat.session"
+    session = onward.Session(lm)
+    session.notes["conversation"] = note
+    session.save(file)
+    before = file.read_bytes()
+    chat = ChatSession(lm, "demo", {}, Conversation())
+    with pytest.raises(SessionError, match=f"damaged chat: .*{wanted}"):
+        chat.keep_in(file)
+    assert chat.conversation == Conversation()
+    assert file.read_bytes() == before

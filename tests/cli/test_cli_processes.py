@@ -149,8 +149,8 @@ def test_a_chat_on_a_terminal(tmp_path: Path, terminals: list[Terminal]) -> None
     terminal.type("/stats\r")
     terminal.expect("1 question, ")
     terminal.expect(EDITING)
-    terminal.type(f"half a line\x03/save {tmp_path / 'chat.json'}\r")  # Ctrl-C clears the line
-    terminal.expect("saved 2 messages")
+    terminal.type("half a line\x03/system Be brief.\r")  # Ctrl-C clears the line
+    terminal.expect("system message: Be brief.")
     terminal.expect(EDITING)
     terminal.type("\x03")
     terminal.expect("Ctrl-D or /exit leaves")

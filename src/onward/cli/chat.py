@@ -101,8 +101,6 @@ def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bo
                     _answer(session, session.retry, on_terminal)
                 else:
                     write(f"{fitted(reply)}\n")
-                    if on_terminal and line.split()[0] == "/load":
-                        note(recap(session.conversation, columns()))
             elif line.strip():
                 _answer(session, partial(session.ask, line.removeprefix("/")), on_terminal)
             session.keep()
@@ -168,6 +166,4 @@ def _remark(session: ChatSession, answer: Answer) -> str:
         return "" if answer.text else "the model ended its answer before it began"
     if not session.is_full(answer.completion):
         return f"cut at {count(len(answer.completion.token_ids), 'token')}, as max_new_tokens says"
-    return (
-        f"cut: the context of {session.context:,} tokens is full. /reset begins a new chat, /save FILE keeps this one"
-    )
+    return f"cut: the context of {session.context:,} tokens is full. /reset begins a new chat"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onward
-from onward.cli.conversation import Conversation, from_json, to_json
+from onward.cli.conversation import Conversation
 from onward.cli.streaming import follow
 from onward.errors import ContextOverflowError, OnwardError, RequestError, SessionError
 
@@ -71,7 +71,11 @@ class ChatSession:
             session = onward.Session.load(file, self.lm)
             if _NOTE not in session.notes:
                 raise SessionError(f"{str(file)!r} is a session without a chat: `onward.Session.load` goes on with it")
-            self.adopt(from_json(session.notes[_NOTE], file))
+            try:
+                conversation = Conversation.from_json(session.notes[_NOTE])
+            except RequestError as error:
+                raise SessionError(f"{str(file)!r} is a session with a damaged chat: {error}") from error
+            self.adopt(conversation)
             self._session = session
         self._file = file
         self.keep()
@@ -84,7 +88,7 @@ class ChatSession:
         """
         if self._file is None:
             return
-        content = to_json(self.conversation, self.model)
+        content = self.conversation.to_json()
         state = (content, len(self._session.tokens))
         if state != self._kept:
             self._session.notes[_NOTE] = content
@@ -176,7 +180,7 @@ class ChatSession:
         if room < 1:
             raise ContextOverflowError(
                 f"not sent: with this message the chat is {len(prompt):,} tokens long, and the context holds "
-                f"{self.context:,}. /reset begins a new chat, /save FILE keeps this one, a shorter message may fit"
+                f"{self.context:,}. /reset begins a new chat; a shorter message may fit"
             )
         most = self.options.get("max_new_tokens")
         options = {**self.options, **changes, "max_new_tokens": room if most is None else min(room, most)}

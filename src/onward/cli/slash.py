@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 
-from onward.cli import conversation, settings
+from onward.cli import settings
 from onward.cli.conversation import Conversation
-from onward.cli.prompt import expanded
 from onward.cli.session import ChatSession
 from onward.cli.streaming import count, summary
 from onward.cli.terminal import shortened
@@ -18,6 +16,9 @@ _KEYS = """\
   Alt+Enter      begin a new line; so does Enter after a backslash
   Ctrl-C         stop the answer (what is shown stays), or clear the line
   Ctrl-D         leave"""
+
+# What other programs call the commands that write a chat to a file and read it.
+_PERSISTENCE = ("/save", "/load")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def run_command(session: ChatSession, line: str) -> str | Retry | None:
     if command is None:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
+        hint = "`onward chat --session FILE` keeps a chat and continues it; " if name in _PERSISTENCE else hint
         raise RequestError(
             f"unknown command {name}: {hint}/help lists them; a message that begins with a slash is sent with two"
         )
@@ -90,19 +92,6 @@ def _undo(session: ChatSession, argument: str) -> str:
     return f"took back {shortened(question, 60)!r} and its answer; {_used(session)}"
 
 
-def _save(session: ChatSession, argument: str) -> str:
-    file = _file("/save", argument)
-    conversation.save(session.conversation, file, session.model)
-    return f"saved {count(len(session.conversation.messages()), 'message')} in {file}"
-
-
-def _load(session: ChatSession, argument: str) -> str:
-    file = _file("/load", argument)
-    session.adopt(conversation.load(file))
-    messages = len(session.conversation.messages())
-    return f"loaded {count(messages, 'message')} from {file}, {_used(session)}"
-
-
 def _stats(session: ChatSession, argument: str) -> str:
     rows = {
         "model": session.model,
@@ -125,12 +114,6 @@ def _used(session: ChatSession) -> str:
     return f"{used:,} of {session.context:,} tokens of context"
 
 
-def _file(command: str, argument: str) -> Path:
-    if not argument:
-        raise RequestError(f"{command} wants the name of a file")
-    return expanded(Path(argument))
-
-
 COMMANDS = {
     "/help": SlashCommand("", "show this", _help),
     "/reset": SlashCommand("", "begin a new chat", _reset),
@@ -138,8 +121,6 @@ COMMANDS = {
     "/set": SlashCommand("NAME X", "set an option ('-': the model's own), or show it, or all", _set),
     "/retry": SlashCommand("", "answer the last question again", _retry),
     "/undo": SlashCommand("", "take back the last question and its answer", _undo),
-    "/save": SlashCommand("FILE", "write the chat to FILE as JSON", _save),
-    "/load": SlashCommand("FILE", "go on with the chat that was saved in FILE", _load),
     "/stats": SlashCommand("", "how long the chat is, and how fast the last answer was", _stats),
     "/exit": SlashCommand("", "leave", _exit),
 }

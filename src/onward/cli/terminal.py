@@ -8,10 +8,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from onward.cli.whole_words import WholeWords
+from typing import IO, Protocol
 
 # Control characters, which untrained models emit and terminals obey, as the pictures that Unicode has for them.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -37,26 +34,23 @@ def write(text: str) -> None:
 
 
 class TextWriter:
-    """Text to stdout, a piece at a time: on a terminal with words kept whole at its edge, else as `write` does."""
+    """Text to stdout, a piece at a time, as `write` does.
+
+    can_dim: whether the terminal can dim text.
+    """
 
     def __init__(self) -> None:
         self._last = "\n"
-        self._words = _whole_words() if is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb" else None
-
-    @property
-    def can_dim(self) -> bool:
-        """Whether text can be set off from other text."""
-        return self._words is not None
+        self.can_dim = is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
 
     def write(self, text: str, *, dim: bool = False) -> None:
-        """dim: set it off, where that can be."""
+        """dim: dim the text, where the terminal can."""
         self._last = text[-1:] or self._last
-        if self._words is None:
-            write(text)
-        elif text:
-            fitted = self._words.fit(text.translate(_PICTURES), columns())
-            sys.stdout.write(f"{_DIM}{fitted}{_NO_LONGER_DIM}" if dim else fitted)
+        if dim and text and self.can_dim:
+            sys.stdout.write(f"{_DIM}{text.translate(_PICTURES)}{_NO_LONGER_DIM}")
             sys.stdout.flush()
+        else:
+            write(text)
 
     @property
     def at_line_start(self) -> bool:
@@ -66,12 +60,6 @@ class TextWriter:
     def end_line(self) -> None:
         """On a terminal, leave the cursor at the start of a line."""
         end_line(self._last)
-
-
-def _whole_words() -> "WholeWords":
-    from onward.cli.whole_words import WholeWords
-
-    return WholeWords()
 
 
 def columns() -> int:

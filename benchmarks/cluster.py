@@ -1,4 +1,4 @@
-"""What replicas on Ray cost: streams through the ingress, through a fused replica, and through `onward serve` alone.
+"""What replicas on Ray cost: streams through the ingress, and through `onward serve` alone.
 
     python -m benchmarks.cluster                              # the demo model, where all is overhead
     python -m benchmarks.cluster --source my-model --ids      # random weights write ids without text
@@ -24,7 +24,6 @@ from benchmarks.machine import description
 
 CONTENDERS = {
     "server": ["serve", "--no-access-log"],
-    "fused": ["deploy", "--replicas", "1", "--fused"],
     "ingress": ["deploy", "--replicas", "1"],
 }
 

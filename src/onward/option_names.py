@@ -60,6 +60,9 @@ _ELSEWHERE = {
     "typical": "typical_p",
 }
 
+# Options that Onward had, and what to use in their place.
+REMOVED = {"fused": "replicas always answer through the ingress; for one process without it, use onward serve"}
+
 
 def check_option_names(names: Iterable[str], known: Collection[str]) -> None:
     """Raise `RequestError` unless all `names` are `known`. The error names the option that was probably meant."""

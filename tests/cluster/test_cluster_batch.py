@@ -95,7 +95,7 @@ def test_a_model_that_is_not_there_is_one_line(source: Path) -> None:
     assert "max_sequences must be" in run.stderr
     run = _run(source, out, "--replicas", "2", "--address", "127.0.0.1:1")
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
-    assert "no Ray cluster answers at 127.0.0.1:1" in run.stderr
+    assert "no Ray cluster answers at '127.0.0.1:1'" in run.stderr
     assert not out.exists()
 
 

@@ -1,11 +1,14 @@
 """What is deployed is checked where it is said, not in the replicas."""
 
 import asyncio
+import time
 import warnings
 from typing import Any
 
 import pytest
 
+from onward.cli.main import run
+from onward.cluster import bridge
 from onward.cluster.bridge import Outbox
 from onward.cluster.call import Parcel, Route
 from onward.errors import RequestError
@@ -13,11 +16,9 @@ from onward.server import Settings
 
 pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
-    import ray
-    from ray._private.services import canonicalize_bootstrap_address
-
-    from onward.cluster import running
+    from onward.cluster import ray_replicas
     from onward.cluster.deploy_options import DeployOptions
+    from onward.cluster.ray_replicas import RayReplicas
     from onward.cluster.replica import Replica
 
 
@@ -31,7 +32,7 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
         ({"retries": "3"}, "retries must be a mapping of options; got 3"),
         ({"load": 8}, "load must be a mapping of options; got 8"),
         ({"engine": "many"}, "engine must be a mapping of options; got 'many'"),
-        ({"fused": "no"}, "fused must be true or false; got 'no'"),
+        ({"fused": True}, "'fused' is no option of a deployment: replicas always answer through the ingress"),
         ({"affinity": 1}, "affinity must be true or false; got 1"),
         ({"replicas": 0}, "replicas must be a whole number of 1 or more; got 0"),
         ({"cpus": "nan"}, "cpus must be a number above 0"),
@@ -43,8 +44,9 @@ def test_a_mistake_is_told(given: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_right_is_taken() -> None:
-    options = DeployOptions.of({"replicas": "3", "fused": "true", "settings": '{"api_keys": ["secret"]}', "name": "1"})
-    assert (options.replicas, options.fused, options.name) == (3, True, "1")
+    given = {"replicas": "3", "affinity": "false", "settings": '{"api_keys": ["secret"]}', "name": "1"}
+    options = DeployOptions.of(given)
+    assert (options.replicas, options.affinity, options.name) == (3, False, "1")
     assert options.settings == {"api_keys": ["secret"]}
 
 
@@ -56,19 +58,45 @@ def test_one_text_is_no_list_of_texts(name: str, value: Any) -> None:
         Settings(**{name: value})
 
 
-def test_without_an_address_ray_is_started_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its own variable names."""
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
-    running._connect(DeployOptions(), None)
-    assert canonicalize_bootstrap_address(given["address"]) is None
+def test_a_flag_that_is_gone_says_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["deploy", "demo", "--fused"]) == 2
+    assert "no such option: --fused; replicas always answer through the ingress" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("host", ["..", "x" * 70])
-def test_an_address_that_is_none(host: str) -> None:
-    with pytest.raises(RequestError, match="no Ray cluster answers at"):
-        running._check_answers(f"{host}:1")
+class Handle:
+    """Ray Serve's handle of replicas, which are one object of this process."""
+
+    deployment_id = "Replica"
+
+    def __init__(self, replica: Any, method: str = "") -> None:
+        self._replica, self._method = replica, method
+
+    def options(self, *, method_name: str, stream: bool = False) -> "Handle":
+        return Handle(self._replica, method_name)
+
+    def remote(self, **given: Any) -> Any:
+        return getattr(self._replica, self._method)(**given)
+
+
+def test_an_ingress_says_that_it_listens_as_long_as_its_channel_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_replicas, "LISTENING", 0.1)
+    monkeypatch.setattr(ray_replicas, "_cancel", lambda response: None)
+    monkeypatch.setattr(bridge, "_PATIENCE", 1.0)
+    replica = Replica.__new__(Replica)
+    replica._name, replica._fingerprint, replica._outboxes = "a", "same", {}
+
+    async def run() -> None:
+        parcels = RayReplicas(Handle(replica)).parcels("a", "one")
+        await anext(parcels)
+        outbox = replica._outboxes["one"]
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            await anext(parcels)
+        assert not outbox.is_closed
+        await parcels.aclose()
+        await asyncio.wait_for(outbox.closed(), 10)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_a_replica_gives_no_words_to_a_channel_of_another() -> None:

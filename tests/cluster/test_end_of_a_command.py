@@ -10,8 +10,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("options", [[], ["--fused"]], ids=["behind an ingress", "fused"])
-def test_requests_that_run_have_time_to_end(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_run_have_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     body = STORY | {"n": 16, "ignore_eos": True}
     got: list[Stream] = []
@@ -20,7 +19,7 @@ def test_requests_that_run_have_time_to_end(options: list[str], monkeypatch: pyt
     def client(port: int) -> None:
         got.append(read(port, body, at=1, act=lambda stream: began.set()))
 
-    with deployed(*options, "--drain", "60") as (port, _):
+    with deployed("--drain", "60") as (port, _):
         reading = threading.Thread(target=client, args=(port,))
         reading.start()
         assert began.wait(60)

@@ -1,24 +1,17 @@
 """Replicas of a batch as actors of Ray, which comes with `onward[cluster]`."""
 
 import asyncio
-import os
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from onward.batches.job import ReplicaDiedError
 from onward.batches.serving import LineServer, Served, fingerprint_of
 from onward.engine import Engine
-from onward.errors import EngineError, OnwardError, RequestError, one_line
+from onward.errors import OnwardError, one_line
 from onward.openai import BatchLine, BodyReader
 
-# Bytes of Ray's object store, through which lines and results pass: a few chunks a replica.
-_STORE = 128 * 2**20
 # Seconds between two looks at whether a replica is alive, and that it has to say so.
 _LOOK, _PATIENCE = 10.0, 60.0
-# Seconds that the address of a cluster has to take a connection.
-_CONNECT = 5.0
 
 
 class _Actor:
@@ -85,43 +78,3 @@ class RayReplica:
             return await reference
         except RayError as error:
             raise ReplicaDiedError(one_line(error)) from error
-
-
-@contextmanager
-def ray_cluster(address: str | None, replicas: int) -> Iterator[None]:
-    """Ray, while the block runs. address: of a cluster that runs; None starts one on this machine, for this block.
-
-    Raises:
-        RequestError: Ray is not installed. EngineError: there is no cluster at the address.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise RequestError("replicas run on Ray: pip install 'onward[cluster]'") from error
-    if address is not None:
-        _check_listens(address)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    try:
-        if address is None:
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-            ray.init(address="local", num_cpus=replicas, object_store_memory=_STORE, include_dashboard=False, **quiet)
-        else:
-            ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise EngineError(f"Ray cannot be reached or started ({address or 'here'}): {one_line(error)}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _check_listens(address: str) -> None:
-    """Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():  # such as "auto"
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT).close()
-    except (OSError, OverflowError) as error:
-        raise EngineError(f"no Ray cluster answers at {address}: {one_line(error)}") from error

@@ -86,10 +86,11 @@ def batch(
     if replicas is None:
         progress = _serve_here(requests, BatchOutput(destination, requests), reader(), limits)
     else:
-        from onward.batches.replicas import RayReplica, ray_cluster
+        from onward.batches.replicas import RayReplica
         from onward.batches.results import BatchResults
+        from onward.cluster.ray_session import connected
 
-        with BatchResults(destination, requests) as results, ray_cluster(address, replicas):
+        with BatchResults(destination, requests) as results, connected(address, replicas):
             progress = _serve_over_replicas(requests, results, partial(RayReplica, reader, limits), replicas)
     if progress.failed:
         at = f"{str(destination)!r} says why"

@@ -28,9 +28,6 @@ class ReplicaFlags:
     cpus: Annotated[
         float, typer.Option("--cpus", metavar="N", help="Of a replica with all its ranks, in Ray's accounts.")
     ] = 1.0
-    fused: Annotated[
-        bool, typer.Option("--fused", help="No ingress of our own: faster, and a lost replica loses its requests.")
-    ] = False
     affinity: Annotated[
         bool,
         typer.Option("--affinity/--no-affinity", help="Send what begins alike to one replica, for its cache."),
@@ -83,7 +80,6 @@ def deploy(
         settings=server.settings(),
         replicas=replicas.replicas,
         max_replicas=replicas.max_replicas,
-        fused=replicas.fused,
         cpus=replicas.cpus,
         threads=threads,
         retries={"attempts": replicas.attempts, "silence": replicas.silence},

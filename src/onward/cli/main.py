@@ -29,7 +29,7 @@ from onward.cli.score import score
 from onward.cli.serve import serve
 from onward.cli.terminal import is_terminal, report
 from onward.errors import OnwardError, OnwardWarning
-from onward.option_names import meant
+from onward.option_names import REMOVED, meant
 
 # Typer carries a click of its own since 0.2x; this is the one name for its usage errors that old and new share.
 _UsageError: Any = typer.BadParameter.__base__
@@ -126,6 +126,8 @@ def _usage_message(error: Any) -> str:
     parameters = error.ctx.command.params
     flags = {flag.lstrip("-").replace("-", "_") for each in parameters for flag in each.opts if flag.startswith("--")}
     name = asked.lstrip("-").replace("-", "_")
+    if name in REMOVED:
+        return f"no such option: {asked}; {REMOVED[name]}"
     hint = meant(_FLAGS.get(name, name), flags) or ""
     # A hint may explain itself: "max_new_tokens (it does not count the prompt)".
     alike = sorted(flag for flag in flags if name in flag.split("_")) or re.findall(r"^\w+", hint)

@@ -8,7 +8,7 @@ from typing import Any
 from onward.checks import is_finite
 from onward.cluster.retries import RetryOptions
 from onward.errors import RequestError
-from onward.option_names import check_option_names
+from onward.option_names import REMOVED, check_option_names
 from onward.server import Settings
 from onward.text_input import TextError, parse_json
 
@@ -30,8 +30,6 @@ class DeployOptions:
     source: what `onward.load` takes. name: that requests call the model by; the source's by default. load: options of
     `onward.load`. engine: options of `onward.Engine`. settings: of `onward.server.Settings`.
     replicas: how many; with max_replicas the least, and as many more as waiting requests ask for.
-    fused: application and engine in one replica behind Ray's own proxy: less overhead, and a lost replica loses its
-        requests.
     cpus: of a replica with all its ranks, in Ray's accounts. threads: of its kernels; None: as many as cpus.
     retries: see `RetryOptions`. affinity: whether requests of one beginning go to one replica.
 
@@ -46,7 +44,6 @@ class DeployOptions:
     settings: Mapping[str, Any] = field(default_factory=dict)
     replicas: int = 2
     max_replicas: int | None = None
-    fused: bool = False
     cpus: float = 1.0
     threads: int | None = None
     retries: Mapping[str, Any] = field(default_factory=dict)
@@ -59,9 +56,8 @@ class DeployOptions:
                 raise RequestError(f"{name} must be a whole number of {least} or more; got {value!r}")
         if not (is_finite(self.cpus) and self.cpus > 0):
             raise RequestError(f"cpus must be a number above 0; got {self.cpus!r}")
-        for name in ("fused", "affinity"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false; got {getattr(self, name)!r}")
+        if not isinstance(self.affinity, bool):
+            raise RequestError(f"affinity must be true or false; got {self.affinity!r}")
         for name in ("load", "engine", "settings", "retries"):
             if not isinstance(getattr(self, name), Mapping):
                 raise RequestError(f"{name} must be a mapping of options; got {getattr(self, name)!r}")
@@ -78,6 +74,8 @@ class DeployOptions:
             RequestError: an unknown one, or a value outside its range.
         """
         known = {each.name: each.type for each in fields(cls)}
+        if removed := sorted(set(given) & set(REMOVED)):
+            raise RequestError(f"{removed[0]!r} is no option of a deployment: {REMOVED[removed[0]]}")
         if unknown := sorted(set(given) - set(known)):
             raise RequestError(f"{unknown[0]!r} is no option of a deployment; they are {', '.join(known)}")
         return cls(**{name: _read(value) if known[name] not in _TEXTS else value for name, value in given.items()})

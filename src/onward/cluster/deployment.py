@@ -12,7 +12,7 @@ from onward.cluster.deploy_options import DeployOptions
 from onward.cluster.ingress import Ingress
 from onward.cluster.ray_replicas import RayReplicas
 from onward.cluster.repeats import Repeats
-from onward.cluster.replica import FusedReplica, ListeningReplica, Replica
+from onward.cluster.replica import Replica
 from onward.cluster.retries import RetryOptions
 from onward.server import Settings, log_to_stderr
 
@@ -56,20 +56,13 @@ class RayIngress:
         return self._ingress
 
 
-def replicas_of(options: DeployOptions, at: tuple[str, int] | None = None) -> Any:
-    """The replicas as a Serve application, without an ingress unless they are fused with theirs.
-
-    at: where fused ones listen; None: nowhere, for Ray's proxies are before them.
-    """
+def replicas_of(options: DeployOptions) -> Any:
+    """The replicas as a Serve application without an ingress."""
     common: dict[str, Any] = {"name": REPLICA, "ray_actor_options": {"num_cpus": options.cpus}, **_life(options)}
     count: dict[str, Any] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
         scaling = {"min_replicas": options.replicas, "max_replicas": options.max_replicas}
         count = {"autoscaling_config": scaling | _SCALING}
-    if options.fused and at is not None:
-        return serve.deployment(**common, **count)(ListeningReplica).bind(asdict(options), *at)
-    if options.fused:
-        return serve.deployment(**common, **count)(FusedReplica).bind(asdict(options))
     router = RequestRouterConfig(
         request_router_class="onward.cluster.ray_router.PrefixRouter",
         request_router_kwargs={"affinity": options.affinity},
@@ -79,8 +72,6 @@ def replicas_of(options: DeployOptions, at: tuple[str, int] | None = None) -> An
 
 def application(options: DeployOptions) -> Any:
     """The whole as a Serve application, behind Ray's own proxies: `ray.serve.run` runs it."""
-    if options.fused:
-        return replicas_of(options)
     ingress = serve.deployment(name=INGRESS, ray_actor_options={"num_cpus": 0.1}, num_replicas=1, **_life(options))
     return ingress(RayIngress).bind(replicas_of(options), asdict(options))
 

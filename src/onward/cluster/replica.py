@@ -3,7 +3,6 @@
 import asyncio
 import os
 import platform
-import threading
 import warnings
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -18,22 +17,14 @@ from onward.cluster.deploy_options import DeployOptions
 from onward.cluster.scaling import LOAD, load_of
 from onward.engine.probe import probe
 from onward.errors import EngineError, OnwardWarning
-from onward.server import Settings, bound, create_app, log_to_stderr
-from onward.server.lifecycle import Server, config_of, drain
-
-# The ingress writes the lines of the log, with what replicas say of their answers.
-_UNLOGGED = {"access_log": False}
+from onward.server import Settings, create_app
 
 
 class Replica:
     """A model, its engine and the application of `onward serve`."""
 
-    _logs = False  # requests
-
     def __init__(self, options: Mapping[str, Any]) -> None:
         chosen = DeployOptions.of(options)
-        if self._logs:
-            log_to_stderr()
         threads = chosen.threads or max(1, int(chosen.cpus))
         onward.set_num_threads(threads)
         torch.set_num_threads(threads)
@@ -42,7 +33,8 @@ class Replica:
             lm = onward.load(chosen.source, **chosen.load)
         self._warned = [str(one.message) for one in caught if issubclass(one.category, OnwardWarning)]
         self._engine = onward.Engine(lm, **chosen.engine)
-        settings = Settings(**(chosen.settings if self._logs else {**chosen.settings, **_UNLOGGED}))
+        # The ingress writes the lines of the log, with what replicas say of their answers.
+        settings = Settings(**{**chosen.settings, "access_log": False})
         self._hang = settings.hang_seconds
         self._app = create_app({chosen.name or chosen.source: self._engine}, settings)
         self._watching: asyncio.Task[None] | None = None
@@ -110,49 +102,3 @@ class Replica:
     def __del__(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.close(drain=False)
-
-
-@serve.ingress()
-class FusedReplica(Replica):
-    """A replica that clients reach through Ray's proxy alone."""
-
-    _logs = True
-
-    def __serve_build_asgi_app__(self) -> Any:
-        return self._app
-
-
-class ListeningReplica(Replica):
-    """A replica that clients reach without a process between. host, port: where it listens, as do all replicas of this
-    machine: Linux spreads connections over them."""
-
-    _logs = True
-
-    def __init__(self, options: Mapping[str, Any], host: str, port: int) -> None:
-        super().__init__(options)
-        self._listener = bound(host, port, shared=True)
-        self._listener.listen()  # who connects before the thread accepts waits, and is not refused
-        self._server = Server(config_of(self._app))
-        self._thread = threading.Thread(target=self._run, name="onward-replica", daemon=True)
-        self._ending = threading.Event()
-        self._thread.start()
-
-    def _run(self) -> None:
-        # Ray makes uvloop the default, under which this thread and the engine's take turns so seldom that a small model
-        # gives 0.7 of the tokens (benchmarks/LOG.md).
-        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-            runner.run(self._listen())
-
-    async def _listen(self) -> None:
-        serving = asyncio.ensure_future(self._server.serve([self._listener]))
-        while not self._ending.is_set():
-            await asyncio.sleep(0.1)
-        await drain(self._app, self._server)
-        await serving
-
-    def __del__(self) -> None:
-        if hasattr(self, "_thread"):
-            self._ending.set()
-            self._thread.join()
-            self._listener.close()
-        super().__del__()

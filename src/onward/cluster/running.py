@@ -4,37 +4,31 @@ import asyncio
 import contextlib
 import io
 import logging
-import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 import onward
 from onward.cluster.deploy_options import DeployOptions
-from onward.cluster.deployment import REPLICA, application, ingress_of, replicas_of
+from onward.cluster.deployment import REPLICA, ingress_of, replicas_of
 from onward.cluster.ingress import Ingress
-from onward.errors import EngineError, RequestError, one_line, warn
+from onward.cluster.ray_session import connected
+from onward.errors import EngineError, one_line, warn
 from onward.server import Settings, bound, log_to_stderr
 from onward.server.lifecycle import Server, address_of, config_of
 from onward.server.log import log
 
 __all__ = ["DeployOptions", "log_to_stderr", "running", "until_signal"]
 
-# What Ray's object store takes of a machine: answers pass it in small parts.
-_STORE = 100 * 2**20
-# Seconds in which a cluster has to answer.
-_CONNECT = 5.0
 _APPLICATION = "onward"
 
 
@@ -46,58 +40,38 @@ def running(
 
     What else runs on the cluster goes on: another deployment of this command too, whose application has another name.
 
-    The ingress is this process. Fused replicas listen themselves on this machine (Linux), and are behind Ray's proxy on
-    a cluster.
+    The ingress is this process.
 
     address: of a Ray cluster, "auto" for the one of this machine; None: Ray is started here, for this alone.
 
     Raises:
-        RequestError: the address does not answer, or cannot be listened at. EngineError: the replicas do not start.
+        RequestError: of `connected`, or the address cannot be listened at. EngineError: the replicas do not start.
     """
     most = options.max_replicas or options.replicas
     if address is None and options.threads is None:
         options = replace(options, threads=max(1, onward.num_threads() // most))
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with closing(bound(host, port)) as listener, _connected(options, address):
-        url = address_of(listener)
-        at = host, int(url.rpartition(":")[2])
+    # Ray counts processors; how many threads a replica runs is ours to say.
+    processors = int(most * options.cpus) + 2
+    with closing(bound(host, port)) as listener, connected(address, processors):
         # On a cluster several commands may start at the same moment.
         name = _APPLICATION if address is None else f"{_APPLICATION}-{secrets.token_hex(4)}"
         try:
-            if options.fused:
-                listener.close()  # others listen there
-                if address is None and sys.platform == "linux":
-                    _start(name, {"location": "NoServer"}, replicas_of(options, at), None)
-                else:
-                    _start(name, {"host": host, "port": at[1]}, application(options), "/")
-                _pass_warnings_on(name)
-                yield url
-            else:
-                ingress = ingress_of(_start(name, {"location": "NoServer"}, replicas_of(options), None), options)
-                _pass_warnings_on(name)
-                with _serving(ingress, listener, Settings(**options.settings).drain):
-                    yield url
+            ingress = ingress_of(_start(name, replicas_of(options)), options)
+            _pass_warnings_on(name)
+            with _serving(ingress, listener, Settings(**options.settings).drain):
+                yield address_of(listener)
         finally:
             with contextlib.redirect_stdout(io.StringIO()):  # Ray prints, as a failure, that its controller has ended
                 _end(name)
 
 
-@contextlib.contextmanager
-def _connected(options: DeployOptions, address: str | None) -> Iterator[None]:
-    """Part of a cluster: of the one at the address, or of one of this process alone."""
-    _connect(options, address)
-    try:
-        yield
-    finally:
-        with contextlib.redirect_stdout(io.StringIO()):
-            ray.shutdown()
-
-
-def _start(name: str, http_options: dict[str, Any], deployed: Any, route_prefix: str | None) -> Any:
-    serve.start(http_options=http_options, logging_config={"log_level": "WARNING"})
+def _start(name: str, replicas: Any) -> Any:
+    """A handle of the replicas, once all are there. No proxy of Ray's is before them."""
+    serve.start(http_options={"location": "NoServer"}, logging_config={"log_level": "WARNING"})
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     try:
-        return serve.run(deployed, name=name, route_prefix=route_prefix, logging_config=quiet)
+        return serve.run(replicas, name=name, route_prefix=None, logging_config=quiet)
     except (RuntimeError, RayServeException) as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
         raise EngineError(f"the replicas do not start: {one_line(cause)}") from error
@@ -154,39 +128,3 @@ def until_signal() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _connect(options: DeployOptions, address: str | None) -> None:
-    common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": True}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address is None:
-        os.environ.setdefault("RAY_worker_niceness", "0")  # else all that runs beside goes before replicas
-        # Ray counts processors; how many threads a replica runs is ours to say.
-        most = options.max_replicas or options.replicas
-        ray.init(
-            address="local",  # whatever RAY_ADDRESS names, or runs on this machine
-            num_cpus=int(most * options.cpus) + 2,
-            include_dashboard=False,
-            object_store_memory=_STORE,
-            **common,
-        )
-        return
-    if address != "auto":
-        _check_answers(address)
-    try:
-        ray.init(address=address, **common)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RequestError(f"no Ray cluster answers at {address!r}: {one_line(error)}") from error
-
-
-def _check_answers(address: str) -> None:
-    """Ray itself would look for a minute."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise RequestError(f"the address of a Ray cluster is HOST:PORT, ray://HOST:PORT or auto; got {address!r}")
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT).close()
-    except (OSError, UnicodeError) as error:  # the latter for what is no name of a host
-        reason = getattr(error, "strerror", None) or error
-        message = f"no Ray cluster answers at {address!r}: {reason}; start one with ray start --head"
-        raise RequestError(message) from error

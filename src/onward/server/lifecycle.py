@@ -45,9 +45,8 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
     )
 
 
-def bound(host: str = "127.0.0.1", port: int = 8000, *, shared: bool = False) -> socket.socket:
-    """A socket for a server to listen at. port: 0 takes a free one. shared: with other processes of this user, among
-    which Linux spreads connections (SO_REUSEPORT).
+def bound(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
+    """A socket for a server to listen at. port: 0 takes a free one.
 
     Raises:
         RequestError: the address is in use, or is none of this machine.
@@ -60,8 +59,6 @@ def bound(host: str = "127.0.0.1", port: int = 8000, *, shared: bool = False) ->
         raise RequestError(f"the server cannot listen at {host}: {error.strerror or error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # clients that never read
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
         listener.bind(address)

@@ -1,0 +1,82 @@
+"""How Ray is joined or started: one way for deployments and for batches, with one error."""
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import pytest
+
+from onward.cluster.ray_session import connected
+from onward.errors import RequestError
+
+pytest.importorskip("ray")
+with warnings.catch_warnings(action="ignore"):  # of Ray's own
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray.exceptions import AuthenticationError
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What Ray is started with, which does not start. It leaves the environment as it was."""
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):
+        monkeypatch.setenv(name, "0")
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "init", lambda **given: options.update(given))
+    monkeypatch.setattr(ray, "shutdown", lambda: options.update(shut=True))
+    return options
+
+
+def test_without_an_address_ray_is_started_here(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its own variable names, and with its own authentication: it listens on all addresses."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with connected(None, 3):
+        assert canonicalize_bootstrap_address(given["address"]) is None
+        assert given["num_cpus"] == 3
+        assert "RAY_AUTH_MODE" not in os.environ
+        assert "shut" not in given
+    assert given["shut"]
+
+
+def test_a_cluster_is_left_also_after_an_error(given: dict[str, Any]) -> None:
+    with pytest.raises(KeyError), connected("auto", 3):
+        raise KeyError
+    assert given["address"] == "auto"
+    assert "num_cpus" not in given
+    assert given["shut"]
+
+
+@pytest.mark.parametrize("address", ["..:1", f"{'x' * 70}:1", "127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:99999"])
+def test_an_address_that_does_not_answer(address: str, given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="no Ray cluster answers at"), connected(address, 1):
+        pass
+    assert not given
+
+
+@pytest.mark.parametrize("address", ["nowhere", "", ":1", "head:", "ray://head"])
+def test_an_address_that_is_none(address: str, given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="is HOST:PORT"), connected(address, 1):
+        pass
+    assert not given
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ConnectionError, AuthenticationError])
+@pytest.mark.parametrize(("address", "says"), [(None, "does not start here"), ("auto", "answers at 'auto'")])
+def test_what_ray_says_is_one_line(
+    address: str | None, says: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**given: Any) -> None:
+        raise kind("no\nroom")
+
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(RequestError, match=says) as failed, connected(address, 1):
+        pass
+    assert "\n" not in str(failed.value)
+
+
+def test_ray_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RequestError, match="pip install 'onward\\[cluster\\]'"), connected(None, 1):
+        pass

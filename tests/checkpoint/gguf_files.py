@@ -138,6 +138,11 @@ MODELS: dict[str, tuple[str, str, dict]] = {
     ),
     "exaone4": ("exaone4", "Exaone4", {"layer_types": ["sliding_attention", "full_attention"], **_WINDOW}),
     "glm4": ("glm4", "Glm4", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "glm4 of a model that sees images": (
+        "glm4",
+        "Glm4",
+        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
     "granite": (
         "granite",
         "Granite",
@@ -268,6 +273,8 @@ def write_model(
     options = {"split_max_tensors": split_after} if split_after else {}
     writer = gguf.GGUFWriter(file, stored, use_temp_file=False, **options)
     _write_config(writer, stored, config)
+    if "sees images" in architecture:
+        writer.add_rope_dimension_sections([8, 4, 4, 0])
     metadata(writer)
     twin, stacks = {}, {}
     for at, (name, tensor) in enumerate(drawn.tensors.items()):
@@ -277,6 +284,8 @@ def write_model(
         twin[name] = dequantized(raw, kind) / factors
         if stored in _BY_PAIRS and name.split(".")[-2] in ("q_proj", "k_proj"):
             raw = permuted(raw, config["head_dim"])
+        if "sees images" in architecture and name.split(".")[-2] in ("q_proj", "k_proj"):
+            raw = _halved(raw, config["head_dim"], 2)
         if stored.startswith("qwen35") and ".linear_attn." in name:
             raw = of_delta(name, raw, kind, config)
             if raw is None:  # blocks that the order would cut: what is drawn is what the file has
@@ -418,6 +427,14 @@ def permuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
     """The rows as the converter's LlamaModel writes them."""
     halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _halved(rows: np.ndarray, head_dim: int, share: int) -> np.ndarray:
+    """Of the first part of each head, which turns, the even rows come before the odd ones."""
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:]).copy()
+    turned = heads[:, : head_dim // share]
+    heads[:, : head_dim // share] = np.concatenate((turned[:, 0::2], turned[:, 1::2]), axis=1)
+    return heads.reshape(rows.shape)
 
 
 def _raw(tensor: torch.Tensor, type: str, seed: int) -> np.ndarray:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_gguf_tokenizers import CONTROL, NORMAL, UNUSED, USER, write_sentencepiece
+from gguf_files import write_model
+from test_gguf_tokenizers import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, write_sentencepiece
 from tiny_checkpoint import refused, sentencepiece_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
@@ -158,6 +159,116 @@ def test_tokens_of_phi_3_take_the_spaces_behind_them(name, behind):
     assert encode("<|user|>\na") == [256, *behind, 64]
     assert encode("</s>\na") == [257, *behind, 64]
     assert encode("<s>\na") == [258, 198, 64]
+
+
+@pytest.mark.parametrize("kind", [USER, CONTROL])
+@pytest.mark.parametrize("text", ["naïve", "Ġx", "çé", "a b", "▁y", "東"])
+def test_added_tokens_are_decoded_to_their_text_whatever_letters_stand_for(kind, text):
+    tokenizer = vocabulary_of([text], [NORMAL] * 256 + [kind]).tokenizer()
+    ids = tokenizer.encode(f"a{text}b")
+    assert ids == [64, 256, 65]
+    assert tokenizer.decode(ids) == ("ab" if kind == CONTROL else f"a{text}b")
+    assert tokenizer.bytes_of(256) == (b"" if kind == CONTROL else text.encode())
+    assert tokenizer.tokens()[256] == text
+
+
+@pytest.mark.parametrize("text", ["é", "Ã", "Ġx"])
+def test_an_added_token_takes_no_piece_from_other_texts(text):
+    """The letter "é" is the byte 0xE9, which "逅" begins with."""
+    pieces = ["Ġx"]
+    vocabulary = vocabulary_of([*pieces, text], [NORMAL] * 257 + [USER], merges=["Ġ x"])
+    tokenizer = vocabulary.tokenizer()
+    for sample in ("逅", f"a{text}b", "a x", "çé"):
+        assert tokenizer.decode(tokenizer.encode(sample)) == sample
+    assert tokenizer.decode([257]) == text
+
+
+def test_merges_through_tokens_that_the_vocabulary_lacks_are_left_out():
+    with pytest.warns(OnwardWarning, match="1 of 2 merges name a token .* the first 'x y'"):
+        tokenizer = vocabulary_of(["ab"], merges=["x y", "a b"]).tokenizer()
+    assert tokenizer.encode("abxy") == [256, 120 - 33, 121 - 33]
+
+
+def test_a_merged_token_of_type_unused_is_used():
+    vocabulary = vocabulary_of(["ab", "[PAD257]"], [NORMAL] * 256 + [UNUSED, UNUSED], merges=["a b"])
+    tokenizer = vocabulary.tokenizer()
+    assert tokenizer.encode("ab") == [256]
+    assert tokenizer.decode([256, 257]) == "ab"
+
+
+def test_of_a_merge_that_is_there_twice_the_first_counts():
+    tokenizer = vocabulary_of(["ab", "bc"], merges=["a b", "b c", "a b"]).tokenizer()
+    assert tokenizer.encode("abc") == [256, 99 - 33]
+
+
+HALVES = "東".encode()[:2], "東".encode()[2:]
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER])
+def test_tokens_that_are_no_text_keep_their_bytes(tmp_path, kind):
+    texts = [*(letter.encode() for letter in BYTES), *HALVES, b"\xff", b"ab"]
+
+    def metadata(writer) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(texts)
+        writer.add_token_types([NORMAL] * 256 + [kind] * 3 + [NORMAL])
+        writer.add_token_merges(["a b"])
+
+    write_model(tmp_path / "m.gguf", "qwen3", "F32", metadata=metadata, vocab_size=len(texts), num_hidden_layers=1)
+    tokenizer = GgufCheckpoint(tmp_path / "m.gguf").tokenizer
+    assert tokenizer.vocab_size == 260
+    assert tokenizer.decode([256, 257]) == "東"
+    assert tokenizer.decode([257]) == tokenizer.decode([258]) == "\ufffd"
+    assert [tokenizer.bytes_of(id) for id in (256, 257, 258)] == [*HALVES, b"\xff"]
+    assert tokenizer.decode(tokenizer.encode("\ufffd東")) == "\ufffd東"
+    assert max(tokenizer.encode("\ufffd東")) < 256
+
+
+def test_pieces_that_are_no_text_keep_their_bytes():
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a"]
+    texts += [half.decode("utf-8", "surrogateescape") for half in HALVES]
+    types = np.array([UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, NORMAL, NORMAL, NORMAL, NORMAL])
+    metadata = {"model": "llama", "tokens": texts, "token_type": types, "scores": np.zeros(len(texts))}
+    keys = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    tokenizer = Vocabulary(keys, Path("m.gguf")).tokenizer()
+    first = len(texts) - 2
+    assert tokenizer.decode([first - 1, first, first + 1]) == "a東"
+    assert tokenizer.bytes_of(first) == HALVES[0]
+    assert "\ufffd" not in (tokenizer.tokens()[first] or "")
+    assert tokenizer.decode(tokenizer.encode("\ufffd")) == "\ufffd"
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_only_pieces_with_scores_may_get_a_space_in_front(tmp_path, value):
+    """llama.cpp's BPE does not look at the key."""
+    original = sentencepiece_tokenizer(metaspace=False)
+    merges = [" ".join(pair) for pair in json.loads(original.to_str())["model"]["merges"]]
+    write_sentencepiece(tmp_path / "m.gguf", original, add_tokenizer_model="gemma4", add_token_merges=merges)
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
+    plain = dict(checkpoint.files[0].metadata)
+    checkpoint.files[0].metadata["tokenizer.ggml.add_space_prefix"] = value
+    plain["tokenizer.ggml.add_space_prefix"] = False
+    expected = Vocabulary(plain, Path("m.gguf")).tokenizer()
+    for text in ("hello world", " a"):
+        ids = checkpoint.tokenizer.encode(text)
+        assert ids == expected.encode(text)
+        assert checkpoint.tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER])
+def test_in_gemma_4_a_token_that_strikes_text_out_is_text(kind):
+    vocabulary = vocabulary_of(["</s>", "<|tool_response>"], [NORMAL] * 256 + [kind, CONTROL])
+    assert vocabulary.ends == (257,)
+    assert vocabulary.tokenizer().decode([256]) == "</s>"
+
+
+@pytest.mark.parametrize("text", ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"])
+def test_marks_of_harmony_are_left_out_as_transformers_does(text):
+    tokenizer = vocabulary_of([text], [NORMAL] * 256 + [CONTROL]).tokenizer()
+    assert tokenizer.encode(text) == [256]
+    assert tokenizer.decode([256]) == ""
+    assert tokenizer.special_tokens == {256: text}
 
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -19,7 +19,7 @@ def own_bytes(inner: tokenizers.Tokenizer) -> Callable[[str], bytes | None]:
     """
     kinds = set(_kinds(inner.decoder))
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse", "Sequence"}:
-        return _byte_level
+        return byte_level
     return _byte_fallback if "ByteFallback" in kinds else lambda token: None
 
 
@@ -34,8 +34,8 @@ def _kinds(decoder: Any) -> Iterator[str]:
         waiting += fields.get("decoders", [])
 
 
-def _byte_level(token: str) -> bytes:
-    """As the ByteLevel decoder does: a token with a character that stands for no byte is text."""
+def byte_level(token: str) -> bytes:
+    """The bytes that the ByteLevel decoder writes: a token with a character that stands for no byte is text."""
     try:
         return bytes(_BYTES[character] for character in token)
     except KeyError:
@@ -56,3 +56,5 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTES = _byte_characters()
+# Each byte's character: LETTERS[0x20] is "Ġ".
+LETTERS = tuple(sorted(_BYTES, key=_BYTES.__getitem__))

@@ -79,8 +79,8 @@ class JsonTokenizer:
     """A `Tokenizer` over a tokenizer.json and what its tokenizer_config.json says of it.
 
     A text gets the special tokens that tokenizer.json's own post-processor adds. If the config has `add_bos_token`, its
-    value decides whether a text begins with the BOS. same_text: ids that `inner` does not know, each with the id that
-    has its text, or None where a decoded text leaves it out.
+    value decides whether a text begins with the BOS. spelling: ids that `inner` does not know or would decode wrongly,
+    each with the ids of `inner` whose texts make its own; none where a decoded text leaves it out.
     """
 
     def __init__(
@@ -88,18 +88,17 @@ class JsonTokenizer:
         inner: tokenizers.Tokenizer,
         config: Mapping[str, Any],
         file: str | Path = "tokenizer.json",
-        same_text: Mapping[int, int | None] = MappingProxyType({}),
+        spelling: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self._inner = inner
         self._file = file
-        self._same_text = {id: same for id, same in same_text.items() if same is not None}
-        self._left_out = same_text.keys() - self._same_text.keys()
+        self._spelling = spelling
         with _named_errors(file):
             # Onward checks lengths itself; the tokenizer would cut or pad in silence.
             inner.no_truncation()
             inner.no_padding()
             _check_added_tokens(inner, config)
-            ids = (*inner.get_vocab(with_added_tokens=True).values(), *same_text)
+            ids = (*inner.get_vocab(with_added_tokens=True).values(), *spelling)
             self.vocab_size = 1 + max(ids, default=-1)
             self._limit = self.vocab_size  # ids from here on are no ids of the model
             self.bos_id = _special_id(inner, config, "bos_token")
@@ -165,8 +164,8 @@ class JsonTokenizer:
         """The text of ids, without special tokens and ids that the tokenizer lacks (the model's may be padding)."""
         with _named_errors(self._file, "decode these ids"):
             try:
-                if self._same_text or self._left_out:
-                    ids = [self._same_text.get(id, id) for id in ids if id not in self._left_out]
+                if self._spelling:
+                    ids = [part for id in ids for part in self._spelling.get(id, (id,))]
                 return str(self._inner.decode(ids, skip_special_tokens=True))
             except (OverflowError, TypeError) as error:
                 raise RequestError(f"ids must be whole numbers of 0 or more: {one_line(error)}") from error
@@ -185,10 +184,11 @@ class JsonTokenizer:
     def bytes_of(self, id: int) -> bytes | None:
         """The bytes that a token adds to every text; empty for one that `decode` leaves out. None where they are those
         of the text that `decode` adds for it."""
-        known = self._same_text.get(id, id)
-        left_out = known in self.special_tokens or known in self._left_out
-        token = None if left_out else self._inner.id_to_token(known)
-        return b"" if token is None else self._own_bytes(token)
+        parts = [part for part in self._spelling.get(id, (id,)) if part not in self.special_tokens]
+        tokens = [token for part in parts if (token := self._inner.id_to_token(part)) is not None]
+        own = [self._own_bytes(token) for token in tokens]
+        known = [each for each in own if each is not None]
+        return b"".join(known) if len(known) == len(own) else None
 
     @cached_property
     def _own_bytes(self) -> Callable[[str], bytes | None]:
@@ -198,7 +198,13 @@ class JsonTokenizer:
     def tokens(self) -> list[str | None]:
         """The token of every id as the vocabulary spells it; None for an id that has none."""
         ids = range(min(self.vocab_size, self._limit))
-        return [self._inner.id_to_token(self._same_text.get(token, token)) for token in ids]
+        return [self._token(token) for token in ids]
+
+    def _token(self, id: int) -> str | None:
+        token: str | None = self._inner.id_to_token(id)
+        if token is None and len(same := self._spelling.get(id, ())) == 1:
+            token = self._inner.id_to_token(same[0])
+        return token
 
     def to_json(self) -> str:
         """The content of a tokenizer.json that makes the same ids, without tokens past the model's vocabulary."""

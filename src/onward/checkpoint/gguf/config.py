@@ -3,12 +3,14 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
+
 from onward.checkpoint.gguf import layout
 from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
 from onward.checkpoint.gguf.family import GgufFamily
 from onward.checkpoint.gguf.keys import NUMBERS, OFF_AT_ZERO
 from onward.checkpoint.gguf.known_keys import check_unread, unknown_keys
-from onward.checkpoint.gguf.metadata import Keys, number, same_everywhere
+from onward.checkpoint.gguf.metadata import Keys, list_of, number, same_everywhere
 from onward.checkpoint.gguf.names import with_fused_experts
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.checkpoint.gguf.rope import rope_parameters
@@ -38,7 +40,8 @@ def _line(architecture: str, metadata: Mapping[str, Any], tensors: Collection[st
     keys = Keys(metadata)
     for (name, key), family in WITH_KEY.items():
         value = keys.get(key)
-        if name == architecture and isinstance(value, int) and value:
+        values = list_of(value) or [value]
+        if name == architecture and any(isinstance(each, int | np.integer) and each for each in values):
             return family
     for (name, end), family in WITH_TENSOR.items():
         if name == architecture and _has(tensors, end):

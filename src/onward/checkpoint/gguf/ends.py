@@ -9,6 +9,8 @@ ENDS = frozenset(
         *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend▁of▁sentence\uff5c>", "[e~["),
     )
 )
+# In Gemma 4 it ends text that is struck through.
+STRUCK = "</s>"
 # Of filling in the middle: the key before "_token_id" -> what the token is called where no key names it.
 FIM_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
@@ -54,7 +56,7 @@ def known_ends(tokens: Sequence[str], named: Mapping[str, int] | None = None) ->
     """The ids that end a text by what they are called. named: ids that keys name, by the key before "_token_id"."""
     named = named or {}
     present = ENDS.intersection(tokens)
-    ids = set(ids_of(tokens, present - _no_ends(present)))
+    ids = set(ids_of(tokens, present - no_ends(present)))
     for key, called in FIM_ENDS.items():
         token = named.get(key, next(iter(ids_of(tokens, called)), None))
         ids |= set() if token is None else {token}
@@ -67,14 +69,13 @@ def ids_of(tokens: Sequence[str], texts: Collection[str]) -> list[int]:
     return [id for id, text in enumerate(tokens) if text in present] if present else []
 
 
-def _no_ends(present: Collection[str]) -> set[str]:
+def no_ends(present: Collection[str]) -> set[str]:
     """Those that mean something else beside others."""
     none = set()
     # Harmony (gpt-oss) and Solar end messages with <|end|>, and turns in other ways.
     calls = "<|call|>" in present or "<|calls|>" in present
     if calls and ("<|return|>" in present or "<|flush|>" in present):
         none.add("<|end|>")
-    # In Gemma 4 </s> is text.
     if "<|tool_response>" in present:
-        none.add("</s>")
+        none.add(STRUCK)
     return none

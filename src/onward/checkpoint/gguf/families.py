@@ -190,7 +190,7 @@ FAMILIES = {
         said=fields.GPT_OSS,
     ),
 }
-# (architecture, a key behind it) -> the family of files that have such a key.
+# (architecture, a key behind it) -> the family of files in which its value is not 0.
 WITH_KEY = {
     ("llama", "expert_count"): GgufFamily(
         "MixtralForCausalLM",
@@ -209,6 +209,8 @@ WITH_KEY = {
     ("granitehybrid", "expert_count"): FAMILIES["granitehybrid"]._replace(
         names={**names.GRANITE_HYBRID, **names.SHARED_GRANITE}
     ),
+    # Of positions in images. The text part of a model that sees them: RoPE turns halves of heads in llama.cpp then.
+    ("glm4", "rope.dimension_sections"): FAMILIES["glm4"]._replace(order=layout.halves_to_pairs),
     ("olmo2", "attention.sliding_window"): GgufFamily(
         "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.OLMO3
     ),

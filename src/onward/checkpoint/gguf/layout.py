@@ -17,6 +17,16 @@ def pairs_to_halves(name: str, config: Mapping[str, Any], rows: int) -> Order:
     return Order(torch.arange(rows).view(-1, config["head_dim"] // 2, 2).transpose(1, 2).flatten())
 
 
+def halves_to_pairs(name: str, config: Mapping[str, Any], rows: int) -> Order:
+    """The other way round, as the converter's Glm4Model puts the part of heads that turns in models that see images."""
+    if name.split(".")[-2] not in ("q_proj", "k_proj"):
+        return Order()
+    of_head = torch.arange(config["head_dim"])
+    turned = int(config["head_dim"] * config["rope_parameters"].get("partial_rotary_factor", 1))
+    of_head[:turned] = of_head[:turned].view(2, -1).T.flatten()
+    return Order((torch.arange(0, rows, config["head_dim"]).unsqueeze(1) + of_head).flatten())
+
+
 def value_heads(name: str, config: Mapping[str, Any], rows: int) -> Order:
     """Of the value heads that share a key head the first of all groups come first, then the second, and so on."""
     part = name.partition(".linear_attn.")[2].removesuffix(".weight")

@@ -19,6 +19,7 @@ from onward.checkpoint.gguf.types import OTHER_TYPES, TYPES, BlockType
 from onward.errors import CheckpointError
 
 MAGIC = b"GGUF"
+TOKENS = "tokenizer.ggml.tokens"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -127,7 +128,8 @@ class GgufFile:
         (kind, count) = self._take("IQ")
         if kind == _STRING:
             self._check_count(f"strings of {name!r}", count, 8)
-            return self._strings(count)
+            # The bytes of a token that is no UTF-8 are its text: each becomes a lone surrogate.
+            return self._strings(count, "surrogateescape" if name == TOKENS else "replace")
         if kind not in _SCALARS:
             raise self._damaged(f"{name!r} is an array of kind {kind}; arrays of numbers and of strings can be read")
         dtype = np.dtype("<" + _SCALARS[kind])
@@ -135,7 +137,7 @@ class GgufFile:
         begin, self._at = self._at, self._at + count * dtype.itemsize
         return np.frombuffer(self._view[begin : self._at], dtype).copy()
 
-    def _strings(self, count: int) -> list[str]:
+    def _strings(self, count: int, errors: str = "replace") -> list[str]:
         """`count` strings; a vocabulary has hundreds of thousands, so this is one plain loop."""
         view, at, length_at = self._view, self._at, struct.Struct("<Q").unpack_from
         end, strings = len(view), []
@@ -145,7 +147,7 @@ class GgufFile:
             if length > end - at:
                 self._at = at
                 raise self._damaged(f"a string of {length} bytes at byte {at} does not fit into the file")
-            strings.append(view[at : at + length].decode("utf-8", "replace"))
+            strings.append(view[at : at + length].decode("utf-8", errors))
             at += length
         self._at = at
         return strings

@@ -12,8 +12,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from onward.checkpoint.gguf.ends import FIM_ENDS, FIM_MARKS, ids_of, known_ends
+from onward.checkpoint.gguf.ends import FIM_ENDS, FIM_MARKS, STRUCK, ids_of, known_ends, no_ends
 from onward.checkpoint.gguf.split_texts import PIECES, SPLITTINGS
+from onward.checkpoint.token_bytes import LETTERS, byte_level
 from onward.checkpoint.tokenizer import JsonTokenizer, _named_errors
 from onward.errors import TokenizerError, warn
 from onward.garbage import without_collections
@@ -27,6 +28,8 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 NAMED_ENDS = "eos", "eot", "eom"
 # Tokens of Phi-3 behind which whitespace stays.
 _PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+# The tokens of single bytes among pieces.
+_FALLBACK = tuple(f"<0x{byte:02X}>" for byte in range(256))
 # Of the kind "llama", where the file names none.
 _USUAL = {"unk": 0, "bos": 1, "eos": 2}
 
@@ -76,6 +79,8 @@ class Vocabulary:
             raise TokenizerError(f"{self._where}: {_PREFIX}token_type must be whole numbers")
         for id in known:
             types[id] = CONTROL
+        for id in ids_of(self.tokens, no_ends(self.tokens)):
+            types[id] = NORMAL if self.tokens[id] == STRUCK and types[id] == CONTROL else types[id]
         for id in ids_of(self.tokens, FIM_MARKS):
             types[id] = USER if types[id] == USER else CONTROL
         return types
@@ -84,7 +89,8 @@ class Vocabulary:
     def config(self) -> dict[str, Any]:
         """tokenizer_config.json's fields."""
         texts = {f"{name}_token": self.special(name) for name in SPECIAL}
-        config: dict[str, Any] = {name: self.tokens[id] for name, id in texts.items() if id is not None}
+        named = {name: id for name, id in texts.items() if id is not None and id not in self._no_text}
+        config: dict[str, Any] = {name: self.tokens[id] for name, id in named.items()}
         add_bos = self._get("add_bos_token", bool, optional=True)
         # Converters wrote false into files of Gemma 4.
         config["add_bos_token"] = self._adds_bos() if add_bos is None or self._splitting() == "gemma4" else add_bos
@@ -97,7 +103,7 @@ class Vocabulary:
         with _named_errors(self._where), without_collections():
             inner = self._of_kind()
             self._mark_added(inner)
-        return JsonTokenizer(inner, self.config, self._where, self._same_text)
+        return JsonTokenizer(inner, self.config, self._where, self._spelling)
 
     def _of_kind(self) -> tokenizers.Tokenizer:
         return self.merged_pieces() if self._splitting() in PIECES else _KINDS[self.kind](self)
@@ -120,13 +126,13 @@ class Vocabulary:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        """Token -> id; without those that byte-level BPE does not use. Where a text is there more than once, the id
-        that a key names is taken, or else a special one, and of several the last, as in llama.cpp."""
+        """Token -> id; without those that no text has. Where a text is there more than once, the id that a key names is
+        taken, or else a special one, and of several the last, as in llama.cpp; but that pieces of bytes come first."""
         ids: dict[str, int] = {}
         named = set(self._special.values())
 
         def rank(id: int) -> tuple[bool, bool]:
-            return id in named, self.types[id] in (UNKNOWN, CONTROL, USER)
+            return id in named, self._is_added(id) != self._is_misread(self.tokens[id])
 
         for id, text in enumerate(self.tokens):
             if self._is_used(id) and (text not in ids or rank(id) >= rank(ids[text])):
@@ -134,12 +140,40 @@ class Vocabulary:
         return ids
 
     def _is_used(self, id: int) -> bool:
-        return self.kind != "gpt2" or self.types[id] != UNUSED
+        if id in self._no_text:
+            return False
+        return self.kind != "gpt2" or self.types[id] != UNUSED or self.tokens[id] in self._merged_unused
 
     @cached_property
-    def _same_text(self) -> dict[int, int | None]:
-        """The ids of which the tokenizer does not know the text: another id has it. None: they have no text in a
-        decoded one."""
+    def _no_text(self) -> frozenset[int]:
+        """The ids of tokens that are bytes, but no UTF-8: no text has them."""
+        if not _has_surrogates("".join(self.tokens)):
+            return frozenset()
+        return frozenset(id for id, text in enumerate(self.tokens) if _has_surrogates(text))
+
+    @cached_property
+    def _merged_unused(self) -> frozenset[str]:
+        """The tokens of type unused of which texts have some all the same: single characters, and what merges make."""
+        unused = {text for text, kind in zip(self.tokens, self.types, strict=True) if kind == UNUSED}
+        made = (merge[:1] + merge[1:].replace(" ", "", 1) for merge in self._get("merges", list) if unused)
+        return frozenset(unused.intersection(made)) | {text for text in unused if len(text) == 1}
+
+    @cached_property
+    def _has_letters(self) -> bool:
+        """Whether pieces are spelled as letters that stand for bytes."""
+        return self.kind == "gpt2" and self._splitting() not in PIECES
+
+    def _is_misread(self, text: str) -> bool:
+        """Whether a decoder takes an added token's letters for bytes: "naïve" would be b"na\\xefve"."""
+        return self._has_letters and not text.isascii() and byte_level(text) != text.encode()
+
+    @cached_property
+    def _spelling(self) -> dict[int, tuple[int, ...]]:
+        """The ids that the tokenizer does not know, since another id has their text, or would decode wrongly: each with
+        the ids whose texts make its own; none where a decoded text leaves it out."""
+        return {**self._twins(), **self._raw()}
+
+    def _twins(self) -> dict[int, tuple[int, ...]]:
         ids = self._ids
         if len(ids) == sum(map(self._is_used, range(len(self.tokens)))):
             return {}
@@ -148,17 +182,41 @@ class Vocabulary:
         shown = {self.tokens[id] for id in (*twins, *twins.values()) if not self._is_special(id)}
         # `_mark_added` adds a text that a plain token has, too, as a plain one.
         hidden = [id for id in (*twins, *twins.values()) if self._is_special(id) and self.tokens[id] in shown]
-        return {**twins, **dict.fromkeys(hidden)}
+        nothing: tuple[int, ...] = ()
+        return {id: (same,) for id, same in twins.items()} | dict.fromkeys(hidden, nothing)
+
+    def _raw(self) -> dict[int, tuple[int, ...]]:
+        """The ids whose bytes are their text as it stands: those of no UTF-8, and added tokens that are misread."""
+        added = [id for id, kind in enumerate(self.types) if kind == USER and id not in self._no_text]
+        raw = {*self._no_text, *(id for id in added if self._is_misread(self.tokens[id]))}
+        of_byte = [self._ids.get(letter) for letter in (LETTERS if self._has_letters else _FALLBACK)]
+        spelling: dict[int, tuple[int, ...]] = {}
+        for id in sorted(raw):
+            text = self.tokens[id].encode("utf-8", "surrogateescape")
+            # Spaces are marked in pieces.
+            text = text if self._has_letters or self.types[id] == USER else text.replace("▁".encode(), b" ")
+            parts = [of_byte[byte] for byte in text]
+            if self._is_special(id):
+                spelling[id] = ()
+            elif None in parts:
+                warn(f"{self._where}: token {id} is {text!r}, and not each of its bytes is a token: texts lack it")
+                spelling[id] = ()
+            else:
+                spelling[id] = tuple(part for part in parts if part is not None)
+        return spelling
 
     def _is_special(self, id: int) -> bool:
         return self.types[id] in (UNKNOWN, CONTROL)
+
+    def _is_added(self, id: int) -> bool:
+        return self._is_special(id) or self.types[id] == USER
 
     def byte_level(self) -> tokenizers.Tokenizer:
         if self._get("pre", str, optional=True) is None:
             warn(f"{self._where}: {_PREFIX}pre is missing: texts are cut by the default rule, which few models use")
         splitting = SPLITTINGS[self._splitting() or "default"]
         merges = self._pairs(self._get("merges", list))
-        model = models.BPE(self._ids, merges, ignore_merges=splitting.whole_words)
+        model = self._bpe(merges, ignore_merges=splitting.whole_words)
         tokenizer = tokenizers.Tokenizer(model)
         if splitting.nfc:
             tokenizer.normalizer = normalizers.NFC()
@@ -176,17 +234,16 @@ class Vocabulary:
         if scores is None and said is None:
             raise TokenizerError(f"{self._where}: a tokenizer of kind 'llama' needs scores")
         merges = list(merges_of(ids, scores, self.types)) if said is None else self._pairs(said)
-        return self._of_pieces(ids, merges, prefix)
+        return self._of_pieces(merges, prefix)
 
     def merged_pieces(self) -> tokenizers.Tokenizer:
-        prefix = self._get("add_space_prefix", bool, optional=True) is True
-        return self._of_pieces(self._ids, self._pairs(self._get("merges", list)), prefix)
+        return self._of_pieces(self._pairs(self._get("merges", list)), prefix=False)
 
-    def _of_pieces(self, ids: dict[str, int], merges: list[tuple[str, str]], prefix: bool) -> tokenizers.Tokenizer:
+    def _of_pieces(self, merges: list[tuple[str, str]], prefix: bool) -> tokenizers.Tokenizer:
         """BPE with spaces as marks, and bytes for what is no piece. prefix: whether a text gets a space in front."""
         unknown = self.special("unk")
         text = None if unknown is None else self.tokens[unknown]
-        model = models.BPE(ids, merges, unk_token=text, fuse_unk=True, byte_fallback=True)
+        model = self._bpe(merges, unk_token=text, fuse_unk=True, byte_fallback=True)
         tokenizer = tokenizers.Tokenizer(model)
         steps = [normalizers.Prepend("▁")] if prefix else []
         tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
@@ -195,6 +252,21 @@ class Vocabulary:
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
         )
         return tokenizer
+
+    def _bpe(self, merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+        """Merges through a token that the vocabulary lacks are left out: the library has no id for what they make. Of
+        a pair that is there twice the first counts, as in llama.cpp."""
+        ids = self._ids
+        if len(merges) != len(pairs := dict.fromkeys(merges)):
+            merges = list(pairs)
+        known = [pair for pair in merges if pair[0] in ids and pair[1] in ids and pair[0] + pair[1] in ids]
+        if len(known) < len(merges):
+            lost = next(pair for pair in merges if not {*pair, "".join(pair)} <= ids.keys())
+            warn(
+                f"{self._where}: {len(merges) - len(known)} of {len(merges)} merges name a token that the vocabulary "
+                f"lacks, the first {' '.join(lost)!r}: they are left out, so texts may be cut in other tokens"
+            )
+        return models.BPE(ids, known, **options)
 
     def _pairs(self, merges: list[str]) -> list[tuple[str, str]]:
         """There are hundreds of thousands: one look at all, and another only where one is wrong."""
@@ -207,9 +279,14 @@ class Vocabulary:
 
     def _mark_added(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Tokens that are never merged from a text's pieces: those that mark turns, say."""
-        special = [self.tokens[id] for id in range(len(self.tokens)) if self._is_special(id)]
-        plain = [self.tokens[id] for id, kind in enumerate(self.types) if kind == USER]
-        shown = {self.tokens[id] for id, other in self._same_text.items() if other is None}
+        # Of a text that pieces make, too, the tokenizer knows the piece alone.
+        found = [id for id in range(len(self.tokens)) if self._is_added(id) and id not in self._no_text]
+        found = [
+            id for id in found if self._is_added(self._ids[self.tokens[id]]) or not self._is_misread(self.tokens[id])
+        ]
+        special = [self.tokens[id] for id in found if self._is_special(id)]
+        plain = [self.tokens[id] for id in found if self.types[id] == USER]
+        shown = {self.tokens[id] for id in found if self._spelling.get(id) == ()}
         special, plain = [text for text in special if text not in shown], [*plain, *sorted(shown)]
 
         def added(texts: list[str], *, special: bool) -> list[AddedToken]:
@@ -257,6 +334,14 @@ _KINDS: dict[str, Callable[[Vocabulary], tokenizers.Tokenizer]] = {
     "llama": Vocabulary.sentencepiece,
     "gemma4": Vocabulary.merged_pieces,
 }
+
+
+def _has_surrogates(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _whole(value: Any) -> Any:

@@ -92,7 +92,7 @@ class JsonTokenizer:
     ) -> None:
         self._inner = inner
         self._file = file
-        self._spelling = spelling
+        self._spelling = dict(spelling)  # a mapping proxy cannot be copied or pickled
         with _named_errors(file):
             # Onward checks lengths itself; the tokenizer would cut or pad in silence.
             inner.no_truncation()

@@ -37,6 +37,11 @@ class Storage:
     param: "weakref.ref[Tensor] | None" = None
     layout: tuple[object, ...] = ()
 
+    def refer_to(self, param: Tensor) -> None:
+        """Make it the memory of a param, without keeping the param alive."""
+        self.param = weakref.ref(param)
+        self.layout = param.shape, param.stride(), param.dtype
+
     @property
     def tensor(self) -> Tensor | None:
         """The tensor that holds the memory, for params and constants: they are the same in every run."""

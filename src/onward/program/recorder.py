@@ -8,7 +8,6 @@ Operators come as the user wrote them (linear, softmax, scaled_dot_product_atten
 what a dispatch mode sees in torch's inference mode. Views need no operator: an `Array` says where its elements lie.
 """
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -113,8 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             meta = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")
         storage = self._add_storage(meta, kind, None, name)
         if kind is Kind.PARAM and tensor is not None:
-            storage.param = weakref.ref(tensor)
-            storage.layout = tensor.shape, tensor.stride(), tensor.dtype
+            storage.refer_to(tensor)
         return Traced(meta)
 
     def array(self, tensor: Tensor) -> Array:

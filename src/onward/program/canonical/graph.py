@@ -1,6 +1,5 @@
 """Which node made an array, and what an operator's operands are: the questions that patterns ask of a trace."""
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -74,7 +73,7 @@ class Graph:
                 return None
             data = copy.data
             storage = Storage(len(self._trace.storages), Kind.PARAM, data.nbytes, weight.storage.name)
-            storage.param = weakref.ref(data)
+            storage.refer_to(data)
             self._trace.storages.append(storage)
             shape = tuple(data.shape)
             self._packed_arrays[weight] = Array(storage, data.dtype, shape, contiguous_strides(shape), 0)

@@ -116,19 +116,6 @@ def rotary_angles(b: Builder, node: Node) -> None:
     b.call("onward_rotary_angles", radians.numel // max(pairs, 1), pairs, address(radians), cos, sin)
 
 
-@lowers(ops.rope.default)
-def rope(b: Builder, node: Node) -> None:
-    x, offsets, inverse, scale, interleaved = node.args
-    out = node.outputs[0]
-    x = x if x.strides[-1] == 1 else b.contiguous(x)
-    batch, heads, queries, dim = x.shape
-    b.call(
-        "onward_rope", batch, heads, queries, dim, float_code(x), address(x), list(x.strides[:3]),
-        address(b.contiguous(offsets)), address(b.contiguous(inverse)), inverse.shape[0], scale, interleaved,
-        address(out), list(out.strides[:3]),
-    )  # fmt: skip
-
-
 def linear_format(node: Node) -> Format:
     """The format in which the weight of a linear node is packed."""
     if node.op is ops.packed_linear.default:

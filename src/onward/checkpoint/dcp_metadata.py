@@ -1,19 +1,28 @@
 """The `.metadata` of a torch.distributed.checkpoint folder: which bytes of which file hold which part of a tensor.
 
-It is a pickle, from which only data can come (`onward.checkpoint.dcp_pickle`). This file checks every value of it.
+It is a pickle, and a pickle is a program. The unpickler here admits, by exact name, what a checkpoint needs. The names
+stand for records without behaviour, so that nothing but data can come out, and every value of the data is checked. What
+a hostile file costs is not bounded beyond its size: its author can end the process, but run nothing in it.
 """
 
+import math
+import pickle
 import reprlib
+from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from onward.checkpoint.dcp_chunks import covers_once
-from onward.checkpoint.dcp_pickle import Record, read_pickle
 from onward.checkpoint.shards import METADATA as METADATA
 from onward.checkpoint.shards import lies_outside
 from onward.errors import CheckpointError, one_line
+
+# Bytes. A thousand ranks with a thousand tensors write some 150 MB.
+_LONGEST = 2**30
+# A device mesh cuts a tensor into a grid of about as many cells as there are chunks.
+_MOST_CELLS = 2**24
 
 
 class StoredChunk(NamedTuple):
@@ -34,6 +43,24 @@ class StoredTensor(NamedTuple):
     chunks: tuple[StoredChunk, ...]
 
 
+class Record:
+    """Stands for an instance of an admitted class: its state without behaviour."""
+
+    kind = ""
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        if self.kind != kind or not isinstance(self.state, dict):
+            raise TypeError(f"a {kind} was expected; got a {self.kind}")
+        return self.state
+
+
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by their dotted names. Entries that are no tensor (a step, a schedule) are left out.
 
@@ -41,7 +68,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
         CheckpointError: the file names a class that no checkpoint needs, is damaged, or contradicts itself.
     """
     file = folder / METADATA
-    root = read_pickle(file)
+    root = _unpickle(file)
     try:
         fields = root.fields("Metadata")
         places = dict(_storage(*item) for item in fields["storage_data"].items())
@@ -116,3 +143,85 @@ def _text(value: Any) -> str:
 def _brief(value: Any) -> str:
     """A value of a stranger's pickle, shortened: its whole repr may not fit in memory."""
     return reprlib.repr(value)
+
+
+def covers_once(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether every element of `shape` is in exactly one box, (offsets, sizes).
+
+    Raises:
+        ValueError: a box has another number of dimensions, or the boxes interlock as no sharding makes them.
+    """
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+        raise ValueError(f"a tensor of {len(shape)} dimensions has a chunk of another number")
+    spans = [[(at, at + size) for at, size in zip(*box, strict=True)] for box in boxes]
+    if any(end > limit for box in spans for (_, end), limit in zip(box, shape, strict=True)):
+        return False
+    # An empty shard, as the last ranks have of a small tensor, covers nothing.
+    volumes = [math.prod(sizes) for _, sizes in boxes]
+    spans = [box for box, volume in zip(spans, volumes, strict=True) if volume]
+    if sum(volumes) != math.prod(shape):
+        return False
+    # Where no two boxes share a cell of the grid that all their ends make, they cover what their volumes add up to.
+    ends = [sorted({end for box in spans for end in box[dim]}) for dim in range(len(shape))]
+    if math.prod(map(len, ends)) > _MOST_CELLS:
+        raise ValueError(f"{len(spans)} chunks of one tensor interlock as no sharding makes them")
+    places = [{end: place for place, end in enumerate(each)} for each in ends]
+    taken = torch.zeros([len(each) for each in ends], dtype=torch.bool)
+    for box in spans:
+        cells = taken[tuple(slice(place[start], place[end]) for place, (start, end) in zip(places, box, strict=True))]
+        if cells.any():
+            return False
+        cells.fill_(True)
+    return True
+
+
+# ── the pickle ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+# PyTorch before 2.3 kept the tensors' properties elsewhere. Paths become records, too: of their parts.
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING", "TensorProperties"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"),
+}
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{("builtins", kind.__name__): kind for kind in (dict, frozenset, list, set, tuple)},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+}
+
+
+def _unpickle(file: Path) -> Any:
+    """The root object: `Record`s, dtypes and Python's own containers.
+
+    Raises:
+        CheckpointError: the file cannot be read, is too long or damaged, or names what no checkpoint of tensors needs.
+    """
+    try:
+        if (length := file.stat().st_size) > _LONGEST:
+            raise ValueError(f"it has {length} bytes, and {_LONGEST} are the most")
+        with file.open("rb") as content:
+            return _Unpickler(content).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{file} {error}") from None
+    except Exception as error:  # whatever a stranger's program may raise
+        raise CheckpointError(f"{file} cannot be read ({one_line(error)}): save the checkpoint again") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if global_name in _RECORDS.get(module_name, ()):
+            return type(global_name, (Record,), {"kind": global_name})
+        if (module_name, global_name) in _PLAIN:
+            return _PLAIN[module_name, global_name]
+        raise CheckpointError(
+            f"is a pickle that wants {module_name}.{global_name}, which no checkpoint of tensors needs: it was not "
+            "run. Read it only with the program that wrote it, if you trust where it is from"
+        )

@@ -1,6 +1,6 @@
 """A model over two processes beside one: tokens a second and memory.
 
-    python -m benchmarks.shards [--large] [--quantize FORMAT] [--new TOKENS] [--tensor]
+    python -m benchmarks.shards [--large] [--quantize FORMAT] [--new TOKENS]
 
 One process has all cores. Two ranks are measured with a share of the cores each, and with all cores each. Rows decode
 greedily; the tokens of all ways are compared. --large: random weights in the shape of Qwen3-0.6B instead of the demo
@@ -59,10 +59,10 @@ def prefill(lm: onward.LanguageModel) -> float:
     return PROMPT / min(seconds)
 
 
-def measure(source: str, option: str, ranks: int, quantize: str | None, new: int) -> dict[str, Any]:
+def measure(source: str, ranks: int, quantize: str | None, new: int) -> dict[str, Any]:
     """What one way to run the model gives; for a process of its own."""
     before = resident_mb("self")
-    lm = onward.load(source, quantize=quantize, max_seq_len=512, **({option: ranks} if ranks > 1 else {}))
+    lm = onward.load(source, quantize=quantize, max_seq_len=512, pipeline=ranks)
     found: dict[str, Any] = {"resident MB": [{k: v - before[k] for k, v in resident_mb("self").items()}]}
     if ranks > 1:
         found["resident MB"] += [resident_mb(pid) for pid in lm.model.forward.group.processes.pids]  # type: ignore[attr-defined]
@@ -87,19 +87,17 @@ def main() -> None:
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--quantize")
     parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--tensor", action="store_true")
-    parser.add_argument("--way", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--way", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way:
-        source, option, ranks, quantize, new = given.way
-        print(json.dumps(measure(source, option, int(ranks), quantize or None, int(new))))
+        source, ranks, quantize, new = given.way
+        print(json.dumps(measure(source, int(ranks), quantize or None, int(new))))
         return
     cores = len(os.sched_getaffinity(0))
-    option = "tensor" if given.tensor else "pipeline"
     source = str(random_checkpoint()) if given.large else "demo"
     ways = {"one process": (cores, 1), "2 ranks, cores shared out": (cores // 2, 2), "2 ranks, all cores": (cores, 2)}
     found = {
-        name: apart(threads, source, option, str(ranks), given.quantize or "", str(given.new))
+        name: apart(threads, source, str(ranks), given.quantize or "", str(given.new))
         for name, (threads, ranks) in ways.items()
     }
     one = found["one process"]
@@ -109,7 +107,7 @@ def main() -> None:
         for key in (*map(PER_TOKEN.format, ROWS), "prompt tokens/s"):
             print(f"  {key:22}{way[key]:10,.1f}{way[key] / one[key]:8.2f} of one process")
     one.pop("ids")
-    print(json.dumps({"option": option, "quantize": given.quantize, "large": given.large} | found | description()))
+    print(json.dumps({"quantize": given.quantize, "large": given.large} | found | description()))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def tiny_lm() -> LanguageModel:
         ("quantise", "quantize"),
         ("n_ctx", "max_seq_len"),
         ("max_model_len", "max_seq_len"),
-        ("tensor_parallel_size", "tensor"),
+        ("tensor", "pipeline (it spreads the layers over processes)"),
+        ("tensor_parallel_size", "pipeline (it spreads the layers over processes)"),
+        ("pipeline_parallel_size", "pipeline"),
     ],
 )
 def test_load_names_the_option_that_was_meant(name: str, meant: str) -> None:

@@ -67,7 +67,6 @@ def load(
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     via: str = "auto",
     pipeline: int = 1,
-    tensor: int = 1,
     address: str | None = None,
 ) -> LanguageModel:
     """Load a model, its tokenizer, its chat template and its defaults.
@@ -102,7 +101,6 @@ def load(
             caches, docs/transformers.md), or "auto": the family, and where there is none, transformers if it is
             installed.
         pipeline: over how many processes to spread the layers (docs/sharding.md). The tokens are the same.
-        tensor: over how many to spread the heads and columns of each layer, for one machine. The tokens are the same.
         address: "host:port" where this process waits for the others, each of which calls
             `onward.distributed.run_rank`. None starts them on this machine, "ray" on the Ray cluster that this process
             is in.
@@ -119,9 +117,6 @@ def load(
         check_format(quantize)
     check_backend(compile)
     check_whole("pipeline", pipeline, low=1)
-    check_whole("tensor", tensor, low=1)
-    if pipeline > 1 and tensor > 1:
-        raise RequestError(f"a model is split by layers or within them; got pipeline={pipeline} and tensor={tensor}")
     if via not in _VIA:
         raise RequestError(f"via is one of {', '.join(_VIA)}; got {via!r}")
     checked_format(message_format)
@@ -142,8 +137,7 @@ def load(
         folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, **named
     )
     config = _family(folder, via)
-    ranks = max(pipeline, tensor)
-    if ranks > 1:
+    if pipeline > 1:
         _refuse_for_ranks(torch_device, hosted=config is None, merge=merge, adapters=adapters, name_map=name_map)
     if config is None:
         if name_map is not None or adapter is not None:
@@ -158,11 +152,10 @@ def load(
             tokenizer, template = beside.tokenizer or tokenizer, beside.chat_template or template
         tokenizer = None if tokenizer is None else tokenizer.within(path, whole.vocab_size)
         in_place = partial(LayersInPlace, show=show and show_fraction is None, tell=show_fraction)
-        if ranks > 1:
+        if pipeline > 1:
             settings = Settings(
                 str(path),
                 pipeline,
-                tensor,
                 _name_of(torch_dtype),
                 quantize,
                 compile,
@@ -186,7 +179,7 @@ def load(
     defaults = within_vocabulary(defaults, model.vocab_size, path)
     if torch_device.type == "cpu":
         _keep_freed_memory()
-    own = compile if ranks == 1 else "eager"  # the ranks compile their parts
+    own = compile if pipeline == 1 else "eager"  # the ranks compile their parts
     lm = LanguageModel(model, tokenizer, template, defaults, compile=own, message_format=message_format)
     for name, source_of_adapter in of_adapters.items():
         lm.load_adapter(name, source_of_adapter)
@@ -221,9 +214,9 @@ def _refuse_for_ranks(device: torch.device, *, hosted: bool, **options: object) 
     if given:
         raise RequestError(f"a model over several processes takes no {given[0]}= yet: load it in one, or without it")
     if hosted:
-        raise RequestError("pipeline= and tensor= are for the families of Onward, and transformers runs this model")
+        raise RequestError("pipeline= is for the families of Onward, and transformers runs this model")
     if device.type != "cpu":
-        raise RequestError(f"pipeline= and tensor= are for CPUs, and the device is {str(device)!r}: give device='cpu'")
+        raise RequestError(f"pipeline= is for CPUs, and the device is {str(device)!r}: give device='cpu'")
 
 
 def _read_hosted(

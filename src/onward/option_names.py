@@ -44,6 +44,7 @@ _ELSEWHERE = {
     "num_beams": "beams",
     "num_predict": "max_new_tokens",
     "num_return_sequences": "n",
+    "pipeline_parallel_size": "pipeline",
     "prompt_lookup_num_tokens": 'draft="lookup"',
     "repeat_penalty": "repetition_penalty",
     "response_format": "json_schema",
@@ -54,14 +55,18 @@ _ELSEWHERE = {
     "stopping_criteria": "stop_when",
     "suppress_tokens": "logit_bias={id: -inf}",
     "temp": "temperature",
-    "tensor_parallel_size": "tensor",
+    "tensor": "pipeline (it spreads the layers over processes)",
+    "tensor_parallel_size": "pipeline (it spreads the layers over processes)",
     "top_logprobs": "logprobs",
     "torch_dtype": "dtype",
     "typical": "typical_p",
 }
 
 # Options that Onward had, and what to use in their place.
-REMOVED = {"fused": "replicas always answer through the ingress; for one process without it, use onward serve"}
+REMOVED = {
+    "fused": "replicas always answer through the ingress; for one process without it, use onward serve",
+    "jsonl": "for a file of prompts, use onward batch",
+}
 
 
 def check_option_names(names: Iterable[str], known: Collection[str]) -> None:

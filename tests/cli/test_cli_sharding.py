@@ -1,15 +1,21 @@
-"""`--pipeline` and `--tensor` change no word."""
+"""`--pipeline` changes no word."""
 
 import pytest
 from command_line import Cli
 
 
-@pytest.mark.parametrize("flag", ["--pipeline", "--tensor"])
-def test_ranks_write_what_one_process_writes(cli: Cli, flag: str) -> None:
+def test_ranks_write_what_one_process_writes(cli: Cli) -> None:
     asked = ["generate", "Once upon a time", "-n", "24", "-t", "0"]
-    split = cli(*asked, flag, "2")
+    split = cli(*asked, "--pipeline", "2")
     assert (split.code, split.err) == (0, "")
     assert split.out == cli(*asked).out
+
+
+@pytest.mark.parametrize("flag", ["--tensor", "--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_other_ways_to_spread_a_model_name_the_pipeline(cli: Cli, flag: str) -> None:
+    refused = cli("generate", "Once", flag, "2")
+    assert (refused.code, refused.out) == (2, "")
+    assert f"no such option: {flag}. Did you mean --pipeline?" in refused.err
 
 
 def test_too_many_ranks_are_one_line(cli: Cli) -> None:

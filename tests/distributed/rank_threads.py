@@ -15,7 +15,7 @@ ASKED: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "logprobs": 2
 
 
 @contextmanager
-def over_ranks(source: Path, world: int, option: str = "pipeline", **options: Any) -> Iterator[onward.LanguageModel]:
+def over_ranks(source: Path, world: int, **options: Any) -> Iterator[onward.LanguageModel]:
     """The model of a folder over so many ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -31,7 +31,7 @@ def over_ranks(source: Path, world: int, option: str = "pipeline", **options: An
     threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, world)]
     for thread in threads:
         thread.start()
-    lm = onward.load(source, **{option: world}, address=address, **options)
+    lm = onward.load(source, pipeline=world, address=address, **options)
     yield lm
     lm.model.forward.group.close()
     for thread in threads:

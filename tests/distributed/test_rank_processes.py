@@ -50,10 +50,9 @@ def test_ranks_live_as_long_as_the_model(tmp_path: Path) -> None:
     await_end(pids)
 
 
-@pytest.mark.parametrize("options", [{"pipeline": 3}, {"tensor": 2}])
-def test_a_dead_rank_is_an_error(options: dict[str, int], tmp_path: Path) -> None:
+def test_a_dead_rank_is_an_error(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, num_hidden_layers=3, max_position_embeddings=2**15)
-    lm = onward.load(folder, **options)
+    lm = onward.load(folder, pipeline=3)
     pids = pids_of(lm)
     stream = lm.stream(PROMPT, max_new_tokens=10_000, ignore_eos=True)
     next(stream)
@@ -86,13 +85,10 @@ def test_ranks_end_when_one_of_them_cannot_be_told(tmp_path: Path, monkeypatch: 
     await_end(pids)
 
 
-@pytest.mark.parametrize("options", [{"pipeline": 3}, {"tensor": 2}])
-def test_a_rank_that_hangs_is_an_error(
-    options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "SILENCE", 3.0)
     folder = random_checkpoint(tmp_path, num_hidden_layers=3, max_position_embeddings=2**15)
-    lm = onward.load(folder, **options)
+    lm = onward.load(folder, pipeline=3)
     pids = pids_of(lm)
     stream = lm.stream(PROMPT, max_new_tokens=10_000, ignore_eos=True)
     next(stream)

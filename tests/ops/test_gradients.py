@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-import onward.distributed.gather  # noqa: F401 - registers an op
 from onward import ops
 from onward.errors import RequestError
 from onward.ops.operators import FAKES, Operator
@@ -317,11 +316,6 @@ def test_vmap_does_not_hide_a_gradient():
     assert torch.equal(rows(weight), logprobs(weight, pick.expand(3)).chosen)
 
 
-def test_ranks_gather_without_a_gradient():
-    with pytest.raises(RequestError, match="gather_ranks has no gradient"):
-        torch.ops.onward.gather_ranks(random(2, 3).requires_grad_(), 1, 0)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -358,7 +352,7 @@ def test_the_scores_of_a_sampler_have_gradients(options):
 # Ops of integers and codes, or whose results are ids: nothing that could have a gradient.
 _WITHOUT = {"argmax", "quantized_rows"}
 # Ops with tests of their own above.
-_OTHERS = {"packed_rows", "gather_ranks", "rotary_angles", "pack", "pack_experts"}
+_OTHERS = {"packed_rows", "rotary_angles", "pack", "pack_experts"}
 _COVERED = {name.split()[0].rstrip(",") for name in (*CASES, *REFUSED)} | _WITHOUT | _OTHERS
 
 

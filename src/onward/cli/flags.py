@@ -224,9 +224,6 @@ class LoadFlags:
     pipeline: Annotated[
         int, _model("--pipeline", metavar="N", show_default=False, help="Spread the layers over N processes.")
     ] = 1
-    tensor: Annotated[
-        int, _model("--tensor", metavar="N", show_default=False, help="Spread heads and columns over N processes.")
-    ] = 1
     threads: Annotated[
         int | None, _model("--threads", metavar="N", help="CPU threads; else as many as `onward info` shows.")
     ] = None

@@ -36,7 +36,6 @@ def load_model(
             compile=flags.compile,
             merge=None if flags.merge is None else expanded_source(flags.merge),
             pipeline=flags.pipeline,
-            tensor=flags.tensor,
             adapters={name: expanded_source(source) for name, source in adapters.items()},
         )
 

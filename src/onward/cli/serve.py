@@ -214,7 +214,7 @@ class _Spec:
                 draft = value
             elif option == "adapter":
                 adapters.append(value)
-            elif option in ("max_seq_len", "pipeline", "tensor"):
+            elif option in ("max_seq_len", "pipeline"):
                 if not value.isascii() or not value.isdigit():
                     raise RequestError(f"--model {text}: {option} must be a whole number; got {value!r}")
                 options[option] = int(value)

@@ -17,11 +17,11 @@ class Follower:
     """The loop of a rank.
 
     run: its part of the model, over a table of hidden states. shapes: what its layers cache. width: the most blocks of
-    a text. to: the rank that its hidden states go to; None where all get them from rank 0, and nobody passes them on.
+    a text. to: the rank that its hidden states go to.
     """
 
     def __init__(
-        self, links: Links, run: ModelRun, hidden: Tensor, shapes: Sequence[LayerShape], width: int, to: int | None
+        self, links: Links, run: ModelRun, hidden: Tensor, shapes: Sequence[LayerShape], width: int, to: int
     ) -> None:
         self._links, self._run, self._hidden = links, run, hidden
         self._shapes, self._width, self._to = tuple(shapes), width, to
@@ -63,13 +63,13 @@ class Follower:
 
     def _forward(self, given: Forward) -> None:
         count = given.rows * given.tokens
-        self._links.receive(self._hidden[:count], 0 if self._to is None else self._links.rank - 1)
+        self._links.receive(self._hidden[:count], self._links.rank - 1)
         self._links.settle()  # what was sent last has arrived long since
         view = self._memories[given.memory].view(self._tables.filled(given.table, self._width))
-        picks = self._to is None or (self._to == 0 and given.has_result)  # of a pipeline the last rank alone
+        picks = self._to == 0 and given.has_result  # the last rank alone
         at = given.at if picks else None
         out, _ = self._run(rows_of_table(given.rows, given.tokens), given.offsets, view, at)
-        if self._to is not None and (self._to != 0 or given.has_result):
+        if self._to != 0 or given.has_result:
             self._links.send(out, self._to)
 
 

@@ -15,7 +15,7 @@ from onward.distributed.heartbeat import Watch
 from onward.distributed.links import Links
 from onward.distributed.messages import Kind
 from onward.distributed.processes import Started
-from onward.distributed.rows import Splits, empty_like_row
+from onward.distributed.rows import empty_like_row, joined, parts
 from onward.errors import RankError
 
 
@@ -23,8 +23,8 @@ class Group:
     """All ranks, as rank 0 has them. They end when nobody holds it any more.
 
     shapes: what each rank's layers cache. memories: the number of each memory of blocks, by the address of its keys.
-    processes: of the others, where this process has started them. splits: how rows are spread over ranks. A rank that
-    hangs while this one waits for it breaks the group.
+    processes: of the others, where this process has started them. A rank that hangs while this one waits for it breaks
+    the group.
     """
 
     def __init__(
@@ -33,7 +33,6 @@ class Group:
         shapes: Sequence[tuple[LayerShape, ...]],
         dtype: torch.dtype,
         processes: Started | None,
-        splits: Splits,
     ) -> None:
         self.links, self.shapes, self.dtype, self.processes = links, shapes, dtype, processes
         self.lock = threading.RLock()
@@ -41,7 +40,6 @@ class Group:
         self.others = range(1, links.world)
         self.broken = ""
         self._count = 0
-        self._splits = splits
         self._forgotten: deque[int] = deque()
         self._pid = os.getpid()
         hung = _Hung(links, processes)
@@ -54,7 +52,7 @@ class Group:
     @property
     def row_shapes(self) -> list[LayerShape]:
         """The shapes of a row's layers, of all ranks."""
-        return self._splits.whole(self.shapes)
+        return [shape for of_rank in self.shapes for shape in of_rank]
 
     def tell(self, kind: Kind, *numbers: int) -> None:
         """Tell all others, in order with what they were told before.
@@ -123,14 +121,14 @@ class Group:
             for rank, row in zip(self.others, rows, strict=True):
                 for tensor in (*row.keys, *row.values):
                     self.links.receive(tensor, rank)
-        return self._splits.joined([own, *rows])
+        return joined([own, *rows])
 
     def write(self, number: int, blocks: Sequence[int], positions: int, row: KVCache) -> KVCache:
         """Give the others their layers of a row; returns rank 0's."""
-        own, *parts = self._splits.parts(row, self.shapes)
+        own, *others = parts(row, self.shapes)
         with self.exchanging():
             self.tell(Kind.WRITE, number, positions, *blocks)
-            for rank, part in zip(self.others, parts, strict=True):
+            for rank, part in zip(self.others, others, strict=True):
                 for tensor in (*part.keys, *part.values):
                     self.links.send(tensor[:, :, :positions], rank)
             self.links.settle()

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
-from onward.distributed.exchange import Exchange
 from onward.errors import RankError, RequestError, one_line
 
 # Numbers of a message that go in one piece; the first says how many there are.
@@ -31,11 +30,8 @@ class Links:
 
     Sends do not wait for the receiver: two ranks may send to each other at once.
 
-    rank: its number. world: how many there are. store: where they met. exchange: for what ranks of one machine gather;
-    None: by gloo, too.
+    rank: its number. world: how many there are. store: where they met.
     """
-
-    exchange: Exchange | None = None
 
     def __init__(self, rank: int, world: int, store: Store, hostname: str | None) -> None:
         """hostname: of the interface to use; None lets gloo find one."""
@@ -75,15 +71,6 @@ class Links:
     def receive(self, out: Tensor, by: int) -> Tensor:
         """Wait for the tensor that a rank sends next, and put it into the contiguous `out`."""
         return self._receive(out, by, _TENSORS)
-
-    def gathered(self, x: Tensor) -> list[Tensor]:
-        """The contiguous tensors of one shape that all ranks give, in their order. They are valid until the next."""
-        if self.exchange is not None and self.exchange.takes(x):
-            return self.exchange.gathered(x)
-        out = [torch.empty_like(x) for _ in range(self.world)]
-        with self._checked():
-            self._group.allgather([[_bytes_of(each) for each in out]], [_bytes_of(x)]).wait()
-        return out
 
     def settle(self) -> None:
         """Wait until all that was sent has been received."""

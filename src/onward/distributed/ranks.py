@@ -13,11 +13,8 @@ import torch
 from onward import native
 from onward.cache.shape import without_windows
 from onward.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
-from onward.checkpoint.quantized import read_manifest
-from onward.distributed.exchange import Exchange, is_usable, new_file
 from onward.distributed.follower import Follower
-from onward.distributed.forward import RanksForward, rank_run
-from onward.distributed.gather import key_of
+from onward.distributed.forward import rank_run
 from onward.distributed.group import Group
 from onward.distributed.heartbeat import beat
 from onward.distributed.links import Links, await_all, meet
@@ -25,14 +22,11 @@ from onward.distributed.memory import new_blocks, new_cache
 from onward.distributed.pipeline import PipelineForward
 from onward.distributed.processes import Processes, Started
 from onward.distributed.ray_ranks import RayRanks, address_here
-from onward.distributed.rows import ByHeads, ByLayers
 from onward.distributed.settings import Settings
-from onward.distributed.shard import Ranks, Shard, ShardParams, shard_of
 from onward.distributed.stage import Stage, StageParams, hidden_states, stage_of
-from onward.distributed.tensor_parallel import TensorForward
 from onward.errors import RequestError
 from onward.loading_weights import LayersInPlace, WeightsReader
-from onward.models import Architecture, Embedding, Model, read_config
+from onward.models import Embedding, Model, read_config
 from onward.models.architecture import num_parameters
 from onward.ops.blocks import BLOCK
 from onward.sessions.fingerprint import sampled_weights
@@ -63,19 +57,15 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
     checkpoint = open_checkpoint(settings.path)
     _check_readable(settings, checkpoint)
     architecture = read_config(checkpoint.config).serving(settings.context)
-    shapes = [without_windows(part_of(architecture, settings, rank).cached) for rank in range(settings.world)]
+    shapes = [without_windows(stage_of(architecture, rank, settings.world).cached) for rank in range(settings.world)]
     store, where = meet(0, settings.world, address_here() if address == "ray" else address)
-    file = new_file(settings.world) if settings.tensor > 1 and address is None and is_usable() else None
-    settings = replace(settings, exchange=None if file is None else str(file))
     store.set("settings", settings.to_json())
     processes = _start(settings.world, where, address)
     try:
         await_all(store, settings.world, lambda: None if processes is None else processes.check())
         links = Links(0, settings.world, store, _interface(where))
-        if file is not None and processes is not None:
-            links.exchange = Exchange(file, 0, settings.world, processes.check)
-        part = part_of(architecture, settings, 0, key_of(links))
-        params = _read(settings, part, layers)
+        stage = stage_of(architecture, 0, settings.world)
+        params = _read(settings, stage, layers)
         dtype = params.embed_tokens.weight.dtype
         links.tell([_DTYPES.index(dtype)], range(1, settings.world))
         digests = [links.told(rank)[0] for rank in range(1, settings.world)]  # they are ready
@@ -83,17 +73,9 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         if processes is not None:
             processes.end()
         raise
-    finally:
-        if file is not None:
-            file.unlink()
-    group = Group(links, shapes, dtype, processes, ByHeads() if isinstance(part, Shard) else ByLayers())
-    forward: RanksForward
-    if isinstance(part, Shard):
-        forward = TensorForward(group, part, params, settings.compile)
-    else:
-        forward = PipelineForward(group, part, params, settings.compile)
+    group = Group(links, shapes, dtype, processes)
     return Model(
-        forward=forward,
+        forward=PipelineForward(group, stage, params, settings.compile),
         params=RankParams(params, torch.tensor(digests)),
         new_cache=partial(new_cache, group),
         vocab_size=architecture.vocab_size,
@@ -113,21 +95,10 @@ def _start(world: int, where: str, address: str | None) -> Started | None:
     return RayRanks(world, where) if address == "ray" else None
 
 
-def part_of(architecture: Architecture, settings: Settings, rank: int, key: int = 0) -> Stage | Shard:
-    """What a rank holds. key: of its links (`onward.distributed.gather`)."""
-    if settings.tensor > 1:
-        return shard_of(architecture, Ranks(rank, settings.world, key))
-    return stage_of(architecture, rank, settings.world)
-
-
 def _check_readable(settings: Settings, checkpoint: Checkpoint) -> None:
     """Raise for a checkpoint of which a rank cannot read its part alone."""
     if isinstance(checkpoint, GgufCheckpoint):
         raise RequestError(f"a GGUF file cannot be split over ranks yet, and {settings.path} is one: give safetensors")
-    if settings.tensor > 1 and read_manifest(settings.path, checkpoint.config) is not None:
-        raise RequestError(
-            f"tensor= cannot cut matrices that a folder has quantized: give {settings.path}'s source, with quantize="
-        )
 
 
 def run_rank(rank: int, world: int, address: str, source: str | Path | None = None) -> None:
@@ -161,28 +132,25 @@ def _follow(settings: Settings, links: Links) -> None:
         native.set_num_threads(settings.threads)
         torch.set_num_threads(settings.threads)
     architecture = read_config(open_checkpoint(settings.path).config).serving(settings.context)
-    if settings.exchange is not None:
-        links.exchange = Exchange(Path(settings.exchange), links.rank, links.world)
-    part = part_of(architecture, settings, links.rank, key_of(links))
-    params = _read(settings, part, _unseen)
+    stage = stage_of(architecture, links.rank, settings.world)
+    params = _read(settings, stage, _unseen)
     dtype = _DTYPES[links.told()[0]]
     if _dtype_of(params) != dtype:  # this rank's part begins with a tensor of another dtype than the model
-        params = _read(replace(settings, dtype=str(dtype).removeprefix("torch.")), part, _unseen)
-    hidden = hidden_states(part.hidden_size, dtype)
-    forward = part.body if isinstance(part, Shard) else part.hidden
-    run = rank_run(forward, params._replace(embed_tokens=Embedding(hidden)), part.hidden_size, settings.compile)
+        params = _read(replace(settings, dtype=str(dtype).removeprefix("torch.")), stage, _unseen)
+    hidden = hidden_states(stage.hidden_size, dtype)
+    run = rank_run(stage.hidden, params._replace(embed_tokens=Embedding(hidden)), stage.hidden_size, settings.compile)
     links.tell([_digest(run.model)], [0])
-    to = None if isinstance(part, Shard) else (links.rank + 1) % links.world
-    Follower(links, run, hidden, without_windows(part.cached), -(-settings.context // BLOCK), to).serve()
+    to = (links.rank + 1) % links.world
+    Follower(links, run, hidden, without_windows(stage.cached), -(-settings.context // BLOCK), to).serve()
 
 
-def _read(settings: Settings, part: Stage | Shard, layers: Callable[[int], LayersInPlace]) -> Any:
-    """The weights of a part, which touch no page of another's."""
+def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlace]) -> Any:
+    """The weights of a stage, which touch no page of another's."""
     checkpoint = open_checkpoint(settings.path)
-    with layers(len(part.layers)) as display:
+    with layers(len(stage.layers)) as display:
         return WeightsReader(
             checkpoint,
-            part,
+            stage,
             settings.torch_dtype,
             _CPU,
             format=settings.quantize,
@@ -202,7 +170,7 @@ def _unseen(count: int) -> LayersInPlace:
     return LayersInPlace(count, False, None)
 
 
-def _dtype_of(params: StageParams | ShardParams) -> torch.dtype:
+def _dtype_of(params: StageParams) -> torch.dtype:
     """That of the first norm."""
     first = params.layers[0]
     norms = first.mixer_norm, first.mixer_post_norm, first.feed_forward_norm, first.feed_forward_post_norm

@@ -11,23 +11,20 @@ import torch
 @dataclass(frozen=True)
 class Settings:
     """source: the checkpoint, a path of `find_folder`. dtype, quantize, compile: as `onward.load` takes them. context:
-    the most positions of a text. threads: of each rank's kernels; None: its own default.
-    exchange: the file of the ranks' `Exchange`; None where they have none."""
+    the most positions of a text. threads: of each rank's kernels; None: its own default."""
 
     source: str
     pipeline: int
-    tensor: int
     dtype: str | None
     quantize: str | None
     compile: str
     context: int
     threads: int | None
-    exchange: str | None = None
 
     @property
     def world(self) -> int:
         """How many ranks there are."""
-        return max(self.pipeline, self.tensor)
+        return self.pipeline
 
     @property
     def path(self) -> Path:

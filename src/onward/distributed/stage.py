@@ -80,7 +80,7 @@ def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
     Raises:
         RequestError: a family that cannot be cut between layers, or more ranks than layers.
     """
-    decoder = cuttable(architecture, "pipeline")
+    decoder = _cuttable(architecture)
     shares = any(layer.mixer is not None and layer.mixer.reads is not None for layer in decoder.layers)
     if decoder.layer_embeddings is not None or shares:
         raise RequestError(
@@ -100,7 +100,7 @@ def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
     return Stage(**given, first=own.start)
 
 
-def cuttable(architecture: Architecture, option: str) -> Decoder:
+def _cuttable(architecture: Architecture) -> Decoder:
     """The decoder of a family, if ranks may share it.
 
     Raises:
@@ -108,10 +108,10 @@ def cuttable(architecture: Architecture, option: str) -> Decoder:
     """
     if not isinstance(architecture, Decoder):
         raise RequestError(
-            f"{option}= is for decoders of the common blocks, and this is a {type(architecture).__name__}"
+            f"pipeline= is for decoders of the common blocks, and this is a {type(architecture).__name__}"
         )
     if architecture.states:
-        raise RequestError(f"{option}= cannot cut a model with recurrent layers ({_mixers(architecture)}) yet")
+        raise RequestError(f"pipeline= cannot cut a model with recurrent layers ({_mixers(architecture)}) yet")
     return architecture
 
 

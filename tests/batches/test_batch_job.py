@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onward.batches import BatchJob, Progress
-from onward.batches.job import ReplicaDiedError
-from onward.batches.results import BatchResults
-from onward.batches.serving import Served
-from onward.errors import EngineError, OnwardError, RequestError
+from onward.batches import BatchJob, BatchResults, LineResult, Progress, ReplicaDiedError
+from onward.errors import EngineError, RequestError
 from onward.openai import BatchInput, BatchLine
+from onward.openai.batch import result_line
 
 PRINT = "a model"
 
@@ -33,7 +32,7 @@ class Fake:
         await asyncio.sleep(0)
         return self._fingerprint
 
-    async def serve(self, lines: Sequence[BatchLine]) -> list[Served]:
+    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
         for _ in lines:
             await asyncio.sleep(0)
         self._dead = self._dead or self._fate(lines)
@@ -41,14 +40,15 @@ class Fake:
             raise ReplicaDiedError("killed")
         return [self._answer(line) for line in lines]
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._dead = True
 
-    def _answer(self, line: BatchLine) -> Served:
+    def _answer(self, line: BatchLine) -> LineResult:
         id = line.id(self._fingerprint)
         if line.body == "bad":
-            return Served(line.failed(id, RequestError("no")), True)
-        return Served(line.served(id, {"id": "cmpl-1", "usage": {}, "seed": line.seed}), False, 2)
+            return LineResult(id, result_line(line.failed(id, RequestError("no"))), True)
+        answer = line.served(id, {"id": "cmpl-1", "usage": {}, "seed": line.seed})
+        return LineResult(id, result_line(answer), False, 2)
 
 
 def write(file: Path, count: int, *, prefix: str = "", bad: Sequence[int] = (), torn: Sequence[int] = ()) -> Path:
@@ -62,23 +62,34 @@ def write(file: Path, count: int, *, prefix: str = "", bad: Sequence[int] = (), 
 
 
 def serve(
-    source: Path, out: Path, fate: Callable[[Sequence[BatchLine]], bool] = lambda lines: False, replicas: int = 2
+    source: Path,
+    out: Path,
+    fate: Callable[[Sequence[BatchLine]], bool] = lambda lines: False,
+    replicas: int = 2,
+    **amounts: int,
 ) -> Progress:
     batch = BatchInput(source)
     with BatchResults(out, batch) as results:
-        return asyncio.run(BatchJob(batch, results, lambda: Fake(fate), replicas).run())
+        return asyncio.run(BatchJob(batch, results, lambda: Fake(fate), replicas, **amounts).run())
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     count=st.integers(0, 300),
     replicas=st.integers(1, 5),
+    chunk=st.sampled_from([1, 5, 32]),
     deaths=st.floats(0, 0.2),
     seed=st.integers(0, 1000),
     stops=st.lists(st.integers(0, 12), max_size=4),
 )
 def test_whatever_dies_the_file_is_that_of_one_undisturbed_replica(
-    count: int, replicas: int, deaths: float, seed: int, stops: list[int], tmp_path_factory: pytest.TempPathFactory
+    count: int,
+    replicas: int,
+    chunk: int,
+    deaths: float,
+    seed: int,
+    stops: list[int],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """stops: a run before the last ends after so many chunks, as with a kill of the driver."""
     folder = tmp_path_factory.mktemp("job")
@@ -94,8 +105,15 @@ def test_whatever_dies_the_file_is_that_of_one_undisturbed_replica(
             return False
 
         with suppress(KeyboardInterrupt):
-            serve(source, folder / "out.jsonl", fate, replicas)
-    serve(source, folder / "out.jsonl", lambda lines: len(lines) > 1 and generator.random() < deaths, replicas)
+            serve(source, folder / "out.jsonl", fate, replicas, chunk=chunk)
+    served = Counter[str | None]()
+
+    def dies(lines: Sequence[BatchLine]) -> bool:
+        """Never often enough over a line for the line to be to blame."""
+        served.update(line.custom_id for line in lines)
+        return max(served[line.custom_id] for line in lines) <= 2 and generator.random() < deaths
+
+    serve(source, folder / "out.jsonl", dies, replicas, chunk=chunk)
     assert (folder / "out.jsonl").read_bytes() == (folder / "still.jsonl").read_bytes()
     assert not (folder / "out.jsonl.parts").exists()
 
@@ -128,6 +146,27 @@ def test_a_line_that_ends_its_replicas_is_given_up_alone(tmp_path: Path) -> None
     assert [result["custom_id"] for result in results if result["response"]["status_code"] != 200] == ["41"]
     assert results[41]["response"]["status_code"] == 500
     assert "3 replicas died" in results[41]["response"]["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize(("chunk", "ahead"), [(1, 6), (4, 3)])
+def test_a_replica_has_so_many_lines_at_a_time(tmp_path: Path, chunk: int, ahead: int) -> None:
+    """Its engine is never short of lines, and memory holds no more."""
+    running, most = 0, 0
+
+    class Slow(Fake):
+        async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
+            nonlocal running, most
+            running += len(lines)
+            most = max(most, running)
+            results = await super().serve(lines)
+            running -= len(lines)
+            return results
+
+    batch = BatchInput(write(tmp_path / "in.jsonl", 50))
+    with BatchResults(tmp_path / "out.jsonl", batch) as results:
+        start = lambda: Slow(lambda lines: False)  # noqa: E731
+        asyncio.run(BatchJob(batch, results, start, chunk=chunk, ahead=ahead).run())
+    assert most == chunk * ahead
 
 
 def test_a_folder_gives_a_folder_and_at_last_its_manifest(tmp_path: Path) -> None:
@@ -183,41 +222,3 @@ def test_replicas_that_cannot_be_had_are_one_error(tmp_path: Path) -> None:
     prints = iter(["one", "other"])
     with pytest.raises(RequestError, match="two replicas would not give the same answers"):
         run(lambda: Fake(lambda lines: False, next(prints)))
-
-
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("in.jsonl", "is the batch itself"),
-        ("folder", "'in.jsonl' is a file, and 'folder' is not"),
-        ("other.jsonl", "a result of custom_id 'other'"),
-        ("notes.jsonl", "line 1 of 'notes.jsonl' is no result of a batch"),
-        ("no/folder/out.jsonl", "cannot be written to"),
-    ],
-)
-def test_an_output_of_something_else_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = write(Path("in.jsonl"), 3)
-    Path("folder").mkdir()
-    other = {"id": "1", "custom_id": "other", "response": {"status_code": 200, "body": {}}, "error": None}
-    Path("other.jsonl").write_text(json.dumps(other) + "\n")
-    Path("notes.jsonl").write_text("dear diary\n")
-    with pytest.raises(OnwardError, match=message):
-        serve(source, Path(out))
-
-
-def test_a_second_process_waits_for_its_turn_by_being_refused(tmp_path: Path) -> None:
-    batch = BatchInput(write(tmp_path / "in.jsonl", 3))
-    with (
-        BatchResults(tmp_path / "out.jsonl", batch),
-        pytest.raises(RequestError, match="another process works at"),
-        BatchResults(tmp_path / "out.jsonl", batch),
-    ):
-        pass
-
-
-def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"has no .jsonl or .parquet files"):
-        BatchInput(tmp_path)

@@ -30,15 +30,9 @@ def given(folders: dict[str, Path]) -> list[str]:
 SHORT = ("-n", "12", "-t", "0")
 
 
-def test_generate_uses_the_first_and_lines_may_name_others(cli: Cli, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_generate_uses_the_first(cli: Cli, folders: dict[str, Path]) -> None:
     first = cli("generate", "The fox", *SHORT, *given(folders))
     assert first.out.rstrip("\n") == text_of(folders["poet"], "The fox").rstrip("\n")
-    lines = tmp_path / "lines.jsonl"
-    names = ("poet", "clerk", None)
-    lines.write_text("".join(json.dumps({"prompt": "The fox", "adapter": name}) + "\n" for name in names))
-    printed = cli("generate", "--jsonl", str(lines), *SHORT, *given(folders)).out.splitlines()
-    for line, name in zip(printed, names, strict=True):
-        assert json.loads(line)["text"] == text_of(None if name is None else folders[name], "The fox")
 
 
 def test_chat_answers_with_the_first(cli: Cli, folders: dict[str, Path]) -> None:

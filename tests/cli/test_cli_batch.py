@@ -1,9 +1,11 @@
 """A batch in OpenAI's format: each line as it would be alone, and a run that is stopped goes on."""
 
 import json
+import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 from command_line import ENVIRONMENT, PROGRAM, Cli
 
 import onward
+from onward.batches import job
 from onward.errors import EngineError
+from onward.openai import Body
 from onward.text_input import LONGEST_LINE
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -162,7 +166,8 @@ def test_a_text_that_cannot_be_finished_fails_alone(cli: Cli, loaded: onward.Lan
     every = [[token] for token in range(loaded.model.vocab_size)]
     lines = [chat("good", temperature=0), completion("bad", prompt=["a", "b"], bad_words=every)]
     out = tmp_path / "out.jsonl"
-    assert cli("batch", str(write(tmp_path / "in.jsonl", *lines)), str(out)).code == 2
+    run = cli("batch", str(write(tmp_path / "in.jsonl", *lines)), str(out))
+    assert (run.code, run.err) == (2, f"error: 1 of 2 lines could not be served; '{out}' says why\n")
     assert body(results(out)["good"])
     assert results(out)["bad"]["response"]["status_code"] == 400
 
@@ -188,6 +193,21 @@ def test_an_error_that_is_not_onwards_is_of_its_line_alone(
     assert answers["bad"]["response"]["status_code"] == 500
     message = answers["bad"]["response"]["body"]["error"]["message"]
     assert message == "the text could not be finished: MemoryError: no room"
+
+
+def test_an_answer_that_json_cannot_hold_fails_alone(
+    cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = job.answer_body
+
+    def answer_one_with_nan(read: Body, *rest: Any) -> dict[str, Any]:
+        return answer(read, *rest) | ({"seed": math.nan} if read.seed == 13 else {})
+
+    monkeypatch.setattr(job, "answer_body", answer_one_with_nan)
+    out = tmp_path / "out.jsonl"
+    assert cli("batch", str(write(tmp_path / "in.jsonl", chat("bad", seed=13), chat("good"))), str(out)).code == 2
+    assert body(results(out)["good"])
+    assert results(out)["bad"]["response"]["status_code"] == 500
 
 
 def test_the_same_command_again_serves_what_is_not_done(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
@@ -270,10 +290,10 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(
 ) -> None:
     lines = [completion(f"{at}", seed=at, max_tokens=100 if at > 5 else 5, ignore_eos=True) for at in range(24)]
     source, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
-    command = [*PROGRAM, "batch", str(source), str(out), "--max-sequences", "2"]
+    command, parts = [*PROGRAM, "batch", str(source), str(out), "--max-sequences", "2"], tmp_path / "out.jsonl.parts"
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as run:
         deadline = time.monotonic() + 120
-        while not out.exists() or out.read_bytes().count(b"\n") < 3:
+        while b"".join(file.read_bytes() for file in parts.glob("*.jsonl")).count(b"\n") < 3:
             assert run.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -281,12 +301,14 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(
         _, said = run.communicate(timeout=60)
     assert run.returncode == code
     assert b"Traceback" not in said
-    before = out.read_bytes()
+    assert not out.exists()
+    before = b"".join(file.read_bytes() for file in parts.glob("*.jsonl"))
     kept = before[: before.rfind(b"\n") + 1]
     done = kept.count(b"\n")
-    assert 3 <= done < 24
+    assert 3 <= done < 24, "a line is on the disk as soon as it is served"
     assert cli("batch", str(source), str(out)).out.startswith(f"24 lines: {done} done before, {24 - done} served")
     assert set(kept.splitlines()) <= set(out.read_bytes().splitlines())
+    assert not parts.exists()
     answers = results(out)
     assert len(answers) == 24
     for at in (0, 5, 23):
@@ -303,7 +325,7 @@ def test_an_engine_that_fails_ends_the_batch(
     monkeypatch.setattr(onward.Engine, "submit", fail)
     source, out = write(tmp_path / "in.jsonl", chat("a"), chat("b")), tmp_path / "out.jsonl"
     assert cli("batch", str(source), str(out)) == (2, "", "error: the engine has failed: no memory\n")
-    assert out.read_bytes() == b""
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_results_that_find_no_room_are_one_line(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
@@ -317,17 +339,20 @@ def test_results_that_find_no_room_are_one_line(cli: Cli, loaded: onward.Languag
     ("arguments", "message"),
     [
         (("none.jsonl", "out.jsonl"), "'none.jsonl' cannot be read: No such file"),
-        ((".", "out.jsonl"), "is a folder: it is served with --replicas"),
+        ((".", "notes.txt"), "'.' is a folder, and 'notes.txt' is not"),
         (("in.jsonl", "out.jsonl", "--replicas", "0"), "--replicas must be 1 or more"),
         (("in.jsonl", "out.jsonl", "--address", "here:1"), "give --replicas, too"),
         (("in.jsonl", "in.jsonl"), "is the batch itself"),
         (("in.jsonl", "link.jsonl"), "is the batch itself"),
         (("in.jsonl", "no/folder/out.jsonl"), "cannot be written to"),
-        (("in.jsonl", "."), "cannot be written to"),
+        (("in.jsonl", "."), "'in.jsonl' is a file, and '.' is not"),
+        (("in.jsonl", "/"), "'in.jsonl' is a file, and '/' is not"),
+        (("in.jsonl", "o" * 300), "cannot be written to"),
         (("in.jsonl", "notes.txt"), "line 1 of 'notes.txt' is no result of a batch"),
         (("in.jsonl", "data.json"), "line 1 of 'data.json' is no result of a batch"),
         (("in.jsonl", "other.jsonl"), "a result of custom_id 'other'"),
         (("in.jsonl", "double.jsonl"), "two results of custom_id 'a'"),
+        (("in.jsonl", "done.jsonl", "--max-sequences", "0"), "max_sequences must be"),
         (("in.jsonl", "out.jsonl", "--max-sequences", "0"), "max_sequences must be"),
         (("in.jsonl", "out.jsonl", "--cache-memory", "0"), "--cache-memory must be"),
         (("in.jsonl", "out.jsonl", "--cache-memory", "nan"), "--cache-memory must be"),
@@ -354,13 +379,36 @@ def test_a_mistake_is_one_line_and_changes_no_file(
     result = {"id": "1", "custom_id": "other", "response": {"status_code": 200, "body": {}}, "error": None}
     write(Path("other.jsonl"), result)
     write(Path("double.jsonl"), result | {"custom_id": "a"}, result | {"custom_id": "a"})
+    write(Path("done.jsonl"), result | {"custom_id": "a"})
     files = {file: file.read_bytes() for file in Path().iterdir()}
     run = cli("batch", *arguments)
     assert (run.code, run.out, run.err.count("\n")) == (2, "", 1)
     assert message in run.err
-    assert {file: file.read_bytes() for file in files} == files
+    assert {file: file.read_bytes() for file in Path().iterdir()} == files
 
 
 def test_a_batch_of_no_lines_is_done(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     run = cli("batch", str(write(tmp_path / "in.jsonl", "")), str(tmp_path / "out.jsonl"))
     assert (run.code, run.out.partition(" ·")[0]) == (0, "0 lines: 0 served, 0 failed")
+
+
+def test_a_batch_needs_neither_ray_nor_a_web_framework(tmp_path: Path) -> None:
+    """In a process where they cannot be imported."""
+    source, out = write(tmp_path / "in.jsonl", chat("a")), tmp_path / "out.jsonl"
+    absent = ("ray", "pyarrow", "fastapi", "starlette", "uvicorn", "prometheus_client")
+    program = f"import sys; sys.modules.update(dict.fromkeys({absent})); from onward.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "batch", str(source), str(out)]
+    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert body(results(out)["a"])
+
+
+def test_a_folder_is_served_here_too(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    write(source / "one.jsonl", chat("a"), chat("b"))
+    write(source / "two.jsonl", chat("c"))
+    run = cli("batch", str(source), str(out))
+    assert (run.code, run.out.partition(" ·")[0]) == (0, "3 lines: 3 served, 0 failed")
+    assert set(results(out / "one.jsonl")) == {"a", "b"}
+    assert json.loads((out / "_manifest.json").read_text())["files"] == {"one.jsonl": 2, "two.jsonl": 1}

@@ -19,17 +19,19 @@ def test_a_text_has_the_form_that_flags_ask_for(cli: Cli, tmp_path: Path) -> Non
     assert cli("generate", "Once", "--choice", "yes", "--choice", "no").out.strip() in ("yes", "no")
 
 
-def test_lines_have_forms_of_their_own(cli: Cli) -> None:
+def test_lines_of_a_batch_have_forms_of_their_own(cli: Cli, tmp_path: Path) -> None:
+    forms = [{"choice": ["yes", "no"]}, {"regex": "("}, {"regex": "b"}]
     lines = [
-        {"prompt": "Once", "choice": ["yes", "no"]},
-        {"prompt": "Once", "regex": "("},
-        {"prompt": "a", "regex": "b"},
+        {"custom_id": str(at), "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once"} | form}
+        for at, form in enumerate(forms)
     ]
-    result = cli("generate", "--jsonl", "-", input="".join(json.dumps(line) + "\n" for line in lines))
-    first, second, third = map(json.loads, result.out.splitlines())
-    assert first["text"] in ("yes", "no")
-    assert "cannot be compiled" in second["error"]
-    assert third["text"] == "b"
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert cli("batch", str(source), str(out)).code == 2
+    first, second, third = (json.loads(line)["response"]["body"] for line in out.read_text().splitlines())
+    assert first["choices"][0]["text"] in ("yes", "no")
+    assert "cannot be compiled" in second["error"]["message"]
+    assert third["choices"][0]["text"] == "b"
 
 
 def test_bad_forms_are_one_line(cli: Cli, tmp_path: Path) -> None:

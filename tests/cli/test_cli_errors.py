@@ -83,6 +83,10 @@ def test_the_error_for_an_unknown_flag_guesses_nothing_unlike_it(cli: Cli) -> No
     assert_one_line(result, "no such option: --zzz (see onward generate --help)")
 
 
+def test_a_file_of_prompts_is_for_batch(cli: Cli) -> None:
+    assert_one_line(cli("generate", "--jsonl", "-"), "no such option: --jsonl; for a file of prompts, use onward batch")
+
+
 def test_bad_commands(cli: Cli) -> None:
     assert_one_line(cli("generat"), "'generate'", "onward --help")
     assert_one_line(cli("chat", "--temperature", "-1"), "temperature")

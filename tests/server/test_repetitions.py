@@ -15,7 +15,7 @@ from live_server import SECONDS, LiveServer
 from test_operations import LONG, leave, opened, until
 
 import onward
-from onward.batches.serving import LineServer
+from onward.batches import EngineReplica, LineResult
 from onward.openai import AnswerKey, BatchInput, BatchLine, BodyReader
 from onward.server.kept import KeptAnswers
 
@@ -217,11 +217,8 @@ def test_lines_of_a_batch_have_the_date_of_their_file(dated: onward.LanguageMode
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
     line = BatchLine.read(1, json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body}), 1_770_282_000)
 
-    async def served(engine: onward.Engine) -> Any:
-        return (await (await LineServer(engine, BodyReader(dated, "m"), "f").begin(line))).result
-
     with onward.Engine(dated) as engine:
-        first, second = (asyncio.run(served(engine)) for _ in range(2))
+        first, second = (json.loads(served(engine, line).text) for _ in range(2))
     assert first == second
     prompt = dated.chat_prompt(body["messages"], now=AnswerKey.new(1_770_282_000).time)
     assert first["response"]["body"]["usage"]["prompt_tokens"] == len(prompt)
@@ -235,8 +232,10 @@ def test_a_batch_file_of_any_date_is_served(dated: onward.LanguageModel, tmp_pat
     os.utime(file, (written, written))
     (line,) = BatchInput(file).lines()
 
-    async def served(engine: onward.Engine) -> Any:
-        return await (await LineServer(engine, BodyReader(dated, "m"), "f").begin(line))
-
     with onward.Engine(dated) as engine:
-        assert not asyncio.run(served(engine)).failed
+        assert not served(engine, line).failed
+
+
+def served(engine: onward.Engine, line: BatchLine) -> LineResult:
+    (result,) = asyncio.run(EngineReplica(engine, BodyReader(engine.lm, "m")).serve([line]))
+    return result

@@ -1,12 +1,20 @@
-"""Batches of requests in OpenAI's format: lines through an engine, and over replicas on Ray.
+"""Batches of requests in OpenAI's format, through an engine of this process or over replicas on Ray.
 
-serving.py   one line after another through an engine: what it answers
-job.py       chunks of lines over replicas, each served again where its replica dies
-results.py   what is answered so far, in shards; in the end the output, whole
+job.py       chunks of lines over replicas, each served again where its replica dies; an engine is a replica
+results.py   the results so far, in journals; in the end the output, whole
 replicas.py  replicas as actors of Ray
 """
 
-from onward.batches.job import BatchJob, Progress
-from onward.batches.serving import LineServer, fingerprint_of
+from onward.batches.job import BatchJob, EngineReplica, Progress, Replica, ReplicaDiedError, fingerprint_of
+from onward.batches.results import BatchResults, LineResult
 
-__all__ = ["BatchJob", "LineServer", "Progress", "fingerprint_of"]
+__all__ = [
+    "BatchJob",
+    "BatchResults",
+    "EngineReplica",
+    "LineResult",
+    "Progress",
+    "Replica",
+    "ReplicaDiedError",
+    "fingerprint_of",
+]

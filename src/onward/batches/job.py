@@ -1,21 +1,28 @@
-"""Chunks of lines over replicas. It knows nothing of Ray: tests run it over replicas that they let die.
+"""A batch over replicas. An engine of this process is one; tests have some that they let die.
 
-Every replica has a few chunks at a time, so that its engine is never short of lines. What a replica answers is on the
-disk before it counts. A replica that dies is replaced, and its chunks are served again, by whoever is free. A chunk
-over which two replicas died is set aside. In the end its lines are served one by one, each alone on its replica; one
-that then ends three replicas is answered with an error: it is the line's doing, and the batch goes on without it.
+Every replica has a few chunks at a time, so that its engine is never short of lines. A result is on the disk before it
+counts. A replica that dies is replaced, and its chunks are served again, by whichever is free. A chunk over which two
+replicas died is set aside. In the end its lines are served one by one, each alone on its replica; one that then ends
+three replicas gets an error for its result: the line is to blame, and the batch goes on without it.
 """
 
 import asyncio
+import hashlib
+import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from onward.batches.results import BatchResults
-from onward.batches.serving import Served
-from onward.errors import EngineError, OnwardError, RequestError
-from onward.openai import BatchInput, BatchLine
+import onward
+from onward.batches.results import BatchResults, LineResult
+from onward.engine import Engine, Generation
+from onward.engine.fingerprint import bits_fingerprint
+from onward.errors import EngineBusyError, EngineError, OnwardError, RequestError, one_line
+from onward.openai import AnswerKey, BatchInput, BatchLine, BodyReader, answer_body
+from onward.openai.batch import result_line
+from onward.requests import Request
 
 # Lines of a chunk, and chunks that a replica has at a time.
 _CHUNK, _AHEAD = 32, 3
@@ -28,16 +35,103 @@ class ReplicaDiedError(Exception):
 
 
 class Replica(Protocol):
-    """An engine somewhere else. Every method may raise `ReplicaDiedError`."""
+    """An engine somewhere. Every method may raise `ReplicaDiedError`."""
 
     async def load(self) -> str:
         """Load the model; the fingerprint under which its results count."""
 
-    async def serve(self, lines: Sequence[BatchLine]) -> list[Served]:
+    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
         """A result for each line, in order."""
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Make sure that it does nothing more."""
+
+
+class EngineReplica:
+    """An engine of this process, for one asyncio loop. It never dies: an engine that has failed ends the batch."""
+
+    def __init__(self, engine: Engine, reader: BodyReader) -> None:
+        self._engine, self._reader = engine, reader
+        self._fingerprint = fingerprint_of(reader)
+        self._running: set[asyncio.Task[None]] = set()
+        assert reader.lm.tokenizer is not None, "a batch needs one"
+        self._tokenizer = reader.lm.tokenizer
+
+    async def load(self) -> str:
+        """The fingerprint."""
+        return self._fingerprint
+
+    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
+        """A result for each line, in order. The engine gets their requests in that order, as soon as it takes them.
+
+        Raises:
+            EngineError: the engine has failed. Any other error is of a line alone, a defect too.
+        """
+        return await asyncio.gather(*map(self._serve, lines))
+
+    def close(self) -> None:
+        """Nothing: the engine is its owner's."""
+
+    async def _serve(self, line: BatchLine) -> LineResult:
+        id = line.id(self._fingerprint)
+        generations: list[Generation] = []
+        try:
+            body = self._reader.read(line.url, line.body, AnswerKey.new(line.created), line.seed)
+            for request in body.requests:
+                generations.append(await self._submitted(request))
+            completions = [await generation for generation in generations]
+            answer = answer_body(body, completions, self._tokenizer, onward.__version__)
+            text = result_line(line.served(id, answer))
+        except EngineError:
+            raise
+        except Exception as error:
+            for generation in generations:
+                generation.cancel()
+            return _failure(line, id, error)
+        return LineResult(id, text, False, answer["usage"]["completion_tokens"])
+
+    async def _submitted(self, request: Request) -> Generation:
+        """Submit a request as soon as the engine takes it."""
+        while True:
+            try:
+                generation = self._engine.submit(request)
+                break
+            except EngineBusyError as error:
+                if self._running:
+                    await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    await asyncio.sleep(error.retry_after)
+        task = asyncio.ensure_future(_end_of(generation))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return generation
+
+
+async def _end_of(generation: Generation) -> None:
+    with suppress(Exception):  # its line has it
+        await generation
+
+
+def _failure(line: BatchLine, id: str, error: Exception) -> LineResult:
+    if not isinstance(error, OnwardError):
+        error = OnwardError(f"the text could not be finished: {type(error).__name__}: {one_line(error)}")
+    return LineResult(id, result_line(line.failed(id, error)), True)
+
+
+def fingerprint_of(reader: BodyReader) -> str:
+    """A hash of all that a line's answer follows from beside the line: the model, what runs it, and the settings."""
+    lm = reader.lm
+    parts = {
+        "version": onward.__version__,
+        "bits": bits_fingerprint(lm.model),
+        "adapters": {name: bits_fingerprint(lm.model, loaded) for name, loaded in lm.adapters.items()},
+        "defaults": repr(lm.defaults),
+        "name": reader.model,
+        "options": reader.options,
+        "variables": reader.variables,
+    }
+    content = json.dumps(parts, sort_keys=True, default=repr)
+    return hashlib.blake2b(content.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 
 @dataclass
@@ -55,11 +149,11 @@ class Progress:
         """Lines that nothing is left to do for."""
         return self.done_before + self.served + self.failed
 
-    def took(self, served: Served) -> None:
+    def add(self, result: LineResult) -> None:
         """Count a line that is over."""
-        self.served += not served.failed
-        self.failed += served.failed
-        self.tokens += served.tokens
+        self.served += not result.failed
+        self.failed += result.failed
+        self.tokens += result.tokens
 
 
 class _Place:
@@ -71,13 +165,13 @@ class _Place:
         self._replica: Replica | None = None
         self._starting = asyncio.Lock()
 
-    async def serve(self, lines: Sequence[BatchLine]) -> list[Served]:
+    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
         replica = await self.ready()
         try:
             return await replica.serve(lines)
         except ReplicaDiedError:
             if self._replica is replica:
-                self.end()
+                self.close()
             raise
 
     async def ready(self) -> Replica:
@@ -96,16 +190,16 @@ class _Place:
                     self._check(await replica.load())
                 except ReplicaDiedError as error:
                     died = error
-                    replica.end()
+                    replica.close()
                     continue
                 self._replica = replica
             if self._replica is None:
                 raise EngineError(f"{_WHILE_LOADING} replicas died one after the other while they loaded: {died}")
             return self._replica
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self._replica is not None:
-            self._replica.end()
+            self._replica.close()
             self._replica = None
 
     def _check(self, fingerprint: str) -> None:
@@ -120,7 +214,9 @@ class _Place:
 class BatchJob:
     """One run of a batch over replicas.
 
-    start: makes a replica. show: called after each chunk.
+    start: makes a replica; called anew where one has died. chunk: lines that a replica is sent, and gives back, in one
+    piece. ahead: chunks that each has at a time; it wants more lines than its engine runs at once. show: called after
+    each chunk.
     """
 
     def __init__(
@@ -128,10 +224,14 @@ class BatchJob:
         batch: BatchInput,
         results: BatchResults,
         start: Callable[[], Replica],
-        replicas: int,
+        replicas: int = 1,
+        *,
+        chunk: int = _CHUNK,
+        ahead: int = _AHEAD,
         show: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         self._batch, self._results, self._show = batch, results, show
+        self._chunk, self._ahead = chunk, ahead
         self._places = [_Place(start) for _ in range(replicas)]
         self._again: deque[tuple[list[BatchLine], int]] = deque()  # chunks with how many replicas died over them
         self._suspects: deque[BatchLine] = deque()
@@ -149,11 +249,11 @@ class BatchJob:
             for place in self._places:
                 place.fingerprint = self._fingerprint
             chunks = self._chunks()
-            await _all(self._serve_chunks(place, chunks) for place in self._places for _ in range(_AHEAD))
+            await _all(self._serve_chunks(place, chunks) for place in self._places for _ in range(self._ahead))
             await _all(self._serve_suspects(place) for place in self._places)
         finally:
             for place in self._places:
-                place.end()
+                place.close()
         self._results.finish(self._fingerprint)
         return self.progress
 
@@ -167,7 +267,7 @@ class BatchJob:
                 self.progress.done_before += 1
             else:
                 chunk.append(line)
-            if len(chunk) == _CHUNK:
+            if len(chunk) == self._chunk:
                 yield chunk
                 chunk = []
         if chunk:
@@ -180,7 +280,7 @@ class BatchJob:
             if not lines:
                 return
             try:
-                self._took(await place.serve(lines))
+                self._add(await place.serve(lines))
             except ReplicaDiedError:
                 if deaths + 1 < _OF_A_CHUNK:
                     self._again.append((lines, deaths + 1))
@@ -193,18 +293,18 @@ class BatchJob:
             died: Exception | None = None
             for _ in range(_OF_A_LINE):
                 try:
-                    self._took(await place.serve([line]))
+                    self._add(await place.serve([line]))
                     break
                 except ReplicaDiedError as death:
                     died = death
             else:
                 error = OnwardError(f"{_OF_A_LINE} replicas died, each while it served this line alone: {died}")
-                self._took([Served(line.failed(line.id(self._fingerprint), error), True)])
+                self._add([_failure(line, line.id(self._fingerprint), error)])
 
-    def _took(self, answers: Sequence[Served]) -> None:
-        self._results.add(served.result for served in answers)
-        for served in answers:
-            self.progress.took(served)
+    def _add(self, results: Sequence[LineResult]) -> None:
+        self._results.add(results)
+        for result in results:
+            self.progress.add(result)
         self._show(self.progress)
 
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from onward.batches.job import ReplicaDiedError
-from onward.batches.serving import LineServer, Served, fingerprint_of
+from onward.batches.job import EngineReplica, ReplicaDiedError
+from onward.batches.results import LineResult
 from onward.engine import Engine
 from onward.errors import OnwardError, one_line
 from onward.openai import BatchLine, BodyReader
@@ -23,16 +23,14 @@ class _Actor:
     async def load(self) -> str | OnwardError:
         try:
             reader = self._make()
-            self._fingerprint = fingerprint_of(reader)
             self._engine = Engine(reader.lm, **self._limits)
+            self._replica = EngineReplica(self._engine, reader)
         except OnwardError as error:
             return error
-        self._server = LineServer(self._engine, reader, self._fingerprint)
-        return self._fingerprint
+        return await self._replica.load()
 
-    async def serve(self, lines: Sequence[BatchLine]) -> list[Served]:
-        begun = [await self._server.begin(line) for line in lines]
-        return [await result for result in begun]
+    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
+        return await self._replica.serve(lines)
 
     async def step_seconds(self) -> float:
         return self._engine.seconds_since_step
@@ -54,7 +52,7 @@ class RayReplica:
             raise loaded
         return loaded
 
-    async def serve(self, lines: Sequence[BatchLine]) -> list[Served]:
+    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
         answer = asyncio.ensure_future(self._answer(self._actor.serve.remote(list(lines))))
         while not (await asyncio.wait([answer], timeout=_LOOK))[0]:
             try:
@@ -62,10 +60,10 @@ class RayReplica:
             except (TimeoutError, ReplicaDiedError) as error:
                 answer.cancel()
                 raise ReplicaDiedError(f"it does not answer: {error}") from error
-        served: list[Served] = await answer
+        served: list[LineResult] = await answer
         return served
 
-    def end(self) -> None:
+    def close(self) -> None:
         import ray
 
         ray.kill(self._actor)

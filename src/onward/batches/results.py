@@ -1,8 +1,9 @@
-"""What a job has answered so far, on the disk; in the end its output.
+"""The results of a batch: on the disk as they come, and in the order of the input once all are there.
 
-While a job runs, its results are in a folder beside the output, `OUT.parts`, in shards of some lines each. A shard is
-written whole or not at all. At the end the output is written in the order of the input and renamed into place, for a
-folder file by file and at last `_manifest.json`, which says that it is whole. Then the shards go.
+While a batch runs, its results are appended to a journal in a folder beside the output, `OUT.parts`: one file for each
+run. What was written there survives the end of the process; a line that was cut short does not count. At the end the
+output is written in the order of the input and renamed into place, for a folder file by file and at last
+`_manifest.json`, which says that it is whole. Then the journals go.
 
 A result is found by its id, a hash of its request and of the model. So a line is served at least once, and counts once:
 two results of one id are the same. Of a line that has changed there is none. Ids and places are in memory, some 200
@@ -13,26 +14,40 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 from onward.errors import RequestError
 from onward.files import write_whole
 from onward.openai.batch import BatchInput, BatchLine, result_line
 from onward.openai.batch_files import rows_of, write_rows
-from onward.openai.batch_output import served_id
 
-_MANIFEST, _LOCK, _SHARDS = "_manifest.json", "lock", "*.jsonl"
+_MANIFEST, _LOCK, _JOURNALS = "_manifest.json", "lock", "*.jsonl"
+
+
+class LineResult(NamedTuple):
+    """id: of the result. text: the line of the output. failed: whether it says why there is no answer. tokens:
+    generated for it.
+    """
+
+    id: str
+    text: bytes
+    failed: bool
+    tokens: int = 0
 
 
 class BatchResults:
-    """The results of one job. A context manager that keeps other processes from the same output.
+    """The results of one batch. A context manager that keeps other processes from the same output.
 
-    What earlier runs answered is there, but for lines that failed: those are served again.
+    The results of earlier runs are there, but for lines that failed: those are served again.
+
+    destination: a file, or a folder where the batch is one. What is neither, such as a pipe, gets the results at the
+    end, and nothing of earlier runs is known.
 
     Raises:
         RequestError: the output cannot be read or written, is the input, holds anything but results of this batch, or
@@ -42,17 +57,29 @@ class BatchResults:
     def __init__(self, destination: Path, batch: BatchInput) -> None:
         self.destination = destination
         self._batch = batch
-        self._parts = destination.with_name(f"{destination.name}.parts")
         self._places: dict[str, tuple[Path, int]] = {}
-        if destination.exists():
-            if os.path.samefile(destination, batch.source):
-                raise RequestError(f"{str(destination)!r} is the batch itself: name another place for the results")
-            if destination.is_dir() != batch.source.is_dir():
-                kind = "a folder" if batch.source.is_dir() else "a file"
-                raise RequestError(f"{str(batch.source)!r} is {kind}, and {str(destination)!r} is not: name one alike")
+        self._journal: IO[bytes] | None = None
+        self._has_new = False
+        try:
+            if destination.exists():
+                self._check_kind()
+            self._is_stream = destination.exists() and not (destination.is_file() or destination.is_dir())
+            self._parts = destination.resolve().with_name(f"{destination.resolve().name}.parts")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _check_kind(self) -> None:
+        destination, source = self.destination, self._batch.source
+        if os.path.samefile(destination, source):
+            raise RequestError(f"{str(destination)!r} is the batch itself: name another place for the results")
+        if destination.is_dir() != source.is_dir():
+            kind = "a folder" if source.is_dir() else "a file"
+            raise RequestError(f"{str(source)!r} is {kind}, and {str(destination)!r} is not: name one alike")
 
     def __enter__(self) -> Self:
         try:
+            if self._is_stream:
+                self._parts = Path(tempfile.mkdtemp(prefix="onward-batch-"))
             self._parts.mkdir(exist_ok=True)
             self._lock = (self._parts / _LOCK).open("w")
         except OSError as error:
@@ -72,22 +99,27 @@ class BatchResults:
         self._close()
 
     def _close(self) -> None:
-        """Leave the folder of shards where it has any."""
-        with suppress(OSError):
-            if not any(self._parts.glob(_SHARDS)):
-                shutil.rmtree(self._parts)
+        """Leave the folder of journals where these have results that the output does not have."""
+        if self._journal is not None:
+            with suppress(OSError):  # of what could not be written, which has raised
+                self._journal.close()
+            if not self._has_new:
+                Path(self._journal.name).unlink(missing_ok=True)
+        if self._is_stream or not any(self._parts.glob(_JOURNALS)):
+            shutil.rmtree(self._parts, ignore_errors=True)
         self._lock.close()
 
     def has(self, id: str) -> bool:
         """Whether there is a result of this id."""
         return id in self._places
 
-    def add(self, results: Iterable[dict[str, Any]]) -> None:
-        """Put results on the disk, all or none of them."""
-        self._add_lines(map(result_line, results))
+    def add(self, results: Iterable[LineResult]) -> None:
+        """Append results, and hand them to the system at once: what is written survives the end of this process."""
+        self._has_new = True
+        self._append((result.id, result.text) for result in results)
 
     def finish(self, fingerprint: str) -> None:
-        """Write the output, and remove the shards. Every line has a result, or is none itself."""
+        """Write the output, and remove the journals. Every line has a result, or holds no request."""
         try:
             if self._batch.source.is_dir():
                 self._write_folder(fingerprint)
@@ -97,53 +129,56 @@ class BatchResults:
         except OSError as error:
             raise self._failure(error) from error
 
-    # ── shards ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── journals ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _add_lines(self, lines: Iterable[bytes]) -> None:
-        shard, places = self._parts / f"{uuid.uuid4().hex}.jsonl", dict[str, tuple[Path, int]]()
-
-        def write(temporary: Path) -> None:
-            with temporary.open("wb") as content:
-                for line in lines:
-                    places[json.loads(line)["id"]] = (shard, content.tell())
-                    content.write(line)
-
+    def _append(self, lines: Iterable[tuple[str, bytes]]) -> None:
+        places: dict[str, tuple[Path, int]] = {}
         try:
-            write_whole(shard, write)
+            if self._journal is None:
+                self._journal = (self._parts / f"{uuid.uuid4().hex}.jsonl").open("wb")
+            for id, text in lines:
+                places[id] = (Path(self._journal.name), self._journal.tell())
+                self._journal.write(text)
+            self._journal.flush()
         except OSError as error:
             raise self._failure(error) from error
         self._places |= places
 
     def _resume(self) -> None:
-        """Find what is done: in shards, and in an output of before, which becomes one."""
-        for unfinished in self._parts.glob(".*.jsonl.*"):
-            unfinished.unlink()  # by a kill
-        for shard in self._parts.glob(_SHARDS):
+        """Find what is done: in the journals of earlier runs, and in an output, whose results go to a journal."""
+        for journal in self._parts.glob(_JOURNALS):
             at = 0
-            with shard.open("rb") as content:
-                for number, text in enumerate(content, 1):
-                    result = json.loads(text)
-                    if served_id(result, number, shard, self._batch) is not None:
-                        self._places[result["id"]] = (shard, at)
-                    at += len(text)
-        if any(True for _ in self._of_output()):
-            self._add_lines(self._of_output())
-
-    def _of_output(self) -> Iterator[bytes]:
-        """The results of lines that were served, of the output as it is, if there is one."""
+            for size, custom_id, result in self._results_of(journal):
+                if custom_id is not None:
+                    self._places[result["id"]] = (journal, at)
+                at += size
         for file in self._output_files():
-            for number, text in rows_of(file, results=True):
-                try:
-                    result = json.loads(text)
-                except (ValueError, RecursionError):
-                    result = None
-                if served_id(result, number, file, self._batch) is not None and not self.has(result["id"]):
-                    yield result_line(result)
+            seen: set[str] = set()
+            for _, custom_id, result in self._results_of(file):
+                if custom_id in seen:
+                    raise RequestError(f"{str(file)!r} has two results of custom_id {custom_id!r}: name another file")
+                if custom_id is not None:
+                    seen.add(custom_id)
+                    if not self.has(result["id"]):
+                        self._append([(result["id"], result_line(result))])
+
+    def _results_of(self, file: Path) -> Iterator[tuple[int, str | None, dict[str, Any]]]:
+        """The results in a file: the length of the line, the custom_id where it was served, and the result."""
+        for number, text in rows_of(file, results=True):
+            try:
+                result = json.loads(text)
+            except (ValueError, RecursionError):
+                if isinstance(text, bytes) and not text.endswith(b"\n"):  # the last one, which was being written
+                    return
+                result = None
+            custom_id = served_id(result, number, file, self._batch)
+            assert result is not None
+            yield len(text), custom_id, result
 
     def _output_files(self) -> list[Path]:
         if self.destination.is_dir():
             return [file for file in map(self._output_of, self._batch.files) if file.exists()]
-        return [self.destination] if self.destination.exists() else []
+        return [self.destination] if self.destination.is_file() else []
 
     # ── the output ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -157,38 +192,69 @@ class BatchResults:
         manifest.unlink(missing_ok=True)
         counts = {file.name: self._write(file, self._output_of(file), fingerprint) for file in self._batch.files}
         described = {"model": fingerprint, "files": counts}
-        write_whole(manifest, lambda temporary: temporary.write_text(json.dumps(described, indent=2) + "\n"))
+        self._write_file(manifest, lambda place: place.write_text(json.dumps(described, indent=2) + "\n"))
 
     def _write(self, source: Path, file: Path, fingerprint: str) -> int:
         """The results of a file in the order of its lines. Returns how many these are."""
         count = 0
-        shards: dict[Path, IO[bytes]] = {}
 
-        def lines() -> Iterator[bytes]:
+        def lines(journals: dict[Path, IO[bytes]]) -> Iterator[bytes]:
             nonlocal count
             for line in self._batch.lines_of(source):
                 count += 1
-                yield self._line(line, fingerprint, shards)
+                yield self._line(line, fingerprint, journals)
 
-        try:
-            write_whole(file, lambda temporary: write_rows(temporary, lines(), file))
-        finally:
-            for content in shards.values():
-                content.close()
+        def write(place: Path) -> None:
+            journals: dict[Path, IO[bytes]] = {}
+            try:
+                write_rows(place, lines(journals), file)
+            finally:
+                for journal in journals.values():
+                    journal.close()
+
+        self._write_file(file, write)
         return count
 
-    def _line(self, line: BatchLine, fingerprint: str, shards: dict[Path, IO[bytes]]) -> bytes:
-        """The result of a line. shards: those that are open; chunks end nearly in order, so a few are enough."""
+    def _line(self, line: BatchLine, fingerprint: str, journals: dict[Path, IO[bytes]]) -> bytes:
+        """The result of a line. journals: those that are open, one for each run that was stopped."""
         id = line.id(fingerprint)
         if line.error is not None:
             return result_line(line.refused(id))
-        shard, at = self._places[id]
-        if shard not in shards:
-            if len(shards) >= 16:
-                shards.pop(next(iter(shards))).close()
-            shards[shard] = shard.open("rb")
-        shards[shard].seek(at)
-        return shards[shard].readline()
+        journal, at = self._places[id]
+        if journal not in journals:
+            journals[journal] = journal.open("rb")
+        journals[journal].seek(at)
+        return journals[journal].readline().rstrip(b"\n") + b"\n"
+
+    def _write_file(self, file: Path, write: Callable[[Path], object]) -> None:
+        """Write a file whole, with the mode that it has, or that any new file has here."""
+
+        def write_with_mode(temporary: Path) -> None:
+            write(temporary)
+            shutil.copymode(file if file.exists() else self._lock.name, temporary)
+
+        if self._is_stream:
+            write(file)
+        else:
+            write_whole(file, write_with_mode)
 
     def _failure(self, error: OSError) -> RequestError:
         return RequestError(f"the results cannot be written to {str(self.destination)!r}: {error.strerror or error}")
+
+
+def served_id(result: Any, number: int, file: Path, batch: BatchInput) -> str | None:
+    """The custom_id of a row of a file of results, where it was served.
+
+    Raises:
+        RequestError: it is no result, or one of another batch.
+    """
+    if not isinstance(result, dict) or not {"id", "custom_id", "response", "error"} <= set(result):
+        raise RequestError(f"line {number} of {str(file)!r} is no result of a batch: name another file")
+    custom_id, response = result["custom_id"], result["response"]
+    if custom_id is not None and custom_id not in batch.custom_ids:
+        raise RequestError(
+            f"{str(file)!r} has a result of custom_id {custom_id!r}, which {str(batch.source)!r} does not have: it is "
+            "of another batch, so name another file"
+        )
+    is_served = isinstance(response, dict) and response.get("status_code") == 200
+    return custom_id if is_served else None

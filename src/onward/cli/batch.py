@@ -1,4 +1,4 @@
-"""`onward batch`: a file of requests in OpenAI's format in, a file of results out, by an engine or over replicas."""
+"""`onward batch`: requests in OpenAI's format in, results out, through an engine or over replicas."""
 
 import asyncio
 import dataclasses
@@ -23,18 +23,22 @@ from onward.cli.terminal import Show, note, waiting
 from onward.errors import RequestError
 
 if TYPE_CHECKING:
-    from onward.batches import LineServer, Progress
-    from onward.batches.job import Replica
-    from onward.batches.results import BatchResults
-    from onward.batches.serving import Served
-    from onward.openai import BatchInput, BatchOutput, BodyReader
+    from onward.batches import BatchResults, Progress, Replica
+    from onward.openai import BatchInput, BodyReader
+
+# The fewest lines that an engine has to choose from at a time, beside as many that are on their way.
+_FEWEST = 32
 
 _length, _model = (partial(typer.Option, rich_help_panel=group) for group in (LENGTH, MODEL))
 
 
 def batch(
-    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="The requests, a line each.")],
-    destination: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Where the results go, a line each.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="The requests: a .jsonl or .parquet file, or a folder of them.")
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Where the results go: a file or a folder, as IN is.")
+    ],
     *,
     replicas: Annotated[
         int | None, typer.Option("--replicas", metavar="N", help="Serve over N replicas, on Ray: onward[cluster].")
@@ -58,40 +62,39 @@ def batch(
     """Serve a batch of requests in OpenAI's format, many at once.
 
     A line of IN is {"custom_id": …, "method": "POST", "url": …, "body": …};
-    the url is /v1/chat/completions or /v1/completions. OUT gets a line for
-    each, in the end in the order of IN. What is not served is refused, and
-    no other line fails with it; the code is then 2.
+    the url is /v1/chat/completions or /v1/completions. OUT gets a result for
+    each, in the order of IN, once all are served. What is not served is
+    refused, and no other line fails with it; the code is then 2.
 
-    The same command again goes on where it was stopped: lines that OUT has
-    a result of are not served again, those that failed are. A line's tokens
-    are those that it has alone; without a seed, its custom_id gives one.
-
-    With --replicas IN and OUT may be folders of .jsonl or .parquet files,
-    and OUT is written when all is served.
+    Results gather in OUT.parts. The same command again goes on where it was
+    stopped: lines that have a result are not served again, those that failed
+    are. A line's tokens are those that it has alone; without a seed, its
+    custom_id gives one.
     """
     with waiting("starting …"):
-        from onward.openai import BatchInput, BatchOutput
+        from onward.batches import BatchResults, EngineReplica
+        from onward.openai import BatchInput
     source, destination = expanded(source), expanded(destination)
-    if replicas is None:
-        if address is not None:
-            raise RequestError("--address is of a cluster: give --replicas, too")
-        if source.is_dir():
-            raise RequestError(f"{str(source)!r} is a folder: it is served with --replicas")
-    elif replicas < 1:
+    if replicas is None and address is not None:
+        raise RequestError("--address is of a cluster: give --replicas, too")
+    if replicas is not None and replicas < 1:
         raise RequestError(f"--replicas must be 1 or more; got {replicas}")
-    else:
-        model = _for_replicas(model, replicas, address)
     requests, limits = BatchInput(source), engine.limits()
-    reader = partial(_reader, model, drafting, adapting, template, model_name, max_new_tokens)
-    if replicas is None:
-        progress = _serve_here(requests, BatchOutput(destination, requests), reader(), limits)
-    else:
-        from onward.batches.replicas import RayReplica
-        from onward.batches.results import BatchResults
-        from onward.cluster.ray_session import connected
+    most = max(_FEWEST, limits.get("max_sequences", _FEWEST))
+    with BatchResults(destination, requests) as results:
+        if replicas is None:
+            reader = _reader(model, drafting, adapting, template, model_name, max_new_tokens)
+            with onward.Engine(reader.lm, **limits) as here:
+                replica = EngineReplica(here, reader)
+                progress = _serve(requests, results, lambda: replica, chunk=1, ahead=3 * most)
+        else:
+            from onward.batches.replicas import RayReplica
+            from onward.cluster.ray_session import connected
 
-        with BatchResults(destination, requests) as results, connected(address, replicas):
-            progress = _serve_over_replicas(requests, results, partial(RayReplica, reader, limits), replicas)
+            model = _for_replicas(model, replicas, address)
+            make = partial(_reader, model, drafting, adapting, template, model_name, max_new_tokens)
+            with connected(address, replicas):
+                progress = _serve(requests, results, partial(RayReplica, make, limits), replicas, chunk=most)
     if progress.failed:
         at = f"{str(destination)!r} says why"
         raise RequestError(f"{progress.failed} of {count(requests.count, 'line')} could not be served; {at}")
@@ -116,30 +119,19 @@ def _reader(
     return BodyReader(lm, model_name or model.model, options, template_variables(template, lm, model.model))
 
 
-def _serve_here(
-    requests: "BatchInput", results: "BatchOutput", reader: "BodyReader", limits: dict[str, Any]
+def _serve(
+    requests: "BatchInput",
+    results: "BatchResults",
+    start: "Callable[[], Replica]",
+    replicas: int | None = None,
+    **amounts: int,
 ) -> "Progress":
-    from onward.batches import LineServer, fingerprint_of
-
-    fingerprint = fingerprint_of(reader)
-    with onward.Engine(reader.lm, **limits) as engine:
-        results.drop_changed(fingerprint)
-        with results:
-            run = BatchRun(LineServer(engine, reader, fingerprint), requests, results)
-            with _said(run.progress), waiting(f"serving {count(requests.count, 'line')} …") as show:
-                asyncio.run(run.serve(show))
-    results.sort()
-    return run.progress
-
-
-def _serve_over_replicas(
-    requests: "BatchInput", results: "BatchResults", start: "Callable[[], Replica]", replicas: int
-) -> "Progress":
+    """amounts: see `BatchJob`."""
     from onward.batches import BatchJob
 
-    what = f"serving {count(requests.count, 'line')} over {count(replicas, 'replica')} …"
-    with waiting(what) as show:
-        job = BatchJob(requests, results, start, replicas, partial(_show, show))
+    over = "" if replicas is None else f" over {count(replicas, 'replica')}"
+    with waiting(f"serving {count(requests.count, 'line')}{over} …") as show:
+        job = BatchJob(requests, results, start, replicas or 1, show=partial(_show, show), **amounts)
         with _said(job.progress):
             asyncio.run(job.run())
     return job.progress
@@ -173,39 +165,3 @@ def _said(progress: "Progress") -> Iterator[None]:
 
 def _show(show: Show, progress: "Progress") -> None:
     show(progress.over / progress.lines, f"{progress.failed:,} failed" if progress.failed else "")
-
-
-class BatchRun:
-    """Lines on their way through an engine of this process. Everything but the engine is in one thread."""
-
-    def __init__(self, server: "LineServer", requests: "BatchInput", results: "BatchOutput") -> None:
-        from onward.batches import Progress
-
-        self._server, self._requests, self._results = server, requests, results
-        self._running: set[asyncio.Future[Served]] = set()
-        self.progress = Progress(requests.count, done_before=len(results.done))
-
-    async def serve(self, show: Show) -> None:
-        """Serve all lines that are not done.
-
-        Raises:
-            OnwardError: the engine has failed, or a result cannot be written.
-        """
-        for line in self._requests.lines():
-            if line.custom_id is None or line.custom_id not in self._results.done:
-                self._running.add(await self._server.begin(line))
-                await asyncio.sleep(0)  # let what has ended be written
-                self._write_ended()
-                _show(show, self.progress)
-        while self._running:
-            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-            self._write_ended()
-            _show(show, self.progress)
-
-    def _write_ended(self) -> None:
-        ended = [served for served in self._running if served.done()]
-        self._running.difference_update(ended)
-        for answer in ended:
-            served = answer.result()
-            self._results.write(served.result)
-            self.progress.took(served)

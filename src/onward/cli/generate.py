@@ -21,7 +21,6 @@ from onward.cli.flags import (
 )
 from onward.cli.help import CHAT, OUTPUT, PROMPT
 from onward.cli.json_output import json_fields
-from onward.cli.jsonl import LinePrompts, generate_lines
 from onward.cli.loading import load_model
 from onward.cli.prompt import parse_ids, read_prompt
 from onward.cli.streaming import follow, summary
@@ -41,11 +40,6 @@ def generate(
     ] = None,
     *,
     file: Annotated[Path | None, _prompt("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")] = None,
-    jsonl: Annotated[
-        Path | None,
-        _prompt("--jsonl", metavar="FILE", help='Prompts of many lines, {"prompt": …} or {"messages": …}; see above.'),
-    ] = None,
-    batch: Annotated[int, _prompt("--batch", metavar="N", help="With --jsonl: N prompts at a time.")] = 8,
     chat: Annotated[bool, _chat("--chat", help="Send the prompt as a user's message of a chat.")] = False,
     system: Annotated[str | None, _chat("--system", metavar="TEXT", help="The system message of that chat.")] = None,
     ids: Annotated[bool, _prompt("--ids", help="The prompt is token ids, and so is what is printed.")] = False,
@@ -64,34 +58,23 @@ def generate(
     else. Options not given are the model's own. Several texts, and those of
     beams, are printed when all are finished.
 
-    With --jsonl FILE (or '-') every line is a JSON object with a "prompt" (a
-    text or ids) or "messages", and options of its own, such as "seed", which
-    win over the flags. For each a line of JSON is printed, in order, with its
-    "index" and its "id". One that fails has an "error", and the code is 2.
+    For files of prompts, a line each, there is onward batch.
     """
     if system is not None and not chat:
         raise RequestError("--system is the system message of a chat: add --chat")
-    if template.is_set and not chat and jsonl is None:
+    if template.is_set and not chat:
         raise RequestError("--no-thinking, --thinking and --template-option are for a chat: add --chat")
     if chat and ids:
         raise RequestError("--chat writes a text around the prompt, --ids takes it as ids: give one of them")
-    if jsonl is not None and (prompt is not None or file is not None or ids):
-        raise RequestError("with --jsonl the prompts are its lines: leave out PROMPT, --file and --ids")
-    if batch < 1:
-        raise RequestError(f"--batch must be 1 or more; got {batch}")
-    text = "" if jsonl is not None else read_prompt(prompt, file)
+    text = read_prompt(prompt, file)
     continued = parse_ids(text) if ids else text
     options = options_of(sampling, texts) | adapting.first()
-    if not (as_json or jsonl is not None) and (texts.logprobs is not None or texts.prompt_logprobs is not None):
+    if not as_json and (texts.logprobs is not None or texts.prompt_logprobs is not None):
         raise RequestError("logprobs are part of what --json prints: add it")
     if drafting.draft is not None and (texts.beams or 1) > 1:
         raise RequestError("beams cannot use a draft: give --beams or --draft")
     lm = load_model(model, drafting, adapting)
-    variables = template_variables(template, lm, model.model) if chat or template.is_set else {}
-    if jsonl is not None:
-        if not generate_lines(jsonl, LinePrompts(lm, options, variables, chat, system), batch):
-            raise typer.Exit(2)
-        return
+    variables = template_variables(template, lm, model.model) if chat else {}
     now = datetime.datetime.now(datetime.UTC)
     start = lm.chat_prompt(_messages(text, system), variables, now) if chat else continued
     as_ids = ids or lm.tokenizer is None

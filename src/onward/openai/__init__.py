@@ -7,7 +7,6 @@ become the body of the answer, or its chunks. `onward batch` and `onward serve` 
 from onward.openai.answer import answer_body, delta_body, finish_reason
 from onward.openai.answer_key import AnswerKey
 from onward.openai.batch import BatchInput, BatchLine
-from onward.openai.batch_output import BatchOutput
 from onward.openai.body import URLS, Body, BodyReader
 from onward.openai.errors import BodyError, error_fields, status_of
 from onward.openai.response_stream import ResponseStream, response_body
@@ -20,7 +19,6 @@ __all__ = [
     "AnswerStream",
     "BatchInput",
     "BatchLine",
-    "BatchOutput",
     "Body",
     "BodyError",
     "BodyReader",

@@ -6,6 +6,7 @@ a quarter of the examples do.
 
 import os
 from typing import Any
+from unittest import TestCase
 
 import hypothesis
 import pytest
@@ -37,6 +38,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=others)
     if PROFILE == "repeat":
         _take_fewer_examples({getattr(item, "function", None) for item in items})
+        for machine in {item.cls for item in items if issubclass(getattr(item, "cls", None) or object, TestCase)}:
+            if isinstance(getattr(machine, "settings", None), hypothesis.settings):  # of a RuleBasedStateMachine
+                machine.settings = _of_fewer_examples(machine.settings)
 
 
 def _strength(item: pytest.Item) -> int:
@@ -49,5 +53,8 @@ def _take_fewer_examples(tests: set[Any]) -> None:
     for test in tests:
         settings = getattr(test, "_hypothesis_internal_use_settings", None)  # hypothesis has no public way
         if settings is not None:
-            few = min(settings.max_examples, max(10, settings.max_examples // 4))
-            test._hypothesis_internal_use_settings = hypothesis.settings(settings, max_examples=few)
+            test._hypothesis_internal_use_settings = _of_fewer_examples(settings)
+
+
+def _of_fewer_examples(settings: hypothesis.settings) -> hypothesis.settings:
+    return hypothesis.settings(settings, max_examples=min(settings.max_examples, max(10, settings.max_examples // 4)))

@@ -81,6 +81,7 @@ PROMPTS = st.lists(
 )
 
 
+@pytest.mark.strength(1)
 @pytest.mark.parametrize("cache", ["blocks", "dense"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "iq4_nl", "eager"])
 def test_a_mixed_batch_is_each_row_alone_bit_for_bit(folders, kind, cache):

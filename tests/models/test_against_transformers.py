@@ -44,17 +44,20 @@ def chunked(request, judged, monkeypatch) -> Judged:
     return judged
 
 
+@pytest.mark.strength(1)
 def test_prefill_logits_are_those_of_transformers(chunked):
     for expected in chunked.expected:
         assert 0.3 < expected.logits.std() < 3, "the tolerance is meant for logits of order 1"
         torch.testing.assert_close(chunked.lm.logits(expected.prompt), expected.logits, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.strength(1)
 def test_greedy_tokens_are_those_of_transformers_alone(chunked):
     for expected in chunked.expected:
         assert chunked.greedy(expected.prompt) == expected.greedy
 
 
+@pytest.mark.strength(1)
 def test_greedy_tokens_are_those_of_transformers_in_a_batch_of_different_lengths(chunked):
     assert chunked.greedy(chunked.prompts) == [expected.greedy for expected in chunked.expected]
 

@@ -112,6 +112,7 @@ def test_the_modes_see_what_they_are_for():
             read()
 
 
+@pytest.mark.strength(1)
 @pytest.mark.parametrize(("family", "overrides"), CONFIGS, ids=str)
 @pytest.mark.parametrize("weights", ["float", "int8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 3])

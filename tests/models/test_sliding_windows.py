@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tests.conftest import FULL
 
 from onward import GenerateOptions, LanguageModel, Session, Speculator, native
 from onward.cache import KVBlocks
@@ -92,7 +93,7 @@ def test_ragged_batches(pair, options):
 
 def test_memory_is_that_of_the_window():
     """However long the text: a window of 70 positions touches three blocks of 64 at most."""
-    lm = language_model(model())
+    lm, length = language_model(model()), 600 if FULL else 200
     longest = 0
 
     def look(tokens, text):
@@ -103,12 +104,12 @@ def test_memory_is_that_of_the_window():
             longest = max(longest, len(slot.windows))
         return False
 
-    lm.generate(PROMPTS[0], max_new_tokens=600, stop_when=look, **SAMPLED)
+    lm.generate(PROMPTS[0], max_new_tokens=length, stop_when=look, **SAMPLED)
     assert longest == 3
     slots = check(lm)
     assert slots.held == 0
     lm.prefix_memory = 0
-    lm.generate(PROMPTS[0], max_new_tokens=600, **SAMPLED)
+    lm.generate(PROMPTS[0], max_new_tokens=length, **SAMPLED)
 
 
 @pytest.mark.parametrize("length", [1, 15, 60])

@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from onward.cli.main import run
 from onward.cli.serve import _server_package
 from onward.errors import RequestError
 
@@ -155,11 +156,10 @@ def test_without_the_extra_an_error_names_it(monkeypatch: pytest.MonkeyPatch) ->
         (("no-such-model", "--port", "0"), "no-such-model"),
     ],
 )
-def test_wrong_flags_are_one_line(flags: tuple[str, ...], says: str) -> None:
-    command = [sys.executable, "-m", "onward", "serve", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 2
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+def test_wrong_flags_are_one_line(flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(("serve", *flags)) == 2
+    stderr = capsys.readouterr().err
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert says in errors[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in stderr

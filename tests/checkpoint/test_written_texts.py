@@ -180,3 +180,26 @@ def test_a_text_that_is_no_unicode_is_refused(tmp_path):
     with pytest.raises(RequestError, match="is not valid Unicode, which all texts in GGUF are"):
         written(tmp_path, bytes_tokenizer(), tokenizer_config=NAMES | {"chat_template": "\ud800 {{ messages }}"})
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def pieces() -> Tokenizer:
+    """BPE of pieces and bytes."""
+    tokens = {text: id for id, text in enumerate([*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a"])}
+    tokenizer = Tokenizer(models.BPE(tokens, [], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def words() -> Tokenizer:
+    return Tokenizer(models.WordLevel({text: id for id, text in enumerate([*SPECIAL, "a"])}, unk_token="<s>"))
+
+
+@pytest.mark.parametrize("kind", [pieces, words])
+def test_other_tokenizers_are_refused_before_any_work(kind, tmp_path):
+    """The weights are not read: the folder has none."""
+    source = folder_with(tmp_path / "source", kind())
+    (source / "model.safetensors").unlink()
+    with pytest.raises(RequestError, match=r"no byte-level BPE.*--to safetensors.*convert_hf_to_gguf\.py"):
+        convert(source, tmp_path / "model.gguf", "gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

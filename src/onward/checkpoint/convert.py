@@ -6,7 +6,6 @@ What is written stands for the same numbers, or the conversion is refused.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from torch import Tensor
 from onward.checkpoint.destination import appears, check_destination
 from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.gguf import GgufCheckpoint, parts_of
-from onward.checkpoint.gguf.exporting import all_tensors, model_metadata
-from onward.checkpoint.gguf.exporting_families import written
+from onward.checkpoint.gguf.exporting import model_metadata
+from onward.checkpoint.gguf.exporting_families import Written, written
 from onward.checkpoint.gguf.exporting_texts import texts_metadata
+from onward.checkpoint.gguf.exporting_weights import model_tensors
 from onward.checkpoint.gguf.writer import write_gguf
 from onward.checkpoint.opening import Checkpoint, open_checkpoint
 from onward.checkpoint.quantized import (
@@ -75,8 +75,8 @@ def convert(
         source: a folder, a GGUF file, a hub id or "demo", as for `onward.load`.
         destination: absent. For "safetensors" a folder, which may be empty; for "gguf" a file "….gguf". It appears
             when all is written, or not at all.
-        to: "safetensors", floats in the Hugging Face layout; or "gguf", for most families that Onward reads from GGUF:
-            floats as they are, int4 as Q4_0, iq4_nl as IQ4_NL.
+        to: "safetensors", floats in the Hugging Face layout; or "gguf", for Llama and families like it (docs/gguf.md)
+            with byte-level tokenizers: floats as they are, int4 as Q4_0, iq4_nl as IQ4_NL.
         dtype: of the weights; by default each keeps one that holds it. Where they are quantized and are to be floats,
             that is float32, which alone holds every scale times every integer.
         show_downloads: show bars while a hub id is fetched.
@@ -99,13 +99,16 @@ def convert(
     if to == "gguf" and isinstance(checkpoint, GgufCheckpoint):
         raise RequestError(f"{path} is GGUF already")
     config = read_config(checkpoint.config)
-    weights = _weights(checkpoint, config, dtype, packed=to == "gguf")
+    if to == "gguf":
+        assert isinstance(checkpoint, CheckpointFolder)
+        line, metadata = _gguf_metadata(checkpoint)
+        weights = _weights(checkpoint, config, dtype, packed=True)
+        with appears(target) as partial:
+            _write_gguf(checkpoint, line, metadata, weights, partial)
+        return target
+    weights = _weights(checkpoint, config, dtype, packed=False)
     with appears(target) as partial:
-        if to == "safetensors":
-            _write_folder(checkpoint, weights, partial)
-        else:
-            assert isinstance(checkpoint, CheckpointFolder)
-            _write_gguf(checkpoint, config, weights, partial)
+        _write_folder(checkpoint, weights, partial)
     return target
 
 
@@ -188,24 +191,26 @@ def _write_gguf_texts(checkpoint: GgufCheckpoint, folder: Path) -> None:
             (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tools[0], encoding="utf-8")
 
 
-def _write_gguf(checkpoint: CheckpointFolder, config: Architecture, weights: _Weights, file: Path) -> None:
-    line = written(checkpoint.config, config)
+def _gguf_metadata(checkpoint: CheckpointFolder) -> tuple[Written, dict[str, Any]]:
+    """What a GGUF file of this checkpoint says beside its tensors, and the line of its family."""
+    line = written(checkpoint.config)
+    fields = line.fields(checkpoint.config)
+    config = read_config(fields)
     assert isinstance(config, Decoder), "families that are written are decoders"
-    fields = line.config(checkpoint.config, config)
-    metadata = model_metadata(line, fields, checkpoint.path.name)
-    metadata |= texts_metadata(checkpoint, config.vocab_size)
-    write_gguf(file, metadata, all_tensors(line, checkpoint.config, fields, metadata, weights))
+    return line, model_metadata(line, fields, checkpoint.path.name) | texts_metadata(checkpoint, config.vocab_size)
+
+
+def _write_gguf(
+    checkpoint: CheckpointFolder, line: Written, metadata: Mapping[str, Any], weights: _Weights, file: Path
+) -> None:
+    fields = line.fields(checkpoint.config)
+    write_gguf(file, metadata, model_tensors(line, fields, weights))
     back = read_config(_as_float32(GgufCheckpoint(file).config))
-    if _of_forward(back) != _of_forward(read_config(_as_float32(fields))):
+    if back != read_config(_as_float32(fields)):
         raise RequestError(
             f"{checkpoint.path}: its config.json says what GGUF's metadata do not, such as a sliding window or another "
             "RoPE schedule"
         )
-
-
-def _of_forward(config: Architecture) -> Architecture:
-    """Without what checkpoints hold beside the model, such as layers that look further ahead: it is not written."""
-    return replace(config, unread=()) if isinstance(config, Decoder) else config
 
 
 def _as_float32(value: Any) -> Any:

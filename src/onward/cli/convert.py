@@ -28,7 +28,8 @@ def convert(
 
     What is written stands for the same numbers, or it is refused. safetensors
     are floats: quantized weights become float32, unless --dtype is given.
-    GGUF holds floats, int4 (as Q4_0) and iq4_nl, of most families that are read from it.
+    GGUF holds floats, int4 (as Q4_0) and iq4_nl, of Llama, Mistral, Mixtral, Qwen,
+    Phi-3, OLMo, EXAONE, Granite, SmolLM3 and Seed-OSS with byte-level tokenizers.
     """
     if dtype not in (None, *_DTYPES):
         raise RequestError(f"--dtype is one of {', '.join(_DTYPES)}; got {dtype!r}")

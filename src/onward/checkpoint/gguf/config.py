@@ -88,7 +88,7 @@ def _config_and_keys(
         config[field] = _has(tensors, f".{part}") if isinstance(part, str) else part(tensors)
     config["rope_parameters"] = rope_parameters(keys, tensors, head_dim, where)
     try:
-        config |= family.said.read(keys, config)
+        config |= family.said(keys, config)
         check_unread(keys, family, config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {metadata['general.architecture']}: {error}") from error

@@ -28,8 +28,8 @@ def rope_metadata(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
         "dimension_count": round(head_dim * rope.get("partial_rotary_factor", 1.0)),
     }
     of_windows = (config.get("rope_parameters") or {}).get("sliding_attention", {})
-    base = of_windows.get("rope_theta", config.get("rope_local_base_freq"))
-    metadata |= {} if base is None else {"freq_base_swa": float(base)}
+    if "rope_theta" in of_windows:
+        metadata["freq_base_swa"] = float(of_windows["rope_theta"])
     kind, original = rope["rope_type"], rope.get("original_max_position_embeddings")
     if kind in ("linear", "yarn"):
         metadata |= {"scaling.type": kind, "scaling.factor": float(rope["factor"])}
@@ -47,19 +47,10 @@ def rope_tensors(config: Mapping[str, Any], head_dim: int) -> dict[str, Stored]:
     divisors: dict[str, Tensor] = {}
     if rope["rope_type"] == "llama3":
         divisors["rope_freqs.weight"] = _llama3_divisors(rope, head_dim)
-    if rope["rope_type"] == "proportional":
-        divisors["rope_freqs.weight"] = _proportional_divisors(rope, config["global_head_dim"])
     if rope["rope_type"] == "longrope":
         for length in LENGTHS:
             divisors[f"rope_factors_{length}.weight"] = torch.tensor(rope[f"{length}_factor"], dtype=torch.float32)
     return {name: Stored("F32", tuple(values.shape), values) for name, values in divisors.items()}
-
-
-def _proportional_divisors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
-    """1 for pairs that turn, and for the others a number with which they turn by nothing."""
-    divisors = torch.full((head_dim // 2,), 1e30)
-    divisors[: int(rope["partial_rotary_factor"] * head_dim // 2)] = 1
-    return divisors
 
 
 def _yarn_metadata(rope: Mapping[str, Any]) -> dict[str, float]:

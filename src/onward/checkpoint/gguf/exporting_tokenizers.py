@@ -1,10 +1,10 @@
 """A tokenizer.json -> the keys "tokenizer.…" of a GGUF file."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onward.checkpoint.gguf.exporting_pieces import check_added, pieces_metadata
+from onward.checkpoint.gguf.exporting_families import OTHER_WAY
 from onward.checkpoint.gguf.split_texts import SPLITTINGS
 from onward.checkpoint.gguf.vocabulary import CONTROL, NORMAL, UNUSED, USER
 from onward.checkpoint.tokenizer import JsonTokenizer
@@ -15,36 +15,38 @@ _BYTE_LEVEL = SPLITTINGS["gpt-2"].expressions
 
 
 def tokenizer_metadata(tokenizer: JsonTokenizer, vocab_size: int) -> dict[str, Any]:
-    """The keys of either kind but those of special ids. vocab_size: of the model, which may have more ids than the
-    tokenizer.
+    """The keys but those of special ids. vocab_size: of the model, which may have more ids than the tokenizer.
 
     Raises:
-        RequestError: the tokenizer is neither byte-level BPE that cuts texts by a rule which GGUF names, nor BPE of
-            pieces and bytes whose merges scores can say (`pieces_metadata`).
+        RequestError: the tokenizer is no byte-level BPE that cuts texts by a rule which GGUF names.
     """
     parts = json.loads(tokenizer.to_json())
     model = parts["model"]
-    byte_level = "ByteLevel" in json.dumps(parts.get("decoder"))
-    if model.get("type") != "BPE" or not (byte_level or model.get("byte_fallback")):
-        raise RequestError("the tokenizer is no BPE of bytes, or of pieces and bytes: others cannot be written as GGUF")
+    if model.get("type") != "BPE" or "ByteLevel" not in json.dumps(parts.get("decoder")):
+        raise RequestError(f"the tokenizer is no byte-level BPE, and others are not written as GGUF. {OTHER_WAY}")
+    _check_added(parts["added_tokens"])
     added = {token["id"]: CONTROL if token["special"] else USER for token in parts["added_tokens"]}
     tokens, types = [], []
     for id, text in enumerate([*tokenizer.tokens(), *([None] * (vocab_size - tokenizer.vocab_size))]):
         tokens.append(f"[PAD{id}]" if text is None else text)
         types.append(UNUSED if text is None else added.get(id, NORMAL))
-    merges = [(merge if isinstance(merge, str) else " ".join(merge)) for merge in model["merges"]]
-    if byte_level:
-        check_added(parts["added_tokens"])
-        kind: dict[str, Any] = {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": _splitting(parts),
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": types,
-            "tokenizer.ggml.merges": merges,
-        }
-    else:
-        kind = pieces_metadata(parts, tokens, types, merges)
-    return kind | {"tokenizer.ggml.add_bos_token": _adds_bos(tokenizer)}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": _splitting(parts),
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.add_bos_token": _adds_bos(tokenizer),
+    }
+
+
+def _check_added(added: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for added tokens that take spaces with them, or that only whole words are."""
+    for token in added:
+        if ways := [way for way in ("lstrip", "rstrip", "single_word") if token.get(way)]:
+            raise RequestError(
+                f"tokenizer.json: the added token {token['content']!r} has {' and '.join(ways)}, which GGUF cannot say"
+            )
 
 
 def _adds_bos(tokenizer: JsonTokenizer) -> bool:

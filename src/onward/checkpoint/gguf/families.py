@@ -28,7 +28,7 @@ FAMILIES = {
         names=names.QWEN35,
         numbers=keys.DELTA,
         changes=(layout.NORMS_BUT_OF_STATES, layout.RATES),
-        said=fields_states.QWEN35,
+        said=fields_states.qwen35,
     ),
     "qwen35moe": GgufFamily(
         "Qwen3_5MoeForCausalLM",
@@ -37,7 +37,7 @@ FAMILIES = {
         names=names.QWEN35,
         numbers=keys.DELTA_EXPERTS,
         changes=(layout.NORMS_BUT_OF_STATES, layout.RATES),
-        said=fields_states.QWEN35,
+        said=fields_states.qwen35,
     ),
     # Read as Qwen3.5's, the same forward: there the projections that the converter cuts are apart.
     "qwen3next": GgufFamily(
@@ -47,7 +47,7 @@ FAMILIES = {
         names=names.QWEN3NEXT,
         numbers=keys.DELTA_EXPERTS,
         changes=(layout.NORMS_BUT_OF_STATES, layout.RATES),
-        said=fields_states.QWEN35,
+        said=fields_states.qwen35,
     ),
     "gemma2": GgufFamily(
         "Gemma2ForCausalLM",
@@ -59,7 +59,7 @@ FAMILIES = {
             "final_logit_softcapping": "final_logit_softcapping",
         },
         changes=(layout.NORMS,),
-        said=fields_gemma.GEMMA2,
+        said=fields_gemma.gemma2,
     ),
     "gemma3": GgufFamily(
         "Gemma3ForCausalLM",
@@ -67,7 +67,7 @@ FAMILIES = {
         names=names.FOUR_NORMS,
         numbers=keys.WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
         changes=(layout.NORMS,),
-        said=fields_gemma.GEMMA3,
+        said=fields_gemma.gemma3,
     ),
     "gemma4": GgufFamily(
         "Gemma4ForCausalLM",
@@ -76,11 +76,11 @@ FAMILIES = {
         parts={"attention_k_eq_v": fields_gemma.keys_are_values},
         names=names.GEMMA4,
         numbers=keys.GEMMA4,
-        said=fields_gemma.GEMMA4,
+        said=fields_gemma.gemma4,
     ),
-    "phi3": GgufFamily("Phi3ForCausalLM", numbers=keys.WINDOW, said=fields.PHI3),
+    "phi3": GgufFamily("Phi3ForCausalLM", numbers=keys.WINDOW, said=fields.phi3),
     "olmo2": GgufFamily("Olmo2ForCausalLM", names=names.AFTER_BOTH),
-    "exaone4": GgufFamily("Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.EXAONE4),
+    "exaone4": GgufFamily("Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.exaone4),
     "glm4": GgufFamily(
         "Glm4ForCausalLM",
         parts={"attention_bias": "attn_q.bias"},
@@ -91,7 +91,7 @@ FAMILIES = {
         fixed=keys.TURNS,
         order=layout.pairs_to_halves,
         numbers=keys.GRANITE,
-        said=fields.GRANITE,
+        said=fields.granite,
     ),
     "granitemoe": GgufFamily(
         "GraniteMoeForCausalLM",
@@ -99,7 +99,7 @@ FAMILIES = {
         order=layout.pairs_to_halves,
         names=names.GRANITE_EXPERTS,
         numbers=keys.GRANITE | keys.EXPERTS | {"num_local_experts": "expert_count"},
-        said=fields.GRANITE,
+        said=fields.granite,
     ),
     "granitehybrid": GgufFamily(
         "GraniteMoeHybridForCausalLM",
@@ -109,9 +109,8 @@ FAMILIES = {
         parts={"attention_bias": "attn_q.bias", "mamba_conv_bias": "ssm_conv1d.bias"},
         names=names.GRANITE_HYBRID,
         numbers=keys.GRANITE_HYBRID,
-        shape=layout.mamba_shapes,
         changes=(layout.RATES,),
-        said=fields_states.GRANITE_HYBRID,
+        said=fields_states.granite_hybrid,
     ),
     "falcon-h1": GgufFamily(
         "FalconH1ForCausalLM",
@@ -124,9 +123,8 @@ FAMILIES = {
         },
         names=names.FALCON_H1,
         numbers=keys.MAMBA | {"mamba_d_ssm": "ssm.inner_size"},
-        shape=layout.mamba_shapes,
         changes=(layout.RATES,),
-        said=fields_states.FALCON_H1,
+        said=fields_states.falcon_h1,
     ),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_moe"),
@@ -138,9 +136,8 @@ FAMILIES = {
             parts={"mlp_bias": "ffn_up.bias", "use_conv_bias": "ssm_conv1d.bias"},
             names=names.NEMOTRON_H,
             numbers=keys.NEMOTRON_H,
-            shape=layout.mamba_shapes,
             changes=(layout.RATES,),
-            said=fields_states.NEMOTRON_H,
+            said=fields_states.nemotron_h,
         ),
     ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", order=layout.pairs_to_halves, config={"no_rope_layer_interval": 4}),
@@ -153,7 +150,7 @@ FAMILIES = {
         "Lfm2ForCausalLM",
         names=names.LFM2,
         numbers={"num_key_value_heads": None, "conv_L_cache": "shortconv.l_cache"},
-        said=fields_states.LFM2,
+        said=fields_states.lfm2,
     ),
     "glm4moe": GgufFamily(
         "Glm4MoeForCausalLM",
@@ -162,7 +159,7 @@ FAMILIES = {
         parts={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         names=names.AFTER_ATTENTION,
         numbers=keys.DEEPSEEK_EXPERTS,
-        said=fields.WITHOUT_AHEAD,
+        said=fields.without_ahead,
     ),
     "deepseek2": GgufFamily(
         "DeepseekV3ForCausalLM",
@@ -178,7 +175,7 @@ FAMILIES = {
             "n_group": "expert_group_count",
             "topk_group": "expert_group_used_count",
         },
-        said=fields_latent.DEEPSEEK,
+        said=fields_latent.deepseek,
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
@@ -187,7 +184,7 @@ FAMILIES = {
         numbers=keys.EXPERTS
         | keys.WINDOW
         | {"num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"},
-        said=fields.GPT_OSS,
+        said=fields.gpt_oss,
     ),
 }
 # (architecture, a key behind it) -> the family of files in which its value is not 0.
@@ -204,7 +201,7 @@ WITH_KEY = {
         order=layout.pairs_to_halves,
         names=names.SHARED_GRANITE,
         numbers=keys.GRANITE_EXPERTS,
-        said=fields.GRANITE,
+        said=fields.granite,
     ),
     ("granitehybrid", "expert_count"): FAMILIES["granitehybrid"]._replace(
         names={**names.GRANITE_HYBRID, **names.SHARED_GRANITE}
@@ -212,7 +209,7 @@ WITH_KEY = {
     # Of positions in images. The text part of a model that sees them: RoPE turns halves of heads in llama.cpp then.
     ("glm4", "rope.dimension_sections"): FAMILIES["glm4"]._replace(order=layout.halves_to_pairs),
     ("olmo2", "attention.sliding_window"): GgufFamily(
-        "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.OLMO3
+        "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.olmo3
     ),
 }
 # (architecture, how the name of a tensor ends) -> the family of files that have such a tensor.

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from onward.checkpoint.gguf.family import Said
 from onward.checkpoint.gguf.metadata import list_of, number, quotient
 from onward.errors import ConfigError
 from onward.models.config import MOST_LAYERS
@@ -39,7 +38,7 @@ def check_layers(layers: int) -> int:
     return positive_int({"num_hidden_layers": layers}, "num_hidden_layers", most=MOST_LAYERS)
 
 
-def _exaone4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def exaone4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Where layers have windows, these alone turn. llama.cpp knows the model of 32B, whose window a file may leave
     unsaid."""
     of_32b = config.get("num_hidden_layers") == 64 and "sliding_window" not in config
@@ -54,14 +53,14 @@ def _exaone4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     }
 
 
-def _olmo3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def olmo3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config["rope_parameters"]
     base = number(metadata, "rope.freq_base_swa", rope["rope_theta"])
     ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     return {**layer_types(metadata, config), "rope_parameters": ropes}
 
 
-def _phi3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def phi3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """A window of 0 is none."""
     return {"sliding_window": config.get("sliding_window") or None}
 
@@ -84,7 +83,7 @@ def without_ahead(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dic
     return {"num_hidden_layers": layers, "num_nextn_predict_layers": ahead}
 
 
-def _gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The ramp of the family's YaRN begins and ends between pairs, which no key says."""
     rope = config["rope_parameters"]
     if "sliding_window" not in config:
@@ -94,11 +93,3 @@ def _gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
         "intermediate_size": config.get("intermediate_size", number(metadata, "feed_forward_length")),
         "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
     }
-
-
-EXAONE4 = Said(_exaone4)
-OLMO3 = Said(_olmo3)
-PHI3 = Said(_phi3)
-GRANITE = Said(granite)
-WITHOUT_AHEAD = Said(without_ahead, lambda config: {"block_count": config["num_hidden_layers"]})
-GPT_OSS = Said(_gpt_oss)

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from onward.checkpoint.gguf.family import Said
 from onward.checkpoint.gguf.fields import layer_types, layer_windows
 from onward.checkpoint.gguf.metadata import number, whole_numbers
 from onward.errors import ConfigError
@@ -18,11 +17,11 @@ def _scale(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
     return {"query_pre_attn_scalar": config.get("head_dim")}
 
 
-def _gemma2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def gemma2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_scale(metadata, config), **layer_types(metadata, config)}
 
 
-def _gemma3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def gemma3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     _check_magnitude(metadata)
     sliding = {"rope_type": "default", "rope_theta": number(metadata, "rope.freq_base_swa", 10000.0)}
     ropes = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
@@ -36,7 +35,7 @@ def _check_magnitude(metadata: Mapping[str, Any]) -> None:
         raise ConfigError(f"rope.scaling.attn_factor is {times}, and only 1 is supported in this family")
 
 
-def _gemma4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def gemma4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The widths of heads are those of layers with a window, and beside them those of the others."""
     for end in ("", "_swa"):
         keys, values = (number(metadata, f"attention.{name}_length{end}") for name in ("key", "value"))
@@ -111,25 +110,3 @@ def keys_are_values(tensors: Collection[str]) -> bool:
     """Whether layers have keys and no values of their own."""
     counts = [sum(name.endswith(f".attn_{part}.weight") for name in tensors) for part in ("k", "v")]
     return counts[0] > counts[1]
-
-
-def _gemma4_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    types, shared = config["layer_types"], config["num_kv_shared_layers"]
-    heads, full_heads = config["num_key_value_heads"], config["num_global_key_value_heads"]
-    width, own = config["intermediate_size"], len(types) - shared
-    widths = [width if index < own else 2 * width for index in range(len(types))]
-    of_layers = [full_heads if kind == "full_attention" else heads for kind in types]
-    sliding = config["rope_parameters"]["sliding_attention"].get("partial_rotary_factor", 1)
-    return {
-        "attention.head_count_kv": heads if heads == full_heads else of_layers,
-        "attention.value_length": config["global_head_dim"],
-        "attention.value_length_swa": config["head_dim"],
-        "feed_forward_length": widths if config["use_double_wide_mlp"] else width,
-        "rope.dimension_count": config["global_head_dim"],
-        "rope.dimension_count_swa": round(config["head_dim"] * sliding),
-    }
-
-
-GEMMA2 = Said(_gemma2)
-GEMMA3 = Said(_gemma3)
-GEMMA4 = Said(_gemma4, _gemma4_keys)

@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from onward.checkpoint.gguf.family import Said
 from onward.checkpoint.gguf.fields import without_ahead
 from onward.checkpoint.gguf.keys import SIGMOID, SOFTMAX
 from onward.checkpoint.gguf.metadata import number
 from onward.errors import ConfigError
 
 
-def _read(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def deepseek(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """V2 where experts are chosen by softmax, else V3, which GLM-4.7-Flash and Kimi K2 are too. The widths of heads are
     those before the keys and values are computed of the latent."""
     rotary = number(metadata, "rope.dimension_count")
@@ -50,24 +49,3 @@ def _chooses_by(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> int:
         )
     is_glm = number(metadata, "block_count") in (47, 48) and config.get("vocab_size") == 154_880
     return given or (SIGMOID if is_glm else SOFTMAX)
-
-
-def _write(config: Mapping[str, Any]) -> dict[str, Any]:
-    """As newer converters do, which cut the matrix that makes keys and values (`names.CUT_LATENT`): there is one head,
-    whose keys are the latent and the part that turns, and its values the latent."""
-    content, rotary, latent = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
-    multiplier = config["rope_parameters"].get("mscale_all_dim")
-    return {
-        "block_count": config["num_hidden_layers"],
-        "attention.head_count_kv": 1,
-        "attention.key_length": latent + rotary,
-        "attention.value_length": latent,
-        "attention.key_length_mla": content + rotary,
-        "attention.value_length_mla": config["v_head_dim"],
-        "rope.dimension_count": rotary,
-        "rope.scaling.yarn_log_multiplier": 0.1 * multiplier if multiplier else None,
-        "expert_gating_func": SOFTMAX if config["architectures"] == ["DeepseekV2ForCausalLM"] else SIGMOID,
-    }
-
-
-DEEPSEEK = Said(_read, _write)

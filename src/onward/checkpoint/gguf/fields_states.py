@@ -1,16 +1,15 @@
 """What metadata of families with recurrent layers say in a way of their own (`onward.checkpoint.gguf.fields`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from onward.checkpoint.gguf.family import Said
 from onward.checkpoint.gguf.fields import granite, without_ahead
 from onward.checkpoint.gguf.keys import DELTA
 from onward.checkpoint.gguf.metadata import each_layer, list_of, number, quotient
 from onward.errors import ConfigError
 
 
-def _qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     given = metadata.get("attention.recurrent_layers")
     recurs = list_of(given)
     if recurs is None and given is not None:
@@ -25,23 +24,7 @@ def _qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _qwen35_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    layers = config["num_hidden_layers"]
-    recurs = [kind == "linear_attention" for kind in config["layer_types"]]
-    interval = recurs.index(False) + 1
-    is_regular = recurs == [bool((index + 1) % interval) for index in range(layers)]
-    pairs = round(config["head_dim"] * config["rope_parameters"].get("partial_rotary_factor", 1)) // 2
-    return {
-        "block_count": layers,
-        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
-        "full_attention_interval": interval,
-        "attention.recurrent_layers": None if is_regular else recurs,
-        # Of images' positions, whose three parts are equal in texts; llama.cpp opens no file without them.
-        "rope.dimension_sections": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0],
-    }
-
-
-def _lfm2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def lfm2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers without heads of keys are convolutions."""
     heads, attend = each_layer(metadata, "attention.head_count_kv")
     return {
@@ -52,16 +35,7 @@ def _lfm2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _lfm2_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"attention.head_count_kv": _heads_of_layers(config, config["layer_types"])}
-
-
-def _heads_of_layers(config: Mapping[str, Any], types: Sequence[str]) -> list[int]:
-    """Heads of keys layer by layer: 0 in one that does not attend."""
-    return [config["num_key_value_heads"] if kind in ("attention", "full_attention") else 0 for kind in types]
-
-
-def _granite_hybrid(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def granite_hybrid(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers without heads of keys are Mamba2's. A dense model has the block of all tokens alone."""
     heads, attend = each_layer(metadata, "attention.head_count_kv")
     if attend is None:
@@ -80,20 +54,12 @@ def _granite_hybrid(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> d
     }
 
 
-def _granite_hybrid_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "attention.head_count_kv": _heads_of_layers(config, config["layer_types"]),
-        "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
-        "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
-    }
-
-
-def _falcon_h1(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def falcon_h1(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The factors of this family are in its weights."""
     return {"mamba_d_head": quotient(config.get("mamba_d_ssm"), config.get("mamba_n_heads"))}
 
 
-def _nemotron_h(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def nemotron_h(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """A layer with heads of keys attends, one with a feed-forward width is such a block, the others are Mamba2's. The
     file has a number of features that turn, but none do."""
     layers = without_ahead(metadata, config)
@@ -120,23 +86,3 @@ def _nemotron_h(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
         "mamba_head_dim": quotient(inner, config.get("mamba_num_heads")),
         "rope_parameters": None,
     }
-
-
-def _nemotron_h_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    types = config["layers_block_type"]
-    width = config["moe_intermediate_size" if "moe" in types else "intermediate_size"]
-    return {
-        "block_count": config["num_hidden_layers"],
-        "attention.head_count_kv": _heads_of_layers(config, types),
-        "feed_forward_length": [width if kind in ("mlp", "moe") else 0 for kind in types],
-        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
-        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
-        "rope.dimension_count": None,  # nothing turns
-    }
-
-
-QWEN35 = Said(_qwen35, _qwen35_keys)
-LFM2 = Said(_lfm2, _lfm2_keys)
-GRANITE_HYBRID = Said(_granite_hybrid, _granite_hybrid_keys)
-FALCON_H1 = Said(_falcon_h1)
-NEMOTRON_H = Said(_nemotron_h, _nemotron_h_keys)

@@ -87,32 +87,12 @@ def with_fused_experts(order: Orders) -> Orders:
     return of_halves
 
 
-def mamba_shapes(name: str, config: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of Mamba2 what each head has is a row, and the norm has a row for each group."""
-    if name.endswith((".A_log", ".D")):
-        return (*shape, 1)
-    groups = config.get("mamba_n_groups", config.get("n_groups"))
-    return (groups, shape[0] // groups) if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")) else shape
-
-
 # The family's forward adds 1 to weights of norms, and the converter too.
-NORMS = Change(
-    lambda name: name.endswith("norm.weight"),
-    write=lambda weight: weight + 1,
-    read=lambda values: values - 1,
-    what="the weights of this norm plus 1",
-)
+NORMS = Change(lambda name: name.endswith("norm.weight"), read=lambda values: values - 1)
 # The norm of Gated DeltaNet is as it was.
 NORMS_BUT_OF_STATES = NORMS._replace(of=lambda name: NORMS.of(name) and not name.endswith(".linear_attn.norm.weight"))
-# Rates of decay, -exp(A), in place of the logarithms A. A float32 exp is within a unit in the last place, 2**-23 of it,
-# which moves its logarithm by 2**-23, and a float32 log within a unit of the result; 1/16 holds their product.
-RATES = Change(
-    lambda name: name.endswith(".A_log"),
-    write=lambda weight: -weight.exp(),
-    read=lambda values: (-values).log(),
-    what="the rates of decay of these logarithms",
-    bound=lambda weight: (1 + weight.abs()) * (17 / 16 * 2**-23),
-)
+# Rates of decay, -exp(A), in place of the logarithms A.
+RATES = Change(lambda name: name.endswith(".A_log"), read=lambda values: (-values).log())
 
 
 def keys_and_values(parts: list[Tensor]) -> Tensor:
@@ -120,13 +100,6 @@ def keys_and_values(parts: list[Tensor]) -> Tensor:
     values, [H, V, R]."""
     keys, values = parts
     return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
-
-
-def apart(whole: Tensor, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """The two of `keys_and_values`."""
-    of_heads = whole.view(config["num_attention_heads"], -1, whole.shape[1])
-    content = config["qk_nope_head_dim"]
-    return of_heads[:, :content].transpose(1, 2), of_heads[:, content:]
 
 
 def blocks_of(columns: Tensor, weights: int) -> Tensor | None:

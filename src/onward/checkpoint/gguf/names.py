@@ -1,8 +1,8 @@
 """What GGUF calls the weights that have these names in the Hugging Face layout."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ LATENT = {
 }
 CUT_LATENT: dict[str, str | Joined] = {
     **LATENT,
-    "self_attn.kv_b_proj": Joined(("attn_k_b", "attn_v_b"), layout.keys_and_values, layout.apart),
+    "self_attn.kv_b_proj": Joined(("attn_k_b", "attn_v_b"), layout.keys_and_values),
 }
 LFM2 = {
     "embedding_norm": "token_embd_norm",
@@ -179,12 +179,11 @@ def with_fused_experts(names: Mapping[str, str | Joined]) -> dict[str, str | Joi
 
 class GgufName(NamedTuple):
     """The tensor of a weight, or the several that it is cut into; which of the matrices that a tensor stacks is meant,
-    None: all of it; and `Joined.by` and `Joined.cut`."""
+    None: all of it; and `Joined.by`."""
 
     tensors: tuple[str, ...]
     expert: int | None = None
     by: Callable[[list[Tensor]], Tensor] = torch.cat
-    cut: Callable[[Tensor, Mapping[str, Any]], Sequence[Tensor]] = Joined(()).cut
 
 
 def gguf_name(name: str, family: GgufFamily) -> GgufName:
@@ -206,5 +205,5 @@ def gguf_name(name: str, family: GgufFamily) -> GgufName:
         line, end = family.names.get(part, LAYER.get(part)), f".{kind}" if kind else ""
     if layers != "layers" or line is None:
         return GgufName((name,))
-    cut = line if isinstance(line, Joined) else Joined((line,))
-    return GgufName(tuple(f"blk.{number}.{tensor}{end}" for tensor in cut.tensors), expert, cut.by, cut.cut)
+    joined = line if isinstance(line, Joined) else Joined((line,))
+    return GgufName(tuple(f"blk.{number}.{tensor}{end}" for tensor in joined.tensors), expert, joined.by)

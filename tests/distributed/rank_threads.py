@@ -38,6 +38,7 @@ def over_ranks(source: Path, world: int, **options: Any) -> Iterator[onward.Lang
         thread.join(10)
         assert not thread.is_alive()
     assert not failed
+    assert not [thread for thread in threading.enumerate() if thread.name == "onward-beat"], "a rank beats no longer"
 
 
 def same(one: onward.LanguageModel, split: onward.LanguageModel, **options: Any) -> bool:

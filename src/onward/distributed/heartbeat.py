@@ -20,18 +20,27 @@ class Counts(Protocol):
         ...
 
 
-def beat(counts: Counts, rank: int) -> None:
-    """Let a rank beat as long as its process runs. A kernel may take its time: it holds no lock of Python's."""
+@contextmanager
+def beating(counts: Counts, rank: int) -> Iterator[None]:
+    """While this lasts, a rank beats. A kernel may take its time: it holds no lock of Python's."""
+    ended = threading.Event()
 
     def run() -> None:
-        while True:
+        while not ended.is_set():
             try:
                 counts.add(_key(rank), 1)
             except RuntimeError:  # rank 0 has ended
                 return
-            time.sleep(_BEAT)
+            ended.wait(_BEAT)
 
-    threading.Thread(target=run, name="onward-beat", daemon=True).start()
+    thread = threading.Thread(target=run, name="onward-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        # An interpreter that ends while a thread is inside torch's store aborts the process.
+        ended.set()
+        thread.join(_BEAT)
 
 
 class Watch:

@@ -16,7 +16,7 @@ from onward.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
 from onward.distributed.follower import Follower
 from onward.distributed.forward import rank_run
 from onward.distributed.group import Group
-from onward.distributed.heartbeat import beat
+from onward.distributed.heartbeat import beating
 from onward.distributed.links import Links, await_all, meet
 from onward.distributed.memory import new_blocks, new_cache
 from onward.distributed.pipeline import PipelineForward
@@ -29,7 +29,7 @@ from onward.loading_weights import LayersInPlace, WeightsReader
 from onward.models import Embedding, Model, read_config
 from onward.models.architecture import num_parameters
 from onward.ops.blocks import BLOCK
-from onward.sessions.fingerprint import sampled_weights
+from onward.sessions.fingerprint import fingerprint
 
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -119,12 +119,12 @@ def run_rank(rank: int, world: int, address: str, source: str | Path | None = No
     settings = Settings.of_json(store.get("settings").decode())
     store.set(f"here/{rank}", "")
     links = Links(rank, world, store, _interface(address))
-    beat(store, rank)
-    try:
-        _follow(settings if source is None else settings.at(source), links)
-    except BaseException as error:
-        links.fail(error)
-        raise
+    with beating(store, rank):
+        try:
+            _follow(settings if source is None else settings.at(source), links)
+        except BaseException as error:
+            links.fail(error)
+            raise
 
 
 def _follow(settings: Settings, links: Links) -> None:
@@ -161,8 +161,8 @@ def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlac
 
 
 def _digest(model: Model) -> int:
-    """A number that tells a rank's weights from others, of a sample: it is computed while the model loads."""
-    described = json.dumps(sampled_weights(model), sort_keys=True)
+    """A number that tells a rank's weights from others: of all their bytes."""
+    described = json.dumps(fingerprint(model)["weights"], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "little")
 
 

@@ -1,29 +1,18 @@
 """What tells one model from another in a saved session: its config, and a digest of every weight.
 
-A digest does not depend on the weight's layout: a model packed for another machine's kernels is the same model. Files
-of earlier versions have a sample of each weight in its place, which is compared with a sample.
+A digest does not depend on the weight's layout: a model packed for another machine's kernels is the same model.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from onward import ops
 from onward.models import Model, architecture_of
 from onward.ops import QuantizedWeight
-from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
-from onward.sessions.weights_digest import as_bytes, digests_of, weights_of
-
-# How many elements of a weight a sample has.
-_SAMPLE = 1024
-# Hexadecimal digits of a sample; a digest has twice as many.
-_SAMPLE_DIGITS = 16
+from onward.sessions.weights_digest import digests_of, weights_of
 
 
 def fingerprint(model: Model) -> dict[str, Any]:
@@ -41,11 +30,6 @@ def fingerprint(model: Model) -> dict[str, Any]:
     }
 
 
-def sampled_weights(model: Model) -> dict[str, str]:
-    """Of each weight its dtype, its shape and a sample: what can be had while a model loads."""
-    return {name: f"{_kind(weight)} {_sample(weight)}" for name, weight in weights_of(model).items()}
-
-
 def difference(saved: Mapping[str, Any], model: Model) -> str | None:
     """The first difference between the model of a saved fingerprint and `model`, in words; None if there is none."""
     now = fingerprint(model)
@@ -57,12 +41,10 @@ def difference(saved: Mapping[str, Any], model: Model) -> str | None:
         was, here = saved["weights"].get(name), now["weights"].get(name)
         if was is None or here is None:
             return f"{'this model' if was is None else 'it'} alone has a weight {name}"
-        (*kind, sample), (*kind_here, sample_here) = was.split(), here.split()
-        if len(sample) == _SAMPLE_DIGITS:  # a file of an earlier version
-            sample_here = _sample(weights_of(model)[name])
+        (*kind, digest), (*kind_here, digest_here) = was.split(), here.split()
         if kind != kind_here:
             return f"its {name} is {' '.join(kind)}, this model's {' '.join(kind_here)}"
-        if sample != sample_here and "?" not in (sample, sample_here):
+        if digest != digest_here and "?" not in (digest, digest_here):
             return f"its {name} has other numbers than this model's"
     return None
 
@@ -98,36 +80,6 @@ def _kind(weight: Any) -> str:
     shape: tuple[int, ...]
     if isinstance(weight, NativeWeight):
         kind, shape = weight.data.dtype, (weight.rows, weight.inputs)
-    elif isinstance(weight, OneDnnWeight):
-        kind, shape = weight.blocks.dtype, weight.blocks.shape
     else:
         kind, shape = weight.format if isinstance(weight, QuantizedWeight) else weight.dtype, weight.shape
     return f"{str(kind).removeprefix('torch.')} {'x'.join(map(str, shape))}"
-
-
-def _sample(weight: Any) -> str:
-    """A hash of some elements of a weight; "?" in a layout that hides single elements."""
-    if isinstance(weight, NativeWeight):
-        at = _sampled_indices(weight.rows * weight.inputs)
-        row, column = at // weight.inputs, at % weight.inputs
-        block, neighbours = weight.data.shape[2:]
-        values = weight.data[row // block, column // neighbours, row % block, column % neighbours]
-    elif isinstance(weight, QuantizedWeight):
-        values = _elements(weight.data)
-    elif isinstance(weight, Tensor) and weight.layout == torch.strided and type(weight) in (Tensor, torch.nn.Parameter):
-        values = _elements(weight)
-    else:
-        return "?"
-    return hashlib.blake2b(as_bytes(values), digest_size=_SAMPLE_DIGITS // 2).hexdigest()
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    at = _sampled_indices(tensor.numel()).to(tensor.device)
-    return tensor.detach()[torch.unravel_index(at, tensor.shape)] if tensor.dim() else tensor.detach()
-
-
-def _sampled_indices(count: int) -> Tensor:
-    """Indices of all elements if they are few, else of some, spread over all rows and columns."""
-    if count <= _SAMPLE:
-        return torch.arange(count)
-    return torch.arange(_SAMPLE) * 2_654_435_761 % count

@@ -67,20 +67,12 @@ def norms(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pa
 def rotary(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pair]:
     x = torch.randn(1, HEADS, rows, HEAD_DIM).to(dtype)
     out, pairs = torch.empty_like(x), HEAD_DIM // 2
-    frequencies = 1e6 ** -(torch.arange(pairs) / pairs)
-    angle = torch.arange(rows)[:, None] * frequencies
-    cos, sin, offsets = angle.cos()[None], angle.sin()[None], torch.zeros(1, dtype=torch.int32)
+    angle = torch.arange(rows)[:, None] * 1e6 ** -(torch.arange(pairs) / pairs)
+    cos, sin = angle.cos()[None], angle.sin()[None]
     strides, angle_strides = (ctypes.c_int64 * 3)(*x.stride()[:3]), (ctypes.c_int64 * 2)(*cos.stride()[:2])
     place = (1, HEADS, rows, HEAD_DIM, CODES[dtype], x.data_ptr(), strides)
     given = (*place, cos.data_ptr(), sin.data_ptr(), pairs, angle_strides, 0, out.data_ptr(), strides)
-    found = (*place, offsets.data_ptr(), frequencies.data_ptr(), pairs, 1.0, 0, out.data_ptr(), strides)
-
-    def definition() -> Tensor:
-        angle = (offsets[:, None] + torch.arange(rows))[:, None, :, None] * frequencies
-        return rotate_definition(x, angle.cos(), angle.sin())
-
     yield "rotate", lambda: library.onward_rotate(*given), lambda: rotate_definition(x, cos[:, None], sin[:, None])
-    yield "rope", lambda: library.onward_rope(*found), definition
 
 
 def gates(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pair]:

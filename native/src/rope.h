@@ -4,21 +4,8 @@
 #include <cstring>
 
 #include "simd.h"
-#include "sine.h"
 
 namespace onward {
-
-// cos and sin of position * inverse_frequencies[i], i < pairs, to the nearest float or its neighbour,
-// for angles up to 2^31. In float32 the angle itself would be off by 0.03 at position 10^6; in double
-// it is exact to 10^-10 there.
-inline void angles(double position, const float* inverse_frequencies, int64_t pairs, float* cos,
-                   float* sin) {
-  for (int64_t i = 0; i < pairs; ++i) {
-    const Turn turn = sine_and_cosine(position * double(inverse_frequencies[i]));
-    sin[i] = float(turn.sin);
-    cos[i] = float(turn.cos);
-  }
-}
 
 // Pairs (i, pairs + i). Products and sums are rounded one by one, as the definition's are.
 template <class T>

@@ -116,23 +116,13 @@ def layer_norm(
     return out
 
 
-def rope(
-    x: Tensor,
-    offsets: Tensor,
-    inverse_frequencies: Tensor,
-    *,
-    scale: float = 1.0,
-    interleaved: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """x [B, H, T, D]; inverse frequencies float32 [pairs]."""
-    out = poisoned(x.shape, x.dtype) if out is None else out
-    call(
-        "onward_rope", *x.shape, CODES[x.dtype], x.data_ptr(), strides(x, 3), offsets.data_ptr(),
-        inverse_frequencies.data_ptr(), inverse_frequencies.numel(), scale, int(interleaved), out.data_ptr(),
-        strides(out, 3),
-    )  # fmt: skip
-    return out
+def rotary_angles(radians: Tensor) -> tuple[Tensor, Tensor]:
+    """radians float32 [B, T, pairs] -> cos and sin, each [B, T, 2 pairs]."""
+    *rows, pairs = radians.shape
+    cos, sin = (poisoned((*rows, 2 * pairs), torch.float32) for _ in range(2))
+    count = math.prod(rows)
+    call("onward_rotary_angles", count, pairs, radians.data_ptr(), cos.data_ptr(), sin.data_ptr())
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, out: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onward import native
 from onward.native.interface import Format
+from onward.ops import quantized_layout
 
 FLOAT_FORMATS = {Format.F32: torch.float32, Format.BF16: torch.bfloat16, Format.F16: torch.float16}
 GROUP = 32
@@ -54,10 +55,7 @@ class Packed:
     def of_int8(cls, integers: Tensor, scales: Tensor) -> Packed:
         rows, inputs = integers.shape
         data = cls._memory(Format.INT8, rows, inputs)
-        call(
-            "onward_linear_pack_int8", rows, inputs, integers.data_ptr(), integers.stride(0), scales.data_ptr(),
-            data.data_ptr(),
-        )  # fmt: skip
+        data.copy_(quantized_layout.pack("int8", integers, scales).flatten())
         values = integers.double() * scales.double()[:, None]
         return cls(Format.INT8, rows, inputs, data, values, scales, integers)
 
@@ -65,10 +63,7 @@ class Packed:
     def of_int4(cls, integers: Tensor, scales: Tensor) -> Packed:
         rows, inputs = integers.shape
         data = cls._memory(Format.INT4, rows, inputs)
-        call(
-            "onward_linear_pack_int4", rows, inputs, integers.data_ptr(), integers.stride(0), scales.data_ptr(),
-            scales.stride(0), data.data_ptr(),
-        )  # fmt: skip
+        data.copy_(quantized_layout.pack("int4", integers, scales).flatten())
         values = integers.double() * scales.double().repeat_interleave(GROUP, 1)[:, :inputs]
         return cls(Format.INT4, rows, inputs, data, values, scales, integers)
 

@@ -25,8 +25,7 @@ FUNCTIONS = {
     Unary.RELU: torch.relu, Unary.GELU: lambda x: x * torch.special.erfc(-x / math.sqrt(2)) / 2,
     Unary.GELU_TANH: lambda x: x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
     Unary.SQUARE: torch.square, Unary.ERF: torch.erf, Unary.FLOOR: torch.floor, Unary.CEIL: torch.ceil,
-    Unary.SIGN: torch.sign, Unary.SOFTPLUS: lambda x: x.exp().log1p().where(x < 700, x), Unary.LOG1P: torch.log1p,
-    Unary.EXPM1: torch.expm1, Unary.EXP2: torch.exp2,
+    Unary.SIGN: torch.sign, Unary.LOG1P: torch.log1p, Unary.EXPM1: torch.expm1, Unary.EXP2: torch.exp2,
 }  # fmt: skip
 TESTS = {Unary.LOGICAL_NOT: torch.logical_not, Unary.ISNAN: torch.isnan, Unary.ISINF: torch.isinf}
 INTEGER = {Unary.BITWISE_NOT: torch.bitwise_not, Unary.SQUARE: torch.square} | {
@@ -34,7 +33,7 @@ INTEGER = {Unary.BITWISE_NOT: torch.bitwise_not, Unary.SQUARE: torch.square} | {
 }
 FLOAT_BINARY = {
     Binary.ADD: torch.add, Binary.SUB: torch.sub, Binary.MUL: torch.mul, Binary.DIV: torch.div,
-    Binary.MIN: torch.minimum, Binary.MAX: torch.maximum, Binary.POW: torch.pow,
+    Binary.MIN: torch.minimum, Binary.MAX: torch.maximum,
 }  # fmt: skip
 COMPARISONS = {
     Binary.EQ: torch.eq, Binary.NE: torch.ne, Binary.LT: torch.lt, Binary.LE: torch.le, Binary.GT: torch.gt,
@@ -114,6 +113,20 @@ def test_casts_are_torchs(
     assert same(unary(Unary.COPY, laid_out(x, layout), target), x.to(target))
 
 
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_every_short_float_is_cast_as_torch_casts_it(isa: str, source: torch.dtype, target: torch.dtype) -> None:
+    # All 16-bit patterns that are no bf16 subnormals (AVX-512 writes those as 0), what lies between them, and the
+    # limits of float16.
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    limits = torch.tensor([65504.0, 65519.9, 65520.0, 6e-8, 3e-8, 2.9e-8])
+    patterns = torch.cat((bits.view(torch.bfloat16).float(), bits.view(torch.float16).float(), limits, EDGES))
+    patterns = torch.cat((patterns, patterns * 1.00390625, patterns * 1.0009765625))
+    x = patterns[(patterns.abs() >= 2.0**-126) | (patterns == 0) | patterns.isnan()].to(source)
+    x = x[(x.float().abs() >= 2.0**-126) | (x == 0) | x.isnan()]
+    assert same(unary(Unary.COPY, x, target), x.to(target))
+
+
 def test_large_tensors_are_shared_out(isa: str) -> None:
     native.set_num_threads(2)
     x = sample(3, [300, 1001], torch.float32)
@@ -160,8 +173,7 @@ def test_arithmetic_of_floats(isa: str, seed: int, shape: list[int], layout: str
     a, b = laid_out(a, layout), b
     compute = ELEMENTS[dtype] if dtype == torch.float64 else Element.F32
     for op, function in FLOAT_BINARY.items():
-        x = a.abs() if op == Binary.POW else a
-        got, want = binary(op, compute, x, b, dtype), function(x.double(), b.double())
+        got, want = binary(op, compute, a, b, dtype), function(a.double(), b.double())
         if dtype == torch.float64:
             assert torch.allclose(got, want, rtol=2.0**-48, equal_nan=True)
         else:
@@ -194,8 +206,6 @@ def test_arithmetic_of_integers(isa: str, seed: int, shape: list[int], layout: s
     for op, function in INTEGER_BINARY.items():
         want = function(a, b)
         assert same(binary(op, Element.I64, a, b, want.dtype), want)
-    powers = b.abs() % 7
-    assert same(binary(Binary.POW, Element.I64, b, powers, dtype), b**powers)
 
 
 @pytest.mark.parametrize("op", DIVISIONS)
@@ -217,15 +227,6 @@ def test_rows_columns_and_single_values_broadcast(isa: str, seed: int, dtype: to
         want = x.double() * other.double()
         assert_rounded(binary(Binary.MUL, Element.F32, x, other, dtype), want)
         assert_rounded(binary(Binary.MUL, Element.F32, other, x, dtype), want)
-
-
-@pytest.mark.parametrize("exponent", [2.0, 3.0, 0.5, -0.5, -1.0, 1.0, 0.0, 2.5])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_constant_exponents(isa: str, exponent: float, dtype: torch.dtype) -> None:
-    x = sample(5, [1000], dtype).abs()
-    got = binary(Binary.POW, Element.F32, x, torch.tensor(exponent), dtype)
-    # x^3 and 1 / sqrt(x) are rounded twice.
-    assert_rounded(got, x.double() ** exponent, (x.double() ** exponent).abs() * 2.0**-24)
 
 
 @given(seed=seeds, shape=shapes, layout=layouts, a_dtype=dtypes, b_dtype=dtypes)
@@ -252,7 +253,7 @@ def test_nothing_is_done_to_no_elements(isa: str, shape: list[int]) -> None:
 
 def test_unknown_codes_are_refused(isa: str) -> None:
     x = torch.zeros(3)
-    for bad in (-1, len(Unary)):
+    for bad in (-1, max(Unary) + 1):
         with pytest.raises(NativeError, match="bad argument"):
             unary(bad, x)  # type: ignore[arg-type]
     with pytest.raises(NativeError, match="bad argument"):

@@ -75,7 +75,6 @@ def test_integers_and_booleans(
     x = sample(seed, shape, dtype, 3.0)
     rows, y = flattened(x, dims), laid_out(x, layout)
     assert torch.equal(reduce(Reduce.SUM, y, dims, torch.int64), rows.sum(-1))
-    assert torch.equal(reduce(Reduce.PROD, y, dims, torch.int64), rows.prod(-1))
     assert torch.equal(reduce(Reduce.ANY, y, dims, torch.bool), rows.any(-1))
     assert torch.equal(reduce(Reduce.ALL, y, dims, torch.bool), rows.all(-1))
     assert_rounded(reduce(Reduce.MEAN, y, dims, torch.float32), rows.double().mean(-1))
@@ -95,21 +94,18 @@ def test_any_and_all_see_every_place(isa: str, dtype: torch.dtype, count: int) -
     assert not reduce(Reduce.ANY, torch.zeros_like(ones), [1], torch.bool).any()
 
 
-@given(seed=seeds, count=st.sampled_from((1, 5, 63, 64, 100)), dtype=st.sampled_from((torch.float32, torch.float64)))
+@given(seed=seeds, count=st.sampled_from((1, 5, 63, 64, 100)))
 @per_isa
-def test_products_of_floats(isa: str, seed: int, count: int, dtype: torch.dtype) -> None:
-    x = sample(seed, (5, count), dtype, 1.0)
-    want = x.double().prod(-1)
-    got = reduce(Reduce.PROD, x, [1], dtype)
-    assert ((got.double() - want).abs() <= (count + 6) * 2 * U * want.abs() + 2.0**-140).all()
-    assert torch.allclose(reduce(Reduce.SUM, x.double(), [1], torch.float64), x.double().sum(-1), rtol=0, atol=1e-12)
+def test_sums_of_doubles(isa: str, seed: int, count: int) -> None:
+    x = sample(seed, (5, count), torch.float64, 1.0)
+    assert torch.allclose(reduce(Reduce.SUM, x, [1], torch.float64), x.sum(-1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("at", [0, 5, 63, 64, 599, 1299])
 def test_no_number_wins(isa: str, at: int) -> None:
     x = sample(1, (2, 1300), torch.float32)
     x[1, at] = math.nan
-    for op in (Reduce.MAX, Reduce.MIN, Reduce.SUM, Reduce.MEAN, Reduce.PROD):
+    for op in (Reduce.MAX, Reduce.MIN, Reduce.SUM, Reduce.MEAN):
         assert reduce(op, x, [1], torch.float32).isnan().tolist() == [False, True]
     assert reduce(Reduce.ARGMAX, x, [1], torch.int64).tolist() == [int(x[0].argmax()), at]
 
@@ -117,7 +113,6 @@ def test_no_number_wins(isa: str, at: int) -> None:
 def test_no_elements(isa: str) -> None:
     x = torch.zeros(3, 0)
     assert reduce(Reduce.SUM, x, [1], torch.float32).tolist() == [0.0] * 3
-    assert reduce(Reduce.PROD, x, [1], torch.float32).tolist() == [1.0] * 3
     assert reduce(Reduce.MEAN, x, [1], torch.float32).isnan().all()
     assert reduce(Reduce.ALL, x, [1], torch.bool).all()
     assert not reduce(Reduce.ANY, x, [1], torch.bool).any()

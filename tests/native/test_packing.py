@@ -1,10 +1,10 @@
-"""Packing and unpacking: nothing is lost, and the layout is the one that native/README.md draws."""
+"""Packing: nothing is lost, and the layout is the one that native/README.md draws."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_calls import DTYPES, call
+from kernel_calls import DTYPES
 from packed import FLOAT_FORMATS, GROUP, Packed
 
 from onward import native
@@ -43,24 +43,6 @@ def test_packing_rounds_like_torch(isa: str, fmt: Format, matrix: tuple[int, int
     weight = torch.randn(rows, inputs + 3, generator=torch.Generator().manual_seed(seed)).to(source)[:, :inputs]
     packed = Packed.of_floats(fmt, weight)
     assert torch.equal(packed.take(None, rows, torch.float32), weight.to(FLOAT_FORMATS[fmt]).float())
-
-
-@given(matrix=matrices)
-@per_isa
-def test_integers_and_scales_come_back(isa: str, matrix: tuple[int, int, int]) -> None:
-    rows, inputs, _ = matrix
-    for fmt in (Format.INT8, Format.INT4):
-        weight = random(fmt, matrix)
-        assert weight.scales is not None
-        assert weight.integers is not None
-        integers, scales = torch.zeros_like(weight.integers), torch.zeros_like(weight.scales)
-        strides = [scales.data_ptr()] if fmt == Format.INT8 else [scales.data_ptr(), scales.stride(0)]
-        call(
-            f"onward_linear_unpack_{fmt.name.lower()}", rows, inputs, weight.data.data_ptr(), integers.data_ptr(),
-            inputs, *strides,
-        )  # fmt: skip
-        assert torch.equal(integers, weight.integers)
-        assert torch.equal(scales, weight.scales)
 
 
 def test_the_layout_is_the_documented_one(isa: str) -> None:

@@ -1,4 +1,4 @@
-"""The packed bytes are where docs/quantization.md says, and the same as the native library's."""
+"""The packed bytes are where docs/quantization.md says. tests/native reads them with the kernels."""
 
 import struct
 
@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from quantized_cases import FORMATS, SHAPES, documented_functions, integers, packed
 
-from onward import native
 from onward.errors import RequestError
 from onward.ops import QuantizedWeight
 from onward.ops.quantized_layout import data_shape, pack
@@ -59,21 +58,6 @@ def test_what_fills_up_a_block_counts_for_nothing(format, shape):
     assert bool((q[rows:] == filling).all())
     assert bool((q[:, inputs:] == filling).all())
     assert not scales[rows:].any()
-
-
-@pytest.mark.skipif(native.library() is None, reason=f"no library in {native.library_folder()}")
-@pytest.mark.parametrize("format", ["int8", "int4"])
-@given(shape=SHAPES)
-def test_the_native_library_packs_the_same_bytes(format, shape):
-    q, scales = integers(format, *shape)
-    here = pack(format, q, scales)
-    there = torch.full_like(here, 77)
-    arguments = [*shape, q.data_ptr(), q.stride(0), scales.data_ptr()]
-    arguments += [there.data_ptr()] if format == "int8" else [scales.stride(0), there.data_ptr()]
-    library = native.library()
-    name = f"onward_linear_pack_{format}"
-    library.check(getattr(library, name)(*arguments), name)
-    assert torch.equal(here, there)
 
 
 def random_bytes(count, seed=0):

@@ -10,7 +10,7 @@ namespace {
 
 // Python's copy: Binary in onward/native/interface.py.
 enum Binary : int32_t {
-  kAdd, kSub, kMul, kDiv, kFloorDiv, kRemainder, kPow, kMin, kMax, kEq, kNe, kLt, kLe, kGt, kGe, kAnd,
+  kAdd, kSub, kMul, kDiv, kFloorDiv, kRemainder, kMin = 7, kMax, kEq, kNe, kLt, kLe, kGt, kGe, kAnd,
   kOr, kXor, kBinaries
 };
 
@@ -48,21 +48,6 @@ inline C floor_division(C x, C y) {
   return quotient - floor > C(0.5) ? floor + C(1) : floor;
 }
 
-// A constant exponent is common and cheap: x ** 2, x ** 3, x ** 0.5.
-template <class C>
-bool power(const C* a, const C* b, int64_t count, C* out) {
-  int32_t others = 0;
-  for (int64_t i = 1; i < count; ++i) others += b[i] != b[0];
-  const bool same = others == 0;
-  if (same && b[0] == C(2)) return each(a, b, count, out, [](C x, C) { return x * x; });
-  if (same && b[0] == C(3)) return each(a, b, count, out, [](C x, C) { return x * x * x; });
-  if (same && b[0] == C(1)) return each(a, b, count, out, [](C x, C) { return x; });
-  if (same && b[0] == C(0.5)) return each(a, b, count, out, [](C x, C) { return std::sqrt(x); });
-  if (same && b[0] == C(-0.5)) return each(a, b, count, out, [](C x, C) { return C(1) / std::sqrt(x); });
-  if (same && b[0] == C(-1)) return each(a, b, count, out, [](C x, C) { return C(1) / x; });
-  return each(a, b, count, out, [](C x, C y) { return C(std::pow(double(x), double(y))); });
-}
-
 template <class C>
 Block<C> comparison(int32_t op) {
   switch (op) {
@@ -85,7 +70,6 @@ Block<C> float_operation(int32_t op) {
     case kDiv: return ONWARD_EACH(x / y);
     case kFloorDiv: return ONWARD_EACH(floor_division(x, y));
     case kRemainder: return ONWARD_EACH(remainder(x, y));
-    case kPow: return power<C>;
     // NaN wins from either side.
     case kMin: return ONWARD_EACH((x < y) | (x != x) ? x : y);
     case kMax: return ONWARD_EACH((x > y) | (x != x) ? x : y);
@@ -107,16 +91,6 @@ inline Int integer_remainder(Int x, Int y) {
   return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
 }
 
-// A negative exponent leaves 0 of all but 1 and -1.
-inline Int integer_power(Int x, Int y) {
-  if (y < 0) return x == 1 ? 1 : x == -1 ? (y % 2 != 0 ? -1 : 1) : 0;
-  uint64_t result = 1, base = uint64_t(x);
-  for (; y > 0; y >>= 1, base *= base) {
-    if (y & 1) result *= base;
-  }
-  return Int(result);
-}
-
 template <Int (*F)(Int, Int)>
 bool divided(const Int* a, const Int* b, int64_t count, Int* out) {
   for (int64_t i = 0; i < count; ++i) {
@@ -134,7 +108,6 @@ Block<Int> integer_operation(int32_t op) {
     case kMul: return ONWARD_EACH(uint64_t(x) * uint64_t(y));
     case kFloorDiv: return divided<integer_floor_division>;
     case kRemainder: return divided<integer_remainder>;
-    case kPow: return ONWARD_EACH(integer_power(x, y));
     case kMin: return ONWARD_EACH(x < y ? x : y);
     case kMax: return ONWARD_EACH(x > y ? x : y);
     case kAnd: return ONWARD_EACH(x & y);
@@ -151,7 +124,7 @@ constexpr int64_t kCheapGrain = 1 << 15, kDearGrain = 1 << 12;
 template <class C>
 int32_t run(const Walk& walk, const Operand (&o)[3], int32_t op, int32_t compute, Block<C> block) {
   if (block == nullptr) return kBadArgument;
-  const bool dear = op == kPow || op == kFloorDiv || op == kRemainder;
+  const bool dear = op == kFloorDiv || op == kRemainder;
   std::atomic<bool> valid{true};
   parallel_for(walk.count, dear ? kDearGrain : kCheapGrain, [&](int64_t begin, int64_t end) {
     Reader a(walk, 0, o[0], compute), b(walk, 1, o[1], compute);

@@ -109,11 +109,6 @@ ONWARD_INLINE double log1p(double x) {
   return choose(magnitude(x) < 1e-3, series, far);
 }
 
-// log(1 + e^x).
-ONWARD_INLINE double softplus(double x) {
-  return choose(x < 0.0, 0.0, x) + log1p(exp(-magnitude(x)));
-}
-
 // erfc(z) for z >= 0: e^(-z^2) t P(u) with t = 1 / (1 + z / 3) and u = t stretched to -1 … 1; P of degree
 // 14 interpolates at the Chebyshev points of 0 <= z <= 15, to 5e-12 relative.
 ONWARD_INLINE double erfc_positive(double z) {

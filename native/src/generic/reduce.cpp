@@ -13,7 +13,7 @@ namespace onward::generic {
 namespace {
 
 // Python's copy: Reduce in onward/native/interface.py.
-enum Reduce : int32_t { kSum, kMean, kMax, kMin, kArgmax, kAny, kAll, kProd, kReductions };
+enum Reduce : int32_t { kSum, kMean, kMax, kMin, kArgmax, kAny, kAll, kReductions };
 
 constexpr int64_t kGrain = 1 << 14;
 
@@ -24,14 +24,6 @@ struct Add {
   static C apply(C a, C b) {
     if constexpr (std::is_integral_v<C>) return C(uint64_t(a) + uint64_t(b));
     else return a + b;
-  }
-};
-struct Multiply {
-  static f32x16 apply(f32x16 a, f32x16 b) { return mul(a, b); }
-  template <class C>
-  static C apply(C a, C b) {
-    if constexpr (std::is_integral_v<C>) return C(uint64_t(a) * uint64_t(b));
-    else return a * b;
   }
 };
 struct Largest {
@@ -97,8 +89,7 @@ C reduced(int32_t op, Reader& reader, int64_t count) {
     case kSum: return fold<Add>(reader, count, C(0));
     case kMean: return fold<Add>(reader, count, C(0)) / C(count);  // never of integers
     case kMax: return fold<Largest>(reader, count, lowest<C>());
-    case kMin: return fold<Smallest>(reader, count, highest<C>());
-    default: return fold<Multiply>(reader, count, C(1));
+    default: return fold<Smallest>(reader, count, highest<C>());
   }
 }
 

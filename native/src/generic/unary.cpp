@@ -12,7 +12,7 @@ namespace {
 // Python's copy: Unary in onward/native/interface.py.
 enum Unary : int32_t {
   kCopy, kNeg, kAbs, kExp, kLog, kSqrt, kRsqrt, kReciprocal, kSin, kCos, kTanh, kSigmoid, kSilu, kRelu,
-  kGelu, kGeluTanh, kSquare, kErf, kLogicalNot, kBitwiseNot, kFloor, kCeil, kSign, kSoftplus, kLog1p,
+  kGelu, kGeluTanh, kSquare, kErf, kLogicalNot, kBitwiseNot, kFloor, kCeil, kSign, kLog1p = 24,
   kExpm1, kExp2, kIsNan, kIsInf, kUnaries
 };
 
@@ -92,7 +92,6 @@ Block<float> float_operation(int32_t op) {
     case kGelu: return rounded<gelu>;
     case kGeluTanh: return rounded<gelu_tanh>;
     case kErf: return rounded<erf>;
-    case kSoftplus: return rounded<softplus>;
     case kLog1p: return rounded<log1p>;
     case kExpm1: return rounded<expm1>;
     case kExp2: return rounded<exp2>;
@@ -118,7 +117,6 @@ Block<double> double_operation(int32_t op) {
     case kGeluTanh:
       return ONWARD_DOUBLE(a / (1.0 + std::exp(-1.5957691216057308 * (a + 0.044715 * a * a * a))));
     case kErf: return ONWARD_DOUBLE(std::erf(a));
-    case kSoftplus: return ONWARD_DOUBLE(a > 20.0 ? a + std::exp(-a) : std::log1p(std::exp(a)));
     case kLog1p: return ONWARD_DOUBLE(std::log1p(a));
     case kExpm1: return ONWARD_DOUBLE(std::expm1(a));
     case kExp2: return ONWARD_DOUBLE(std::exp2(a));

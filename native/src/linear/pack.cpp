@@ -51,16 +51,6 @@ void pack_block(const From* w, int64_t stride, int64_t count, int64_t inputs, ui
   if (bytes % 64 != 0) std::memset(to, 0, size_t(64 - bytes % 64));
 }
 
-// Eight of a row's integers as 4-bit values offset by 8: low halves hold 0 … 3, high halves 4 … 7.
-uint32_t nibbles(const int8_t* q, int64_t count) {
-  uint32_t word = 0;
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t value = uint32_t((i < count ? q[i] : 0) + 8) & 15;
-    word |= value << (i % 4 * 8 + i / 4 * 4);
-  }
-  return word;
-}
-
 // Where the line of an int4 block starts that holds the inputs 8 * line … 8 * line + 7.
 inline int64_t int4_line(int64_t line) { return line / 8 * kInt4Pair + 64 + line % 8 * 64; }
 inline int64_t int4_scales(int64_t group) { return group / 2 * kInt4Pair + group % 2 * 32; }
@@ -216,78 +206,6 @@ ONWARD_API int32_t onward_linear_pack(int32_t format, int64_t rows, int64_t inpu
     });
   });
   return ok ? kOk : kBadArgument;
-}
-
-// Packs w = q * scales, q int8 [rows, inputs] in -127 … 127, scales float [rows].
-ONWARD_API int32_t onward_linear_pack_int8(int64_t rows, int64_t inputs, const int8_t* q,
-                                           int64_t q_stride, const float* scales, void* packed) {
-  if (!valid(kPackedInt8, rows, inputs)) return kBadArgument;
-  for_blocks(kPackedInt8, rows, inputs, packed, [&](uint8_t* block, int64_t row, int64_t count) {
-    std::memset(block, 0, kInt8Header);
-    std::memcpy(block, scales + row, size_t(count) * sizeof(float));
-    uint8_t* to = block + kInt8Header;
-    for (int64_t k = 0; k < inputs; k += 4) {
-      for (int64_t r = 0; r < kBlockRows; ++r, to += 4) {
-        uint32_t word = 0;
-        const int64_t n = inputs - k < 4 ? inputs - k : 4;
-        if (r < count) std::memcpy(&word, q + (row + r) * q_stride + k, size_t(n));
-        word ^= 0x80808080;  // adds 128 to every byte
-        std::memcpy(to, &word, 4);
-      }
-    }
-  });
-  return kOk;
-}
-
-// Packs w = q * scales, q int8 [rows, inputs] in -8 … 7, scales f16 [rows, ceil(inputs / 32)].
-ONWARD_API int32_t onward_linear_pack_int4(int64_t rows, int64_t inputs, const int8_t* q,
-                                           int64_t q_stride, const F16* scales,
-                                           int64_t scales_stride, void* packed) {
-  if (!valid(kPackedInt4, rows, inputs)) return kBadArgument;
-  for_blocks(kPackedInt4, rows, inputs, packed, [&](uint8_t* block, int64_t row, int64_t count) {
-    for (int64_t g = 0; g < round_up(ceil_div(inputs, kGroup), 2); ++g) {
-      F16* to = reinterpret_cast<F16*>(block + int4_scales(g));
-      for (int64_t r = 0; r < kBlockRows; ++r) {
-        const bool inside = r < count && g * kGroup < inputs;
-        to[r] = inside ? scales[(row + r) * scales_stride + g] : F16{0};
-      }
-    }
-    for (int64_t line = 0; line < round_up(inputs, 2 * kGroup) / 8; ++line) {
-      for (int64_t r = 0; r < kBlockRows; ++r) {
-        const uint32_t word =
-            nibbles(q + (row + r) * q_stride + line * 8, r < count ? inputs - line * 8 : 0);
-        std::memcpy(block + int4_line(line) + r * 4, &word, 4);
-      }
-    }
-  });
-  return kOk;
-}
-
-// The integers and scales of an int8 or int4 matrix, as its pack function took them.
-ONWARD_API int32_t onward_linear_unpack_int8(int64_t rows, int64_t inputs, const void* packed,
-                                             int8_t* q, int64_t q_stride, float* scales) {
-  if (!valid(kPackedInt8, rows, inputs)) return kBadArgument;
-  for_blocks(kPackedInt8, rows, inputs, packed, [&](uint8_t* block, int64_t row, int64_t count) {
-    std::memcpy(scales + row, block, size_t(count) * sizeof(float));
-    for (int64_t r = 0; r < count; ++r) int8_values(block, r, inputs, q + (row + r) * q_stride);
-  });
-  return kOk;
-}
-
-ONWARD_API int32_t onward_linear_unpack_int4(int64_t rows, int64_t inputs, const void* packed,
-                                             int8_t* q, int64_t q_stride, F16* scales,
-                                             int64_t scales_stride) {
-  if (!valid(kPackedInt4, rows, inputs)) return kBadArgument;
-  for_blocks(kPackedInt4, rows, inputs, packed, [&](uint8_t* block, int64_t row, int64_t count) {
-    for (int64_t r = 0; r < count; ++r) {
-      for (int64_t g = 0; g < ceil_div(inputs, kGroup); ++g) {
-        scales[(row + r) * scales_stride + g] =
-            reinterpret_cast<const F16*>(block + int4_scales(g))[r];
-      }
-      int4_values(block, r, inputs, q + (row + r) * q_stride);
-    }
-  });
-  return kOk;
 }
 
 // out[i] = the values of row ids[i], or of row i where ids is null. An id outside 0 … rows-1 is an

@@ -35,7 +35,7 @@ class Element(IntEnum):
 
 
 class Unary(IntEnum):
-    """Operations of onward_unary; native/src/generic/unary.cpp has the same list. SOFTPLUS has beta 1, threshold 20."""
+    """Operations of onward_unary; native/src/generic/unary.cpp has the same list."""
 
     COPY = 0
     NEG = 1
@@ -60,7 +60,6 @@ class Unary(IntEnum):
     FLOOR = 20
     CEIL = 21
     SIGN = 22
-    SOFTPLUS = 23
     LOG1P = 24
     EXPM1 = 25
     EXP2 = 26
@@ -77,7 +76,6 @@ class Binary(IntEnum):
     DIV = 3
     FLOOR_DIV = 4
     REMAINDER = 5
-    POW = 6
     MIN = 7
     MAX = 8
     EQ = 9
@@ -101,7 +99,6 @@ class Reduce(IntEnum):
     ARGMAX = 4
     ANY = 5
     ALL = 6
-    PROD = 7
 
 
 class Format(IntEnum):
@@ -300,8 +297,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # team.cpp
     "onward_set_num_threads": (Code, [Code]),
     "onward_num_threads": (Code, []),
-    # convert.cpp: rows, columns, from, from_dtype, from_stride, to, to_dtype, to_stride
-    "onward_convert": (Code, [Int, Int, Pointer, Code, Int, Pointer, Code, Int]),
     # probe.cpp: data, bytes, grain
     "onward_probe_read": (Int, [Pointer, Int, Int]),
     # kind (0 fma, 1 bf16, 2 int8), iterations
@@ -328,14 +323,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_linear_packed_bytes": (Int, [Code, Int, Int]),
     # format, rows, inputs, w, w_dtype, w_stride, packed
     "onward_linear_pack": (Code, [Code, Int, Int, Pointer, Code, Int, Pointer]),
-    # rows, inputs, q, q_stride, scales, packed
-    "onward_linear_pack_int8": (Code, [Int, Int, Pointer, Int, Pointer, Pointer]),
-    # rows, inputs, q, q_stride, scales, scales_stride, packed
-    "onward_linear_pack_int4": (Code, [Int, Int, Pointer, Int, Pointer, Int, Pointer]),
-    # rows, inputs, packed, q, q_stride, scales
-    "onward_linear_unpack_int8": (Code, [Int, Int, Pointer, Pointer, Int, Pointer]),
-    # rows, inputs, packed, q, q_stride, scales, scales_stride
-    "onward_linear_unpack_int4": (Code, [Int, Int, Pointer, Pointer, Int, Pointer, Int]),
     # linear/gguf.cpp: format, rows, inputs, blocks, row_bytes, packed
     "onward_linear_pack_blocks": (Code, [Code, Int, Int, Pointer, Int, Pointer]),
     # linear/pack.cpp: format, rows, inputs, packed, ids (int64, or None), count, out, out_dtype, out_stride
@@ -364,26 +351,20 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         Code,
         [Int, Int, Code, *[Pointer, Int] * 3, Pointer, Pointer, Float, Pointer, Int],
     ),
-    # rope.cpp: batch, heads, queries, dim, dtype, x, x_strides (int64 [3]), offsets (int32), inverse
-    # frequencies (float), pairs, scale, interleaved, out, out_strides
-    "onward_rope": (
-        Code,
-        [*[Int] * 4, Code, Pointer, Pointer, Pointer, Pointer, Int, Double, Code, Pointer, Pointer],
-    ),
-    # batch, heads, queries, dim, dtype, x, x_strides (int64 [3]), cos, sin, pairs, angle_strides
+    # rope.cpp: batch, heads, queries, dim, dtype, x, x_strides (int64 [3]), cos, sin, pairs, angle_strides
     # (int64 [2]), interleaved, out, out_strides
     "onward_rotate": (
         Code,
         [*[Int] * 4, Code, Pointer, Pointer, Pointer, Pointer, Int, Pointer, Code, Pointer, Pointer],
     ),
+    # rows, pairs, radians, cos, sin (all float)
+    "onward_rotary_angles": (Code, [Int, Int, Pointer, Pointer, Pointer]),
     # heads.cpp: parts, count, batch, queries, dim, dtype, cos, sin (or None), angle_strides (int64 [2], or
     # None), pairs, offsets (int32, or None)
     "onward_heads": (
         Code,
         [POINTER(HeadsArguments), *[Int] * 4, Code, Pointer, Pointer, Pointer, Int, Pointer],
     ),
-    # rows, pairs, radians, cos, sin (all float)
-    "onward_rotary_angles": (Code, [Int, Int, Pointer, Pointer, Pointer]),
     # elementwise.cpp: rows, columns, dtype, gate, gate_stride, up, up_stride, out, out_stride
     "onward_swiglu": (Code, [Int, Int, Code, Pointer, Int, Pointer, Int, Pointer, Int]),
     # rows, columns, dtype, approximate, gate, gate_stride, up, up_stride, out, out_stride
@@ -397,8 +378,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         Code,
         [Int, Int, Code, Pointer, Int, Int, Pointer, Code, Pointer, Int],
     ),
-    # rope.cpp: batch, queries, offsets (int32), inverse frequencies (float), pairs, scale, cos, sin (float)
-    "onward_angles": (Code, [Int, Int, Pointer, Pointer, Int, Double, Pointer, Pointer]),
     # generic/unary.cpp: op, ndim, shape, x, x_dtype, x_strides, out, out_dtype, out_strides, parameter. Here and
     # below dtypes are codes of Element, shapes and strides addresses of int64.
     "onward_unary": (Code, [Code, Int, Pointer, *_TENSOR, *_TENSOR, Double]),

@@ -93,9 +93,9 @@ def _pack_int8(q: Tensor, scales: Tensor) -> Tensor:
     rows, inputs = q.shape
     blocks, _ = data_shape("int8", (rows, inputs))
     padded = pad(q, (0, -inputs % 4, 0, -rows % BLOCK)).view(torch.uint8) ^ 128
-    lines = padded.view(blocks, BLOCK, -1, 4).transpose(1, 2)
+    lines = padded.view(blocks, BLOCK, math.ceil(inputs / 4), 4).transpose(1, 2)
     header = pad(scales.view(rows), (0, -rows % BLOCK)).view(blocks, BLOCK).view(torch.uint8)
-    return torch.cat((header, lines.reshape(blocks, -1)), 1)
+    return torch.cat((header, lines.flatten(1)), 1)
 
 
 def _unpack_int8(data: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,14 +124,13 @@ def _signed(stored: Tensor) -> Tensor:
 
 def _pack_int4(q: Tensor, scales: Tensor) -> Tensor:
     rows, inputs = q.shape
-    blocks, _ = data_shape("int4", (rows, inputs))
+    blocks, count = math.ceil(rows / BLOCK), math.ceil(inputs / 64)
     padded = (pad(q, (0, -inputs % 64, 0, -rows % BLOCK)) + 8).view(torch.uint8)
-    low, high = padded.view(blocks, BLOCK, -1, 8, 2, 4).unbind(4)
+    low, high = padded.view(blocks, BLOCK, count, 8, 2, 4).unbind(4)
     lines = (low | high << 4).permute(0, 2, 3, 1, 4)
-    pairs = pad(scales, (0, scales.shape[1] % 2, 0, -rows % BLOCK)).view(blocks, BLOCK, -1, 2).permute(0, 2, 3, 1)
-    count = pairs.shape[1]
+    pairs = pad(scales, (0, scales.shape[1] % 2, 0, -rows % BLOCK)).view(blocks, BLOCK, count, 2).permute(0, 2, 3, 1)
     header = pairs.reshape(blocks, count, 2 * BLOCK).view(torch.uint8)
-    return torch.cat((header, lines.reshape(blocks, count, -1)), 2).view(blocks, -1)
+    return torch.cat((header, lines.flatten(2)), 2).flatten(1)
 
 
 def _unpack_int4(data: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ import torch
 import onward
 from onward import GenerateOptions, KVCache, LanguageModel, Sampler, SamplingParams, Session, Speculator
 from onward.errors import ProgramError, SessionError
-from onward.ops.linear import OneDnnWeight, linear
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +56,6 @@ def test_a_copy_decodes_the_same(quantize, copied):
     assert other.defaults == lm.defaults
     assert other.draft is not None
     assert other.draft is not lm.draft
-
-
-def test_a_weight_in_torchs_own_layout_is_copied_too():
-    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-    blocks = OneDnnWeight(torch.ops.mkldnn._reorder_linear_weight(weight, 1))
-    x = torch.ones(1, 16)
-    for other in (copy.deepcopy(blocks), pickle.loads(pickle.dumps(blocks))):
-        assert torch.equal(linear(x, other), linear(x, blocks))
 
 
 def test_what_cannot_be_copied_says_why(lm):

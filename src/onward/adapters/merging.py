@@ -14,7 +14,7 @@ from onward.errors import RequestError
 from onward.models import Architecture, Embedding, LatentLinear, Linear, Model, Router, ShortConv
 from onward.models.linear import is_marked
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
-from onward.ops.linear import OneDnnWeight, stock_weight
+from onward.ops.linear import stock_weight
 from onward.ops.quantized import ROUNDED_FORMATS
 
 
@@ -124,8 +124,6 @@ def _like(old: Weight, new: Tensor) -> Any:
     """A float32 weight in the dtype, on the device and in the layout of the old one."""
     if isinstance(old, NativeWeight):
         return pack(new.to(old.data.dtype))
-    if isinstance(old, OneDnnWeight):
-        return pack(new.to(old.blocks.dtype))
     if isinstance(old, QuantizedWeight):
         if old.format not in ROUNDED_FORMATS:
             return pack(new.to(dtype=old.dtype, device=old.device))

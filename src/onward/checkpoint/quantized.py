@@ -35,7 +35,7 @@ from onward.models import (
     named_params,
 )
 from onward.models.architecture import is_unread
-from onward.ops import PackedWeight, QuantizedWeight
+from onward.ops import NativeWeight, QuantizedWeight
 from onward.ops.linear import stock_weight
 from onward.ops.quantized import ROUNDED_FORMATS, rounded_formats
 from onward.ops.quantized_layout import GROUP, data_shape
@@ -269,7 +269,7 @@ def _by_stock_name(config: Architecture, params: Any, errors: Mapping[str, float
     """Stock name -> weight and error; a tied weight has one name and is there once."""
     names, _ = pytree.tree_flatten_with_path(named_params(config))
     params = map_marked(lambda path, part: _one_by_one(part), params)
-    weights = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight | PackedWeight))
+    weights = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight | NativeWeight))
     named: _Named = {}
     for (path, name), weight in zip(names, weights, strict=True):
         if name is None:
@@ -291,7 +291,7 @@ def _one_by_one(part: Any) -> Any:
     """The weights as a checkpoint has them: each expert's, a latent's in one, and unpacked what is never quantized."""
     if isinstance(part, LatentLinear):
         return replace(part, weight=part.stock)
-    if isinstance(part, Router) and isinstance(part.weight, PackedWeight):
+    if isinstance(part, Router) and isinstance(part.weight, NativeWeight):
         return part._replace(weight=stock_weight(part.weight))
     if isinstance(part, ShortConv):
         return part._replace(weight=part.by_tap.T.unsqueeze(1))

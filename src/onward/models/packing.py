@@ -31,8 +31,7 @@ def pack_params(params: Any, release: Callable[[], None] = lambda: None) -> Any:
         return part._replace(weight=weight)
 
     def share_tied(path: tuple[Any, ...], part: Any) -> Any:
-        weight = packed.get(id(part.weight)) if isinstance(part, Embedding) else None
-        return Embedding(weight) if isinstance(weight, ops.NativeWeight) else part
+        return Embedding(packed.get(id(part.weight), part.weight)) if isinstance(part, Embedding) else part
 
     rest = map_marked(share_tied, map_marked(pack_linear, rest))
     release()

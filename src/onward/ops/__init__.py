@@ -17,7 +17,7 @@ from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExp
 from onward.ops.experts import experts
 from onward.ops.gated import geglu, sigmoid_gate, swiglu
 from onward.ops.gated_delta import gated_delta
-from onward.ops.linear import PackedWeight, Weight, linear, pack
+from onward.ops.linear import Weight, linear, pack
 from onward.ops.linear_by_head import linear_by_head
 from onward.ops.lora import lora
 from onward.ops.norm import layer_norm, rms_norm
@@ -35,7 +35,6 @@ __all__ = [
     "ExpertWeights",
     "NativeExperts",
     "NativeWeight",
-    "PackedWeight",
     "QuantizedExperts",
     "QuantizedWeight",
     "Table",

@@ -1,19 +1,17 @@
 """Quantize every matrix of some params."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.checkpoint.quantized import parameter_name
 from onward.errors import RequestError
-from onward.models import Embedding, ExpertLinear, LatentLinear, Router, ShortConv, map_marked, marked_parts
+from onward.models import ExpertLinear, LatentLinear, Router, ShortConv, map_marked, marked_parts
 from onward.ops import QuantizedExperts, QuantizedWeight, Weight
-from onward.ops.linear import OneDnnWeight, stock_weight, weight_shape
-from onward.ops.packed import NativeWeight
+from onward.ops.linear import stock_weight
 from onward.ops.quantized import ROUNDED_FORMATS
 from onward.quantization.feedback import quantize_with_feedback
 from onward.quantization.rounding import check_format, quantize_and_measure
@@ -104,7 +102,6 @@ class ParamsQuantizer:
         self._format = format
         self._progress, self._release, self._keep = progress, release, keep
         self._by_id: dict[int, QuantizedWeight] = {}
-        self._embeddings = [part.weight for part in marked_parts(params) if isinstance(part, Embedding)]
 
     @property
     def fraction(self) -> float:
@@ -139,10 +136,10 @@ class ParamsQuantizer:
                     for index, weight in enumerate(part.matrices)
                 ]
                 return part._replace(weight=QuantizedExperts.stack(experts))
-            source = _tied_to(part.weight, self._embeddings)
-            if id(source) not in self._by_id:
-                self._by_id[id(source)] = self._quantize(name, source, self._choice(name), known.get(path))
-            return part._replace(weight=self._by_id[id(source)])
+            source = id(part.weight)  # a tied pair has one
+            if source not in self._by_id:
+                self._by_id[source] = self._quantize(name, part.weight, self._choice(name), known.get(path))
+            return part._replace(weight=self._by_id[source])
 
         return map_marked(convert, params)
 
@@ -186,16 +183,3 @@ def _count(part: Any) -> int:
 
 def _is_quantized(experts: ExpertLinear) -> bool:
     return isinstance(experts.matrices[0], QuantizedWeight)
-
-
-def _tied_to(weight: Weight, embeddings: Sequence[Weight]) -> Weight:
-    """The embedding that a weight is tied to, or itself. It may be a packed copy, in which rows cannot be looked up."""
-    if isinstance(weight, NativeWeight | OneDnnWeight):
-        for embedding in embeddings:
-            if (
-                isinstance(embedding, Tensor)
-                and weight_shape(weight) == embedding.shape
-                and torch.equal(stock_weight(weight), embedding)
-            ):
-                return embedding
-    return weight

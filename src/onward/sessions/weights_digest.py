@@ -20,10 +20,9 @@ from onward.models import Model
 from onward.models.weights_version import WeightsVersion
 from onward.native.cores import default_threads
 from onward.ops import QuantizedWeight
-from onward.ops.linear import OneDnnWeight
 from onward.ops.packed import NativeWeight
 
-WEIGHTS = (QuantizedWeight, NativeWeight, OneDnnWeight)
+WEIGHTS = (QuantizedWeight, NativeWeight)
 # Bytes that one thread reads at a time: enough that threads cost nothing, few enough that unpacked copies stay small.
 _CHUNK = 8 << 20
 _BLOCK = 16  # rows of a block of `NativeWeight`
@@ -86,8 +85,6 @@ def _parts(weight: Any) -> Iterator[Tensor | NativeWeight] | None:
     """A weight in parts that follow one another in its stock layout. They depend on its shape and dtype alone."""
     if isinstance(weight, NativeWeight):
         return _rows_of_packed(weight)
-    if isinstance(weight, OneDnnWeight):
-        return _rows_of(weight.blocks.to_dense())
     if isinstance(weight, QuantizedWeight):
         return _both(_rows_of(weight.data), iter(() if weight.order is None else (weight.order,)))
     if weight.layout == torch.strided and type(weight) in (Tensor, torch.nn.Parameter):

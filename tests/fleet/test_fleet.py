@@ -7,9 +7,9 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from benchmarks.fleet.fleet import Arrival, Fleet, Plan
-from benchmarks.fleet.step import Step, StepTime, fit
-from benchmarks.fleet.workload import trace
+from arrivals import trace
+from simulated_fleet import Arrival, Fleet, Plan
+from simulated_replica import StepTime
 
 # A step of any number of rows takes so long: then an engine of k rows is a queue with k servers.
 STEP = 0.05
@@ -71,24 +71,6 @@ def test_littles_law_holds() -> None:
     rate, mean_time = len(arrived) / span, statistics.mean(end - begin for begin, end in times)
     after = sum(max(0.0, end - span) for _, end in times) / span
     assert rate * mean_time == pytest.approx(there + after, rel=1e-9)
-
-
-def test_a_fit_finds_the_parts_that_steps_are_made_of() -> None:
-    time = StepTime(0.01, 0.001, 1e-6, 0.005, 0.0005, 1e-7)
-    generator = random.Random(1)
-    steps = []
-    for _ in range(300):
-        rows = generator.randrange(17)
-        chunks = [(generator.randrange(2000), 2 ** generator.randrange(4, 9)) for _ in range(generator.randrange(3))]
-        context = rows * generator.randrange(1000)
-        steps.append(Step(rows, context, chunks, time.seconds(rows, context, chunks)))
-    found = fit([*steps, *(replace_seconds(step, 5.0) for step in steps[:20])])
-    for name in ("step", "row", "position", "chunk", "token", "pair"):
-        assert getattr(found, name) == pytest.approx(getattr(time, name), rel=0.02)
-
-
-def replace_seconds(step: Step, factor: float) -> Step:
-    return step._replace(seconds=factor * step.seconds)
 
 
 CLOCK = StepTime(0.02, 0.0015, 0, 0.027, 0.001, 1e-6)

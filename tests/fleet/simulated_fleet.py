@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.fleet.replica import Clock, SimulatedEngine, Text
+from simulated_replica import SimulatedEngine, StepTime, Text
+
 from onward.cluster.retries import RetryBudget, RetryOptions
 from onward.cluster.routing import Ring
 
@@ -24,7 +25,6 @@ class Arrival:
     first: float | None = None  # when its client had the first token
     last: float | None = None  # and the last
     emitted: int = 0
-    asked: int = 1  # how often its client has asked
     place: tuple[str, Text] | None = None  # where it is served
     avoid: set[str] = field(default_factory=set)
     failed: str = ""
@@ -33,10 +33,8 @@ class Arrival:
 @dataclass(frozen=True)
 class Plan:
     """replicas: how many. failures: of them a second in all, each back after `restart` seconds. silence: until a loss
-    is noticed. patience: seconds to the first token after which a client leaves and, up to `again` times, asks anew.
-    resume: whether another replica goes on from what was emitted, or begins anew. budget: the retries of all together;
-    None: every loss is tried again. deaths: (when, share of the replicas that die at once). warm: seconds at the
-    beginning that count in no figure, for caches begin empty.
+    is noticed. patience: seconds to the first token after which a client leaves; 0: none does. budget: whether the
+    retries of all together are limited. deaths: (when, share of the replicas that die at once).
     """
 
     replicas: int
@@ -46,11 +44,8 @@ class Plan:
     noticed: float = 0.1
     options: RetryOptions = field(default_factory=RetryOptions)
     budget: bool = True
-    resume: bool = True
     patience: float = 20.0
-    again: int = 0
     deaths: Sequence[tuple[float, float]] = ()
-    warm: float = 0.0
     max_sequences: int = 16
     blocks: int = 1024
 
@@ -58,11 +53,11 @@ class Plan:
 class Fleet:
     """Runs arrivals through replicas until all are over.
 
-    requests: all that were asked since it is warm, those too that a client asked anew. retries, exhausted: attempts
-    after a loss, and losses for which the budget had none. ended: when each request that was served ended.
+    requests: all that came. retired: the engines of all replicas, when all is over. retries, exhausted: attempts after
+    a loss, and losses for which the budget had none.
     """
 
-    def __init__(self, plan: Plan, clock: Clock, seed: int = 0) -> None:
+    def __init__(self, plan: Plan, clock: StepTime, seed: int = 0) -> None:
         self._plan, self._clock = plan, clock
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -76,7 +71,6 @@ class Fleet:
         self.requests: list[Arrival] = []
         self.retired: list[SimulatedEngine] = []
         self.retries = self.exhausted = self.deaths = 0
-        self.ended: list[float] = []
         self.now = 0.0
         for _ in range(plan.replicas):
             self._start(0.0)
@@ -88,20 +82,12 @@ class Fleet:
             self._post(self._random.expovariate(self._plan.failures), self._fail_one)
         for at, share in self._plan.deaths:
             self._post(at, lambda now, share=share: self._fail_share(share, now))
-        self._post(self._plan.warm, self._count_from_here)
         self._open += len(arrivals)
         while self._open and self._events:
             self.now, _, event = heapq.heappop(self._events)
             event(self.now)
         self.retired += self._engines.values()
         return self
-
-    def _count_from_here(self, now: float) -> None:
-        self.retired, self.requests = [], []
-        self.retries = self.exhausted = self.deaths = 0
-        for engine in self._engines.values():
-            engine.gaps.clear()
-            engine.prompt_tokens = engine.cached_tokens = 0
 
     def _post(self, at: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), event))
@@ -143,7 +129,6 @@ class Fleet:
         if arrival.first is None:
             arrival.first = text.first
         arrival.last, arrival.place = at, None
-        self.ended.append(at)
         self._open -= 1
 
     def _over(self, arrival: Arrival, why: str, now: float) -> None:
@@ -151,7 +136,7 @@ class Fleet:
         self._open -= 1
 
     def _give_up(self, arrival: Arrival, now: float) -> None:
-        """A client that has no token yet leaves, and may ask anew: for the ingress that is another request."""
+        """A client that has no token yet leaves."""
         if arrival.failed or arrival.first is not None:
             return
         if arrival.place is not None:
@@ -163,11 +148,6 @@ class Fleet:
             self._engines[name].cancel(text, now)
             self._arm(name, now)
         self._over(arrival, "gave up", now)
-        if arrival.asked <= self._plan.again:
-            at = now + self._random.uniform(0.5, 1.5)
-            anew = Arrival(at, arrival.prompt, arrival.new, arrival.key, arrival.blocks, asked=arrival.asked + 1)
-            self._open += 1
-            self._post(at, lambda now: self._came(anew, now))
 
     # ── replicas ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -223,7 +203,7 @@ class Fleet:
             arrival.place = None
             if text.told and arrival.first is None:
                 arrival.first = text.first
-            arrival.emitted = arrival.emitted + text.told if self._plan.resume else 0
+            arrival.emitted += text.told
             arrival.avoid.add(name)
             self._post(now + self._plan.noticed, lambda now, arrival=arrival: self._again(arrival, now))
 

@@ -1,12 +1,11 @@
-"""A replica: the engine's policy, with a clock in place of a model."""
+"""A replica: the engine's policy, with the time of steps in place of a model."""
 
 import bisect
 import itertools
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from onward.engine.policy import Policy
 
@@ -14,26 +13,41 @@ from onward.engine.policy import Policy
 BLOCK = 64
 
 
-class Clock(Protocol):
-    """What says how long steps take."""
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step: those of any, of a row, of a position that a row reads, of a chunk, of a prompt's token, and
+    of a position that one of these attends to.
+    """
 
-    def decode(self, rows: int, context: int) -> float: ...
+    step: float
+    row: float
+    position: float
+    chunk: float
+    token: float
+    pair: float
 
-    def prefill(self, chunks: Sequence[tuple[int, int]]) -> float: ...
+    def decode(self, rows: int, context: int) -> float:
+        return self.step + self.row * rows + self.position * context
+
+    def prefill(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """chunks: the first position and the tokens of each."""
+        return sum(
+            self.chunk + self.token * tokens + self.pair * tokens * (position + tokens / 2)
+            for position, tokens in chunks
+        )
 
 
 @dataclass(eq=False)
 class Text:
     """A request at one replica: a `policy.Item`, and its row.
 
-    tokens: of its prompt, whose whole blocks have hashes. new: tokens that it generates. asked: the most that it may,
-    where that is more. emitted: those that it had when it came here. told: those that it was given here; first: when.
+    tokens: of its prompt, whose whole blocks have hashes. new: tokens that it generates. emitted: those that it had
+    when it came here. told: those that it was given here; first: when.
     """
 
     tokens: int
     new: int
     blocks: tuple[int, ...] = ()
-    asked: int = 0  # the most that it may generate, where that is more than `new`
     emitted: int = 0
     priority: int = 0
     sequences: int = 1
@@ -47,7 +61,7 @@ class Text:
     def __post_init__(self) -> None:
         self.total = self.prompt_tokens = self.tokens + self.emitted
         self.left = self.new - self.emitted
-        self.max_new_tokens = max(self.asked, self.new) - self.emitted
+        self.max_new_tokens = self.new - self.emitted
 
 
 class Prefixes:
@@ -85,25 +99,19 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: StepTime,
         ended: Callable[[Text, float], None],
         *,
         max_sequences: int = 32,
         max_waiting: int = 1024,
         blocks: int = 4096,
-        overcommit: float = 1.0,
-        max_step_ms: float | None = None,
     ) -> None:
         self.policy: Policy[Text] = Policy(
             max_sequences=max_sequences,
             max_waiting=max_waiting,
             max_waiting_tokens=1_000_000,
-            max_step_ms=max_step_ms,
-            overcommit=overcommit,
         )
         self.next = math.inf  # when a step or a run of steps ends
-        self.busy = 0.0  # seconds of all steps
-        self.gaps: Counter[int] = Counter()  # tenths of milliseconds between tokens
         self.load = 0  # requests that wait or run
         self.prompt_tokens = self.cached_tokens = 0
         self._clock, self._ended = clock, ended
@@ -186,7 +194,6 @@ class SimulatedEngine:
 
     def _run(self, durations: Sequence[float], end: float) -> None:
         """So many steps of the plan were run; several only where all rows decode."""
-        decoding = sum(text.total - text.computed == 1 for text, _ in self._plan)
         output = 0
         for text, tokens in self._plan:
             text.computed += tokens
@@ -201,8 +208,6 @@ class SimulatedEngine:
                 output += 1
         for seconds in durations:
             self.policy.note(seconds, output)
-            self.gaps[round(1e4 * seconds)] += decoding
-        self.busy += end - self._began
         for text, _ in self._plan:
             if text.left == 0 and text.told:
                 self._leave(text)

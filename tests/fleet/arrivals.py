@@ -11,8 +11,8 @@ import math
 import random
 from collections.abc import Iterator
 
-from benchmarks.fleet.fleet import Arrival
-from benchmarks.fleet.replica import BLOCK
+from simulated_fleet import Arrival
+from simulated_replica import BLOCK
 
 PROMPT, ANSWER = (900, 0.8), (210, 0.9)  # mean, sigma of the logarithm
 LONGEST_PROMPT, LONGEST_ANSWER = 2_000, 500

@@ -10,6 +10,8 @@ from test_gguf_tokenizers import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, w
 from tiny_checkpoint import refused, sentencepiece_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
+from onward.checkpoint.convert import convert
+from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.gguf import GgufCheckpoint
 from onward.checkpoint.gguf.split_texts import SPLITTINGS
 from onward.checkpoint.gguf.vocabulary import Vocabulary
@@ -223,6 +225,21 @@ def test_tokens_that_are_no_text_keep_their_bytes(tmp_path, kind):
     assert [tokenizer.bytes_of(id) for id in (256, 257, 258)] == [*HALVES, b"\xff"]
     assert tokenizer.decode(tokenizer.encode("\ufffd東")) == "\ufffd東"
     assert max(tokenizer.encode("\ufffd東")) < 256
+
+
+def test_texts_that_a_tokenizer_json_cannot_say_are_warned_of(tmp_path):
+    def metadata(writer) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([*BYTES, "ab", "naïve"])
+        writer.add_token_types([NORMAL] * 257 + [USER])
+        writer.add_token_merges(["a b"])
+
+    write_model(tmp_path / "m.gguf", "qwen3", "F32", metadata=metadata, vocab_size=258, num_hidden_layers=1)
+    with pytest.warns(OnwardWarning, match=r"the texts of 1 tokens of .*the first is id 257"):
+        convert(tmp_path / "m.gguf", tmp_path / "folder", "safetensors")
+    tokenizers = [GgufCheckpoint(tmp_path / "m.gguf").tokenizer, CheckpointFolder(tmp_path / "folder").tokenizer]
+    assert len({tuple(tokenizer.encode("naïve ab")) for tokenizer in tokenizers}) == 1
 
 
 def test_pieces_that_are_no_text_keep_their_bytes():

@@ -36,7 +36,7 @@ from onward.checkpoint.shards import WEIGHTS
 from onward.checkpoint.source import find_folder
 from onward.checkpoint.stacked_experts import with_stacked_experts
 from onward.checkpoint.weights import read_weights
-from onward.errors import RequestError
+from onward.errors import RequestError, warn
 from onward.models import Architecture, read_config
 from onward.models.blocks import Decoder
 from onward.ops import QuantizedWeight
@@ -181,6 +181,11 @@ def _write_gguf_texts(checkpoint: GgufCheckpoint, folder: Path) -> None:
         _write_json(folder / "generation_config.json", generation)
     if checkpoint.tokenizer is None:
         return
+    if others := checkpoint.tokenizer.decoded_otherwise:
+        warn(
+            f"tokenizer.json has no way to say the texts of {len(others)} tokens of {checkpoint.path} (the first is id "
+            f"{others[0]}): ids stay the same, and these are decoded to other text"
+        )
     (folder / "tokenizer.json").write_text(checkpoint.tokenizer.to_json(), encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", checkpoint.tokenizer_config)
     if checkpoint.chat_template is not None:

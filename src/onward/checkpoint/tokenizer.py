@@ -206,6 +206,11 @@ class JsonTokenizer:
             token = self._inner.id_to_token(same[0])
         return token
 
+    @property
+    def decoded_otherwise(self) -> list[int]:
+        """The ids whose text `decode` writes, and a tokenizer of `to_json` does not."""
+        return sorted(id for id, parts in self._spelling.items() if parts)
+
     def to_json(self) -> str:
         """The content of a tokenizer.json that makes the same ids, without tokens past the model's vocabulary."""
         if self._limit == self.vocab_size:

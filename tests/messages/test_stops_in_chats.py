@@ -1,4 +1,5 @@
-"""A stop string anywhere in a chat's answer: reasoning, content or a call. Clients see one consistent state."""
+"""A chat's answer that a stop string or a limit cuts anywhere, in reasoning, content or a call: clients see one
+consistent state."""
 
 import json
 from typing import Any
@@ -8,8 +9,9 @@ from answers import ASKED, CLOCK, TEMPLATES, WEATHER, Chat, answering
 from test_cut_calls import ANSWERS
 from test_harmony import TEMPLATE as HARMONY
 
+import onward
 from onward.completion import Completion, Piece
-from onward.openai import AnswerStream, BodyReader, answer_body
+from onward.openai import AnswerStream, BodyReader, ResponseStream, answer_body, read_response, response_body
 from onward.speculation import PredictedText, Speculator
 
 CHAT = "/v1/chat/completions"
@@ -62,7 +64,7 @@ def test_a_stop_anywhere_leaves_a_consistent_answer(format: str) -> None:
     reader = BodyReader(chat.lm, "m", streams=True)
     predicted = Speculator(PredictedText(chat.lm.encode(text, add_special_tokens=False)))
     ends = set()
-    for begin in range(0, len(text) - 3, 7):
+    for begin in range(0, len(text) - 3, max(7, len(text) // 20)):
         stop = text[begin : begin + 3]
         body = reader.read(CHAT, {"messages": ASKED, "tools": TOOLS, "stop": stop, "stream": True, "logprobs": True})
         (request,) = body.requests
@@ -100,3 +102,59 @@ def test_a_call_that_the_model_ends_itself_is_to_be_run_whatever_its_arguments_a
     assert chat.lm.tokenizer is not None
     (choice,) = answer_body(body, [chat.lm.generate(body.requests[0])], chat.lm.tokenizer, "0")["choices"]
     assert choice["finish_reason"] == "tool_calls"
+
+
+def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items that the events of a response build: type, text or arguments as deltas brought them, last state."""
+    items: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "response.output_item.added":
+            assert event["output_index"] == len(items)
+            items.append({"id": event["item"]["id"], "type": event["item"]["type"], "said": ""})
+        elif event["type"].endswith(".delta"):
+            item = items[event["output_index"]]
+            assert event["item_id"] == item["id"]
+            assert "done" not in item, "what is done gets no more"
+            item["said"] += event["delta"]
+        elif event["type"] == "response.output_item.done":
+            items[event["output_index"]]["done"] = event["item"]
+    return items
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_response_cut_anywhere_is_what_its_events_add_up_to(format: str) -> None:
+    chat, text = answering_with(format), ANSWERS[format]
+    assert chat.lm.tokenizer is not None
+    reader = BodyReader(chat.lm, "m", streams=True)
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    for most in (*range(1, len(text), max(11, len(text) // 16)), len(text) + 1):
+        fields = {"input": ASKED, "tools": tools, "max_output_tokens": most, "stream": True}
+        body = read_response(reader, fields)
+        chat.answers.prompt_length = len(body.requests[0].prompt)
+        pieces: list[Piece] = []
+        with onward.Engine(chat.lm) as engine:
+            generation = engine.submit(body.requests[0])
+            pieces += generation
+            completion = generation.result()
+        stream = ResponseStream(body, chat.lm.tokenizer, "0")
+        events = [*stream.begin(), *(event for piece in pieces for event in stream.pieces([piece]))]
+        events += stream.end(completion)
+        whole = events[-1]["response"]
+        assert whole == response_body(body, completion, chat.lm.tokenizer, "0")
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        items = built(events)
+        assert [item["done"] for item in items] == whole["output"]
+        for item in items:
+            said = item["done"].get("arguments")
+            assert item["said"] == (item["done"]["content"][0]["text"] if said is None else said)
+        is_cut = completion.finish_reason == "length"
+        assert is_cut == (most <= len(text))
+        assert events[-1]["type"] == f"response.{whole['status']}"
+        assert whole["status"] == ("incomplete" if is_cut else "completed")
+        assert whole["incomplete_details"] == ({"reason": "max_output_tokens"} if is_cut else None)
+        assert is_cut == any(item["status"] == "incomplete" for item in whole["output"])
+        calls = [item for item in whole["output"] if item["type"] == "function_call"]
+        assert all(is_json(call["arguments"]) for call in calls if call["status"] == "completed")
+        usage = whole["usage"]
+        assert usage["output_tokens"] == len(completion.token_ids)
+        assert usage["output_tokens_details"]["reasoning_tokens"] == completion.reasoning_tokens

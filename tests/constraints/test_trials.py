@@ -29,8 +29,9 @@ def tried(trials, grammar, vocabulary):
     trials.check(grammar.source(), vocabulary.tokens, vocabulary.described, repr(grammar))
 
 
-def test_what_takes_too_long_is_ended_and_refused(vocabulary):
-    trials = Trials(seconds=0.5)
+def test_what_takes_too_long_is_ended_and_refused(vocabulary, monkeypatch):
+    monkeypatch.setattr("onward.constraints.trial.SECONDS", 0.5)
+    trials = Trials()
     tried(trials, JsonSchema({"type": "integer", "multipleOf": 5}), vocabulary)
     process = trials._running[0]
     began = time.monotonic()

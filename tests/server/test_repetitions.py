@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -153,9 +154,10 @@ def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
     assert text == lm.generate(LONG["prompt"], max_new_tokens=400, ignore_eos=True, temperature=1.0, seed=1).text
 
 
-def test_what_is_kept_is_bounded_and_does_not_stay() -> None:
+def test_what_is_kept_is_bounded_and_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    kept = KeptAnswers(10.0, lambda: now[0])
+    monkeypatch.setattr("onward.server.kept.time", SimpleNamespace(monotonic=lambda: now[0]))
+    kept = KeptAnswers(10.0)
     key = AnswerKey.new()
     assert kept.of("a", key).key == key
     now[0] = 9.0

@@ -38,8 +38,7 @@ def needs_trial(source: str) -> bool:
 class Trials:
     """The process that compiles first. It begins with the first grammar that needs it, and serves one at a time."""
 
-    def __init__(self, seconds: float = SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._running: list[subprocess.Popen[str]] = []
         self.renew()
         renew_in_forks(self)
@@ -80,14 +79,14 @@ class Trials:
             self._key = key
             _write(self._running[0], vocabulary())
         process = self._running[0]
-        _write(process, {"source": source, "seconds": self._seconds})
+        _write(process, {"source": source, "seconds": SECONDS})
         assert process.stdout is not None
         if process.stdout.readline():
             return ""
         ended = process.wait()
         _end(self._running)
         if ended == -signal.SIGALRM:
-            return f"that takes longer than {self._seconds:g} seconds. Make it smaller"
+            return f"that takes longer than {SECONDS:g} seconds. Make it smaller"
         return "it nests too deep, or needs too much memory. Make it smaller"
 
 

@@ -15,6 +15,7 @@ from onward.program.source_lines import TraceError
 
 Forward = Callable[..., tuple[Tensor, Any]]
 _WARM_UP = 3
+_GRAPHED_TOKENS = 16  # of a row; longer ones run eagerly
 
 
 @dataclass(eq=False)
@@ -32,7 +33,7 @@ class CudaGraphs:
     """Callable as a program. It captures a graph for every shape of tokens and every cache.
 
     A graph holds addresses, so it belongs to the cache tensors it was captured with: another cache needs another
-    graph. Prompts (T above `graphed_tokens`) run eagerly: their launches are hidden behind the work, and a graph for
+    graph. Prompts (T above `_GRAPHED_TOKENS`) run eagerly: their launches are hidden behind the work, and a graph for
     every length would cost more than it saves.
     capture: records the kernels that a function launches; returns a function that replays them, and the tensor that
         they write. Tests pass their own where there is no GPU.
@@ -43,13 +44,11 @@ class CudaGraphs:
         forward: Forward,
         params: Any,
         selects_logits: bool,
-        graphed_tokens: int = 16,
         capture: Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]] | None = None,
     ) -> None:
         self._forward = forward
         self._params = params
         self._selects_logits = selects_logits
-        self._graphed_tokens = graphed_tokens
         self._capture = capture or capture_graph
         self._graphs: dict[Any, _Captured] = {}
         self._lock = threading.Lock()
@@ -62,7 +61,7 @@ class CudaGraphs:
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        if tokens.shape[1] > self._graphed_tokens:
+        if tokens.shape[1] > _GRAPHED_TOKENS:
             return self._call(tokens, offsets, cache, logits_at)
         leaves = [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor)]
         logits_shape = None if logits_at is None else logits_at.shape

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 
 from onward.openai import AnswerKey
 from onward.server.submission import Submission
@@ -39,8 +38,8 @@ class KeptAnswers:
     seconds: how long each is kept after it began.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._clock = seconds, clock
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._answers: OrderedDict[str, tuple[float, KeptAnswer]] = OrderedDict()
         self._cut: OrderedDict[str, tuple[float, list[list[int]]]] = OrderedDict()
 
@@ -51,7 +50,7 @@ class KeptAnswers:
         """The answer kept under a name; a new one with this key where there is none."""
         self._forget()
         if name not in self._answers:
-            self._answers[name] = self._clock(), KeptAnswer(key)
+            self._answers[name] = time.monotonic(), KeptAnswer(key)
         return self._answers[name][1]
 
     def note(self, submission: Submission) -> None:
@@ -59,7 +58,7 @@ class KeptAnswers:
         submission.tokens = _count(submission.emitted())
         submission.tokens += sum(len(request.prompt) for request in submission.body.requests)
         if submission.is_cut and submission.body.stream:
-            self._cut[submission.body.key.text] = self._clock(), submission.emitted()
+            self._cut[submission.body.key.text] = time.monotonic(), submission.emitted()
             self._forget()
 
     def emitted(self, key: AnswerKey) -> list[list[int]] | None:
@@ -69,7 +68,7 @@ class KeptAnswers:
 
     def _forget(self) -> None:
         """Drop what is too old, and the oldest where there is too much. What somebody waits for stays."""
-        late = self._clock() - self._seconds
+        late = time.monotonic() - self._seconds
         tokens = sum(answer.tokens for _, answer in self._answers.values())
         for name, (since, answer) in list(self._answers.items()):
             if since > late and len(self._answers) <= _MOST and tokens <= _MOST_TOKENS:

@@ -135,14 +135,17 @@ class Vocabulary:
             return id in named, self._is_added(id) != self._is_misread(self.tokens[id])
 
         for id, text in enumerate(self.tokens):
-            if self._is_used(id) and (text not in ids or rank(id) >= rank(ids[text])):
+            if (text not in ids or rank(id) >= rank(ids[text])) and id not in self._unused:
                 ids[text] = id
         return ids
 
-    def _is_used(self, id: int) -> bool:
-        if id in self._no_text:
-            return False
-        return self.kind != "gpt2" or self.types[id] != UNUSED or self.tokens[id] in self._merged_unused
+    @cached_property
+    def _unused(self) -> frozenset[int]:
+        """The ids that no text has."""
+        if self.kind != "gpt2" or UNUSED not in self.types:
+            return self._no_text
+        unused = [id for id, kind in enumerate(self.types) if kind == UNUSED]
+        return self._no_text.union(id for id in unused if self.tokens[id] not in self._merged_unused)
 
     @cached_property
     def _no_text(self) -> frozenset[int]:
@@ -155,7 +158,7 @@ class Vocabulary:
     def _merged_unused(self) -> frozenset[str]:
         """The tokens of type unused of which texts have some all the same: single characters, and what merges make."""
         unused = {text for text, kind in zip(self.tokens, self.types, strict=True) if kind == UNUSED}
-        made = (merge[:1] + merge[1:].replace(" ", "", 1) for merge in self._get("merges", list) if unused)
+        made = (merge[:1] + merge[1:].replace(" ", "", 1) for merge in self._get("merges", list))
         return frozenset(unused.intersection(made)) | {text for text in unused if len(text) == 1}
 
     @cached_property
@@ -175,9 +178,9 @@ class Vocabulary:
 
     def _twins(self) -> dict[int, tuple[int, ...]]:
         ids = self._ids
-        if len(ids) == sum(map(self._is_used, range(len(self.tokens)))):
+        if len(ids) == len(self.tokens) - len(self._unused):
             return {}
-        every = [id for id, text in enumerate(self.tokens) if text and self._is_used(id)]
+        every = [id for id, text in enumerate(self.tokens) if text and id not in self._unused]
         twins = {id: ids[self.tokens[id]] for id in every if ids[self.tokens[id]] != id}
         shown = {self.tokens[id] for id in (*twins, *twins.values()) if not self._is_special(id)}
         # `_mark_added` adds a text that a plain token has, too, as a plain one.
@@ -259,14 +262,18 @@ class Vocabulary:
         ids = self._ids
         if len(merges) != len(pairs := dict.fromkeys(merges)):
             merges = list(pairs)
-        known = [pair for pair in merges if pair[0] in ids and pair[1] in ids and pair[0] + pair[1] in ids]
-        if len(known) < len(merges):
-            lost = next(pair for pair in merges if not {*pair, "".join(pair)} <= ids.keys())
-            warn(
-                f"{self._where}: {len(merges) - len(known)} of {len(merges)} merges name a token that the vocabulary "
-                f"lacks, the first {' '.join(lost)!r}: they are left out, so texts may be cut in other tokens"
-            )
-        return models.BPE(ids, known, **options)
+        try:
+            return models.BPE(ids, merges, **options)
+        except Exception:  # the library has no class of its own for a merge that names no token
+            lost = [pair for pair in merges if not {*pair, "".join(pair)} <= ids.keys()]
+            if not lost:
+                raise
+        warn(
+            f"{self._where}: {len(lost)} of {len(merges)} merges name a token that the vocabulary lacks, the first "
+            f"{' '.join(lost[0])!r}: they are left out, so texts may be cut in other tokens"
+        )
+        left_out = set(lost)
+        return models.BPE(ids, [pair for pair in merges if pair not in left_out], **options)
 
     def _pairs(self, merges: list[str]) -> list[tuple[str, str]]:
         """There are hundreds of thousands: one look at all, and another only where one is wrong."""

@@ -4,7 +4,7 @@ Shapes: E experts, C chosen of them for each token, D width of x, I inner width 
 """
 
 from ctypes import byref
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExp
 from onward.ops.operators import DTYPES, Operator, like_first, shapes
 from onward.ops.packed import FORMATS as PACKED_FORMATS
 
-ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2")
+ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2"]
+ACTIVATIONS: tuple[ExpertActivation, ...] = get_args(ExpertActivation)  # in the order of the codes of onward_experts
 
 
 def experts(

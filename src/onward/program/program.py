@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from onward.reprs import described
 Forward = Callable[..., tuple[Tensor, Any]]
 Backend = Literal["auto", "native", "cuda", "inductor", "eager"]
 Fallback = Literal["eager", "inductor", "raise"]
-BACKENDS = ("auto", "native", "cuda", "inductor", "eager")
-FALLBACKS = ("eager", "inductor", "raise")
+BACKENDS, FALLBACKS = get_args(Backend), get_args(Fallback)
 
 
 class _Run(Protocol):

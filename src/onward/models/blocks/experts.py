@@ -13,8 +13,7 @@ from onward import ops
 from onward.models.blocks.feed_forward import FeedForward, UngatedFeedForward
 from onward.models.linear import ExpertLinear, Linear, Router
 from onward.models.scope import Scope
-
-ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2"]
+from onward.ops.experts import ExpertActivation
 
 
 class ExpertsParams(NamedTuple):

@@ -20,13 +20,13 @@ from onward.models.blocks import (
     LayerInput,
     LayerNames,
 )
-from onward.models.blocks.experts import ExpertActivation
 from onward.models.blocks.feed_forward import Activation
 from onward.models.config import CommonFields, common_fields, every_nth_full, layer_types, ropes_by_type, sliding_window
 from onward.models.families.gemma2 import ACTIVATION, NAMES
 from onward.models.fields import Overlaid, flag, json_object, positive_int, softcap
 from onward.models.multimodal import read_text_part
 from onward.models.rope import RotarySchedule, rotary_schedule
+from onward.ops.experts import ExpertActivation
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 

@@ -4,8 +4,10 @@ import contextlib
 import datetime
 import enum
 import json
+import re
 import time
 from pathlib import Path
+from re import _constants as sre
 
 import pytest
 from family_templates import FAMILY_TEMPLATES
@@ -16,7 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import onward
-from onward.checkpoint import ChatTemplate, CheckpointFolder
+from onward.checkpoint import (
+    ChatTemplate,
+    CheckpointFolder,
+    chat_template,
+    template_budget,
+    template_dates,
+    template_sandbox,
+)
 from onward.checkpoint.template_dates import strftime
 from onward.errors import OnwardWarning, RequestError, TokenizerError
 
@@ -467,8 +476,12 @@ ENDLESS = [
     "{{ '%10000000000d' % 1 }}",
     "{{ '%*d' % (10 ** 10, 1) }}",
     "{{ '%.10000000000f' | format(1.5) }}",
+    "{{ '%(a(b)c)10000000000d' % {'a(b)c': 1} }}",
+    "{{ '%(a%b)10000000000d' % {'a%b': 1} }}",
+    "{{ '%*.*f' | format(1, 10 ** 10, 1.5) }}",
     "{{ '{:10000000000}'.format(1) }}",
     "{{ '{:{}}'.format(1, 10 ** 10) }}",
+    "{{ '{0[:]:10000000000}'.format({':': 1}) }}",
     "{{ 'x'.format_map({}) * 10 ** 10 }}",
     "{{ (1).to_bytes(10 ** 10, 'big') }}",
     "{{ messages | tojson(indent=10 ** 10) }}",
@@ -480,12 +493,14 @@ ENDLESS = [
     DOUBLED + "{{ a | tojson | length }}",
     DOUBLED + "{{ '%s' % (a,) }}",
     DOUBLED + "{{ '{}'.format(a) }}",
+    DOUBLED + "{{ a | format }}",
     DOUBLED + "{{ a | join }}",
     DOUBLED + "{{ {t: 1} }}",
     DOUBLED + "{{ {}[t] }}",
     DOUBLED + "{{ [t, t] | unique | list }}",
     DOUBLED + "{{ {'x': 1}.get(t) }}",
     DOUBLED + OTHER + "{{ a == b }}",
+    DOUBLED + OTHER + "{{ 1 != a == b }}",
     DOUBLED + OTHER + "{{ a in [b] }}",
     DOUBLED + OTHER + "{{ a is eq(b) }}",
     DOUBLED + OTHER + "{{ [a].index(b) }}",
@@ -497,6 +512,46 @@ ENDLESS = [
 def test_work_without_end_is_refused(source):
     with refused(TokenizerError, "sandbox forbids"):
         ours(source, [{"role": "user", "content": "Hi"}])
+
+
+def matching(op, argument):
+    """The ASCII characters that one instruction of a regular expression can match."""
+    if op is sre.IN:
+        found = set().union(*(matching(*each) for each in argument if each[0] is not sre.NEGATE))
+        return {chr(code) for code in range(128)} - found if argument[0][0] is sre.NEGATE else found
+    if op in (sre.LITERAL, sre.NOT_LITERAL):
+        return {chr(code) for code in range(128) if (code == argument) == (op is sre.LITERAL)}
+    assert (op, argument) == (sre.CATEGORY, sre.CATEGORY_DIGIT), "extend this to what the expression uses"
+    return set("0123456789")
+
+
+def instructions(tree):
+    """The instructions of a regular expression, from the outside in."""
+    for op, argument in tree:
+        yield op, argument
+        for inner in argument if isinstance(argument, tuple | list) else ():
+            if isinstance(inner, re._parser.SubPattern):
+                yield from instructions(inner)
+
+
+def runs_over_starts(source, flags=0):
+    """Whether an unbounded repeat of a regular expression runs over a character with which a match may begin."""
+    first, *rest = instructions(re._parser.parse(source, flags))
+    if first[0] is sre.MAX_REPEAT:  # a repeat alone: each run is one match
+        return len(re._parser.parse(source, flags)) > 1
+    starts = matching(*first)
+    endless = [each[2][0] for op, each in rest if op is sre.MAX_REPEAT and each[1] is sre.MAXREPEAT]
+    return any(matching(*each) & starts for each in endless)
+
+
+def test_no_scan_of_a_format_is_worse_than_linear():
+    """The scans of all matches together are one, since none runs over the beginning of another."""
+    modules = (chat_template, template_budget, template_dates, template_sandbox)
+    patterns = [value for each in modules for value in vars(each).values() if isinstance(value, re.Pattern)]
+    assert patterns
+    assert not [each.pattern for each in patterns if runs_over_starts(each.pattern, each.flags & re.DOTALL)]
+    assert runs_over_starts(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d*)")
+    assert runs_over_starts(r"[%).][-+ #0%]*(\d+)")
 
 
 @pytest.mark.parametrize("source", ["{% break %}", "{% continue %}", "{% for a in b %}" * 30 + "{% endfor %}" * 30])

@@ -8,34 +8,35 @@ budget makes the same text as in Jinja.
 import functools
 import re
 from collections.abc import Callable, Iterator
+from string import Formatter
 from types import GeneratorType
 from typing import Any, NoReturn
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from onward.checkpoint.template_budget import budget, check_bits, width
 
-# Filters whose time does not depend on their arguments.
+# Filters that read nothing of the value, and those that read its items and not what these hold. All others, and all
+# methods, pay for the whole value and their arguments.
 _INSTANT = {"length", "count", "first", "last", "default", "d"}
-# Filters that read the items of a container, at every depth.
-_DEEP = {"string", "tojson", "pprint", "join", "sort", "dictsort", "unique", "groupby", "min", "max", "urlencode"}
-_DEEP |= {"safe", "escape", "e", "forceescape", "xmlattr", "replace", "upper", "lower", "title", "capitalize", "trim"}
-# Filters with a number as argument that is no length.
-_NUMBERS = {"int", "float"}
-# Filters whose time grows with the square of the text's length.
-_SQUARED = {"striptags", "urlize", "wordwrap"}
-# Filters that repeat something for each item: a generator's items have to be counted first.
-_COUNTING = {"join", "batch", "slice", "sum", "sort", "unique", "groupby", "min", "max"}
-# Methods of text that can make much out of little.
-_MULTIPLYING = {"join", "replace", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "to_bytes", "hex"}
+_SHALLOW = {"attr", "list", "items", "reverse", "map", "select", "reject", "selectattr", "rejectattr"}
+# Filters and methods that can make much out of little: they pay for the value as often as their arguments are long.
+_MULTIPLYING = {"join", "replace", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "to_bytes"}
+_MULTIPLYING |= {"indent", "batch", "slice", "round", "tojson"}
+# Filters that compare items, or write one on a line: a character of a text is an item too.
+_BY_ITEM = {"sort", "dictsort", "groupby", "unique", "min", "max", "pprint", "title"}
+# Filters whose time grows with the square of the value's length.
+_SQUARED = {"striptags", "urlize", "wordwrap", "sum"}
 
-_PERCENT_WIDTHS = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
-_FORMAT_SPEC = re.compile(r"\{[^{}:]*:([^{}]*)(\{?)")
+# Each width and precision of a %-format follows one of these characters and flags. Other numbers that do cost little.
+# A scan ends before the next of these characters, so that all scans of a text are as long as the text.
+_PERCENT_WIDTHS = re.compile(r"[%).][-+ #0]*(\d+)")
+_DIGITS = re.compile(r"\d+")
 
 
 class SandboxedEnvironment(ImmutableSandboxedEnvironment):
@@ -44,10 +45,8 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "-", "*", "**", "//", "%"])
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, finalize=_pay_read)
-        # `_Metered` inserts calls of these into a template.
-        self.onward_turn, self.onward_read = _pay_turn, _pay_read
-        self.onward_search, self.onward_copy = _pay_search, _pay_copy
+        super().__init__(**options, finalize=functools.partial(_pay, "read"))
+        self.onward_pay = _pay  # `_Metered` inserts calls of it into a template
         self.globals["lipsum"] = self.filters["random"] = _nothing_random
         self.globals["namespace"] = _Namespace
 
@@ -98,47 +97,33 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
         return formatted
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **options: Any) -> Any:  # noqa: N805 (as Jinja has it)
-        if __obj is _pay_turn or __obj is _pay_read or __obj is _pay_search or __obj is _pay_copy:
-            return __obj(*args)
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-        arguments = (*args, *options.values())
+        if __obj is _pay:
+            return _pay(*args)
         if isinstance(__obj, Macro):
             budget().spend(0)
-        elif isinstance(owner, str | bytes | int) and name in _MULTIPLYING:
-            budget().spend((width(owner) + 1) * (1 + sum(map(_factor, arguments))))
-        elif isinstance(owner, str | bytes | list | tuple | LoopContext):
-            budget().spend(budget().size(owner) + sum(map(budget().size, arguments)))
         else:
-            for value in arguments:
-                budget().size(value)
-            budget().spend(sum(map(width, arguments)))
+            owner = getattr(__obj, "__self__", None)
+            read = width(owner) if isinstance(owner, dict) else budget().size(owner)
+            _spend_on(getattr(__obj, "__name__", ""), read, (*args, *options.values()))
         return super().call(__context, __obj, *args, **options)
 
 
 # ── what an operation costs ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _pay_turn(characters: int) -> bool:
-    """Pay for a turn of a loop, or for text of the template."""
-    budget().spend(characters)
-    return True
+# What a template pays for by `_Metered`: a turn of a loop, characters of its own text, a value that is read as a
+# whole, a slice, and the search of an item in a container.
+_COSTS: dict[str, Callable[[Any], int]] = {
+    "turn": lambda _: 0,
+    "text": int,
+    "read": lambda value: budget().size(value),
+    "slice": width,
+    "search": lambda value: budget().size(value) if isinstance(value, list | tuple) else width(value),
+}
 
 
-def _pay_read(value: Any) -> Any:
-    """Pay for reading all of a value."""
-    budget().spend(budget().size(value))
-    return value
-
-
-def _pay_search(container: Any) -> Any:
-    """Pay for the search of an item in a container."""
-    budget().spend(budget().size(container) if isinstance(container, list | tuple) else width(container))
-    return container
-
-
-def _pay_copy(value: Any) -> Any:
-    """Pay for a slice."""
-    budget().spend(width(value))
+def _pay(kind: str, value: Any) -> Any:
+    budget().spend(_COSTS[kind](value))
     return value
 
 
@@ -147,19 +132,30 @@ def _factor(value: Any) -> int:
     return abs(value) if isinstance(value, int) else budget().size(value)
 
 
+def _spend_on(name: str, read: int, arguments: tuple[Any, ...]) -> None:
+    """Pay for a filter or a method that reads so many characters of its value."""
+    if name in _MULTIPLYING:
+        budget().spend((read + 1) * (1 + sum(map(_factor, arguments))))
+    else:
+        squared = read**2 // 64 if name in _SQUARED else 0
+        budget().spend(read + squared + sum(map(budget().size, arguments)))
+
+
 def _spend_on_percent(text: str, values: Any) -> None:
-    widths = [number for pair in _PERCENT_WIDTHS.findall(text) for number in pair if number]
-    if "*" in widths:
-        raise SecurityError("a format whose width is a value")
-    budget().spend(len(text) + text.count("%") * budget().size(values) + sum(map(int, widths)))
+    widths = sum(map(int, _PERCENT_WIDTHS.findall(text)))
+    if "*" in text:  # any of the values may be a width
+        widths += sum(
+            abs(each) for each in (values if isinstance(values, tuple) else [values]) if isinstance(each, int)
+        )
+    budget().spend(len(text) + text.count("%") * budget().size(values) + widths)
 
 
 def _spend_on_format(text: str, values: Any) -> None:
-    specs = _FORMAT_SPEC.findall(text)
-    if any(nested for _, nested in specs):
+    specs = [spec for _, _, spec, _ in Formatter().parse(text) if spec]
+    if any("{" in spec for spec in specs):
         raise SecurityError("a format whose width is a value")
-    widths = [int(number) for spec, _ in specs for number in re.findall(r"\d+", spec)]
-    budget().spend(len(text) + text.count("{") * budget().size(values) + sum(widths))
+    widths = sum(int(number) for spec in specs for number in _DIGITS.findall(spec))
+    budget().spend(len(text) + text.count("{") * budget().size(values) + widths)
 
 
 def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,24 +163,24 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
-        if name in _COUNTING and len(args) > at and isinstance(args[at], Iterator):
-            args = (*args[:at], list(args[at]), *args[at + 1 :])
-        value, rest = (args[at] if len(args) > at else None), (*args[at + 1 :], *options.values())
-        _spend_on_filter(name, value, rest, options)
+        value, rest = (args[at] if len(args) > at else None), args[at + 1 :]
+        if name in _INSTANT:
+            budget().spend(0)
+        elif name in _SHALLOW:
+            budget().spend(width(value))
+        else:
+            if isinstance(value, Iterator):  # its items have to be counted first
+                value = list(value)
+                args = (*args[:at], value, *rest)
+            if name == "format":
+                budget().spend(budget().size(value))
+                _spend_on_percent(str(value), options or rest)
+            read = budget().size(value) * (8 if name in _BY_ITEM else 1)
+            _spend_on(name, read, (*rest, *options.values()))
         result = function(*args, **options)
         return _pay_each(result) if isinstance(result, GeneratorType) else result
 
     return run
-
-
-def _spend_on_filter(name: str, value: Any, rest: tuple[Any, ...], options: dict[str, Any]) -> None:
-    read = 0 if name in _INSTANT else budget().size(value) if name in _DEEP else width(value)
-    if name == "format":
-        _spend_on_percent(str(value), options or rest)
-    elif name in _SQUARED or (name == "sum" and any(isinstance(start, list | tuple) for start in rest)):
-        budget().spend(budget().size(value) ** 2 // 64 + sum(map(_factor, rest)))
-    else:
-        budget().spend(read * (1 + sum(map(width if name in _NUMBERS else _factor, rest))))
 
 
 def _pay_each(items: Iterator[Any]) -> Iterator[Any]:
@@ -208,52 +204,47 @@ class _Metered(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_called("turn", nodes.Const(0), node)).set_lineno(node.lineno))
+        turn = _paid("turn", nodes.Const(True), node)
+        node.body.insert(0, nodes.ExprStmt(turn).set_lineno(node.lineno))
         if node.test is not None:
-            node.test = nodes.And(_called("turn", nodes.Const(0), node), node.test).set_lineno(node.lineno)
+            node.test = nodes.And(turn, node.test).set_lineno(node.lineno)
         return node
 
     def visit_Output(self, node: nodes.Output) -> list[nodes.Node]:  # noqa: N802
         self.generic_visit(node)
         characters = sum(len(part.data) for part in node.nodes if isinstance(part, nodes.TemplateData))
-        turn = _called("turn", nodes.Const(characters), node)
-        return [nodes.ExprStmt(turn).set_lineno(node.lineno), node] if characters else [node]
+        text = _paid("text", nodes.Const(characters), node)
+        return [nodes.ExprStmt(text).set_lineno(node.lineno), node] if characters else [node]
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.nodes = [_paid("read", part) for part in node.nodes]
+        node.nodes = [_paid("read", part, node) for part in node.nodes]
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        parts = [node.expr, *(operand.expr for operand in node.ops)]
-        contains = any(operand.op in ("in", "notin") for operand in node.ops)
-        if contains or not any(isinstance(part, nodes.Const) for part in parts):
-            node.expr = _paid("read", node.expr)
-            for operand in node.ops:
-                operand.expr = _paid("search" if operand.op in ("in", "notin") else "read", operand.expr)
+        if all(operand.op not in ("in", "notin") and isinstance(operand.expr, nodes.Const) for operand in node.ops):
+            return node  # no more is read than the constants have
+        node.expr = _paid("read", node.expr, node)
+        for operand in node.ops:
+            operand.expr = _paid("search" if operand.op in ("in", "notin") else "read", operand.expr, node)
         return node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.key = _paid("read", node.key)
+        node.key = _paid("read", node.key, node)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
-            node.node = _paid("copy", node.node)
+            node.node = _paid("slice", node.node, node)
         return node
 
 
-def _paid(kind: str, node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const | nodes.TemplateData) else _called(kind, node, node)
-
-
-def _called(kind: str, argument: nodes.Expr, at: nodes.Node) -> nodes.Expr:
-    function = nodes.EnvironmentAttribute(f"onward_{kind}")
-    call = nodes.Call(function, [argument], [], None, None)
-    for node in (function, argument, call):
+def _paid(kind: str, value: nodes.Expr, at: nodes.Node) -> nodes.Expr:
+    call = nodes.Call(nodes.EnvironmentAttribute("onward_pay"), [nodes.Const(kind), value], [], None, None)
+    for node in (call.node, *call.args, call):
         node.set_lineno(at.lineno)
     return call
 

@@ -202,8 +202,6 @@ class Reader {
     return static_cast<const T*>(read(begin, count));
   }
 
-  bool constant() const { return constant_; }  // one value for all elements
-
  private:
   const void* filled() {
     if (!full_) {

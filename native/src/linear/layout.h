@@ -73,8 +73,6 @@ constexpr Grouped grouped_of(int32_t format) {
   }
 }
 inline bool is_grouped(int32_t format) { return format > kPackedInt4; }
-// Whether codes stand for floats, which are multiplied with floats.
-inline bool of_floats(int32_t format) { return format == kPackedFp8 || format == kPackedNf4; }
 
 inline bool known(int32_t format) { return format >= 0 && format < kFormats; }
 

@@ -488,7 +488,7 @@ ENDLESS = [
     "{{ ('<!---->' * 999999) | striptags }}",
     "{{ (('<!---->' * 999999) | safe).striptags() }}",
     "{{ ([[1]] * 199999) | sum(start=[]) | length }}",
-    "{% set n = namespace(a=1) %}{% for i in range(60) %}{% set n.a = dict.fromkeys([1, 2], n.a) %}{% endfor %}{{ n.a }}",
+    "{% set n = namespace(a=1) %}{% for i in range(60) %}{% set n.a = dict.fromkeys('ab', n.a) %}{% endfor %}{{ n.a }}",
     DOUBLED + "{{ a }}",
     DOUBLED + "{{ a ~ '' }}",
     DOUBLED + "{{ a | string | length }}",

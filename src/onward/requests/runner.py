@@ -42,7 +42,11 @@ class Runner:
         jobs = [Job(request, self.tokenizer, self.adapters) for request in requests]
         rows = sum(request.options.rows for request in requests)
         if isinstance(cache, HeldText) and rows != 1:
-            raise RequestError(f"a session goes on with one text at a time; got {rows}")
+            options = requests[0].options
+            raise RequestError(
+                f"a session goes on with one text at a time: leave out n and beams; got n={options.n}, "
+                f"beams={options.beams}"
+            )
         if isinstance(cache, KVCache) and cache.batch != rows:
             each = {request.options.rows for request in requests}
             of_rows = "" if each == {1} else f" of {' or '.join(map(str, sorted(each)))} rows each"

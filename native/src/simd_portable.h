@@ -5,6 +5,10 @@
 
 #include "api.h"
 
+// Sixteen branchy conversions: a call costs little beside them, and unrolled kernels inline them a hundred times, which
+// made the compiler's longest files.
+#define ONWARD_CALLED __attribute__((noinline))
+
 namespace onward {
 
 typedef float f32x16 __attribute__((vector_size(64)));
@@ -70,7 +74,7 @@ inline f32x16 load(const Bf16* p) {
   for (int i = 0; i < 16; ++i) v[i] = portable::float_of(uint32_t(p[i].bits) << 16);
   return v;
 }
-inline f32x16 load(const F16* p) {
+ONWARD_CALLED inline f32x16 load(const F16* p) {
   f32x16 v;
   for (int i = 0; i < 16; ++i) v[i] = portable::widen(p[i]);
   return v;
@@ -85,7 +89,7 @@ inline void store(float* p, f32x16 a) { std::memcpy(p, &a, sizeof a); }
 inline void store(Bf16* p, f32x16 a) {
   for (int i = 0; i < 16; ++i) p[i].bits = portable::narrow_bf16(a[i]);
 }
-inline void store(F16* p, f32x16 a) {
+ONWARD_CALLED inline void store(F16* p, f32x16 a) {
   for (int i = 0; i < 16; ++i) p[i].bits = portable::narrow_f16(a[i]);
 }
 
@@ -169,7 +173,7 @@ inline i32x16 load_bytes(const Byte* p) {
   return v;
 }
 // Of every byte, 0 … 15, the byte of a table.
-inline i32x16 look_up(i32x16 a, const uint8_t* table) {
+ONWARD_CALLED inline i32x16 look_up(i32x16 a, const uint8_t* table) {
   uint8_t bytes[64];
   std::memcpy(bytes, &a, 64);
   for (uint8_t& byte : bytes) byte = table[byte & 15];
@@ -178,13 +182,13 @@ inline i32x16 look_up(i32x16 a, const uint8_t* table) {
 }
 
 // Of every lane's lowest 4 bits the float of a table.
-inline f32x16 look_up(i32x16 a, const float* table) {
+ONWARD_CALLED inline f32x16 look_up(i32x16 a, const float* table) {
   f32x16 v;
   for (int i = 0; i < 16; ++i) v[i] = table[a[i] & 15];
   return v;
 }
 // 16 numbers in E4M3, divided by 256: as float16 their exponents are 8 less. NaN is no number's.
-inline f32x16 e4m3_256th(const uint8_t* p) {
+ONWARD_CALLED inline f32x16 e4m3_256th(const uint8_t* p) {
   f32x16 v;
   for (int i = 0; i < 16; ++i) v[i] = portable::widen({uint16_t((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7)});
   return v;

@@ -12,8 +12,11 @@ from fresh_environment import ROOT, install, run, run_main_job
 import onward
 
 # The backend is called as an installer calls it, in the folder of the sources, without the isolation that would
-# fetch it from the network.
-BACKEND = "import sys, scikit_build_core.build as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
+# fetch it from the network: hook, folder, and for a wheel the metadata that was prepared.
+BACKEND = (
+    "import sys; sys.path.insert(0, 'native'); import backend; print(getattr(backend, sys.argv[1])(*sys.argv[2:]))"
+)
+WHEEL = BACKEND.replace("(*sys.argv[2:])", "(sys.argv[2], None, sys.argv[3])")
 
 # For those who work in a clone, on its forge. The measurements are dated pages that nothing reads.
 ONLY_IN_A_CLONE = (".ci/", ".github/", ".gitignore", "benchmarks/results/")
@@ -57,7 +60,12 @@ def test_the_sdist_has_the_license_and_says_so(sources: Path) -> None:
 
 
 def test_without_a_compiler_the_install_works_all_the_same(sources: Path, tmp_path: Path) -> None:
-    run(sys.executable, "-c", BACKEND, "build_wheel", tmp_path, folder=sources, CC="/bin/false", CXX="/bin/false")
+    metadata, no_compiler = tmp_path / "metadata", {"CC": "/bin/false", "CXX": "/bin/false"}
+    metadata.mkdir()
+    run(sys.executable, "-c", BACKEND, "prepare_metadata_for_build_wheel", metadata, folder=sources, **no_compiler)
+    assert not (sources / "build").exists(), "nothing is compiled while metadata is prepared"
+    [prepared] = metadata.iterdir()
+    run(sys.executable, "-c", WHEEL, "build_wheel", tmp_path, prepared, folder=sources, **no_compiler)
     [wheel] = tmp_path.glob("*.whl")
     # Nothing in it is of one platform, and its name must not say so.
     assert wheel.name == f"onward-{onward.__version__}-py3-none-any.whl"

@@ -18,48 +18,48 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def ray_options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What Ray is started with, which does not start. It leaves the environment as it was."""
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):
         monkeypatch.setenv(name, "0")
     options: dict[str, Any] = {}
-    monkeypatch.setattr(ray, "init", lambda **given: options.update(given))
+    monkeypatch.setattr(ray, "init", lambda **ray_options: options.update(ray_options))
     monkeypatch.setattr(ray, "shutdown", lambda: options.update(shut=True))
     return options
 
 
-def test_without_an_address_ray_is_started_here(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_address_ray_is_started_here(ray_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its own variable names, and with its own authentication: it listens on all addresses."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with connected(None, 3):
-        assert canonicalize_bootstrap_address(given["address"]) is None
-        assert given["num_cpus"] == 3
+        assert canonicalize_bootstrap_address(ray_options["address"]) is None
+        assert ray_options["num_cpus"] == 3
         assert "RAY_AUTH_MODE" not in os.environ
-        assert "shut" not in given
-    assert given["shut"]
+        assert "shut" not in ray_options
+    assert ray_options["shut"]
 
 
-def test_a_cluster_is_left_also_after_an_error(given: dict[str, Any]) -> None:
+def test_a_cluster_is_left_also_after_an_error(ray_options: dict[str, Any]) -> None:
     with pytest.raises(KeyError), connected("auto", 3):
         raise KeyError
-    assert given["address"] == "auto"
-    assert "num_cpus" not in given
-    assert given["shut"]
+    assert ray_options["address"] == "auto"
+    assert "num_cpus" not in ray_options
+    assert ray_options["shut"]
 
 
 @pytest.mark.parametrize("address", ["..:1", f"{'x' * 70}:1", "127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:99999"])
-def test_an_address_that_does_not_answer(address: str, given: dict[str, Any]) -> None:
+def test_an_address_that_does_not_answer(address: str, ray_options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="no Ray cluster answers at"), connected(address, 1):
         pass
-    assert not given
+    assert not ray_options
 
 
 @pytest.mark.parametrize("address", ["nowhere", "", ":1", "head:", "ray://head"])
-def test_an_address_that_is_none(address: str, given: dict[str, Any]) -> None:
+def test_an_address_that_is_none(address: str, ray_options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="is HOST:PORT"), connected(address, 1):
         pass
-    assert not given
+    assert not ray_options
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ConnectionError, AuthenticationError])
@@ -67,7 +67,7 @@ def test_an_address_that_is_none(address: str, given: dict[str, Any]) -> None:
 def test_what_ray_says_is_one_line(
     address: str | None, says: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(**given: Any) -> None:
+    def fail(**ray_options: Any) -> None:
         raise kind("no\nroom")
 
     monkeypatch.setattr(ray, "init", fail)

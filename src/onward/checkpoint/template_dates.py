@@ -25,13 +25,13 @@ def strftime(time: datetime.datetime, layout: str) -> str:
     names = {"A": _DAYS[time.weekday()], "B": _MONTHS[time.month - 1], "p": half, "P": half.lower()}
     names |= {"a": names["A"][:3], "b": names["B"][:3], "h": names["B"][:3], "s": str(int(time.timestamp()))}
 
-    def written(match: re.Match[str]) -> str:
+    def replacement(match: re.Match[str]) -> str:
         flag, directive = match.groups()
         if directive in _LAYOUTS:
-            return _DIRECTIVE.sub(written, _LAYOUTS[directive])
+            return _DIRECTIVE.sub(replacement, _LAYOUTS[directive])
         name = names.get(directive)
         if name is None:
             return f"%{flag}{directive}"
         return name.upper() if flag in ("^", "#") else name
 
-    return time.strftime(_DIRECTIVE.sub(written, layout))
+    return time.strftime(_DIRECTIVE.sub(replacement, layout))

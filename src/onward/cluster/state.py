@@ -87,7 +87,7 @@ class State:
                 for (family, sample, labels), number in of_one.items()
             }
         merged = [
-            *self._written(numbers),
+            *self._with_numbers(numbers),
             GaugeMetricFamily("onward_replicas", "Replicas that take requests.", len(names)),
             GaugeMetricFamily(
                 "onward_replicas_unreachable", "Those of them that did not answer.", len(names) - len(bodies)
@@ -101,12 +101,12 @@ class State:
             for sample in family.samples:
                 yield (family.name, sample.name, tuple(sample.labels.items())), sample.value
 
-    def _written(self, numbers: Mapping[_Sample, float]) -> Iterator[Metric]:
+    def _with_numbers(self, numbers: Mapping[_Sample, float]) -> Iterator[Metric]:
         """The metrics with these numbers, in the order of a single server's."""
-        written = {name: Metric(name, family.documentation, family.type) for name, family in self._families.items()}
+        metrics = {name: Metric(name, family.documentation, family.type) for name, family in self._families.items()}
         for (family, sample, labels), number in numbers.items():
-            written[family].add_sample(sample, dict(labels), number)
-        yield from written.values()
+            metrics[family].add_sample(sample, dict(labels), number)
+        yield from metrics.values()
 
     def _stats_of(self, bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
         stats = {name: json.loads(body) for name, body in bodies.items()}

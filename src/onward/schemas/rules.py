@@ -293,19 +293,19 @@ class _Rules:
             if not ({kind, "number"} if is_number else {kind}) & kinds or (is_number and not allowed.has(value)):
                 continue
             if _has_large_value(value):
-                yield self._written(value)
+                yield self._json(value)
             else:
                 plain.append(value)
         if plain:
             yield self._derived({"enum": plain}, at, large=False)
 
-    def _written(self, value: Any) -> str:
+    def _json(self, value: Any) -> str:
         """One value in JSON."""
         if isinstance(value, Mapping):
-            parts = [f"{_literal(name)} {self._spacing.key} {self._written(one)}" for name, one in value.items()]
+            parts = [f"{_literal(name)} {self._spacing.key} {self._json(one)}" for name, one in value.items()]
             return self._bracketed("{", f" {self._spacing.item} ".join(parts), "}", may_be_empty=not parts)
         if isinstance(value, list):
-            inner = f" {self._spacing.item} ".join(map(self._written, value))
+            inner = f" {self._spacing.item} ".join(map(self._json, value))
             return self._bracketed("[", inner, "]", may_be_empty=not value)
         if isinstance(value, float) and is_large(value):
             symbols = [_literal(value)]

@@ -72,21 +72,23 @@ class ModelMetrics:
             self.between.observe((at - before) * min(1.0, rows / count), count)
         if completion is None:
             self.ended["error" if generation.done else "cancelled"] += 1
-            self.output_tokens += _written(generation)
+            self.output_tokens += _new_tokens(generation)
             return
         self.ended[completion.finish_reason] += 1
         self.prompt_tokens += completion.prompt_tokens
         self.cached_tokens += completion.cached_tokens
         beams = generation.request.options.beams > 1  # whose tokens come with the end
-        self.output_tokens += sum(len(text.token_ids) for text in completion.choices) if beams else _written(generation)
+        self.output_tokens += (
+            sum(len(text.token_ids) for text in completion.choices) if beams else _new_tokens(generation)
+        )
         for text in completion.choices:
             if text.speculation is not None:
                 self.drafted += text.speculation.drafted
                 self.accepted += text.speculation.accepted
 
 
-def _written(generation: Generation) -> int:
-    """The tokens that steps of this engine have brought. Those that a resumed request had before were counted then."""
+def _new_tokens(generation: Generation) -> int:
+    """The tokens that this engine computed; a resumed request's earlier tokens are counted where they were computed."""
     return sum(count for _, count in generation.arrivals)
 
 

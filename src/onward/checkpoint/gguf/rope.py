@@ -35,18 +35,18 @@ def rope_parameters(
         ConfigError: the metadata have a combination that `rope_parameters` cannot express.
     """
 
-    def said(key: str) -> Any:
+    def number(key: str) -> Any:
         return same_everywhere(keys.get(f"rope.{key}"), f"{where}: {keys.prefix}rope.{key}")
 
     _check_divisors(tensors, where)
-    base, kind = said("freq_base"), said("scaling.type")
+    base, kind = number("freq_base"), number("scaling.type")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": BASE if base is None else base}
-    rope |= _share(said("dimension_count"), head_dim, f"{where}: {keys.prefix}rope.dimension_count")
-    original = said("scaling.original_context_length") or None  # 0 is the context, as in llama.cpp
-    factors = [said(key) for key in ("scaling.factor", "scale_linear")]
+    rope |= _share(number("dimension_count"), head_dim, f"{where}: {keys.prefix}rope.dimension_count")
+    original = number("scaling.original_context_length") or None  # 0 is the context, as in llama.cpp
+    factors = [number(key) for key in ("scaling.factor", "scale_linear")]
     factor = next((value for value in factors if value is not None), 1)
     factor = 1 if factor == 0 or kind == "none" else factor
-    magnitude, mixed = said("scaling.attn_factor"), said("scaling.yarn_ext_factor")
+    magnitude, mixed = number("scaling.attn_factor"), number("scaling.yarn_ext_factor")
     # Below 0 is the default: 1 in YaRN, and 0 elsewhere.
     if isinstance(mixed, int | float) and mixed >= 0 and mixed != (kind == "yarn"):
         raise ConfigError(
@@ -55,7 +55,7 @@ def rope_parameters(
         )
     if kind == "yarn":
         rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
-        rope |= _yarn(said, factor)
+        rope |= _yarn(number, factor)
     elif kind not in (None, "none", "linear", "longrope") or (kind == "longrope" and not _has_factors(tensors)):
         rope |= {"rope_type": kind, "factor": factor}  # refused where config.json is read
     if _has_factors(tensors):
@@ -90,11 +90,11 @@ def _at_least(share: float, whole: int, part: int) -> float:
     return math.nextafter(share, math.inf) if share * whole < part else share
 
 
-def _yarn(said: Callable[[str], Any], factor: Any) -> dict[str, Any]:
+def _yarn(number: Callable[[str], Any], factor: Any) -> dict[str, Any]:
     """What a file says of YaRN beside its factor: the attention_factor of the model's config.json, where it had one; or
     a number by which llama.cpp multiplies the one that the factor means."""
-    named = {name: said(f"scaling.{key}") for name, key in YARN.items()}
-    times = said("scaling.attn_factor")
+    named = {name: number(f"scaling.{key}") for name, key in YARN.items()}
+    times = number("scaling.attn_factor")
     if named["attention_factor"] is None and isinstance(times, int | float) and isinstance(factor, int | float):
         named["attention_factor"] = times * yarn_magnitude(factor) if factor > 0 else times
     return {name: value for name, value in named.items() if value is not None}

@@ -63,7 +63,7 @@ def test_a_folder_of_what_was_read_names_its_own_format_alone(tmp_path):
     ("form", "settings", "message"),
     [
         ("awq", {"quant_method": "hqq"}, "'hqq', which cannot be read; awq, gptq"),
-        ("awq", {"bits": 3}, "got 3 bits"),
+        ("awq", {"bits": 3}, "got bits 3"),
         ("awq", {"version": "gemv"}, "version 'gemv'"),
         ("gptq", {"bits": 5}, "2, 3, 4 or 8 bits can be read; got 5"),
         ("gptq", {"checkpoint_format": "marlin"}, "got 'marlin'"),

@@ -214,7 +214,7 @@ class _Place:
 class BatchJob:
     """One run of a batch over replicas.
 
-    start: makes a replica; called anew where one has died. chunk: lines that a replica is sent, and gives back, in one
+    start: makes a replica; called again where one has died. chunk: lines that a replica is sent, and gives back, in one
     piece. ahead: chunks that each has at a time; it wants more lines than its engine runs at once. show: called after
     each chunk.
     """

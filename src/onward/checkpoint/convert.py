@@ -17,7 +17,7 @@ from onward.checkpoint.destination import appears, check_destination
 from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.gguf import GgufCheckpoint, parts_of
 from onward.checkpoint.gguf.exporting import model_metadata
-from onward.checkpoint.gguf.exporting_families import Written, written
+from onward.checkpoint.gguf.exporting_families import Written, export_family
 from onward.checkpoint.gguf.exporting_texts import texts_metadata
 from onward.checkpoint.gguf.exporting_weights import model_tensors
 from onward.checkpoint.gguf.writer import write_gguf
@@ -198,7 +198,7 @@ def _write_gguf_texts(checkpoint: GgufCheckpoint, folder: Path) -> None:
 
 def _gguf_metadata(checkpoint: CheckpointFolder) -> tuple[Written, dict[str, Any]]:
     """What a GGUF file of this checkpoint says beside its tensors, and the line of its family."""
-    line = written(checkpoint.config)
+    line = export_family(checkpoint.config)
     fields = line.fields(checkpoint.config)
     config = read_config(fields)
     assert isinstance(config, Decoder), "families that are written are decoders"

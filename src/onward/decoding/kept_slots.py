@@ -97,7 +97,7 @@ class KeptSlots:
             yield slots
         finally:
             with self._lock:
-                shared.promised = max(0, shared.promised - blocks)  # a fork began anew
+                shared.promised = max(0, shared.promised - blocks)  # a forked child starts at 0
 
     def _shared_by_calls_of(self, model: Model, length: int) -> "_Shared":
         if self._shared is None or self._shared.model() is not model:

@@ -78,7 +78,7 @@ class StopStrings:
     """A `TextStream` that ends before the first stop string, also one that spans several tokens.
 
     Stop strings are searched for in the text, and in the text with its special tokens written out, the eos included.
-    Special tokens are never part of what is given out. Text that may be the beginning of a stop string is held back
+    Special tokens are never part of the text. Text that may be the beginning of a stop string is held back
     until it is clear that it is not.
 
     marks: the special tokens to report, and how each is written; None reports nothing. special: how the other special
@@ -171,7 +171,7 @@ class StopStrings:
         return "".join(self._held[end:begin] for end, begin in zip(ends, begins, strict=True))
 
     def _place(self, index: int) -> int:
-        """Where the character of `_shown` with this index stands in what is held back."""
+        """The index in the pending text of the character with this index in `_shown`."""
         for begin, end, _ in self._hidden:
             if index < begin:
                 break

@@ -38,11 +38,11 @@ WRITTEN: dict[str, Written] = {
 }
 
 
-def written(config: Mapping[str, Any]) -> Written:
+def export_family(config: Mapping[str, Any]) -> Written:
     """The line of a config.json's architecture.
 
     Raises:
-        RequestError: it has none that is written.
+        RequestError: Onward writes no GGUF files of this architecture.
     """
     (architecture,) = config["architectures"]
     if architecture not in WRITTEN:

@@ -16,7 +16,7 @@ import onward
 from onward.checkpoint.convert import convert
 from onward.checkpoint.gguf import GgufCheckpoint
 from onward.checkpoint.gguf.exporting_families import WRITTEN as LINES
-from onward.checkpoint.gguf.exporting_families import written as line_of
+from onward.checkpoint.gguf.exporting_families import export_family as line_of
 from onward.checkpoint.gguf.exporting_weights import model_tensors
 from onward.checkpoint.stacked_experts import with_stacked_experts
 from onward.errors import ConfigError, RequestError

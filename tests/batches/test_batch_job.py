@@ -21,6 +21,10 @@ from onward.openai.batch import result_line
 PRINT = "a model"
 
 
+class Killed(BaseException):
+    """asyncio hands this to the awaiting task; of a KeyboardInterrupt its loop would leave a task that nobody awaits."""
+
+
 class Fake:
     """A replica that answers with the custom_id, unless `fate` says that it dies over these lines."""
 
@@ -101,10 +105,10 @@ def test_whatever_dies_the_file_is_that_of_one_undisturbed_replica(
 
         def fate(lines: Sequence[BatchLine], chunks: Any = chunks) -> bool:
             if next(chunks, None) is None:
-                raise KeyboardInterrupt
+                raise Killed
             return False
 
-        with suppress(KeyboardInterrupt):
+        with suppress(Killed):
             serve(source, folder / "out.jsonl", fate, replicas, chunk=chunk)
     served = Counter[str | None]()
 
@@ -125,10 +129,10 @@ def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
 
     def three(lines: Sequence[BatchLine]) -> bool:
         if next(chunks, None) is None:
-            raise KeyboardInterrupt
+            raise Killed
         return False
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         serve(source, out, three, replicas=1)
     progress = serve(source, out, lambda lines: asked.extend(line.custom_id for line in lines) or False)
     assert (progress.done_before, progress.served, progress.failed) == (95, 104, 1)

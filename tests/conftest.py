@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 def _without_collections(parse: Callable[..., ast.AST]) -> Callable[..., ast.AST]:
     """CPython 3.11's `ast.parse` raises SystemError if a finalizer that runs meanwhile parses too, as one that logs a
-    traceback does (for its carets). hypothesis parses tests' sources, so those sources are parsed between collections."""
+    traceback does (for its carets). hypothesis parses the sources of tests."""
 
     @functools.wraps(parse)
     def wrapped(*args: Any, **kwargs: Any) -> ast.AST:

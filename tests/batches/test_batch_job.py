@@ -22,7 +22,7 @@ PRINT = "a model"
 
 
 class Killed(BaseException):
-    """asyncio hands this to the awaiting task; of a KeyboardInterrupt its loop would leave a task that nobody awaits."""
+    """Ends a job at once. A KeyboardInterrupt would leave asyncio a task that nobody awaits."""
 
 
 class Fake:

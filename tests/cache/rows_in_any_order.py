@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from block_accounts import check_accounts
 from onward.errors import ContextOverflowError
 
 MAX_LEN = 32
@@ -98,7 +99,7 @@ class RowsInAnyOrder(RuleBasedStateMachine):
     def blocks_add_up(self):
         if hasattr(self, "slots"):
             slots = self.slots
-            slots.check()
+            check_accounts(slots)
             assert slots.free + slots.cached + slots.held == slots.total
             assert min(slots.free, slots.cached, slots.held) >= 0
 
@@ -107,5 +108,5 @@ class RowsInAnyOrder(RuleBasedStateMachine):
             return
         for row in self.rows:
             self.slots.release(row.slot, row.ids[: len(row.written)])
-            self.slots.check()
+            check_accounts(self.slots)
         assert self.slots.held == 0

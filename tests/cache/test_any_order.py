@@ -7,6 +7,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from rows_in_any_order import Row, RowsInAnyOrder
 from written_blocks import WrittenBlocks
 
+from block_accounts import check_accounts
 from onward.cache.slots import PagedSlots
 from onward.errors import ContextOverflowError
 
@@ -186,7 +187,7 @@ class AnyOrder(RowsInAnyOrder):
     @invariant()
     def blocks_add_up(self):
         if hasattr(self, "slots"):
-            self.slots.check()
+            check_accounts(self.slots)
             held = {block for row in self.rows for block in row.slot.blocks}
             assert self.slots.held == len(held)
             assert self.slots.free + self.slots.cached + self.slots.held == self.slots.total == self.memory.count
@@ -196,7 +197,7 @@ class AnyOrder(RowsInAnyOrder):
         if not hasattr(self, "slots"):
             return
         self.slots.clear()
-        self.slots.check()
+        check_accounts(self.slots)
         assert self.slots.free == self.slots.total
         assert self.memory.texts == [[None] * self.memory.size] * self.memory.count, "all memory was given back"
 

@@ -7,6 +7,7 @@ import pytest
 from written_blocks import WrittenBlocks
 
 import onward.cache
+from block_accounts import check_accounts
 from onward.cache import PagedSlots
 
 FOLDER = str(Path(onward.cache.__file__).parent)
@@ -101,7 +102,7 @@ def test_a_change_that_is_cut_short_at_any_line_loses_nothing(change, window):
         house = House(window)
         slots, memory = house.slots, house.memory
         more = interrupted(lambda house=house: CHANGES[change](house), line)
-        slots.check()
+        check_accounts(slots)
         for slot in (house.one, house.two):
             if slot in slots._slots:
                 kept = min(slot.length, 10)
@@ -121,10 +122,10 @@ def test_a_change_that_is_cut_short_at_any_line_loses_nothing(change, window):
                 slots.release(slot)
         for slot in list(slots._slots):  # what was made, and whose maker never learnt of it, too
             slots.release(slot, house.ids[: min(slot.length, 4)] if slot in (house.one, house.two) else ())
-            slots.check()
+            check_accounts(slots)
         slots.clear()
         assert slots.free == slots.total
-        slots.check()
+        check_accounts(slots)
         if not more:
             break
     assert line > 10

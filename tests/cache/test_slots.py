@@ -9,6 +9,7 @@ import pytest
 import torch
 from written_blocks import WrittenBlocks
 
+from block_accounts import check_accounts
 from onward.cache.block_trie import BlockTrie
 from onward.cache.slots import BLOCK, PagedSlots
 from onward.errors import ContextOverflowError, RequestError
@@ -33,7 +34,7 @@ def filled(slots, ids, length=None):
 def cache(slots, ids):
     """Let `ids` be found, held by nobody."""
     slots.release(filled(slots, ids), ids)
-    slots.check()
+    check_accounts(slots)
 
 
 def reused(slots, ids):
@@ -90,7 +91,7 @@ def test_of_two_rows_with_one_text_the_second_to_note_keeps_its_blocks_and_conti
     fourth, positions = slots.acquire([*text, 1], 13)
     assert positions == 12
     assert fourth.blocks[:3] == [*one.blocks[:2], blocks[2]]
-    slots.check()
+    check_accounts(slots)
 
 
 def test_a_block_that_a_fork_holds_is_not_found_behind_another_rows_block():
@@ -101,12 +102,12 @@ def test_a_block_that_a_fork_holds_is_not_found_behind_another_rows_block():
     slots.note(one, text[:4])
     fork = slots.fork(two, 12, 12)
     slots.release(two, text)
-    slots.check()
+    check_accounts(slots)
     slots.release(one)
-    slots.check()
+    check_accounts(slots)
     assert reused(slots, [*text, 1]) == 4
     slots.release(fork, text)
-    slots.check()
+    check_accounts(slots)
     assert reused(slots, [*text, 1]) == 12
 
 
@@ -160,7 +161,7 @@ def test_what_can_never_be_held_is_an_error():
     for call in (lambda: slots.acquire([1], 17), lambda: slots.fork(row, 0, 41), lambda: slots.reserve(row, 17)):
         with pytest.raises(ContextOverflowError, match=r"4 blocks together hold 16"):
             call()
-    slots.check()
+    check_accounts(slots)
 
 
 @pytest.mark.parametrize("options", [{"cached_blocks": -1}, {"max_len": 0}, {"warm_blocks": 1.5}])
@@ -261,7 +262,7 @@ def test_cutting_a_shared_block_copies_it_and_cutting_an_own_one_does_not():
     slots.truncate(row, 4)
     assert row.blocks == kept[:1]
     assert row.length == 4
-    slots.check()
+    check_accounts(slots)
 
 
 def test_cutting_without_room_makes_the_block_its_own_or_raises_where_another_holds_it():
@@ -274,7 +275,7 @@ def test_cutting_without_room_makes_the_block_its_own_or_raises_where_another_ho
     slots.truncate(row, 6)
     assert memory.copies == []
     assert slots.held == 2
-    slots.check()
+    check_accounts(slots)
 
 
 def test_what_is_cut_off_is_room_for_the_copy():
@@ -285,7 +286,7 @@ def test_what_is_cut_off_is_room_for_the_copy():
     slots.truncate(row, 6)
     assert row.blocks[1] != fork.blocks[1]
     assert memory.read(row, 6) == [tuple(range(end)) for end in range(1, 7)]
-    slots.check()
+    check_accounts(slots)
 
 
 def test_another_key_forgets_what_can_be_found_and_what_rows_of_before_will_hold():
@@ -376,7 +377,7 @@ def test_a_slot_that_was_released_is_refused():
     for call in (slots.release, lambda slot: slots.view([slot]), lambda slot: slots.reserve(slot, 9)):
         with pytest.raises(AssertionError, match="released"):
             call(slot)
-    slots.check()
+    check_accounts(slots)
 
 
 class Counted(list):
@@ -407,7 +408,7 @@ def test_a_block_that_has_no_more_use_is_one_of_the_few_that_keep_their_memory()
     for slot in [slots.acquire([5], SIZE)[0] for _ in range(4)]:
         slots.release(slot)  # as many as may keep their memory
     slots.note(longer, [0, 0, 1, 2])
-    slots.check()
+    check_accounts(slots)
 
 
 def test_memory_goes_with_its_slots():
@@ -439,7 +440,7 @@ def test_threads_share_without_losing_a_block():
                 slots.release(slot, ids)
                 slots.truncate(fork, len(ids) // 4)
                 slots.release(fork, ids[: len(ids) // 4])
-                slots.check()
+                check_accounts(slots)
         except BaseException as error:
             failures.append(error)
 
@@ -450,7 +451,7 @@ def test_threads_share_without_losing_a_block():
         thread.join()
     assert failures == []
     assert slots.held == 0
-    slots.check()
+    check_accounts(slots)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without forks")
@@ -473,7 +474,7 @@ def test_a_forked_child_keeps_its_slots_and_lets_those_of_other_threads_go():
     if child == 0:
         code = 1
         try:
-            slots.check()
+            check_accounts(slots)
             assert slots.held == 2
             assert reused(slots, [*range(8), 1]) == 8
             assert reused(slots, [*range(20, 32), 1]) == 12
@@ -509,7 +510,7 @@ def test_a_slot_that_is_left_is_let_go_with_the_next_call():
     memory.copy = leaving_copy
     fork = slots.fork(other, 1, 8)
     memory.copy = copy
-    slots.check()
+    check_accounts(slots)
     assert slots.held == len(other.blocks) + len(fork.blocks)
     for each in (other, fork):
         slots.leave(each)

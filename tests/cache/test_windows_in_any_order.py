@@ -6,6 +6,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from rows_in_any_order import MAX_LEN, RowsInAnyOrder
 from written_blocks import WrittenBlocks
 
+from block_accounts import check_accounts
 from onward.cache.slots import PagedSlots
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -112,7 +113,7 @@ class AnyOrderOfWindows(RowsInAnyOrder):
         if not hasattr(self, "slots"):
             return
         self.slots.clear()
-        self.slots.check()
+        check_accounts(self.slots)
         assert self.slots.free == self.slots.total
         for memory in (self.memory, self.memory.windows):
             assert memory.texts == [[None] * self.size] * memory.count, "all memory was given back"

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from block_accounts import check_accounts
 from onward import native
 from onward.cache.slots import PagedSlots
 from onward.decoding import SamplingChooser, Sequence, Work
@@ -93,7 +94,7 @@ def test_any_chunks_beside_decoding_have_the_bits_of_each_alone(lengths, seed, d
         both = min(sequence.computed, other.computed)
         for mixed, plain in zip(kept(together, sequence), kept(alone, other), strict=True):
             assert torch.equal(mixed[:, :, :both], plain[:, :, :both])
-    together.check()
+    check_accounts(together)
 
 
 def test_one_forward_reads_the_weights_for_all_and_its_head_for_those_that_need_logits():

@@ -2,6 +2,7 @@
 
 import threading
 
+from block_accounts import check_accounts
 from onward.cache.slots import PagedSlots
 from onward.engine import Engine
 
@@ -57,7 +58,7 @@ class CheckedEngine(Engine):
         assert serving._policy.waiting_tokens == 0
         assert self.slots.available == self.slots.total, "a block is held, and nothing runs"
         if isinstance(self.slots, PagedSlots):
-            self.slots.check()
+            check_accounts(self.slots)
             assert self.slots.held == 0
             assert self.slots.free + self.slots.cached == self.slots.total
         stats = self.stats()

@@ -6,9 +6,10 @@ import pytest
 import torch
 from checked_engine import CheckedEngine
 
+from block_accounts import check_accounts
 from onward import LanguageModel
 from onward.cache import KVBlocks
-from onward.engine.limits import engine_slots
+from onward.engine.engine import engine_slots
 from onward.testing import ByteTokenizer, tiny_model
 
 BLOCK = 64
@@ -43,7 +44,7 @@ def most_at_once(model):
             most = max(most, engine.stats().sequences)
             slots = engine.slots
             assert slots.total * slots.unit_nbytes <= MEMORY
-            slots.check()
+            check_accounts(slots)
 
         engine.between_steps(look)
         running = [engine.submit(prompt, max_new_tokens=60, temperature=0) for prompt in PROMPTS]
@@ -74,7 +75,7 @@ def test_recurrent_states_count(family):
     taken = [slots.acquire([number], 3 * BLOCK) for number in range(texts)]
     assert None not in taken
     assert slots.acquire([texts], 1) is None
-    slots.check()
+    check_accounts(slots)
 
 
 def test_without_a_limit_there_is_room_for_all_sequences_of_full_length():
@@ -82,4 +83,4 @@ def test_without_a_limit_there_is_room_for_all_sequences_of_full_length():
         slots = engine_slots(model, 7, None)
         taken = [slots.acquire([number], model.max_seq_len) for number in range(7)]
         assert None not in taken
-        slots.check()
+        check_accounts(slots)

@@ -85,11 +85,6 @@ class Budget:
         self.blocks.cool()
         self.windows.cool()
 
-    def check(self) -> None:
-        """Raise AssertionError where more is used or promised than there is."""
-        assert self._used() <= self.total, f"{self._used()} units are used of {self.total}"
-        assert self.available >= 0, f"{-self.available} units are reserved that are not there"
-
     def _evict(self) -> bool:
         pools = [pool for pool in (self.blocks, self.windows) if pool.cached]
         if pools:

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from onward.cache.block_check import check_slots, check_windows
 from onward.cache.block_pool import BlockMemory
 from onward.cache.block_tables import BlockTables
 from onward.cache.block_trie import BlockNode, Match
@@ -493,15 +492,6 @@ class PagedSlots:
         """Forget all that can be found, and give back the memory of all free blocks. Slots keep their blocks."""
         with self.lock:
             self._forget()
-
-    def check(self) -> None:
-        """Raise AssertionError where the accounts do not add up, or others can see a block that a slot may write."""
-        with self.lock:
-            self._mend()
-            check_slots(self._pool, list(self._slots), self.block)
-            check_windows(self._pool, self._windows, list(self._slots))
-            self._budget.check()
-            self._states.check([slot.state for slot in self._slots])
 
     def renew(self) -> None:
         """In a forked child: a new lock; slots of threads that the child does not have are let go."""

@@ -239,11 +239,3 @@ class StatePool:
         self.kept.clear()
         count = 0 if self.memory is None else self.memory.count
         self.free = [slot for slot in range(count - 1, -1, -1) if slot not in held]
-
-    def check(self, held: Sequence[int | None]) -> None:
-        """Raise AssertionError where the accounts do not add up."""
-        kept = [node.state for node in self.kept]
-        assert len(kept) <= self.most_kept, f"nodes keep {len(kept)} states, above {self.most_kept}"
-        if self.memory is not None:
-            slots = [slot for slot in (*self.free, *kept, *held) if slot is not None]
-            assert sorted(slots) == list(range(self.memory.count)), "a slot of states is not had once"

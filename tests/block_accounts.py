@@ -1,15 +1,33 @@
-"""Whether the accounts of blocks add up: what `PagedSlots.check` asserts."""
+"""The accounts of `PagedSlots`: each block is free, cached or held, and nobody sees what another may write."""
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 
-from onward.cache.block_pool import BlockPool
-from onward.cache.slot import Slot, digest_of
-from onward.cache.windows import WindowPool
+from onward.cache.slot import digest_of
 
 
-def check_pool(pool: BlockPool, held: Sequence[Sequence[int]]) -> None:
+def check_accounts(slots):
+    """Assert that the accounts of `PagedSlots` add up, and that no block that a slot may write is seen by others."""
+    with slots.lock:
+        slots._mend()
+        held, budget, states = list(slots._slots), slots._budget, slots._states
+        check_slots(slots._pool, held, slots.block)
+        check_windows(slots._pool, slots._windows, held)
+        assert budget._used() <= budget.total, f"{budget._used()} units are used of {budget.total}"
+        assert budget.available >= 0, f"{-budget.available} units are reserved that are not there"
+        check_states(states, [slot.state for slot in held])
+
+
+def check_states(states, held):
+    """Each slot of recurrent states is free, kept by a node or held, once."""
+    kept = [node.state for node in states.kept]
+    assert len(kept) <= states.most_kept, f"nodes keep {len(kept)} states, above {states.most_kept}"
+    if states.memory is not None:
+        slots = [slot for slot in (*states.free, *kept, *held) if slot is not None]
+        assert sorted(slots) == list(range(states.memory.count)), "a slot of states is not had once"
+
+
+def check_pool(pool, held):
     """Each block is free, cached or held, once; what can be found is ordered so that leaves are evicted first."""
     holders = Counter(block for blocks in held for block in blocks)
     assert pool.holders == [holders[block] for block in range(len(pool.holders))], "holders are counted wrong"
@@ -40,7 +58,7 @@ def check_pool(pool: BlockPool, held: Sequence[Sequence[int]]) -> None:
             assert node not in order or parent not in order or order[node] < order[parent], "a parent goes first"
 
 
-def check_slots(pool: BlockPool, slots: Sequence[Slot], size: int) -> None:
+def check_slots(pool, slots, size):
     """`check_pool`, and: what a slot may write is its alone and cannot be found; what it noted can be."""
     check_pool(pool, [slot.blocks for slot in slots])
     for slot in slots:
@@ -59,7 +77,7 @@ def check_slots(pool: BlockPool, slots: Sequence[Slot], size: int) -> None:
         assert slot.findable or all(pool.nodes[block] is None for block in slot.blocks), f"{slot} is not to be found"
 
 
-def check_windows(pool: BlockPool, windows: WindowPool, slots: Sequence[Slot]) -> None:
+def check_windows(pool, windows, slots):
     """Each window block is free, cached or held, once; slots have no more than is reserved, and write their own."""
     holders = Counter(block for slot in slots for block in slot.windows.values())
     assert windows.holders == [holders[block] for block in range(len(windows.holders))], "holders are counted wrong"

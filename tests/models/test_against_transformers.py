@@ -35,7 +35,8 @@ def judged(request, tmp_path_factory) -> Judged:
     model = build(case)
     folder = save(model, tmp_path_factory.mktemp("checkpoint"))
     lm = onward.load(folder, max_seq_len=128)
-    return Judged(lm, [expect(model, case, length) for length in PROMPT_LENGTHS])
+    alone = Judged(lm, []).greedy
+    return Judged(lm, [expect(model, case, length, guess=alone) for length in PROMPT_LENGTHS])
 
 
 @pytest.fixture(params=[512, 1, 3, 7], ids=lambda chunk: f"chunk {chunk}")

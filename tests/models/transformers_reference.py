@@ -1,6 +1,6 @@
 """What `transformers` says of small random models: the judge of every family."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -824,17 +824,21 @@ class Expected:
     greedy: list[int]
 
 
-def expect(model: PreTrainedModel, case: Case, length: int) -> Expected:
+def expect(model: PreTrainedModel, case: Case, length: int, guess: Callable[[list[int]], list[int]]) -> Expected:
     """The expectation for a prompt of `length`, one for which greedy decoding hangs on no rounding.
 
     Two right implementations may differ by TOLERANCE in each logit, so they are bound to agree on a token only
     where the best logit leads by more than twice that. Prompts are tried until one has such a lead at every step.
+
+    Args:
+        guess: the greedy continuation of a prompt that is most likely right. One forward of transformers then judges
+            all of its tokens; from the first that is wrong on, it generates them one by one.
     """
     for seed in range(20):
         ids = torch.randint(0, SMALL["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed))
         prompt = ids.tolist()
         logits, greedy = [], []
-        for row in _next_logits(model, case, prompt, greedy):
+        for row in _next_logits(model, case, prompt, greedy, guess):
             logits.append(row)
             best = row[-1].topk(2).values
             if best[0] - best[1] <= 2 * TOLERANCE:
@@ -846,19 +850,31 @@ def expect(model: PreTrainedModel, case: Case, length: int) -> Expected:
 
 
 @torch.no_grad()
-def _next_logits(model: PreTrainedModel, case: Case, prompt: list[int], greedy: list[int]) -> Iterator[Tensor]:
+def _next_logits(
+    model: PreTrainedModel, case: Case, prompt: list[int], greedy: list[int], guess: Callable[[list[int]], list[int]]
+) -> Iterator[Tensor]:
     """Yields logits [T, V] of the prompt, then of the prompt and what the caller has appended to `greedy`."""
     if case.is_dynamic:
         yield from _token_by_token(model, prompt, greedy)
+    guessed = guess(prompt)
+    logits = _logits(model, case, prompt + guessed)
+    for end in range(len(prompt), len(prompt + guessed) + 1):
+        yield logits[:end]
+        if greedy != guessed[: len(greedy)]:
+            break
     while True:
-        ids = torch.tensor([prompt + greedy])
-        if case.is_long:
-            # transformers takes the factors by the largest position of a forward, so a second row has that.
-            positions = torch.arange(ids.shape[1])
-            rows = torch.stack([positions, positions + 128 - ids.shape[1]])
-            yield model(ids.expand(2, -1), position_ids=rows, use_cache=False).logits[0]
-        else:
-            yield model(ids, use_cache=False).logits[0]
+        yield _logits(model, case, prompt + greedy)
+
+
+def _logits(model: PreTrainedModel, case: Case, tokens: list[int]) -> Tensor:
+    """Logits [T, V] of one forward."""
+    ids = torch.tensor([tokens])
+    if not case.is_long:
+        return model(ids, use_cache=False).logits[0]
+    # transformers takes the factors by the largest position of a forward, so a second row has that.
+    positions = torch.arange(len(tokens))
+    rows = torch.stack([positions, positions + 128 - len(tokens)])
+    return model(ids.expand(2, -1), position_ids=rows, use_cache=False).logits[0]
 
 
 def _token_by_token(model: PreTrainedModel, prompt: list[int], greedy: list[int]) -> Iterator[Tensor]:

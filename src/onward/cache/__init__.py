@@ -1,6 +1,5 @@
 """Caches: where the keys and values of past positions are kept."""
 
-from onward.cache.block_pool import BlockMemory
 from onward.cache.blocks import KVBlocks, PagedKVCache
 from onward.cache.kv import KVCache
 from onward.cache.shape import LayerShape
@@ -10,7 +9,6 @@ from onward.cache.slots import PagedSlots
 from onward.cache.states import StateShape
 
 __all__ = [
-    "BlockMemory",
     "KVBlocks",
     "KVCache",
     "LayerShape",

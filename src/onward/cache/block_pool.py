@@ -7,87 +7,20 @@ block that can be found holds its parent in the trie too. So what nobody holds c
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
-from torch import Tensor
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from onward.cache.block_trie import BlockNode, BlockTrie, Tokens
+from onward.cache.blocks import KVBlocks
 from onward.cache.budget import Budget
-from onward.cache.states import StateMemory, StatePool
+from onward.cache.layer_blocks import WindowBlocks
+from onward.cache.slot import Slot
+from onward.cache.states import StatePool
 
 if TYPE_CHECKING:
     from onward.cache.windows import WindowPool
 
-
-class CountedBlocks(Protocol):
-    """Memory for `count` blocks of some layers, numbered from 0. block_nbytes: bytes of one."""
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def block_nbytes(self) -> int: ...
-
-    def copy(self, source: int, to: int, positions: int) -> None:
-        """Copy the first `positions` positions of block `source` to block `to`, all layers."""
-        ...
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Return to the system the memory of blocks that hold nothing."""
-        ...
-
-
-class WindowMemory(CountedBlocks, Protocol):
-    """Memory for the blocks of sliding layers. window: how many positions a token of them sees, itself included."""
-
-    @property
-    def window(self) -> int: ...
-
-
-class BlockMemory(CountedBlocks, Protocol):
-    """Memory for the blocks of a model: those of the layers that keep the whole text, and two others.
-
-    Block number `count` of each kind is spare: it holds nothing, and padding may write there. windows: the memory of
-    sliding layers, states: of recurrent ones; None without such.
-    """
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def windows(self) -> WindowMemory | None: ...
-
-    @property
-    def states(self) -> StateMemory | None: ...
-
-    def view(self, table: Tensor, *more: Tensor) -> Any:
-        """The cache that a forward gets. table: int32 [B, M], the block of each row's m-th run of positions. more: the
-        same of the sliding layers, and int32 [B], the slot of each row's states, where there are such."""
-        ...
-
-    def read(self, place: "Place", positions: int, /) -> Any:
-        """The first positions of a row as a dense cache of one row of its own; zeros where the place has nothing."""
-        ...
-
-    def write(self, place: "Place", cache: Any, positions: int, /) -> None:
-        """Copy the first positions of a dense cache of one row to a place, as far as the place has blocks for them."""
-        ...
-
-
-class Place(Protocol):
-    """Where a row lies. blocks: in order of position. windows: those of the sliding layers, by their index in that
-    order. state: the slot of its recurrent states; None without such layers."""
-
-    @property
-    def blocks(self) -> Sequence[int]: ...
-
-    @property
-    def windows(self) -> Mapping[int, int]: ...
-
-    @property
-    def state(self) -> int | None: ...
+Place = Slot
 
 
 class BlockAccounts(ABC):
@@ -101,7 +34,7 @@ class BlockAccounts(ABC):
     holds, with the time when it was used last; the oldest first.
     """
 
-    def __init__(self, memory: CountedBlocks | None, price: int, warm_blocks: int, budget: Budget) -> None:
+    def __init__(self, memory: KVBlocks | WindowBlocks | None, price: int, warm_blocks: int, budget: Budget) -> None:
         count = 0 if memory is None else memory.count
         self.price, self.warm_blocks = price, warm_blocks
         self.holders = [0] * count
@@ -225,7 +158,7 @@ class BlockPool(BlockAccounts):
 
     def __init__(
         self,
-        memory: CountedBlocks,
+        memory: KVBlocks,
         size: int,
         warm_blocks: int,
         budget: Budget,

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onward.cache.block_pool import BlockMemory, Place
+from onward.cache.blocks import KVBlocks
+from onward.cache.slot import Slot
 
 
 class _Table(NamedTuple):
@@ -33,7 +34,7 @@ class BlockTables:
     Numbers of rows up to the same power of two share a table: rows that end one by one take no table each.
     """
 
-    def __init__(self, memory: BlockMemory, width: int) -> None:
+    def __init__(self, memory: KVBlocks, width: int) -> None:
         self._memory, self._width = memory, width
         self._spares = [memory.count] if memory.windows is None else [memory.count, memory.windows.count]
         self._tables: dict[int, _Table] = {}
@@ -50,7 +51,7 @@ class BlockTables:
 
     def view(
         self,
-        rows: Sequence[Place],
+        rows: Sequence[Slot],
         stamps: list[int],
         states: Sequence[int] = (),
         adapters: Sequence[int] = (),

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.cache.block_pool import Place
 from onward.cache.buffers import lazy_zeros
 from onward.cache.kv import KVCache
 from onward.cache.layer_blocks import LayerBlocks, WindowBlocks
 from onward.cache.shape import LayerShape
+from onward.cache.slot import Slot
 from onward.cache.states import LayerState, StateMemory, StateShape, of_layer
 from onward.errors import RequestError
 from onward.ops.blocks import BLOCK
@@ -130,7 +130,7 @@ class KVBlocks:
         states = () if self.states is None else (*self.states.tensors, more[-1])
         return PagedKVCache(self._keys, self._values, table, states, windows=windows)
 
-    def read(self, place: Place, positions: int) -> KVCache:
+    def read(self, place: Slot, positions: int) -> KVCache:
         """A copy of the first `positions` positions of a row, as a dense cache of one row. Sliding layers have those
         for which there are blocks, and zeros before them."""
         rows = [
@@ -140,7 +140,7 @@ class KVBlocks:
         states = () if place.state is None or self.states is None else self.states.read(place.state)
         return KVCache(tuple(rows[: len(self._keys)]), tuple(rows[len(self._keys) :]), states)
 
-    def write(self, place: Place, cache: KVCache, positions: int) -> None:
+    def write(self, place: Slot, cache: KVCache, positions: int) -> None:
         """Copy the first `positions` positions of a dense cache of one row to a place, as far as it has blocks for
         them, and its states."""
         ours, theirs = (*self._keys, *self._values), (*cache.keys, *cache.values)
@@ -152,7 +152,7 @@ class KVBlocks:
         if place.state is not None and self.states is not None:
             self.states.write(place.state, cache.states)
 
-    def _blocks_of(self, place: Place, positions: int, slides: bool) -> list[int | None]:
+    def _blocks_of(self, place: Slot, positions: int, slides: bool) -> list[int | None]:
         """The blocks of a layer's first positions; None where the place has none."""
         count = -(-positions // BLOCK)
         return [place.windows.get(index) for index in range(count)] if slides else list(place.blocks[:count])

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from onward.cache.block_pool import BlockMemory, BlockPool
+    from onward.cache.block_pool import BlockPool
+    from onward.cache.blocks import KVBlocks
     from onward.cache.states import StatePool
     from onward.cache.windows import WindowPool
 
@@ -26,7 +27,7 @@ class Prices(NamedTuple):
     state: int
 
     @classmethod
-    def of(cls, memory: "BlockMemory") -> "Prices":
+    def of(cls, memory: "KVBlocks") -> "Prices":
         block = memory.block_nbytes
         window = 0 if memory.windows is None else memory.windows.block_nbytes
         unit = math.gcd(block, window)
@@ -52,7 +53,7 @@ class Budget:
         self.states: StatePool
 
     @classmethod
-    def of(cls, memory: "BlockMemory", most_cached: int, nbytes: int | None) -> "Budget":
+    def of(cls, memory: "KVBlocks", most_cached: int, nbytes: int | None) -> "Budget":
         """For so many bytes of a memory; by default for all of it."""
         prices = Prices.of(memory)
         total = memory.count * prices.block

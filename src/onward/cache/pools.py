@@ -6,8 +6,9 @@ takes as many as all that it holds is worth (`onward.cache.budget`).
 
 from collections.abc import Sequence
 
-from onward.cache.block_pool import BlockMemory, BlockPool
+from onward.cache.block_pool import BlockPool
 from onward.cache.block_trie import Match
+from onward.cache.blocks import KVBlocks
 from onward.cache.budget import Budget
 from onward.cache.slot import Slot
 from onward.cache.states import StatePool
@@ -24,9 +25,7 @@ class Pools:
         nbytes: the most memory that all together take; by default as much as there is.
     """
 
-    def __init__(
-        self, memory: BlockMemory, block: int, cached_blocks: int, warm_blocks: int, nbytes: int | None
-    ) -> None:
+    def __init__(self, memory: KVBlocks, block: int, cached_blocks: int, warm_blocks: int, nbytes: int | None) -> None:
         if memory.states is not None:
             cached_blocks = -(-cached_blocks // 2)  # their states may take as much
         self.block = block

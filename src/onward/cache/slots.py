@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from onward.cache.block_pool import BlockMemory
 from onward.cache.block_tables import BlockTables
 from onward.cache.block_trie import BlockNode, Match
+from onward.cache.blocks import KVBlocks
 from onward.cache.pools import Pools
 from onward.cache.slot import NEVER, RowAdapter, Slot, index_of
 from onward.cache.texts import Texts
@@ -57,7 +57,7 @@ class PagedSlots:
 
     def __init__(
         self,
-        memory: BlockMemory,
+        memory: KVBlocks,
         *,
         max_len: int,
         cached_blocks: int,

@@ -12,9 +12,10 @@ Longer pieces of prompts take more for as long as they run, if there are more.
 import weakref
 from collections.abc import Mapping, Sequence
 
-from onward.cache.block_pool import BlockAccounts, WindowMemory
+from onward.cache.block_pool import BlockAccounts
 from onward.cache.block_trie import BlockNode, Match
 from onward.cache.budget import Budget
+from onward.cache.layer_blocks import WindowBlocks
 from onward.cache.shape import first_seen, window_blocks
 from onward.cache.slot import Slot
 
@@ -27,7 +28,7 @@ class WindowPool(BlockAccounts):
     reserved: how many blocks slots may have, all together. Slots may share some, so they hold no more than that.
     """
 
-    def __init__(self, memory: WindowMemory | None, size: int, warm_blocks: int, budget: Budget) -> None:
+    def __init__(self, memory: WindowBlocks | None, size: int, warm_blocks: int, budget: Budget) -> None:
         super().__init__(memory, budget.prices.window, warm_blocks, budget)
         self.memory = memory
         self.reserved = 0

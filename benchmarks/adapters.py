@@ -21,7 +21,7 @@ import onward
 from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
 from onward.adapters import Adapter, Update
-from onward.adapters.places import adaptable, part_names
+from onward.adapters.merging import adaptable, part_names
 from onward.models import Linear
 from onward.models.linear import is_marked
 from onward.ops.linear import weight_shape

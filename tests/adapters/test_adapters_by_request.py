@@ -118,7 +118,7 @@ def test_beside_quantized_weights_an_update_is_that_of_8_bits(folders, format):
     exact = onward.load(source, adapters={"it": by_form["plain"]})
     rounded = onward.load(source, quantize=format, adapters={"it": by_form["plain"]})
     from onward.adapters import read_adapter
-    from onward.adapters.row_updates import row_updates
+    from onward.adapters.beside import row_updates
 
     updates = row_updates(exact.model, read_adapter(by_form["plain"]))
     held = rounded._adapters._stacks._updates

@@ -18,15 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import onward
-from onward.checkpoint import (
-    ChatTemplate,
-    CheckpointFolder,
-    chat_template,
-    template_budget,
-    template_dates,
-    template_sandbox,
-)
-from onward.checkpoint.template_dates import strftime
+from onward.checkpoint import ChatTemplate, CheckpointFolder, chat_template, template_sandbox
+from onward.checkpoint.chat_template import strftime
 from onward.errors import OnwardWarning, RequestError, TokenizerError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -548,7 +541,7 @@ def runs_over_starts(source, flags=0):
 
 def test_no_scan_of_a_format_is_worse_than_linear():
     """The scans of all matches together are one, since none runs over the beginning of another."""
-    modules = (chat_template, template_budget, template_dates, template_sandbox)
+    modules = (chat_template, template_sandbox)
     patterns = [value for each in modules for value in vars(each).values() if isinstance(value, re.Pattern)]
     assert patterns
     assert not [each.pattern for each in patterns if runs_over_starts(each.pattern, each.flags & re.DOTALL)]

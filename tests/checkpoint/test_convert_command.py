@@ -15,9 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import onward
 from onward.checkpoint.convert import convert
 from onward.checkpoint.gguf import GgufCheckpoint
-from onward.checkpoint.gguf.exporting_families import WRITTEN as LINES
-from onward.checkpoint.gguf.exporting_families import export_family as line_of
-from onward.checkpoint.gguf.exporting_weights import model_tensors
+from onward.checkpoint.gguf.exporting import WRITTEN as LINES
+from onward.checkpoint.gguf.exporting import export_family as line_of
+from onward.checkpoint.gguf.exporting import model_tensors
 from onward.checkpoint.stacked_experts import with_stacked_experts
 from onward.errors import ConfigError, RequestError
 from onward.models import FAMILIES as ARCHITECTURES

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onward.checkpoint.gguf.blocks import dequantized, grouped_format, read_parts, scales_are_finite
-from onward.checkpoint.gguf.types import TYPES as BLOCK_TYPES
+from onward.checkpoint.gguf.reader import TYPES as BLOCK_TYPES
 
 BY_NAME = {block.name: block for block in BLOCK_TYPES.values()}
 

@@ -10,8 +10,8 @@ from tiny_checkpoint import refused
 
 import onward
 from onward.checkpoint.gguf import GgufCheckpoint
-from onward.checkpoint.gguf.config import _config_and_keys, config_of, family_of
 from onward.checkpoint.gguf.known_keys import HARMLESS, KNOWN, _never_counts
+from onward.checkpoint.gguf.model import _config_and_keys, config_of, family_of
 from onward.errors import ConfigError, OnwardError
 from onward.models import read_config
 

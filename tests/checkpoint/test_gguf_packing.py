@@ -10,9 +10,8 @@ from tiny_checkpoint import refused
 
 import onward
 from onward import native, ops
-from onward.checkpoint.gguf.blocks import grouped_format, read_parts
-from onward.checkpoint.gguf.packing import pack_blocks
-from onward.checkpoint.gguf.types import TYPES as BLOCK_TYPES
+from onward.checkpoint.gguf.blocks import grouped_format, pack_blocks, read_parts
+from onward.checkpoint.gguf.reader import TYPES as BLOCK_TYPES
 from onward.errors import CheckpointError
 from onward.ops.grouped_layout import pack_parts, unpack_parts
 from onward.ops.quantized import round_activations

@@ -5,7 +5,7 @@ import re
 import pytest
 from doc_pages import ROOT
 
-from onward.adapters import peft_config
+from onward.adapters import peft_folder
 from onward.checkpoint.quantizers import auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
 from onward.checkpoint.quantizers.settings import OF_ALL_METHODS
 from onward.models.generation_fields import GENERATION_FIELDS
@@ -42,9 +42,9 @@ def test_fields_of_each_quantizer_are_listed(method):
 
 def test_other_fields_are_listed():
     assert listed("quantization_config", "No effect") == OF_ALL_METHODS
-    assert listed("adapter_config.json", "Read") == peft_config.READ
-    assert listed("adapter_config.json", "Refused") == set(peft_config._REFUSED)
-    assert listed("adapter_config.json", "No effect") == peft_config.IDLE
+    assert listed("adapter_config.json", "Read") == peft_folder.READ
+    assert listed("adapter_config.json", "Refused") == set(peft_folder._REFUSED)
+    assert listed("adapter_config.json", "No effect") == peft_folder.IDLE
 
 
 def test_each_generation_field_has_one_effect():

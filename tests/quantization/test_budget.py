@@ -15,7 +15,7 @@ from onward.checkpoint.quantized import parameter_name
 from onward.errors import ConfigError, RequestError
 from onward.models import map_marked
 from onward.quantization import Calibration, quantize, quantize_folder
-from onward.quantization.budget import _dearest, choose_formats
+from onward.quantization.calibration import _dearest, choose_formats
 from onward.quantization.params import ParamsQuantizer
 from onward.testing import random_checkpoint, tiny_model
 

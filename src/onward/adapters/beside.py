@@ -11,8 +11,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward import ops
+from onward.adapters.merging import adaptable, check_modules, fitting, fitting_bias, fitting_update, part_names
+from onward.adapters.peft_folder import Adapter
 from onward.cache import KVCache, PagedKVCache
-from onward.models import Architecture, Embedding, Linear
+from onward.errors import RequestError
+from onward.models import Architecture, Embedding, Linear, Model
+from onward.models.linear import is_marked
+from onward.ops import QuantizedWeight, Weight
+from onward.ops.linear import stock_weight, weight_shape
 
 
 class Updates(NamedTuple):
@@ -92,3 +98,112 @@ def _is_adapted(part: Any) -> bool:
 def unit_matrices(slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[S, R, R]."""
     return torch.eye(rank, dtype=dtype, device=device).repeat(slots, 1, 1)
+
+
+@dataclass(frozen=True)
+class RowUpdate:
+    """An adapter's change of one module; all float32.
+
+    a: [R, K]; of a table [R, V], of which ids take columns. b: [R, N]. scale, shift: [N], or both None.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+def row_updates(model: Model, adapter: Adapter) -> dict[str, RowUpdate]:
+    """The changes of an adapter by module.
+
+    Raises:
+        CheckpointError: the adapter is for another model: a module is not there, or of another kind or shape.
+        RequestError: it changes what all rows of a batch share, or the model is of no family.
+    """
+    names = part_names(adaptable(model))
+    parts = pytree.tree_leaves(model.params, is_leaf=is_marked)
+    check_modules(adapter, names, parts)
+    updates: dict[str, RowUpdate] = {}
+    for name, part in zip(names, parts, strict=True):
+        update = None if name is None else _update(name, part, adapter)
+        if name is not None and update is not None:
+            updates[name] = update
+    return updates
+
+
+def _update(name: str, part: Any, adapter: Adapter) -> RowUpdate | None:
+    if isinstance(part, Linear):
+        return _of_linear(name, part, adapter)
+    if isinstance(part, Embedding):
+        return _of_table(name, part, adapter)
+    if name in adapter.updates or {name, f"{name}.weight", f"{name}.bias"} & set(adapter.replaced):
+        raise RequestError(
+            f"the adapter changes {name}, which cannot differ between the rows of a batch: merge it into the weights "
+            "(lm.merge, or onward.load(…, merge=…))"
+        )
+    return None
+
+
+def _of_linear(module: str, part: Linear, adapter: Adapter) -> RowUpdate | None:
+    update, own = adapter.updates.get(module), adapter.replaced.get(f"{module}.weight")
+    new_bias = adapter.replaced.get(f"{module}.bias")
+    if update is None and own is None and new_bias is None:
+        return None
+    outputs, inputs = weight_shape(part.weight)
+    parts = [(torch.zeros(1, inputs), torch.zeros(1, outputs))]  # of a bias alone
+    total = torch.zeros(())
+    if own is not None or (update is not None and update.magnitude is not None):
+        total = _floats(part.weight)
+    if own is not None:
+        own = fitting(f"{module}.weight", own, part.weight).to(torch.float32)
+        parts, total = [_factors(own - total)], own
+    if update is not None:
+        fitting_update(module, update, (outputs, inputs))
+        parts = [*(parts if own is not None else []), (update.a, update.b.T)]
+    scale = shift = None
+    if update is not None and update.magnitude is not None:
+        scale = update.magnitude / (total + update.product).norm(dim=1)
+        parts = [(a, b * scale) for a, b in parts]
+    if scale is not None or new_bias is not None:
+        scale = torch.ones(outputs) if scale is None else scale
+        shift = _shift(module, part.bias, new_bias, scale)
+    return RowUpdate(torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts]), scale, shift)
+
+
+def _shift(module: str, bias: Tensor | None, new: Tensor | None, scale: Tensor) -> Tensor:
+    """What makes the new bias, or the old one, of a sum that has the old one times `scale`."""
+    wanted = bias if new is None else fitting_bias(module, new, bias)
+    if bias is None or wanted is None:
+        return torch.full_like(scale, -0.0)  # which no bit of a sum depends on
+    return wanted.to(torch.float32) - scale * bias.to(torch.float32)
+
+
+def _of_table(module: str, part: Embedding, adapter: Adapter) -> RowUpdate | None:
+    own, update = adapter.replaced.get(f"{module}.weight"), adapter.embeddings.get(module)
+    if own is None and update is None:
+        return None
+    rows, width = weight_shape(part.weight)
+    parts = []
+    if own is not None:
+        own = fitting(f"{module}.weight", own, part.weight).to(torch.float32)
+        parts.append(((own - _floats(part.weight)).T, torch.eye(width)))
+    if update is not None:
+        fitting_update(module, update, (width, rows))
+        parts.append((update.a, update.b.T))
+    return RowUpdate(torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts]))
+
+
+def _factors(change: Tensor) -> tuple[Tensor, Tensor]:
+    """a [R, K] and b [R, N] of a change [N, K] of any rank: R is the smaller of both."""
+    outputs, inputs = change.shape
+    return (torch.eye(inputs), change.T) if inputs <= outputs else (change, torch.eye(outputs))
+
+
+def _floats(weight: Weight) -> Tensor:
+    """float32 [N, K]: what a weight stands for."""
+    floats = weight.dequantize() if isinstance(weight, QuantizedWeight) else stock_weight(weight)
+    return floats.to(device="cpu", dtype=torch.float32)

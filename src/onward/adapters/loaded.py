@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from onward.adapters.beside import row_updates
 from onward.adapters.peft_folder import Adapter
-from onward.adapters.row_updates import row_updates
 from onward.adapters.stacks import Room, Stacks
 from onward.errors import RequestError
 from onward.forks import renew_in_forks

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.adapters.beside import AdaptedEmbedding, AdaptedForward, AdaptedLinear, Updates, unit_matrices
-from onward.adapters.places import adaptable, part_names
-from onward.adapters.row_updates import RowUpdate
+from onward.adapters.beside import AdaptedEmbedding, AdaptedForward, AdaptedLinear, RowUpdate, Updates, unit_matrices
+from onward.adapters.merging import adaptable, part_names
 from onward.cache.buffers import lazy_zeros
 from onward.models import Embedding, Linear, Model
 from onward.models.linear import is_marked

@@ -3,9 +3,8 @@
 from onward.checkpoint.chat_template import ChatTemplate, Message
 from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.gguf import GgufCheckpoint
-from onward.checkpoint.opening import Checkpoint, open_checkpoint
-from onward.checkpoint.pages import page_releaser
-from onward.checkpoint.source import find_adapter, find_folder
+from onward.checkpoint.shards import page_releaser
+from onward.checkpoint.source import Checkpoint, find_adapter, find_folder, open_checkpoint
 from onward.checkpoint.tokenizer import JsonTokenizer, SpecialTokens, Tokenizer, special_tokens
 from onward.checkpoint.weights import read_weights
 

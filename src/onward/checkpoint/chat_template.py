@@ -3,7 +3,7 @@
 The environment offers what Hugging Face templates expect: trimmed blocks, `break` and `continue`, `tojson` that
 keeps characters as they are, `raise_exception`, `strftime_now`, `tools` and `documents` that are none unless given,
 and the `generation` block (which marks the answer for training and changes nothing here). The time is an argument, and
-neither the locale nor the time zone of the machine changes how it is written (`onward.checkpoint.template_dates`).
+neither the locale nor the time zone of the machine changes how it is written (`onward.checkpoint.chat_template`).
 
 A template is a stranger's program. The sandbox lets it make text and nothing else. It gets plain JSON values and cannot
 change them. Access to anything else is an error, and so is more work than a conversation needs
@@ -12,6 +12,7 @@ change them. Access to anything else is an error, and so is more work than a con
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -22,9 +23,7 @@ from jinja2.ext import loopcontrols as LoopControls
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
-from onward.checkpoint.template_budget import budget, budgeted
-from onward.checkpoint.template_dates import strftime
-from onward.checkpoint.template_sandbox import SandboxedEnvironment
+from onward.checkpoint.template_sandbox import SandboxedEnvironment, budget, budgeted
 from onward.errors import RequestError, TokenizerError, one_line
 from onward.reprs import described
 from onward.text_input import check_value
@@ -216,3 +215,37 @@ class _GenerationBlock(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
+)
+# Directives that stand for others in the C locale.
+_LAYOUTS = {"c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%I:%M:%S %p"}
+# A flag, E or O for a locale's own digits and eras, and a directive.
+_DIRECTIVE = re.compile("%([-_0^#]?)[EO]?(.)", re.DOTALL)
+
+
+def strftime(time: datetime.datetime, layout: str) -> str:
+    """`time.strftime(layout)`, where names, orders and seconds since 1970 depend on `time` alone.
+
+    A time without a zone counts as UTC.
+    """
+    if time.tzinfo is None:
+        time = time.replace(tzinfo=datetime.UTC)
+    half = "PM" if time.hour >= 12 else "AM"
+    names = {"A": _DAYS[time.weekday()], "B": _MONTHS[time.month - 1], "p": half, "P": half.lower()}
+    names |= {"a": names["A"][:3], "b": names["B"][:3], "h": names["B"][:3], "s": str(int(time.timestamp()))}
+
+    def replacement(match: re.Match[str]) -> str:
+        flag, directive = match.groups()
+        if directive in _LAYOUTS:
+            return _DIRECTIVE.sub(replacement, _LAYOUTS[directive])
+        name = names.get(directive)
+        if name is None:
+            return f"%{flag}{directive}"
+        return name.upper() if flag in ("^", "#") else name
+
+    return time.strftime(_DIRECTIVE.sub(replacement, layout))

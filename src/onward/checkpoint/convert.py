@@ -16,12 +16,8 @@ from torch import Tensor
 from onward.checkpoint.destination import appears, check_destination
 from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.gguf import GgufCheckpoint, parts_of
-from onward.checkpoint.gguf.exporting import model_metadata
-from onward.checkpoint.gguf.exporting_families import Written, export_family
+from onward.checkpoint.gguf.exporting import Written, export_family, model_metadata, model_tensors, write_gguf
 from onward.checkpoint.gguf.exporting_texts import texts_metadata
-from onward.checkpoint.gguf.exporting_weights import model_tensors
-from onward.checkpoint.gguf.writer import write_gguf
-from onward.checkpoint.opening import Checkpoint, open_checkpoint
 from onward.checkpoint.quantized import (
     MANIFEST,
     copy_small_files,
@@ -33,7 +29,7 @@ from onward.checkpoint.quantized import (
 )
 from onward.checkpoint.quantizers import methods_of
 from onward.checkpoint.shards import WEIGHTS
-from onward.checkpoint.source import find_folder
+from onward.checkpoint.source import Checkpoint, find_folder, open_checkpoint
 from onward.checkpoint.stacked_experts import with_stacked_experts
 from onward.checkpoint.weights import read_weights
 from onward.errors import RequestError, warn

@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from onward.checkpoint.name_map import NameMap, is_rotated
-from onward.checkpoint.name_map_proposal import proposed_map
-from onward.checkpoint.placing import check_float, placed
+from onward.checkpoint.name_map import NameMap, is_rotated, proposed_map
+from onward.checkpoint.safetensors_folder import SafetensorsFolder
+from onward.checkpoint.shards import check_float, placed
 from onward.checkpoint.stored_names import tied_twin
-from onward.errors import CheckpointError
+from onward.errors import CheckpointError, RequestError
 from onward.models import Architecture, parameter_shapes
 
 # Parts of names under which trainers keep what is not the model. No weight of a family has one of them in its name.
@@ -190,3 +190,23 @@ def _as_halves(tensor: Tensor, head_dim: int) -> Tensor:
     assert math.prod(tensor.shape) % head_dim == 0
     pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+class MappedSafetensors(MappedTensors):
+    """The tensors of a folder of safetensors by a name map. Whole tensors stay views of the mapped file.
+
+    Raises:
+        RequestError: the weights are quantized. CheckpointError: see `MappedTensors`.
+    """
+
+    def __init__(
+        self, folder: Path, config: Architecture, dtype: torch.dtype | None, device: torch.device, name_map: NameMap
+    ) -> None:
+        files = SafetensorsFolder(folder, dtype, device)
+        if files.is_quantized():
+            raise RequestError(f"a name map is for weights in floats, and config.json of {folder} says quantized ones")
+        self._tensors = files.named()
+        super().__init__(folder, config, dtype, device, self._tensors, name_map)
+
+    def _read_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]

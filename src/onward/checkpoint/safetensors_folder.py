@@ -8,12 +8,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from onward.checkpoint.placing import check_float, placed
 from onward.checkpoint.quantizers import Method, methods_of, mxfp4, with_settings_file
-from onward.checkpoint.shards import INDEX, WEIGHTS, is_there, open_safetensors, read_index, weight_files
+from onward.checkpoint.shards import (
+    INDEX,
+    WEIGHTS,
+    check_float,
+    is_there,
+    open_safetensors,
+    placed,
+    read_index,
+    weight_files,
+)
 from onward.checkpoint.stacked_experts import StackedPart, stacked_part
-from onward.checkpoint.stored_names import has_stock_names, names_of, stock_names, tied_twin
-from onward.checkpoint.unused import is_cache_scale
+from onward.checkpoint.stored_names import has_stock_names, is_cache_scale, names_of, stock_names, tied_twin
 from onward.errors import CheckpointError, one_line
 from onward.models import Architecture
 from onward.ops import QuantizedWeight
@@ -106,7 +113,7 @@ class SafetensorsFolder:
         return self._read(name) if name in self._where else None
 
     def left(self) -> list[str]:
-        """Names that were not taken, without tensors that change nothing (`onward.checkpoint.unused`)."""
+        """Names that were not taken, without tensors that change nothing (`onward.checkpoint.stored_names`)."""
         names = sorted(set(self._where) - self._taken)
         if self._methods is None:
             return names

@@ -1,11 +1,16 @@
 """The files that hold a checkpoint's weights: one, or an index and its shards."""
 
+import ctypes
+import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from onward.errors import CheckpointError, one_line
 from onward.text_input import read_json_file
@@ -104,3 +109,66 @@ def open_safetensors(path: Path) -> Any:
         raise CheckpointError(
             f"{path} is damaged or cut short ({one_line(error)}): download or save it again"
         ) from error
+
+
+_MADV_DONTNEED = 4
+
+
+def page_releaser(folder: Path) -> Callable[[], None]:
+    """`releaser_of` of the folder's safetensors files."""
+    return releaser_of(folder / file for file in weight_files(folder))
+
+
+def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
+    """A function that drops this process's resident pages of these files, as far as they are mapped when it is called.
+
+    Nothing is lost: the maps are never written, so a page that is needed again is read from the file again. Without
+    it memory would hold the mapped file and its packed copy at once. It does nothing on systems other than Linux.
+    """
+    if sys.platform != "linux":
+        return lambda: None
+    libc = ctypes.CDLL(None)
+    names = {os.fsencode(file.resolve()) for file in files}
+
+    def release() -> None:
+        for start, length in _mapped_ranges(names):
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED)
+
+    return release
+
+
+def _mapped_ranges(names: Collection[bytes]) -> list[tuple[int, int]]:
+    """(address, bytes) of each map of the files of these names, from /proc/self/maps."""
+    ranges, endings = [], tuple(names)
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        if line.endswith(endings) and line.split(maxsplit=5)[-1] in names:
+            start, end = (int(address, 16) for address in line.split(maxsplit=1)[0].split(b"-"))
+            ranges.append((start, end - start))
+    return ranges
+
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_float(where: object, name: str, dtype: torch.dtype) -> None:
+    """Raise `CheckpointError` for a dtype that no kernel computes in; `where` is the file or folder."""
+    if dtype not in _FLOATS:
+        raise CheckpointError(f"{where}: tensor {name!r} is {dtype}; convert it to bf16, f16 or f32")
+
+
+def placed(where: object, name: str, tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """The tensor in `dtype` (None: its own) on `device`; no copy where it is there already.
+
+    Raises:
+        CheckpointError: its values are too large for float16.
+    """
+    if tensor.data_ptr() % tensor.element_size():
+        tensor = tensor.clone()  # a file may hold it at an address that is no multiple of its element
+    moved = tensor.to(device=device, dtype=dtype or tensor.dtype)
+    narrowed = moved.dtype == torch.float16 and tensor.dtype != torch.float16
+    if narrowed and moved.isinf().any() and not tensor.isinf().any():
+        raise CheckpointError(
+            f"{where}: tensor {name!r} has values up to {tensor.abs().max().item():.3g}, and float16 ends "
+            "at 65504: load it as bfloat16 or float32"
+        )
+    return moved

@@ -8,8 +8,17 @@ import os
 import re
 from pathlib import Path
 
-from onward.checkpoint.gguf import is_gguf, parts_of
+from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.gguf import GgufCheckpoint, is_gguf, parts_of
 from onward.errors import SourceError
+
+Checkpoint = CheckpointFolder | GgufCheckpoint
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at a path of `find_folder`: a GGUF file, or a folder in the Hugging Face layout."""
+    return GgufCheckpoint(path) if is_gguf(path) else CheckpointFolder(path)
+
 
 BUNDLED = {"demo": "target", "demo-draft": "draft"}
 # As on the hub: owner/name, or the name alone of an old model such as gpt2.

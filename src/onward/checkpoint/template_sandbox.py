@@ -1,13 +1,15 @@
 """Jinja's sandbox with a bound on work: what a template may touch, and how much it may do.
 
 Jinja keeps a template from Python's insides, but not from `'x' * 10 ** 10`. Here loops, calls, operators, filters and
-comparisons pay from a budget (`onward.checkpoint.template_budget`) before they run. A template that stays within the
+comparisons pay from a budget (`onward.checkpoint.template_sandbox`) before they run. A template that stays within the
 budget makes the same text as in Jinja.
 """
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
+from contextlib import contextmanager
+from contextvars import ContextVar
 from string import Formatter
 from types import GeneratorType
 from typing import Any, NoReturn
@@ -19,7 +21,81 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from onward.checkpoint.template_budget import budget, check_bits, width
+# A prompt of a hundred pages costs a hundredth of this; a loop that only counts ends after two million turns.
+_CHARACTERS = 2**24
+# A long conversation adds to the budget: each of its characters may be read this many times.
+_READINGS = 128
+# The cost of an object that is no text, and the fixed cost of an operation.
+_OBJECT = 8
+# Arithmetic with longer numbers takes Python time that grows with the square of their length.
+_MOST_BITS = 2**16
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+
+
+class Budget:
+    """The characters that one rendering has left."""
+
+    def __init__(self, inputs: Any = ()) -> None:
+        # Sizes of containers by id, each with the container to keep it alive. A template cannot change a container.
+        self._sizes: dict[int, tuple[Any, int]] = {}
+        self._left = 2**62
+        self._left = self._whole = _CHARACTERS + _READINGS * self.size(inputs)
+
+    def spend(self, characters: int) -> None:
+        """Take characters from the budget; raise `SecurityError` if it has not that many left."""
+        self._left -= characters + _OBJECT
+        if self._left < 0:
+            raise SecurityError(f"more work than any conversation needs, {self._whole} characters for this one")
+
+    def size(self, value: Any) -> int:
+        """About how many characters a value has when written out. A container counts an item each time it holds it."""
+        if isinstance(value, str | bytes):
+            return len(value) + _OBJECT
+        if isinstance(value, int):
+            check_bits(value.bit_length())
+            return _OBJECT
+        if not isinstance(value, _CONTAINERS):
+            return _OBJECT
+        entry = self._sizes.get(id(value))
+        if entry is None:
+            parts = (part for item in value.items() for part in item) if isinstance(value, dict) else value
+            entry = self._sizes[id(value)] = (value, _OBJECT + sum(map(self.size, parts)))
+        if entry[1] > self._left:
+            self.spend(entry[1])
+        return entry[1]
+
+
+def width(value: Any) -> int:
+    """The characters of a text, or a fixed cost for each item of a container, whatever the items hold."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    return _OBJECT * len(value) if isinstance(value, (range, *_CONTAINERS)) else _OBJECT
+
+
+def check_bits(count: int) -> None:
+    """Raise `SecurityError` for a whole number of too many bits."""
+    if count > _MOST_BITS:
+        raise SecurityError(f"a number of {count} bits, and {_MOST_BITS} are the most")
+
+
+_BUDGET: ContextVar[Budget] = ContextVar("budget of the template that is rendered")
+
+
+def budget() -> Budget:
+    """The budget of the template that this thread renders."""
+    return _BUDGET.get()
+
+
+@contextmanager
+def budgeted(inputs: Any = ()) -> Iterator[None]:
+    """Set a new budget within the block. `inputs` are the template's variables; they enlarge it."""
+    token = _BUDGET.set(Budget(inputs))
+    try:
+        yield
+    finally:
+        _BUDGET.reset(token)
+
 
 # Filters that read nothing of the value, and those that read its items and not what these hold. All others, and all
 # methods, pay for the whole value and their arguments.

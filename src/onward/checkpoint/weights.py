@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint.distributed import DistributedFolder, NameMapSource, is_distributed
-from onward.checkpoint.mapped_safetensors import MappedSafetensors
-from onward.checkpoint.mapped_tensors import MappedTensors
+from onward.checkpoint.mapped_tensors import MappedSafetensors, MappedTensors
 from onward.checkpoint.name_map import NameMap
 from onward.checkpoint.safetensors_folder import SafetensorsFolder
-from onward.checkpoint.unused import is_buffer
+from onward.checkpoint.stored_names import is_buffer
 from onward.errors import CheckpointError
 from onward.models import Architecture, Scope
 from onward.models.architecture import is_unread

@@ -6,8 +6,7 @@ onward.quantization.quantize_folder("Qwen/Qwen3-0.6B", "qwen3-iq4", "iq4_nl")   
 
 from onward.quantization.calibration import Calibration, calibration_ids
 from onward.quantization.feedback import quantize_with_feedback, relative_output_error
-from onward.quantization.folder import quantize_folder
-from onward.quantization.model import quantize
+from onward.quantization.model import quantize, quantize_folder
 from onward.quantization.params import Progress, TensorReport, count_matrices, quantize_params
 from onward.quantization.rounding import (
     check_format,

@@ -1,17 +1,17 @@
-"""The table of GGUF's architectures: what config.json and the names of weights would be in the Hugging Face layout.
+"""The table of GGUF's architectures: what config.json and the names of weights would be in the Hugging Face family.
 
 A family that Onward reads from folders is read from GGUF by a line here, whose names, keys and functions stand in
-`names`, `keys`, `fields*` and `layout`.
+`names`, `keys`, `fields` and `family`.
 """
 
-from onward.checkpoint.gguf import fields, fields_gemma, fields_latent, fields_states, keys, layout, names
+from onward.checkpoint.gguf import family, fields, keys, names
 from onward.checkpoint.gguf.family import GgufFamily
 
 # "llama" is Mistral's too: the two differ in a sliding window, which the converter leaves out.
 FAMILIES = {
     "llama": GgufFamily(
         "LlamaForCausalLM",
-        order=layout.pairs_to_halves,
+        order=family.pairs_to_halves,
         parts={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"},
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
@@ -24,30 +24,30 @@ FAMILIES = {
     ),
     "qwen35": GgufFamily(
         "Qwen3_5ForCausalLM",
-        order=layout.value_heads,
+        order=family.value_heads,
         names=names.QWEN35,
         numbers=keys.DELTA,
-        changes=(layout.NORMS_BUT_OF_STATES, layout.RATES),
-        said=fields_states.qwen35,
+        changes=(family.NORMS_BUT_OF_STATES, family.RATES),
+        said=fields.qwen35,
     ),
     "qwen35moe": GgufFamily(
         "Qwen3_5MoeForCausalLM",
         fixed=keys.BY_SOFTMAX,
-        order=layout.value_heads,
+        order=family.value_heads,
         names=names.QWEN35,
         numbers=keys.DELTA_EXPERTS,
-        changes=(layout.NORMS_BUT_OF_STATES, layout.RATES),
-        said=fields_states.qwen35,
+        changes=(family.NORMS_BUT_OF_STATES, family.RATES),
+        said=fields.qwen35,
     ),
     # Read as Qwen3.5's, the same forward: there the projections that the converter cuts are apart.
     "qwen3next": GgufFamily(
         "Qwen3_5MoeForCausalLM",
         fixed=keys.BY_SOFTMAX,
-        order=layout.beta_and_decay,
+        order=family.beta_and_decay,
         names=names.QWEN3NEXT,
         numbers=keys.DELTA_EXPERTS,
-        changes=(layout.NORMS_BUT_OF_STATES, layout.RATES),
-        said=fields_states.qwen35,
+        changes=(family.NORMS_BUT_OF_STATES, family.RATES),
+        said=fields.qwen35,
     ),
     "gemma2": GgufFamily(
         "Gemma2ForCausalLM",
@@ -58,25 +58,25 @@ FAMILIES = {
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         },
-        changes=(layout.NORMS,),
-        said=fields_gemma.gemma2,
+        changes=(family.NORMS,),
+        said=fields.gemma2,
     ),
     "gemma3": GgufFamily(
         "Gemma3ForCausalLM",
         config={"hidden_activation": "gelu_pytorch_tanh"},
         names=names.FOUR_NORMS,
         numbers=keys.WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
-        changes=(layout.NORMS,),
-        said=fields_gemma.gemma3,
+        changes=(family.NORMS,),
+        said=fields.gemma3,
     ),
     "gemma4": GgufFamily(
         "Gemma4ForCausalLM",
         fixed=keys.BY_SOFTMAX,
         config={"hidden_activation": "gelu_pytorch_tanh"},
-        parts={"attention_k_eq_v": fields_gemma.keys_are_values},
+        parts={"attention_k_eq_v": fields.keys_are_values},
         names=names.GEMMA4,
         numbers=keys.GEMMA4,
-        said=fields_gemma.gemma4,
+        said=fields.gemma4,
     ),
     "phi3": GgufFamily("Phi3ForCausalLM", numbers=keys.WINDOW, said=fields.phi3),
     "olmo2": GgufFamily("Olmo2ForCausalLM", names=names.AFTER_BOTH),
@@ -89,14 +89,14 @@ FAMILIES = {
     "granite": GgufFamily(
         "GraniteForCausalLM",
         fixed=keys.TURNS,
-        order=layout.pairs_to_halves,
+        order=family.pairs_to_halves,
         numbers=keys.GRANITE,
         said=fields.granite,
     ),
     "granitemoe": GgufFamily(
         "GraniteMoeForCausalLM",
         fixed=keys.BY_SOFTMAX | keys.TURNS,
-        order=layout.pairs_to_halves,
+        order=family.pairs_to_halves,
         names=names.GRANITE_EXPERTS,
         numbers=keys.GRANITE | keys.EXPERTS | {"num_local_experts": "expert_count"},
         said=fields.granite,
@@ -104,13 +104,13 @@ FAMILIES = {
     "granitehybrid": GgufFamily(
         "GraniteMoeHybridForCausalLM",
         fixed=keys.BY_SOFTMAX,
-        order=layout.pairs_to_halves,
+        order=family.pairs_to_halves,
         config={"num_local_experts": 0},
         parts={"attention_bias": "attn_q.bias", "mamba_conv_bias": "ssm_conv1d.bias"},
         names=names.GRANITE_HYBRID,
         numbers=keys.GRANITE_HYBRID,
-        changes=(layout.RATES,),
-        said=fields_states.granite_hybrid,
+        changes=(family.RATES,),
+        said=fields.granite_hybrid,
     ),
     "falcon-h1": GgufFamily(
         "FalconH1ForCausalLM",
@@ -123,8 +123,8 @@ FAMILIES = {
         },
         names=names.FALCON_H1,
         numbers=keys.MAMBA | {"mamba_d_ssm": "ssm.inner_size"},
-        changes=(layout.RATES,),
-        said=fields_states.falcon_h1,
+        changes=(family.RATES,),
+        said=fields.falcon_h1,
     ),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_moe"),
@@ -132,15 +132,15 @@ FAMILIES = {
             "NemotronHForCausalLM",
             config=keys.UNSAID_EXPERTS,
             fixed={"expert_gating_func": keys.SIGMOID},
-            order=layout.pairs_to_halves,
+            order=family.pairs_to_halves,
             parts={"mlp_bias": "ffn_up.bias", "use_conv_bias": "ssm_conv1d.bias"},
             names=names.NEMOTRON_H,
             numbers=keys.NEMOTRON_H,
-            changes=(layout.RATES,),
-            said=fields_states.nemotron_h,
+            changes=(family.RATES,),
+            said=fields.nemotron_h,
         ),
     ),
-    "smollm3": GgufFamily("SmolLM3ForCausalLM", order=layout.pairs_to_halves, config={"no_rope_layer_interval": 4}),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", order=family.pairs_to_halves, config={"no_rope_layer_interval": 4}),
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",
         parts={"attention_bias": "attn_q.bias", "attention_out_bias": "attn_output.bias"},
@@ -150,7 +150,7 @@ FAMILIES = {
         "Lfm2ForCausalLM",
         names=names.LFM2,
         numbers={"num_key_value_heads": None, "conv_L_cache": "shortconv.l_cache"},
-        said=fields_states.lfm2,
+        said=fields.lfm2,
     ),
     "glm4moe": GgufFamily(
         "Glm4MoeForCausalLM",
@@ -175,7 +175,7 @@ FAMILIES = {
             "n_group": "expert_group_count",
             "topk_group": "expert_group_used_count",
         },
-        said=fields_latent.deepseek,
+        said=fields.deepseek,
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
@@ -192,13 +192,13 @@ WITH_KEY = {
     ("llama", "expert_count"): GgufFamily(
         "MixtralForCausalLM",
         fixed=keys.BY_SOFTMAX,
-        order=layout.pairs_to_halves,
+        order=family.pairs_to_halves,
         numbers=keys.EXPERTS | {"num_local_experts": "expert_count"},
     ),
     ("granitemoe", "expert_shared_feed_forward_length"): GgufFamily(
         "GraniteMoeSharedForCausalLM",
         fixed=keys.BY_SOFTMAX | keys.TURNS,
-        order=layout.pairs_to_halves,
+        order=family.pairs_to_halves,
         names=names.SHARED_GRANITE,
         numbers=keys.GRANITE_EXPERTS,
         said=fields.granite,
@@ -207,7 +207,7 @@ WITH_KEY = {
         names={**names.GRANITE_HYBRID, **names.SHARED_GRANITE}
     ),
     # Of positions in images. The text part of a model that sees them: RoPE turns halves of heads in llama.cpp then.
-    ("glm4", "rope.dimension_sections"): FAMILIES["glm4"]._replace(order=layout.halves_to_pairs),
+    ("glm4", "rope.dimension_sections"): FAMILIES["glm4"]._replace(order=family.halves_to_pairs),
     ("olmo2", "attention.sliding_window"): GgufFamily(
         "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.olmo3
     ),
@@ -215,7 +215,7 @@ WITH_KEY = {
 # (architecture, how the name of a tensor ends) -> the family of files that have such a tensor.
 WITH_TENSOR = {
     ("qwen3next", ".ssm_in.weight"): FAMILIES["qwen3next"]._replace(
-        order=layout.fused_delta, names=names.FUSED_QWEN3NEXT
+        order=family.fused_delta, names=names.FUSED_QWEN3NEXT
     ),
     ("deepseek2", ".attn_k_b.weight"): FAMILIES["deepseek2"]._replace(names=names.CUT_LATENT),
 }

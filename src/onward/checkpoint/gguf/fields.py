@@ -1,9 +1,10 @@
 """What metadata of a GGUF file say in a way of their family's own: as fields of config.json, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from onward.checkpoint.gguf.metadata import list_of, number, quotient
+from onward.checkpoint.gguf.keys import DELTA, SIGMOID, SOFTMAX
+from onward.checkpoint.gguf.reader import each_layer, list_of, number, quotient, whole_numbers
 from onward.errors import ConfigError
 from onward.models.config import MOST_LAYERS
 from onward.models.fields import positive_int
@@ -93,3 +94,228 @@ def gpt_oss(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
         "intermediate_size": config.get("intermediate_size", number(metadata, "feed_forward_length")),
         "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
     }
+
+
+def deepseek(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """V2 where experts are chosen by softmax, else V3, which GLM-4.7-Flash and Kimi K2 are too. The widths of heads are
+    those before the keys and values are computed of the latent."""
+    rotary = number(metadata, "rope.dimension_count")
+    keys = number(metadata, "attention.key_length_mla", number(metadata, "attention.key_length"))
+    content = keys - rotary if isinstance(keys, int) and isinstance(rotary, int) else None
+    rope = {name: value for name, value in config["rope_parameters"].items() if name != "partial_rotary_factor"}
+    multiplier = number(metadata, "rope.scaling.yarn_log_multiplier")
+    if isinstance(multiplier, int | float) and multiplier:
+        rope |= {"mscale": round(10 * multiplier, 6), "mscale_all_dim": round(10 * multiplier, 6)}
+    # It multiplies scores, too, which no field of config.json does.
+    times = number(metadata, "rope.scaling.attn_factor", 1)
+    if times != 1:
+        raise ConfigError(f"rope.scaling.attn_factor is {times}, and only 1 is supported in this family")
+    by_softmax = _chooses_by(metadata, config) == SOFTMAX
+    groups = config.get("n_group", 1)
+    of_v2 = {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"} if by_softmax else {}
+    return {
+        **without_ahead(metadata, config),
+        "architectures": ["DeepseekV2ForCausalLM" if by_softmax else "DeepseekV3ForCausalLM"],
+        "num_key_value_heads": config.get("num_attention_heads"),
+        "q_lora_rank": config.get("q_lora_rank"),
+        "qk_nope_head_dim": content,
+        "v_head_dim": number(metadata, "attention.value_length_mla", number(metadata, "attention.value_length")),
+        "n_group": groups,
+        "topk_group": config.get("topk_group", 1),
+        "rope_parameters": rope,
+        **of_v2,
+    }
+
+
+def _chooses_by(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Softmax where the file does not say it, as in those of V2, but for GLM-4.7-Flash."""
+    given = number(metadata, "expert_gating_func", 0)
+    if given not in (0, SOFTMAX, SIGMOID):
+        raise ConfigError(
+            f"expert_gating_func is {given}, and {SOFTMAX} (softmax) and {SIGMOID} (sigmoid) are supported"
+        )
+    is_glm = number(metadata, "block_count") in (47, 48) and config.get("vocab_size") == 154_880
+    return given or (SIGMOID if is_glm else SOFTMAX)
+
+
+def qwen35(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    given = metadata.get("attention.recurrent_layers")
+    recurs = list_of(given)
+    if recurs is None and given is not None:
+        raise ConfigError(f"attention.recurrent_layers must have a value for each layer; got {given!r}")
+    return {
+        **{name: config.get(name, 0) for name in DELTA},  # 0 is refused where it is read: files have all of these
+        **without_ahead(metadata, config),
+        "num_nextn_predict_layers": None,
+        "linear_value_head_dim": quotient(number(metadata, "ssm.inner_size"), number(metadata, "ssm.time_step_rank")),
+        "full_attention_interval": number(metadata, "full_attention_interval", 4),
+        "layer_types": recurs and ["linear_attention" if each else "full_attention" for each in recurs],
+    }
+
+
+def lfm2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without heads of keys are convolutions."""
+    heads, attend = each_layer(metadata, "attention.head_count_kv")
+    return {
+        "num_key_value_heads": heads,
+        "layer_types": attend and ["full_attention" if each else "conv" for each in attend],
+        "norm_eps": config.get("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def granite_hybrid(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without heads of keys are Mamba2's. A dense model has the block of all tokens alone."""
+    heads, attend = each_layer(metadata, "attention.head_count_kv")
+    if attend is None:
+        raise ConfigError("attention.head_count_kv must have a number for each layer")
+    inner, turns = number(metadata, "ssm.inner_size"), metadata.get("rope.scaling.finetuned", True)
+    if not isinstance(turns, bool):
+        raise ConfigError(f"rope.scaling.finetuned must be true or false; got {turns!r}")
+    return {
+        **granite(metadata, config),
+        "num_key_value_heads": heads,
+        "layer_types": ["attention" if each else "mamba" for each in attend],
+        "mamba_d_head": quotient(inner, config.get("mamba_n_heads")),
+        "mamba_expand": quotient(inner, config.get("hidden_size")),
+        "position_embedding_type": "rope" if turns else "nope",
+        "shared_intermediate_size": config.get("shared_intermediate_size", config.get("intermediate_size")),
+    }
+
+
+def falcon_h1(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The factors of this family are in its weights."""
+    return {"mamba_d_head": quotient(config.get("mamba_d_ssm"), config.get("mamba_n_heads"))}
+
+
+def nemotron_h(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer with heads of keys attends, one with a feed-forward width is such a block, the others are Mamba2's. The
+    file has a number of features that turn, but none do."""
+    layers = without_ahead(metadata, config)
+    count = layers["num_hidden_layers"]
+    heads, attend = each_layer(metadata, "attention.head_count_kv")
+    width, feed = each_layer(metadata, "feed_forward_length")
+    if not isinstance(count, int) or attend is None or feed is None or not count <= len(attend) == len(feed):
+        raise ConfigError("attention.head_count_kv and feed_forward_length must have a number for each of the layers")
+    block = "moe" if config.get("n_routed_experts") else "mlp"
+    kinds = {(True, False): "attention", (False, True): block, (False, False): "mamba"}
+    types = [kinds.get(pair) for pair in zip(attend[:count], feed[:count], strict=True)]
+    if None in types:
+        raise ConfigError(
+            f"layer {types.index(None)} has attention.head_count_kv and feed_forward_length; layers of this family are "
+            "one block each"
+        )
+    inner = number(metadata, "ssm.inner_size")
+    return {
+        **layers,
+        "layer_norm_epsilon": config.get("layer_norm_epsilon", number(metadata, "attention.layer_norm_epsilon")),
+        "layers_block_type": types,
+        "num_key_value_heads": heads,
+        "intermediate_size": width,
+        "mamba_head_dim": quotient(inner, config.get("mamba_num_heads")),
+        "rope_parameters": None,
+    }
+
+
+def _scale(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The scale of scores, which no key has: that of a head but in the models of 27B, whose width makes it."""
+    of_27b = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
+    hidden, heads, layers = (config.get(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    if layers in of_27b.values() and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        return {"query_pre_attn_scalar": hidden // heads}
+    return {"query_pre_attn_scalar": config.get("head_dim")}
+
+
+def gemma2(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_scale(metadata, config), **layer_types(metadata, config)}
+
+
+def gemma3(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    _check_magnitude(metadata)
+    sliding = {"rope_type": "default", "rope_theta": number(metadata, "rope.freq_base_swa", 10000.0)}
+    ropes = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
+    return {**_scale(metadata, config), **layer_windows(metadata, config), "rope_parameters": ropes}
+
+
+def _check_magnitude(metadata: Mapping[str, Any]) -> None:
+    """The key would count in layers with a window, too, and their RoPE has no field for it."""
+    times = number(metadata, "rope.scaling.attn_factor", 1)
+    if times != 1:
+        raise ConfigError(f"rope.scaling.attn_factor is {times}, and only 1 is supported in this family")
+
+
+def gemma4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The widths of heads are those of layers with a window, and beside them those of the others."""
+    for end in ("", "_swa"):
+        keys, values = (number(metadata, f"attention.{name}_length{end}") for name in ("key", "value"))
+        if values not in (None, keys):
+            raise ConfigError(f"keys of {keys} and values of {values} numbers differ")
+    _check_magnitude(metadata)
+    types = layer_types(metadata, config)
+    rope, width = config["rope_parameters"], config.get("global_head_dim")
+    if number(metadata, "rope.dimension_count", width) != width:
+        raise ConfigError("rope.dimension_count must be attention.key_length: rope_freqs says which pairs turn")
+    if rope["rope_type"] != "proportional":
+        raise ConfigError(
+            "rope_freqs.weight must say which pairs of full layers turn: 1 those that do, 1e30 the others"
+        )
+    sliding = {"rope_type": "default", "rope_theta": number(metadata, "rope.freq_base_swa", 10000.0)}
+    turned, head_dim = number(metadata, "rope.dimension_count_swa"), config.get("head_dim")
+    if turned is not None and not isinstance(turned, int):
+        raise ConfigError(f"rope.dimension_count_swa must be a whole number; got {turned}")
+    if turned is not None and isinstance(head_dim, int) and head_dim:
+        sliding["partial_rotary_factor"] = turned / head_dim
+    has_experts = bool(config.get("num_experts"))
+    return {
+        **types,
+        **_gemma4_heads(metadata, types.get("layer_types", [])),
+        **_gemma4_widths(metadata, config),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": sliding},
+        "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input", 0),
+        "vocab_size_per_layer_input": config.get("vocab_size"),
+        "enable_moe_block": has_experts,
+        **({} if has_experts else dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"))),
+    }
+
+
+def _gemma4_heads(metadata: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
+    """Heads of keys: one number, or one for each layer, which its type decides."""
+    heads = metadata.get("attention.head_count_kv")
+    counts = whole_numbers("attention.head_count_kv", heads)
+    if counts is None:
+        return {"num_key_value_heads": heads}
+    of_type = dict(zip(types, counts, strict=False))
+    if counts != [of_type.get(kind) for kind in types]:
+        raise ConfigError(
+            f"attention.head_count_kv must be one number for layers with a window and one for the others, as "
+            f"attention.sliding_window_pattern says which are; got {counts}"
+        )
+    return {
+        "num_key_value_heads": of_type.get("sliding_attention", counts[0] if counts else None),
+        "num_global_key_value_heads": of_type.get("full_attention"),
+    }
+
+
+def _gemma4_widths(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that share keys may be twice as wide as the others."""
+    width = metadata.get("feed_forward_length")
+    widths = whole_numbers("feed_forward_length", width)
+    if not widths:
+        return {"intermediate_size": width}
+    shared = number(metadata, "attention.shared_kv_layers", 0)
+    own = len(widths) - (shared if isinstance(shared, int) else 0)
+    wide = widths[-1] == 2 * widths[0]
+    if len(widths) != config.get("num_hidden_layers") or widths != [
+        widths[0] * (2 if wide and index >= own else 1) for index in range(len(widths))
+    ]:
+        raise ConfigError(
+            f"feed_forward_length must be one number, or each layer's: twice it in the {shared} that share keys; got "
+            f"{widths}"
+        )
+    return {"intermediate_size": widths[0], "use_double_wide_mlp": wide}
+
+
+def keys_are_values(tensors: Collection[str]) -> bool:
+    """Whether layers have keys and no values of their own."""
+    counts = [sum(name.endswith(f".attn_{part}.weight") for name in tensors) for part in ("k", "v")]
+    return counts[0] > counts[1]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.gguf.family import GgufFamily
-from onward.checkpoint.gguf.metadata import Keys, number
+from onward.checkpoint.gguf.reader import Keys, number
 from onward.errors import ConfigError
 
 # All keys behind "{arch}." of llama.cpp (llama-arch.cpp) and of its package `gguf` (gguf.constants).

@@ -2,27 +2,146 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from onward.checkpoint.chat_template import ChatTemplate
-from onward.checkpoint.gguf.config import config_of, family_of, head_dim_of, unknown_keys_of
-from onward.checkpoint.gguf.keys import SAMPLING
-from onward.checkpoint.gguf.metadata import whole_numbers
-from onward.checkpoint.gguf.names import gguf_name
-from onward.checkpoint.gguf.reader import GgufFile, GgufTensor
+from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
+from onward.checkpoint.gguf.family import GgufFamily
+from onward.checkpoint.gguf.keys import NUMBERS, OFF_AT_ZERO, SAMPLING
+from onward.checkpoint.gguf.known_keys import check_unread, unknown_keys
+from onward.checkpoint.gguf.names import gguf_name, with_fused_experts
+from onward.checkpoint.gguf.reader import GgufFile, GgufTensor, Keys, list_of, number, same_everywhere, whole_numbers
+from onward.checkpoint.gguf.rope import rope_parameters
 from onward.checkpoint.gguf.vocabulary import NAMED_ENDS, Vocabulary
 from onward.checkpoint.gguf.weights import read_gguf_weights
-from onward.checkpoint.pages import releaser_of
+from onward.checkpoint.shards import releaser_of
 from onward.checkpoint.tokenizer import JsonTokenizer
-from onward.errors import CheckpointError, TokenizerError
+from onward.errors import CheckpointError, ConfigError, TokenizerError, UnsupportedArchitectureError
 from onward.models import Architecture
 from onward.models.architecture import PartOfCheckpoint
+
+
+def family_of(metadata: Mapping[str, Any], tensors: Collection[str], where: object) -> GgufFamily:
+    """The line of the table that the file's architecture has, and its keys and tensors.
+
+    Raises:
+        ConfigError: it names none. UnsupportedArchitectureError: the table has no such line.
+    """
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ConfigError(f"{where}: general.architecture must be a name; got {architecture!r}")
+    if architecture not in FAMILIES:
+        raise UnsupportedArchitectureError(
+            f"{where}: architecture {architecture!r} is not supported in GGUF; supported are {', '.join(FAMILIES)}"
+        )
+    family = _line(architecture, metadata, tensors)
+    return with_fused_experts(family) if _has(tensors, ".ffn_gate_up_exps.weight") else family
+
+
+def _line(architecture: str, metadata: Mapping[str, Any], tensors: Collection[str]) -> GgufFamily:
+    keys = Keys(metadata)
+    for (name, key), family in WITH_KEY.items():
+        value = keys.get(key)
+        values = list_of(value) or [value]
+        if name == architecture and any(isinstance(each, int | np.integer) and each for each in values):
+            return family
+    for (name, end), family in WITH_TENSOR.items():
+        if name == architecture and _has(tensors, end):
+            return family
+    return FAMILIES[architecture]
+
+
+def _has(tensors: Collection[str], end: str) -> bool:
+    return any(name.endswith(end) for name in tensors)
+
+
+def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object) -> dict[str, Any]:
+    """config.json's fields. What is wrong in them is found where every config.json is read.
+
+    Raises:
+        ConfigError: the metadata say something that no field of config.json does.
+    """
+    return _config_and_keys(metadata, tensors, where)[0]
+
+
+def unknown_keys_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object) -> list[str]:
+    """The names of metadata that are ignored because neither llama.cpp nor Onward knows them."""
+    keys = _config_and_keys(metadata, tensors, where)[1]
+    return [keys.prefix + key for key in unknown_keys(keys)]
+
+
+def _config_and_keys(
+    metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object
+) -> tuple[dict[str, Any], Keys]:
+    family, keys = family_of(metadata, tensors, where), Keys(metadata)
+    config: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.config}
+    config |= _numbers(keys, family, where)
+    head_dim = head_dim_of(config)
+    value_length = same_everywhere(keys.get("attention.value_length"), f"{where}: value_length")
+    of_one_width = family.numbers.get("head_dim", NUMBERS["head_dim"]) == NUMBERS["head_dim"]
+    if of_one_width and value_length is not None and value_length != head_dim:
+        raise ConfigError(f"{where}: keys of {head_dim} and values of {value_length} numbers differ")
+    if of_one_width and head_dim is not None:
+        config["head_dim"] = head_dim
+    if "token_embd.weight" in tensors:
+        config["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    for field, part in family.parts.items():
+        config[field] = _has(tensors, f".{part}") if isinstance(part, str) else part(tensors)
+    config["rope_parameters"] = rope_parameters(keys, tensors, head_dim, where)
+    try:
+        config |= family.said(keys, config)
+        check_unread(keys, family, config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {metadata['general.architecture']}: {error}") from error
+    return config, keys
+
+
+def _numbers(keys: Keys, family: GgufFamily, where: object) -> dict[str, Any]:
+    """The fields that a key has as they are."""
+    numbers = {field: key for field, key in {**NUMBERS, **family.numbers}.items() if key is not None}
+    found: dict[str, Any] = {}
+    for field, key in numbers.items():
+        value = keys.get(key)
+        if value is None:
+            continue
+        some_have_none = key.startswith("expert_")
+        value = same_everywhere(value, f"{where}: {keys.prefix}{key}", some_have_none=some_have_none)
+        if value == 0 and key in OFF_AT_ZERO:
+            found |= {field: None} if key.endswith("softcapping") else {}
+        else:
+            found[field] = value
+    # config.json has defaults for these, and llama.cpp opens no file without them.
+    required = {numbers.get("rms_norm_eps")}
+    if "expert_used_count" in numbers.values() and number(keys, "expert_count"):
+        required.add("expert_used_count")
+    for name in required:
+        if name is not None and name not in keys:
+            raise ConfigError(f"{where}: {keys.prefix}{name} is missing")
+    if NUMBERS["num_key_value_heads"] in numbers.values() and "num_attention_heads" in found:
+        found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    ahead, layers = number(keys, "nextn_predict_layers", 0), found.get("num_hidden_layers")
+    if ahead and isinstance(layers, int):
+        if not isinstance(ahead, int) or not 0 < ahead < layers:
+            raise ConfigError(f"{where}: {ahead} of {layers} layers predict further ahead; some must not")
+        found["num_hidden_layers"] = layers - ahead
+    return found
+
+
+def head_dim_of(config: Mapping[str, Any]) -> int | None:
+    """What the config says or implies; None where that makes no sense, which is found where it is read."""
+    head_dim, hidden, heads = (config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    if head_dim is None and type(hidden) is int and type(heads) is int and heads > 0:
+        return hidden // heads
+    return head_dim if type(head_dim) is int and head_dim > 0 else None
+
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 TEMPLATE = "tokenizer.chat_template"
@@ -61,12 +180,12 @@ class GgufCheckpoint:
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing: a split GGUF model needs all its {len(paths)} parts")
         files = [GgufFile(path) for path in paths]
-        for number, file in enumerate(files):
+        for part, file in enumerate(files):
             count, at = file.metadata.get("split.count", 1), file.metadata.get("split.no", 0)
             whole = len(files) == 1 and count == 0
-            if type(count) is not int or not (count == len(files) or whole) or type(at) is not int or at != number:
+            if type(count) is not int or not (count == len(files) or whole) or type(at) is not int or at != part:
                 raise CheckpointError(
-                    f"{file.path} says that it is part {at} of {count} (from 0), and its name that it is part {number} "
+                    f"{file.path} says that it is part {at} of {count} (from 0), and its name that it is part {part} "
                     f"of {len(files)}: give the parts the names that they had"
                 )
         return files
@@ -83,7 +202,7 @@ class GgufCheckpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config.json that the model would have in the Hugging Face layout."""
+        """The config.json that the model would have in the Hugging Face family."""
         return config_of(self._metadata, self.tensors, self.path)
 
     @cached_property

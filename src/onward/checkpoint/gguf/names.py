@@ -1,14 +1,13 @@
-"""What GGUF calls the weights that have these names in the Hugging Face layout."""
+"""What GGUF calls the weights that have these names in the Hugging Face family."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onward.checkpoint.gguf import layout
-from onward.checkpoint.gguf.family import GgufFamily, Joined
+from onward.checkpoint.gguf.family import GgufFamily, Joined, keys_and_values, of_fused_experts
 
 # A weight's stock name without "model." (or "backbone.") and ".weight" -> that of GGUF; `model.layers.3.` is `blk.3.`.
 # The matrices of all experts are one tensor. A line whose stock name has its end, or none, says all of GGUF's.
@@ -71,7 +70,7 @@ LATENT = {
 }
 CUT_LATENT: dict[str, str | Joined] = {
     **LATENT,
-    "self_attn.kv_b_proj": Joined(("attn_k_b", "attn_v_b"), layout.keys_and_values),
+    "self_attn.kv_b_proj": Joined(("attn_k_b", "attn_v_b"), keys_and_values),
 }
 LFM2 = {
     "embedding_norm": "token_embd_norm",
@@ -170,11 +169,11 @@ GEMMA4 = {
 _EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(.+)")
 
 
-def with_fused_experts(names: Mapping[str, str | Joined]) -> dict[str, str | Joined]:
-    """A family's own lines where the gate and the other half of each expert are one matrix."""
+def with_fused_experts(family: GgufFamily) -> GgufFamily:
+    """A family whose files have the gate and the other half of each expert in one matrix."""
     halves = ("ffn_gate_exps", "ffn_up_exps")
-    fused = {part: "ffn_gate_up_exps" for part, line in {**LAYER, **names}.items() if line in halves}
-    return {**names, **fused}
+    fused = {part: "ffn_gate_up_exps" for part, line in {**LAYER, **family.names}.items() if line in halves}
+    return family._replace(names={**family.names, **fused}, order=of_fused_experts(family.order))
 
 
 class GgufName(NamedTuple):

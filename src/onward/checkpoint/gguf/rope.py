@@ -9,8 +9,7 @@ from torch import Tensor
 
 from onward.checkpoint.gguf.blocks import dequantized
 from onward.checkpoint.gguf.keys import LENGTHS, YARN
-from onward.checkpoint.gguf.metadata import Keys, same_everywhere
-from onward.checkpoint.gguf.reader import GgufTensor
+from onward.checkpoint.gguf.reader import GgufTensor, Keys, same_everywhere
 from onward.errors import ConfigError
 from onward.models.fields import positive_number
 from onward.models.rope import Llama3, Unscaled, yarn_magnitude

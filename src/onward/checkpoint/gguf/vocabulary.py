@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from onward.checkpoint.gguf.ends import FIM_ENDS, FIM_MARKS, STRUCK, ids_of, known_ends, no_ends
 from onward.checkpoint.gguf.split_texts import PIECES, SPLITTINGS
-from onward.checkpoint.token_bytes import LETTERS, byte_level
-from onward.checkpoint.tokenizer import JsonTokenizer, _named_errors
+from onward.checkpoint.tokenizer import LETTERS, JsonTokenizer, _named_errors, byte_level
 from onward.errors import TokenizerError, warn
 from onward.garbage import without_collections
 

@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.gguf.blocks import dequantized, float_rows, read_parts, scales_are_finite
-from onward.checkpoint.gguf.family import GgufFamily, Order
-from onward.checkpoint.gguf.layout import blocks_of
+from onward.checkpoint.gguf.blocks import (
+    dequantized,
+    float_rows,
+    pack_blocks,
+    packed_format,
+    read_parts,
+    scales_are_finite,
+)
+from onward.checkpoint.gguf.family import GgufFamily, Order, blocks_of
 from onward.checkpoint.gguf.names import GgufName, gguf_name
-from onward.checkpoint.gguf.packing import pack_blocks, packed_format
 from onward.checkpoint.gguf.reader import GgufTensor
-from onward.checkpoint.placing import placed
+from onward.checkpoint.shards import placed
 from onward.errors import CheckpointError
 from onward.models import Architecture, Scope
 from onward.ops import QuantizedWeight

@@ -4,8 +4,15 @@ A method is chosen by `quantization_config` of config.json. It says which tensor
 computes the weight [N, K] in float32 from them.
 """
 
-from onward.checkpoint.quantizers.method import FIELDS_OF_METHODS, Method, Methods, Read, methods_of
-from onward.checkpoint.quantizers.settings_file import SETTINGS_FILES, with_settings_file
+from onward.checkpoint.quantizers.method import (
+    FIELDS_OF_METHODS,
+    SETTINGS_FILES,
+    Method,
+    Methods,
+    Read,
+    methods_of,
+    with_settings_file,
+)
 
 __all__ = [
     "FIELDS_OF_METHODS",

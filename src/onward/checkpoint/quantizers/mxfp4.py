@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.gguf.packing import pack_blocks
-from onward.checkpoint.gguf.types import TYPES
+from onward.checkpoint.gguf.blocks import pack_blocks
+from onward.checkpoint.gguf.reader import TYPES
 from onward.checkpoint.quantizers.settings import Fields
 from onward.ops import QuantizedWeight
 from onward.ops.grouped_formats import GROUPED_FORMATS, Parts, grouped_values

@@ -34,9 +34,9 @@ class Module(nn.Module):
         )
 
 
-def _found(lm):
+def _found(lm, prompt=PROMPT):
     """Ids and logprobs of a continuation."""
-    completion = lm.generate(PROMPT, max_new_tokens=4, temperature=0.0, logprobs=0)
+    completion = lm.generate(prompt, max_new_tokens=4, temperature=0.0, logprobs=0)
     return completion.token_ids, [token.chosen for token in completion.logprobs]
 
 
@@ -151,6 +151,40 @@ def test_programs_read_new_memory_of_the_weights(write, tmp_path):
     eager = _found(onward.LanguageModel(lm.model, compile="eager"))
     assert _found(lm)[0] == eager[0]
     assert _found(lm)[1] == pytest.approx(eager[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("prompt", [[7], PROMPT], ids=["one id", "more than a block"])
+def test_a_call_reads_new_memory_of_weights_whose_former_memory_is_kept(prompt, tmp_path):
+    lm = onward.load(random_checkpoint(tmp_path / "model", "qwen3"))
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(lm.model.params) if isinstance(leaf, torch.Tensor)]
+    before = _found(lm, prompt)
+    former = [tensor.data for tensor in tensors]
+    _assign_data_of_all(tensors)
+    after = _found(lm, prompt)
+    assert after != before
+    assert after == _found(onward.LanguageModel(lm.model), prompt)
+    for tensor, data in zip(tensors, former, strict=True):
+        tensor.data = data
+    assert _found(lm, prompt) == before
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_weights_that_move_within_a_stream_are_never_read_from_freed_memory(is_kept, tmp_path):
+    lm = onward.load(random_checkpoint(tmp_path / "model", "qwen3"))
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(lm.model.params) if isinstance(leaf, torch.Tensor)]
+    options = {"max_new_tokens": 12, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+    expected, stream, kept = lm.generate(PROMPT, **options), lm.stream(PROMPT, **options), []
+    pieces = [next(stream), next(stream)]
+    for tensor in tensors:
+        if is_kept:
+            kept.append(tensor.data)
+        tensor.data = tensor.data.clone()
+    overwritten = [torch.full_like(tensor, 7.0) for tensor in tensors for _ in range(8)]
+    pieces += stream
+    assert overwritten
+    assert [(piece.token_id, piece.logprobs) for piece in pieces] == list(
+        zip(expected.token_ids, expected.logprobs, strict=True)
+    )
 
 
 def _product(tokens, offsets, cache, params):

@@ -99,7 +99,9 @@ class DecodeStep:
 
 
 def _decodes(item: Work) -> bool:
-    return item.tokens == 1 and item.sequence.pending == 1 and item.sequence.finish_reason is None
+    """Whether the id to process is a new one. (A prompt's ids are for calls that look whether weights have moved.)"""
+    sequence = item.sequence
+    return item.tokens == sequence.pending == 1 and sequence.has_begun and sequence.finish_reason is None
 
 
 def _goes_on(item: Work) -> bool:

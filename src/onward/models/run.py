@@ -48,6 +48,7 @@ class ModelRun:
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Cache]:
         if self.adapted is not None and _has_adapters(cache):
+            self._programs.arena.calls += 1  # a row without an adapter may go on alone, in programs of this run
             return self.adapted(tokens, offsets, cache, logits_at)
         if not self._eager:
             return self._run(self._compiled(cache), tokens, offsets, cache, logits_at)

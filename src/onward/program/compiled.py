@@ -129,6 +129,7 @@ class CompiledForward:
         self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         with self._programs.lock:
+            self._programs.arena.calls += 1
             leaves = self._programs.leaves.of(cache)
             program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves, logits_at)
             return program(tokens, offsets, leaves, logits_at if self._selects_logits else None), cache

@@ -16,10 +16,14 @@ _PAGE = 4096
 
 
 class Arena:
-    """Memory for temporaries. Programs that never run at the same time share it; it grows as the largest one needs."""
+    """What programs that never run at the same time share: memory for temporaries, as much as the largest one needs.
+
+    calls: how many calls of theirs have looked where the params lie; each program looks at its own once for each.
+    """
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self.calls = 0
 
     def reserve(self, nbytes: int) -> None:
         if len(self.memory) < nbytes:
@@ -41,6 +45,9 @@ class Addresses:
         self._fixed = [s for s in image.storages if s.kind in (Kind.PARAM, Kind.CONSTANT)]
         self._params = [s.param for s in self._fixed if s.param is not None]
         self._params_at: list[int] = []
+        self._memory_of_params: list[weakref.ref[torch.UntypedStorage]] = []
+        self._freed: list[object] = []  # of the memory that params had at the last `bind`
+        self._looked = 0  # at which of the arena's calls
         self._bound: dict[int, weakref.ref[Tensor]] = {}
         self._bound_arena: Tensor | None = None
         logits = [s for s in image.storages if s.kind is Kind.LOGITS]
@@ -50,9 +57,17 @@ class Addresses:
         self._logits_at = list(zip(image.places[of_logits].tolist(), image.offsets[of_logits].tolist(), strict=True))
 
     def stale(self) -> bool:
-        """Whether the arena or a param has moved since the last `bind`, or there was none. A param moves where
-        another tensor is assigned to its `data`, and what it had before may be freed."""
-        return self._arena.memory is not self._bound_arena or self._params_now() != self._params_at
+        """Whether the arena or a param has moved since the last `bind`, or there was none.
+
+        A param moves where another tensor is assigned to its `data`. Memory that is freed by that is never read. Where
+        someone keeps it, the next of the arena's calls sees the move: a look at all params takes as long as a kernel.
+        """
+        if self._arena.memory is not self._bound_arena or self._freed:
+            return True
+        if self._looked == self._arena.calls:
+            return False
+        self._looked = self._arena.calls
+        return self._params_now() != self._params_at
 
     def _params_now(self) -> list[int]:
         """Where the params lie; 0 for one that was freed."""
@@ -66,7 +81,7 @@ class Addresses:
         """
         for storage in self._fixed:
             _check_param(storage)
-        self._params_at = self._params_now()
+        self._watch_params()
         self._arena.reserve(self._arena_bytes)
         tensors = {storage.index: storage.tensor for storage in self._fixed}
         tensors |= {storage.index: tensor for storage, tensor in inputs}
@@ -80,6 +95,14 @@ class Addresses:
             addresses[1 + len(self._slot_offsets) + index] = tensor.data_ptr()
         self.words[image.places] = addresses[image.bases] + image.offsets
         self._bound_arena = self._arena.memory
+
+    def _watch_params(self) -> None:
+        now = self._params_now()
+        if self._freed or now != self._params_at:
+            tensors = [tensor for param in self._params if (tensor := param()) is not None]
+            self._freed = freed = []
+            self._memory_of_params = [weakref.ref(tensor.untyped_storage(), freed.append) for tensor in tensors]
+            self._params_at = now
 
     def point_logits(self, logits: Tensor) -> None:
         """Let the program write its logits into this tensor."""

@@ -71,6 +71,9 @@ class Program:
     ) -> tuple[Tensor, Tensor | None, Any]:
         """Run a step of one token a row and, in the same native call, let `pick` pick the next ids from its logits.
 
+        It goes on with texts that a call has begun: other memory assigned to a weight's `data` is seen by the next call
+        at the latest, and until then the weight's former memory is read as long as someone keeps it.
+
         Args:
             tokens: int32 [B, 1]. positions: int [B], the positions of the tokens that are picked.
 

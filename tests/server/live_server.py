@@ -1,6 +1,7 @@
 """A server in this process, and ways to talk to it."""
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ from onward.server.lifecycle import Server, address_of, bound, config_of
 
 SECONDS = 60
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+# No connection here is of TLS. Each request would else read the machine's certificates, 30 ms of work.
+PLAIN: dict[str, Any] = {"verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "timeout": SECONDS}
 
 
 class LiveServer:
@@ -64,14 +67,14 @@ class LiveServer:
             check_idle(engine)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx2.Response:
-        return httpx2.post(f"{self.url}{path}", json=body, timeout=SECONDS, **options)
+        return httpx2.post(f"{self.url}{path}", json=body, **PLAIN | options)
 
     def get(self, path: str, **options: Any) -> httpx2.Response:
-        return httpx2.get(f"{self.url}{path}", timeout=SECONDS, **options)
+        return httpx2.get(f"{self.url}{path}", **PLAIN | options)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> "Stream":
         """All of a stream."""
-        with httpx2.stream("POST", f"{self.url}{path}", json={"stream": True, **body}, timeout=SECONDS) as response:
+        with httpx2.stream("POST", f"{self.url}{path}", json={"stream": True, **body}, **PLAIN) as response:
             return Stream(response.status_code, dict(response.headers), response.read().decode())
 
     @contextmanager

@@ -22,7 +22,9 @@ demo: $(VENV)/.installed ## install, and stream a story from the bundled model
 	@$(BIN)/onward generate "Once upon a time" --max-new-tokens 400 --temperature 0.5 --seed 10
 	@echo
 
-test: lint types contracts unit ## everything that must pass: lint, types, import contracts, tests
+# Types and contracts are checked beside the tests, which wait for processes and clocks here and there.
+test: $(VENV)/.installed-dev ## everything that must pass: lint, types, import contracts, tests
+	@$(MAKE) --no-print-directory --jobs 2 lint types contracts unit
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .

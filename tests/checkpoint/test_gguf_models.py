@@ -17,7 +17,7 @@ from onward.checkpoint.gguf import GgufCheckpoint
 from onward.checkpoint.gguf.blocks import dequantized
 from onward.errors import CheckpointError, ConfigError, OnwardWarning, RequestError, UnsupportedArchitectureError
 from onward.models import read_config
-from onward.models.rope import rotary_schedule
+from onward.models.rope_config import rotary_schedule
 from onward.ops import QuantizedWeight
 
 IDS = list(range(5, 45))

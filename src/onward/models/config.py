@@ -1,15 +1,16 @@
 """What families read from config.json in the same way, checked, and the blocks that follow from it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onward.errors import ConfigError
-from onward.models.blocks import Attention, Decoder, DecoderLayer, FeedForward, RMSNorm
+from onward.errors import ConfigError, warn_once
+from onward.models.blocks import Attention, Decoder, DecoderLayer, DecoderNames, FeedForward, RMSNorm
 from onward.models.blocks.feed_forward import Activation
 from onward.models.blocks.layer import Mixer, TokenBlock
-from onward.models.fields import flag, json_object, positive_int, positive_number
-from onward.models.rope import RotarySchedule, rotary_schedule
+from onward.models.fields import Overlaid, ReadFields, flag, json_object, positive_int, positive_number
+from onward.models.rope import RotarySchedule
+from onward.models.rope_config import rotary_schedule
 
 # Far more than any model has, yet a tuple of so many layers still fits in memory.
 MOST_LAYERS = 10_000
@@ -54,6 +55,10 @@ class CommonFields:
         norm = self.norm()
         layer = DecoderLayer(mixer, feed_forward, mixer_norm=norm, feed_forward_norm=norm)
         return replace(layer, **changes)
+
+    def windowed(self, attention: Attention, windows: Iterable[int | None]) -> list[DecoderLayer]:
+        """A layer for each window, all with this attention but for that."""
+        return [self.layer(replace(attention, window=window), self.feed_forward()) for window in windows]
 
     def decoder(self, layers: Iterable[DecoderLayer], **changes: Any) -> Decoder:
         """The decoder of these layers. changes: fields of `Decoder` that differ from the common ones."""
@@ -191,24 +196,19 @@ def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: json_object(by_type, name) for name in by_type}
 
 
-def only(config: Mapping[str, Any], name: str, *values: Any) -> None:
-    """Raise unless a field is absent, or one of the values that the family computes."""
-    value = config.get(name)
-    if value is not None and value not in values:
-        wanted = " or ".join(map(repr, values))
-        raise ConfigError(f"config.json: {name} {value!r} is not supported; this family has {wanted}")
+def only(config: Mapping[str, Any], **fields: Any) -> None:
+    """Raise unless each field is absent, or has the value (one of a tuple of values) that the family computes."""
+    for name, wanted in fields.items():
+        value, values = config.get(name), wanted if isinstance(wanted, tuple) else (wanted,)
+        if value is not None and value not in values:
+            has = " or ".join(map(repr, values))
+            raise ConfigError(f"config.json: {name} {value!r} is not supported; this family has {has}")
 
 
-def qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer of a Qwen model; none without `use_sliding_window`. The layers that `layer_types` names
-    have one, or else the layers from `max_window_layers` on."""
-    window = sliding_window(config) if flag(config, "use_sliding_window") else None
-    types = config.get("layer_types")
-    if types is None:
-        first = 0 if config.get("max_window_layers") == 0 else positive_int(config, "max_window_layers", 28)
-        types = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
-    check_layer_types(types, num_layers)
-    return layer_windows(types, window, has_switch=True)
+def ignore(config: Mapping[str, Any], *names: str) -> None:
+    """Count fields that change nothing among those that were read."""
+    for name in names:
+        config.get(name)
 
 
 def check_layer_types(
@@ -242,3 +242,51 @@ def _default_head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: in
             "or head_dim must be given"
         )
     return hidden_size // num_heads
+
+
+# ── multimodal checkpoints ───────────────────────────────────────────────────────────────────────────────────
+
+# What config.json itself may say of the text part; elsewhere it stands in `text_config`.
+_SHARED = ("tie_word_embeddings",)
+
+
+def read_text_part(
+    config: Mapping[str, Any],
+    read: Callable[[Mapping[str, Any]], Decoder],
+    other_fields: Sequence[str],
+    unread: Sequence[str],
+) -> Decoder:
+    """The decoder that `text_config` describes, and one warning that the rest of the model is left out.
+
+    Args:
+        config: of the whole checkpoint.
+        read: reads the config of a text model.
+        other_fields: fields of config.json that speak of the other parts.
+        unread: how the names of their weights begin.
+
+    Raises:
+        ConfigError: there is no `text_config`, or it has a field that nobody knows.
+    """
+    (name,) = config["architectures"]
+    text = json_object(config, "text_config")
+    if not text:
+        raise ConfigError(
+            f"config.json: {name} wants a 'text_config', which describes the model of its text; it has none"
+        )
+    for field in (*other_fields, *_SHARED):
+        config.get(field)
+    fields = ReadFields(text)
+    shared = {field: config[field] for field in _SHARED if config.get(field) is not None}
+    decoder = read(Overlaid(shared, fields))
+    fields.check_unread(f"the text of {name}")
+    warn_once(f"{name}: the text part is loaded, and what reads images is left out: prompts are texts alone")
+    return replace(
+        decoder,
+        names=DecoderNames(
+            embed_tokens="model.language_model.embed_tokens",
+            layers="model.language_model.layers",
+            norm="model.language_model.norm",
+            layer_embeddings="model.language_model",
+        ),
+        unread=(*unread, *(name.replace("model.", "model.language_model.", 1) for name in decoder.unread)),
+    )

@@ -1,54 +1,29 @@
 """Architectures of config files that name a model_type alone, as transformers' `AutoModelForCausalLM` takes them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-_OF_MODEL_TYPES = {
-    "bamba": "BambaForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "falcon_h1": "FalconH1ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma4": "Gemma4ForConditionalGeneration",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "glm": "GlmForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
-    "granitemoeshared": "GraniteMoeSharedForCausalLM",
-    "internlm3": "LlamaForCausalLM",
-    "iquestcoder": "LlamaForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-    "lfm2_moe": "Lfm2MoeForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mistral3": "Mistral3ForConditionalGeneration",
-    "mistral4": "Mistral4ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
+from onward.models.families import FAMILIES
+
+# Bases of names whose model_type is not their words in lower case.
+_UNLIKE = {
+    "GraniteMoe": "granitemoe",
+    "GraniteMoeHybrid": "granitemoehybrid",
+    "GraniteMoeShared": "granitemoeshared",
+    "SmolLM3": "smollm3",
 }
+
+
+def _model_type(architecture: str) -> str:
+    base, _, head = architecture.partition("For")
+    kind = _UNLIKE.get(base) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", base).lower()
+    is_text_part = head == "CausalLM" and f"{base}ForConditionalGeneration" in FAMILIES
+    return f"{kind}_text" if is_text_part else kind
+
+
+_OF_MODEL_TYPES = dict.fromkeys(("internlm3", "iquestcoder"), "LlamaForCausalLM")
+_OF_MODEL_TYPES |= {_model_type(name): name for name in FAMILIES}
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:

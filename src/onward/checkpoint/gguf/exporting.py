@@ -22,7 +22,8 @@ from onward.checkpoint.gguf.names import gguf_name
 from onward.checkpoint.gguf.reader import FRACTIONS, MAGIC, TYPES
 from onward.errors import RequestError
 from onward.models.fields import positive_number
-from onward.models.rope import Llama3, Unscaled, rope_fields, rotary_schedule, yarn_magnitude
+from onward.models.rope import Llama3, Unscaled, yarn_magnitude
+from onward.models.rope_config import rope_fields, rotary_schedule
 from onward.ops import QuantizedWeight
 from onward.ops.quantized_layout import GROUP
 
@@ -58,11 +59,7 @@ WRITTEN: dict[str, Written] = {
 
 
 def export_family(config: Mapping[str, Any]) -> Written:
-    """The line of a config.json's architecture.
-
-    Raises:
-        RequestError: Onward writes no GGUF files of this architecture.
-    """
+    """The line of a config.json's architecture."""
     (architecture,) = config["architectures"]
     if architecture not in WRITTEN:
         raise RequestError(f"{architecture} cannot be written as GGUF; these can: {', '.join(WRITTEN)}. {OTHER_WAY}")
@@ -227,10 +224,6 @@ def model_tensors(
         written: the line of the model.
         fields: `Written.fields`.
         weights: by stock name.
-
-    Raises:
-        RequestError: int8, or 4 bits whose rows are no whole groups: no type of GGUF holds these; or experts of several
-            types.
     """
     head_dim = head_dim_of(fields)
     assert head_dim is not None, "an architecture was made of the config"

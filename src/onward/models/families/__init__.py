@@ -1,4 +1,4 @@
-"""The table of families: one file a family, which names its architectures and reads their config.json."""
+"""The table of families: a file for those of one kin, which names its architectures and reads their config.json."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -9,47 +9,23 @@ from onward.models.architecture import Architecture
 from onward.models.fields import ReadFields
 
 _FAMILIES = (  # the names of their files
-    "bamba",
-    "deepseek_v2",
-    "deepseek_v3",
-    "exaone4",
-    "falcon_h1",
-    "gemma2",
-    "gemma3",
+    "deepseek",
+    "gemma",
     "gemma4",
     "glm",
-    "glm4_moe",
-    "glm4_moe_lite",
     "gpt_oss",
     "granite",
-    "granite_moe",
-    "granite_moe_hybrid",
+    "hybrids",
     "lfm2",
-    "lfm2_moe",
     "llama",
-    "ministral",
     "mistral",
-    "mistral3",
-    "mistral4",
-    "mixtral",
-    "nemotron_h",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_moe",
-    "qwen3_next",
-    "seed_oss",
-    "smollm3",
+    "olmo",
+    "qwen",
 )
 
 # An architecture's name in config.json -> the function that reads its config.
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
-    name: family.read_config
-    for family in (import_module(f"{__name__}.{file}") for file in _FAMILIES)
-    for name in family.ARCHITECTURES
+    name: read for file in _FAMILIES for name, read in import_module(f"{__name__}.{file}").ARCHITECTURES.items()
 }
 
 

@@ -21,24 +21,23 @@ from onward.models.blocks import (
     LayerNames,
 )
 from onward.models.blocks.feed_forward import Activation
-from onward.models.config import CommonFields, common_fields, every_nth_full, layer_types, ropes_by_type, sliding_window
-from onward.models.families.gemma2 import ACTIVATION, NAMES
+from onward.models.config import (
+    CommonFields,
+    common_fields,
+    every_nth_full,
+    layer_types,
+    read_text_part,
+    ropes_by_type,
+    sliding_window,
+)
+from onward.models.families.gemma import ACTIVATION, DEFAULTS, NAMES
 from onward.models.fields import Overlaid, flag, json_object, positive_int, softcap
-from onward.models.multimodal import read_text_part
-from onward.models.rope import RotarySchedule, rotary_schedule
+from onward.models.rope import RotarySchedule
+from onward.models.rope_config import rotary_schedule
 from onward.ops.experts import ExpertActivation
 
-ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
-
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_DEFAULTS = {
-    "vocab_size": 262_144,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": True,
-}
+_DEFAULTS = DEFAULTS | {"vocab_size": 262_144, "max_position_embeddings": 131_072}
 _ROPES: dict[str, dict[str, Any]] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -51,10 +50,8 @@ _OF_OTHERS = (
 _WEIGHTS_OF_OTHERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
 
 
-def read_config(config: Mapping[str, Any]) -> Decoder:
-    if config["architectures"] == ["Gemma4ForConditionalGeneration"]:
-        return read_text_part(config, _read_text, _OF_OTHERS, _WEIGHTS_OF_OTHERS)
-    return _read_text(config)
+def _read_multimodal(config: Mapping[str, Any]) -> Decoder:
+    return read_text_part(config, _read_text, _OF_OTHERS, _WEIGHTS_OF_OTHERS)
 
 
 def _read_text(config: Mapping[str, Any]) -> Decoder:
@@ -237,3 +234,6 @@ def _layer_embeddings(config: Mapping[str, Any], fields: CommonFields, width: in
         )
     norm = fields.norm(width, after_cast=False)
     return LayerEmbeddings(vocab_size, fields.hidden_size, fields.num_layers, width, norm)
+
+
+ARCHITECTURES = {"Gemma4ForCausalLM": _read_text, "Gemma4ForConditionalGeneration": _read_multimodal}

@@ -8,36 +8,32 @@ from dataclasses import replace
 from typing import Any
 
 from onward.errors import ConfigError
-from onward.models.blocks import Decoder, ExpertNames, Experts
-from onward.models.config import common_fields, every_nth_full, layer_types, layer_windows, sliding_window
-from onward.models.expert_fields import experts_per_token
+from onward.models.blocks import Decoder, ExpertNames
+from onward.models.config import common_fields, every_nth_full, ignore, layer_types, layer_windows, sliding_window
+from onward.models.family_fields import routed_experts
 from onward.models.fields import Overlaid, flag, positive_int, positive_number
-
-ARCHITECTURES = ("GptOssForCausalLM",)
 
 _DEFAULTS = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5}
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-# What files of OpenAI say a second time, under a name of their own.
-_TWICE = {"experts_per_token": "num_experts_per_tok"}
 
 
-def read_config(config: Mapping[str, Any]) -> Decoder:
+def _read_gpt_oss(config: Mapping[str, Any]) -> Decoder:
     scaled = config.get("rope_parameters") is not None or config.get("rope_scaling") is not None
     config = Overlaid(config, _DEFAULTS if scaled else _DEFAULTS | {"rope_scaling": _ROPE})
-    for name, other in _TWICE.items():
-        if config.get(name) not in (None, config.get(other)):
-            raise ConfigError(f"config.json: {name} is {config[name]!r} and {other} {config.get(other)!r}: keep one")
-    config.get("initial_context_length")  # the trained length, which the RoPE object has too
+    # Files of OpenAI say this a second time, under a name of their own.
+    again, chosen = config.get("experts_per_token"), config.get("num_experts_per_tok")
+    if again not in (None, chosen):
+        raise ConfigError(f"config.json: experts_per_token is {again!r} and num_experts_per_tok {chosen!r}: keep one")
+    ignore(config, "initial_context_length")  # the trained length, which the RoPE object has too
     fields = common_fields(config, default_base=150_000.0)
     norm = fields.norm(after_cast=False)
     bias = flag(config, "attention_bias")
     attention = fields.attention(qkv_bias=bias, o_bias=bias, sinks=True)
-    count = positive_int(config, "num_local_experts", 128)
-    experts = Experts(
-        hidden_size=fields.hidden_size,
-        intermediate_size=fields.intermediate_size,
-        num_experts=count,
-        num_chosen=experts_per_token(config, count, default=4),
+    experts = routed_experts(
+        config,
+        fields,
+        positive_int(config, "num_local_experts", 128),
+        4,
         score="softmax_of_chosen",
         activation="clamped_swiglu",
         alpha=positive_number(config, "swiglu_alpha", 1.702),
@@ -54,3 +50,6 @@ def read_config(config: Mapping[str, Any]) -> Decoder:
         ),
         norm=norm,
     )
+
+
+ARCHITECTURES = {"GptOssForCausalLM": _read_gpt_oss}

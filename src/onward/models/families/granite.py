@@ -1,37 +1,88 @@
-"""Granite 3 (arXiv 2405.04324): Llama with factors on embedding, residual branches, scores and logits."""
+"""Granite 3 (arXiv 2405.04324): Llama with factors on embedding, residual branches, scores and logits; with experts, of
+which newer models have a block of all tokens beside them. Granite 4: Mamba2 (arXiv 2405.21060) in most layers."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from onward.models.blocks import Attention, Decoder
+from onward.models.blocks import Attention, Decoder, ExpertNames, Experts, FeedForward, FeedForwardNames, LayerNames
 from onward.models.blocks.layer import Mixer, TokenBlock
-from onward.models.config import CommonFields, common_fields
-from onward.models.fields import flag, positive_number
+from onward.models.config import CommonFields, common_fields, ignore, only
+from onward.models.family_fields import FULL, LINEAR, hybrid_types, mamba_block, routed_experts
+from onward.models.fields import Overlaid, flag, positive_int, positive_number
 
-ARCHITECTURES = ("GraniteForCausalLM",)
 
-
-def read_config(config: Mapping[str, Any]) -> Decoder:
+def _read_granite(config: Mapping[str, Any]) -> Decoder:
     fields = common_fields(config)
-    blocks = granite_attention(config, fields), fields.feed_forward(bias=flag(config, "mlp_bias"))
-    return granite_decoder(config, fields, [(*blocks, {})] * fields.num_layers)
+    block = fields.feed_forward(bias=flag(config, "mlp_bias"))
+    return _decoder(config, fields, [(_attention(config, fields), block, LayerNames())] * fields.num_layers)
 
 
-def granite_attention(config: Mapping[str, Any], fields: CommonFields, **changes: Any) -> Attention:
-    """The attention of this family and its kin. changes: fields of `Attention` that differ."""
+def _read_moe(config: Mapping[str, Any], *, has_shared: bool = False) -> Decoder:
+    """Shares of experts by softmax of the chosen."""
+    fields = common_fields(config)
+    has_shared = has_shared and bool(config.get("shared_intermediate_size"))
+    experts = _experts(config, fields, _shared_block(config, fields) if has_shared else None)
+    layer = _attention(config, fields), experts, LayerNames(feed_forward="")
+    return _decoder(config, fields, [layer] * fields.num_layers)
+
+
+def _read_hybrid(config: Mapping[str, Any]) -> Decoder:
+    """Mamba2 in most layers, attention without positions in the others; experts, or dense."""
+    fields = common_fields(Overlaid(config, {"intermediate_size": 1}))  # of experts, which a dense model has not
+    only(config, position_embedding_type=("rope", "nope"), normalization_function="rmsnorm")
+    dense = config.get("num_local_experts") == 0
+    ignore(config, "init_method", *(["num_experts_per_tok"] if dense else []))
+    shared = _shared_block(config, fields)
+    block = shared if dense else _experts(config, fields, shared)
+    turns = config.get("position_embedding_type") == "rope"
+    types = hybrid_types(config, "layer_types", fields.num_layers, default=[LINEAR] * fields.num_layers)
+    mixers: dict[str, Mixer] = {FULL: _attention(config, fields, rope=fields.rope if turns else None)}
+    if LINEAR in types:
+        mixers[LINEAR] = mamba_block(config, fields)
+    # Files have these without such layers too.
+    ignore(config, *(name for name in config if name.startswith(("mamba_", "time_step_"))))
+    names = {
+        kind: LayerNames(mixer="self_attn" if kind == FULL else "mamba", feed_forward="shared_mlp" if dense else "")
+        for kind in mixers
+    }
+    return _decoder(config, fields, ((mixers[kind], block, names[kind]) for kind in types))
+
+
+def _attention(config: Mapping[str, Any], fields: CommonFields, **changes: Any) -> Attention:
     bias, scale = flag(config, "attention_bias"), positive_number(config, "attention_multiplier", 1.0)
     return fields.attention(qkv_bias=bias, o_bias=bias, scale=scale, **changes)
 
 
-def granite_decoder(
-    config: Mapping[str, Any],
-    fields: CommonFields,
-    layers: Iterable[tuple[Mixer, TokenBlock, Mapping[str, Any]]],
+def _shared_block(config: Mapping[str, Any], fields: CommonFields) -> FeedForward:
+    """The feed-forward block of all tokens."""
+    return fields.feed_forward(
+        intermediate_size=positive_int(config, "shared_intermediate_size", 1024),
+        fused=True,
+        names=FeedForwardNames(gate_up_proj="input_linear", down_proj="output_linear"),
+    )
+
+
+def _experts(config: Mapping[str, Any], fields: CommonFields, shared: FeedForward | None) -> Experts:
+    names = ExpertNames("block_sparse_moe.router.layer", experts="block_sparse_moe.experts", shared="shared_mlp")
+    count = positive_int(config, "num_local_experts", 8)
+    return routed_experts(config, fields, count, 2, score="softmax_of_chosen", shared=shared, names=names)
+
+
+def _decoder(
+    config: Mapping[str, Any], fields: CommonFields, layers: Iterable[tuple[Mixer, TokenBlock, LayerNames]]
 ) -> Decoder:
-    """The decoder of this family or its kin. layers: mixer and feed-forward block of each, and fields that differ."""
     multiplier = positive_number(config, "residual_multiplier", 1.0)
     return fields.decoder(
-        (fields.layer(mixer, block, residual_multiplier=multiplier, **changes) for mixer, block, changes in layers),
+        (fields.layer(mixer, block, residual_multiplier=multiplier, names=names) for mixer, block, names in layers),
         embedding_multiplier=positive_number(config, "embedding_multiplier", 1.0),
         logits_multiplier=1 / positive_number(config, "logits_scaling", 1.0),
     )
+
+
+ARCHITECTURES = {
+    "GraniteForCausalLM": _read_granite,
+    "GraniteMoeForCausalLM": _read_moe,
+    "GraniteMoeHybridForCausalLM": _read_hybrid,
+    "GraniteMoeSharedForCausalLM": partial(_read_moe, has_shared=True),
+}

@@ -1,4 +1,5 @@
-"""LFM2 (arXiv 2511.23404): gated short convolutions in most layers, attention with norms of heads in the others."""
+"""LFM2 (arXiv 2511.23404): gated short convolutions in most layers, attention with norms of heads in the others; dense,
+and with experts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,45 +9,63 @@ from onward.models.blocks import (
     AttentionNames,
     Decoder,
     DecoderNames,
+    ExpertNames,
     FeedForwardNames,
     GatedConv,
     LayerNames,
 )
 from onward.models.blocks.layer import TokenBlock
-from onward.models.config import CommonFields, check_attends, check_layer_types, common_fields, only
+from onward.models.config import CommonFields, check_attends, check_layer_types, common_fields, ignore, only
+from onward.models.family_fields import FULL, layers_by_index, num_dense_layers, routed_experts
 from onward.models.fields import Overlaid, flag, positive_int, positive_number
 
-ARCHITECTURES = ("Lfm2ForCausalLM",)
-
-FEED_FORWARD = FeedForwardNames("w1", "w3", "w2")
-_FULL, _CONV = "full_attention", "conv"
-# Of how the weights were drawn before the training.
-_NO_SAY = "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"
+_FEED_FORWARD = FeedForwardNames("w1", "w3", "w2")
+_CONV = "conv"
 
 
-def read_config(config: Mapping[str, Any]) -> Decoder:
-    fields = conv_fields(config)
+def _read_lfm2(config: Mapping[str, Any]) -> Decoder:
+    fields = _fields(config)
     width = _adjusted(config, fields.intermediate_size)
-    feed_forward = fields.feed_forward(intermediate_size=width, names=FEED_FORWARD)
-    return conv_decoder(config, fields, [feed_forward] * fields.num_layers)
+    feed_forward = fields.feed_forward(intermediate_size=width, names=_FEED_FORWARD)
+    return _decoder(config, fields, [feed_forward] * fields.num_layers)
 
 
-def conv_fields(config: Mapping[str, Any]) -> CommonFields:
+def _read_lfm2_moe(config: Mapping[str, Any]) -> Decoder:
+    """Experts by sigmoids in all layers but the first."""
+    fields = _fields(config)
+    experts = routed_experts(
+        config,
+        fields,
+        positive_int(config, "num_experts", 32),
+        4,
+        intermediate_size=positive_int(config, "moe_intermediate_size", 1792),
+        score="sigmoid",
+        normalize=flag(config, "norm_topk_prob", default=True),
+        sum_eps=1e-6,
+        scale=positive_number(config, "routed_scaling_factor", 1.0),
+        choice_bias=flag(config, "use_expert_bias", default=True),
+        names=ExpertNames(choice_bias="expert_bias", gate_proj="w1", up_proj="w3", down_proj="w2"),
+    )
+    first = num_dense_layers(config, 2, "num_dense_layers")
+    feed_forward = fields.feed_forward(names=_FEED_FORWARD)
+    return _decoder(config, fields, [feed_forward if i < first else experts for i in range(fields.num_layers)])
+
+
+def _fields(config: Mapping[str, Any]) -> CommonFields:
     """The common fields under the names that this family gives them."""
     shared = {"intermediate_size": config.get("block_ff_dim"), "tie_word_embeddings": config.get("tie_embedding")}
     eps = positive_number(config, "norm_eps", 1e-5)
     fields = common_fields(Overlaid(shared, {"rms_norm_eps": eps}, config), default_tie=True, default_base=1e6)
     hidden = fields.hidden_size
-    same = {"block_dim": hidden, "conv_dim": hidden, "conv_dim_out": hidden, "num_heads": fields.num_heads}
-    for name, value in (same | {"block_norm_eps": eps, "block_use_swiglu": True, "use_pos_enc": True}).items():
-        only(config, name, value)
-    for name in _NO_SAY:
-        config.get(name)
+    only(config, block_dim=hidden, conv_dim=hidden, conv_dim_out=hidden, num_heads=fields.num_heads)
+    only(config, block_norm_eps=eps, block_use_swiglu=True, use_pos_enc=True)
+    # How the weights were drawn before the training.
+    ignore(config, "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init")
     return fields
 
 
-def conv_decoder(config: Mapping[str, Any], fields: CommonFields, feed_forwards: Sequence[TokenBlock]) -> Decoder:
-    """The decoder of this family or its kin. feed_forwards: the block of each layer."""
+def _decoder(config: Mapping[str, Any], fields: CommonFields, feed_forwards: Sequence[TokenBlock]) -> Decoder:
+    """feed_forwards: the block of each layer."""
     norm = fields.norm(fields.head_dim)
     attention = fields.attention(
         q_norm=norm, k_norm=norm, names=AttentionNames(o_proj="out_proj", q_norm="q_layernorm", k_norm="k_layernorm")
@@ -54,11 +73,11 @@ def conv_decoder(config: Mapping[str, Any], fields: CommonFields, feed_forwards:
     conv = GatedConv(fields.hidden_size, positive_int(config, "conv_L_cache", 3), flag(config, "conv_bias"))
     names = {
         kind: LayerNames("operator_norm", mixer, "", "ffn_norm", "feed_forward")
-        for kind, mixer in ((_FULL, "self_attn"), (_CONV, "conv"))
+        for kind, mixer in ((FULL, "self_attn"), (_CONV, "conv"))
     }
     return fields.decoder(
         (
-            fields.layer(attention if kind == _FULL else conv, feed_forward, names=names[kind])
+            fields.layer(attention if kind == FULL else conv, feed_forward, names=names[kind])
             for kind, feed_forward in zip(_layer_types(config, fields.num_layers), feed_forwards, strict=True)
         ),
         names=DecoderNames(norm="model.embedding_norm"),
@@ -78,15 +97,14 @@ def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
     """What each layer mixes with: `layer_types`, or attention in those that `full_attn_idxs` names, or in all."""
     types, attending = config.get("layer_types"), config.get("full_attn_idxs")
     if attending is not None:
-        if not isinstance(attending, list) or any(type(i) is not int or not 0 <= i < num_layers for i in attending):
-            raise ConfigError(
-                f"config.json: full_attn_idxs must be a list of layers from 0 to {num_layers - 1}; got {attending!r}"
-            )
-        by_index = [_FULL if index in attending else _CONV for index in range(num_layers)]
+        by_index = layers_by_index(config, "full_attn_idxs", num_layers, _CONV)
         if types is not None and types != by_index:
             raise ConfigError(f"config.json: layer_types and full_attn_idxs {attending} name other layers: keep one")
         types = by_index
-    types = [_FULL] * num_layers if types is None else types
-    check_layer_types(types, num_layers, (_FULL, _CONV))
+    types = [FULL] * num_layers if types is None else types
+    check_layer_types(types, num_layers, (FULL, _CONV))
     check_attends(types)
     return list(types)
+
+
+ARCHITECTURES = {"Lfm2ForCausalLM": _read_lfm2, "Lfm2MoeForCausalLM": _read_lfm2_moe}

@@ -1,32 +1,44 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437), Kimi K2: multi-head latent attention, and experts chosen by sigmoids."""
+"""DeepSeek-V2 (arXiv 2405.04434), V3 and R1 (arXiv 2412.19437), and Kimi K2: multi-head latent attention, and experts
+chosen by softmax in V2 and by sigmoids later."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from onward.errors import ConfigError
-from onward.models.blocks import Decoder, Experts, LatentAttention
+from onward.models.blocks import Decoder, DecoderLayer, Experts, LatentAttention
+from onward.models.blocks.layer import Mixer
 from onward.models.config import CommonFields, common_fields, only
-from onward.models.expert_fields import expert_groups, experts_per_token, layers_ahead, num_dense_layers
+from onward.models.family_fields import grouped_experts, layers_ahead, num_dense_layers, routed_experts
 from onward.models.fields import Overlaid, flag, positive_int, positive_number
-from onward.models.rope import RotarySchedule, Yarn, rope_fields, yarn_magnitude
+from onward.models.rope import RotarySchedule, Yarn, yarn_magnitude
+from onward.models.rope_config import rope_fields
 
-ARCHITECTURES = ("DeepseekV3ForCausalLM",)
-
-LATENT = {
+_LATENT = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 
 
-def read_config(config: Mapping[str, Any]) -> Decoder:
-    for name, values in {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}.items():
-        only(config, name, *values)
-    fields, attention = latent_attention(config, LATENT)
+def _read_v2(config: Mapping[str, Any]) -> Decoder:
+    """V2-Lite has no groups of experts."""
+    only(config, scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False, mlp_bias=False)
+    only(config, topk_method=("greedy", "group_limited_greedy"))
+    fields, attention = latent_attention(config, _LATENT)
+    if config.get("topk_method") != "group_limited_greedy":
+        config = Overlaid({"n_group": 1, "topk_group": 1}, config)
+    experts = deepseek_experts(
+        config, fields, count=64, inner=1407, scale=1.0, chosen=6, shared=2,
+        score="softmax", choice_bias=False, normalize=False, group_best=1,
+    )  # fmt: skip
+    return fields.decoder(dense_then_sparse(config, fields, attention, experts, 0))
+
+
+def _read_v3(config: Mapping[str, Any]) -> Decoder:
+    only(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    fields, attention = latent_attention(config, _LATENT)
     experts = deepseek_experts(config, fields, count=256, inner=2048, scale=2.5, groups=(8, 4))
-    first = num_dense_layers(config, 3)
     return fields.decoder(
-        (fields.layer(attention, fields.feed_forward() if i < first else experts) for i in range(fields.num_layers)),
-        unread=layers_ahead(config, fields.num_layers),
+        dense_then_sparse(config, fields, attention, experts, 3), unread=layers_ahead(config, fields.num_layers)
     )
 
 
@@ -47,8 +59,7 @@ def latent_attention(
     whole = rope_fields(config).get("partial_rotary_factor") not in (None, 1, 1.0)
     head_dim = {"head_dim": content + rotary if whole else rotary}
     interleaved = flag(config, "rope_interleave", default=True)
-    options = options | {"interleaved": interleaved, "partial_rotary": 1.0}
-    fields = common_fields(Overlaid(head_dim, config), **options)
+    fields = common_fields(Overlaid(head_dim, config), **options, interleaved=interleaved, partial_rotary=1.0)
     if fields.rope.dims != rotary:
         raise ConfigError(
             f"config.json: partial_rotary_factor makes {fields.rope.dims} features of a head turn, and "
@@ -113,20 +124,28 @@ def deepseek_experts(
         changes: fields of `Experts` that differ.
     """
     count, inner = positive_int(config, "n_routed_experts", count), positive_int(config, "moe_intermediate_size", inner)
-    chosen = experts_per_token(config, count, default=chosen)
-    of_groups, kept_groups = expert_groups(config, count, chosen, groups)
-    experts = Experts(
-        hidden_size=fields.hidden_size,
+    experts = routed_experts(
+        config,
+        fields,
+        count,
+        chosen,
         intermediate_size=inner,
-        num_experts=count,
-        num_chosen=chosen,
         score="sigmoid",
         normalize=flag(config, "norm_topk_prob", default=True),
         scale=positive_number(config, "routed_scaling_factor", scale),
-        groups=of_groups,
-        kept_groups=kept_groups,
         choice_bias=True,
         float32_router=True,
         shared=fields.feed_forward(intermediate_size=inner * positive_int(config, "n_shared_experts", shared)),
     )
-    return replace(experts, **changes)
+    return replace(grouped_experts(config, experts, groups), **changes)
+
+
+def dense_then_sparse(
+    config: Mapping[str, Any], fields: CommonFields, mixer: Mixer, experts: Experts, first: int
+) -> list[DecoderLayer]:
+    """All layers: the first ones without experts. first: how many, of a config that does not say."""
+    first, dense = num_dense_layers(config, first), fields.feed_forward()
+    return [fields.layer(mixer, dense if i < first else experts) for i in range(fields.num_layers)]
+
+
+ARCHITECTURES = {"DeepseekV2ForCausalLM": _read_v2, "DeepseekV3ForCausalLM": _read_v3}

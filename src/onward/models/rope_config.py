@@ -6,10 +6,18 @@ from typing import Any, NamedTuple
 
 from onward.errors import ConfigError
 from onward.models.fields import flag, json_object, positive_int, positive_number
-from onward.models.rope.longrope import LongRope
-from onward.models.rope.scaling import Dynamic, Linear, Llama3, Proportional, Scaling, Unscaled
-from onward.models.rope.schedule import RotarySchedule
-from onward.models.rope.yarn import Yarn, yarn_magnitude
+from onward.models.rope import (
+    Dynamic,
+    Linear,
+    Llama3,
+    LongRope,
+    Proportional,
+    RotarySchedule,
+    Scaling,
+    Unscaled,
+    Yarn,
+    yarn_magnitude,
+)
 
 # Older files have some fields beside the RoPE object and not in it.
 _EITHER_PLACE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")

@@ -1,0 +1,200 @@
+"""Qwen2 and 2.5 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388), Qwen3-Next, Qwen3.5 and 3.6; dense, and with experts.
+
+Layers that predict several tokens (`mtp.*`) are no part of these forwards. Checkpoints of Qwen3.5 and 3.6 come with a
+vision tower too (`model.visual.*`), of which nothing is read.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from onward.errors import ConfigError
+from onward.models.blocks import Attention, Decoder, ExpertNames, Experts, GatedDelta, LayerNames
+from onward.models.blocks.layer import TokenBlock
+from onward.models.config import (
+    CommonFields,
+    check_attends,
+    check_layer_types,
+    common_fields,
+    ignore,
+    layer_windows,
+    read_text_part,
+    sliding_window,
+)
+from onward.models.family_fields import FULL, LINEAR, layers_with_experts, qwen_expert_count, routed_experts
+from onward.models.fields import Overlaid, flag, positive_int
+
+# Fields of Qwen3-Next's experts and of the block beside them.
+_EXPERTS = (
+    *("num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("num_experts", "num_local_experts"),
+)
+_VISION = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# What some files of Qwen3.5 say and no forward of this family asks, for it is always so.
+_ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True, "decoder_sparse_step": 1}
+# Of layers that predict several tokens, and of states, which are float32.
+_NO_SAY = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+
+
+def _read_qwen2(config: Mapping[str, Any]) -> Decoder:
+    """Biases on queries, keys and values."""
+    fields = common_fields(config)
+    return fields.decoder(fields.windowed(fields.attention(qkv_bias=True), _windows(config, fields.num_layers)))
+
+
+def _read_qwen3(config: Mapping[str, Any]) -> Decoder:
+    """A norm on every query and key head, no biases."""
+    # A Qwen3 config without head_dim means 128, not hidden_size / heads.
+    fields = common_fields(config, default_head_dim=128)
+    return fields.decoder(fields.windowed(_attention(config, fields), _windows(config, fields.num_layers)))
+
+
+def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer; none without `use_sliding_window`. By default those from `max_window_layers` on have
+    one."""
+    window = sliding_window(config) if flag(config, "use_sliding_window") else None
+    types = config.get("layer_types")
+    if types is None:
+        first = 0 if config.get("max_window_layers") == 0 else positive_int(config, "max_window_layers", 28)
+        types = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
+    check_layer_types(types, num_layers)
+    return layer_windows(types, window, has_switch=True)
+
+
+def _read_qwen3_moe(config: Mapping[str, Any]) -> Decoder:
+    """Qwen3's attention, and experts in all layers or some."""
+    fields = common_fields(config)
+    window = sliding_window(config) if flag(config, "use_sliding_window") else None
+    attention = _attention(config, fields, window=window)
+    inner = positive_int(config, "moe_intermediate_size", 768)
+    normalize = flag(config, "norm_topk_prob")
+    count = qwen_expert_count(config, 128)
+    experts = routed_experts(config, fields, count, 8, intermediate_size=inner, normalize=normalize)
+    return fields.decoder(
+        fields.layer(attention, experts if sparse else fields.feed_forward())
+        for sparse in layers_with_experts(config, fields.num_layers)
+    )
+
+
+def _attention(config: Mapping[str, Any], fields: CommonFields, offset: float = 0.0, **changes: Any) -> Attention:
+    """offset: of the norms of heads. changes: fields of `Attention` that differ."""
+    bias, norm = flag(config, "attention_bias"), fields.norm(fields.head_dim, offset=offset)
+    return fields.attention(qkv_bias=bias, o_bias=bias, q_norm=norm, k_norm=norm, **changes)
+
+
+# ── Gated DeltaNet ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read_qwen3_next(config: Mapping[str, Any]) -> Decoder:
+    """Three layers of Gated DeltaNet (arXiv 2412.06464) to one of attention with an output gate; experts."""
+    fields = _hybrid_fields(config)
+    sparse = layers_with_experts(config, fields.num_layers)
+    if config.get("num_experts") == 0:
+        ignore(config, *_EXPERTS)  # which no layer has
+        blocks: list[TokenBlock] = [fields.feed_forward()] * fields.num_layers
+    else:
+        experts = _gated_experts(config, fields, 512, 10, flag(config, "norm_topk_prob", default=True))
+        blocks = [experts if has_experts else fields.feed_forward() for has_experts in sparse]
+    return _hybrid_decoder(config, fields, blocks, fused=True)
+
+
+def _read_qwen3_5(config: Mapping[str, Any], *, sparse: bool = False) -> Decoder:
+    """Qwen3-Next's layers with the projections of Gated DeltaNet apart; dense, or with experts in all layers."""
+    for field, value in _ALWAYS.items():
+        if config.get(field) not in (None, value):
+            raise ConfigError(f"config.json: {field} must be {value!r} in this family; got {config[field]!r}")
+    ignore(config, *_VISION, *_NO_SAY)
+    # No layer is dense where there are experts, so files leave the size of a dense block out.
+    fields = _hybrid_fields(Overlaid(config, {"intermediate_size": 1}) if sparse else config)
+    block: TokenBlock = _gated_experts(config, fields, 256, 8, True) if sparse else fields.feed_forward()
+    return _hybrid_decoder(config, fields, [block] * fields.num_layers, fused=False)
+
+
+def _read_qwen3_5_with_vision(config: Mapping[str, Any], *, sparse: bool = False) -> Decoder:
+    ignore(config, *_NO_SAY)
+    return read_text_part(config, partial(_read_qwen3_5, sparse=sparse), _VISION, ("model.visual.", "mtp."))
+
+
+def _hybrid_fields(config: Mapping[str, Any]) -> CommonFields:
+    return common_fields(config, default_head_dim=256, partial_rotary=0.25)
+
+
+def _gated_experts(
+    config: Mapping[str, Any], fields: CommonFields, count: int, chosen: int, normalize: bool
+) -> Experts:
+    """Experts beside a block that all tokens go through, which has a gate. count, chosen: by default."""
+    return routed_experts(
+        config,
+        fields,
+        qwen_expert_count(config, count),
+        chosen,
+        intermediate_size=positive_int(config, "moe_intermediate_size", 512),
+        normalize=normalize,
+        shared=fields.feed_forward(intermediate_size=positive_int(config, "shared_expert_intermediate_size", 512)),
+        shared_gate=True,
+        names=ExpertNames(shared="shared_expert"),
+    )
+
+
+def _hybrid_decoder(
+    config: Mapping[str, Any], fields: CommonFields, blocks: Sequence[TokenBlock], *, fused: bool
+) -> Decoder:
+    """blocks: the feed-forward block or experts of each layer. fused: as in `GatedDelta`."""
+    norm = fields.norm(offset=1.0)
+    attention = _attention(config, fields, offset=1.0, output_gate=True)
+    delta, linear = _delta(config, fields, fused), LayerNames(mixer="linear_attn")
+    layers = [
+        fields.layer(
+            attention if kind == FULL else delta,
+            block,
+            mixer_norm=norm,
+            feed_forward_norm=norm,
+            names=LayerNames() if kind == FULL else linear,
+        )
+        for kind, block in zip(_layer_types(config, fields.num_layers), blocks, strict=True)
+    ]
+    return fields.decoder(layers, norm=norm, unread=("mtp.",))
+
+
+def _delta(config: Mapping[str, Any], fields: CommonFields, fused: bool) -> GatedDelta:
+    key_heads = positive_int(config, "linear_num_key_heads", 16)
+    value_heads = positive_int(config, "linear_num_value_heads", 32)
+    value_dim = positive_int(config, "linear_value_head_dim", 128, most=256)
+    if value_heads % key_heads:
+        raise ConfigError(
+            f"config.json: linear_num_value_heads ({value_heads}) must be a multiple of linear_num_key_heads "
+            f"({key_heads})"
+        )
+    return GatedDelta(
+        hidden_size=fields.hidden_size,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=positive_int(config, "linear_key_head_dim", 128, most=256),
+        value_dim=value_dim,
+        taps=positive_int(config, "linear_conv_kernel_dim", 4),
+        norm=fields.norm(value_dim),
+        fused=fused,
+    )
+
+
+def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """What each layer mixes with: every fourth attends, unless the config says otherwise."""
+    interval = positive_int(config, "full_attention_interval", 4)
+    types = config.get("layer_types")
+    if types is None:
+        types = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
+    check_layer_types(types, num_layers, (FULL, LINEAR))
+    check_attends(types)
+    return list(types)
+
+
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": _read_qwen2,
+    "Qwen3ForCausalLM": _read_qwen3,
+    "Qwen3MoeForCausalLM": _read_qwen3_moe,
+    "Qwen3NextForCausalLM": _read_qwen3_next,
+    "Qwen3_5ForCausalLM": _read_qwen3_5,
+    "Qwen3_5ForConditionalGeneration": _read_qwen3_5_with_vision,
+    "Qwen3_5MoeForCausalLM": partial(_read_qwen3_5, sparse=True),
+    "Qwen3_5MoeForConditionalGeneration": partial(_read_qwen3_5_with_vision, sparse=True),
+}

@@ -18,7 +18,7 @@ from onward.checks import check_whole, plain, plain_items
 from onward.completion import Completion, Piece
 from onward.decoding import KeptSlots, Slots
 from onward.decoding.held import HeldText
-from onward.decoding.room import check_room
+from onward.decoding.prompt import check_room
 from onward.errors import CheckpointError, RequestError
 from onward.messages import AssistantMessage, MessageFormat, checked_format, format_of
 from onward.models import Cache, Model, ModelRun

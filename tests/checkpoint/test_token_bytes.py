@@ -7,8 +7,8 @@ from test_tokenizer import TOKENIZERS, texts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from onward.checkpoint import JsonTokenizer
+from onward.decoding.text import token_texts
 from onward.decoding.token import TokenLogprobs
-from onward.decoding.token_texts import token_texts
 from onward.testing import ByteTokenizer
 
 WORDS = {word: id for id, word in enumerate(["[UNK]", "a", "##b", "é", "##🦊", "東", "."])}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import onward
 from onward import Speculator
 from onward.constraints import JsonSchema, mask_of
-from onward.speculation.forced import paying_length
+from onward.speculation.step import paying_length
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 LETTERS = {"type": "object", "properties": {"first_name": {"enum": ["Ada"]}, "born": {"type": "integer"}}}

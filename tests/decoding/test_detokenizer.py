@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onward.checkpoint import CheckpointFolder, find_folder
 from onward.checkpoint.tokenizer import JsonTokenizer
 from onward.decoding import StreamingDetokenizer
-from onward.decoding.detokenizer import REPLACEMENT
+from onward.decoding.text import REPLACEMENT
 from onward.testing import ByteTokenizer
 
 

@@ -9,7 +9,7 @@ import pytest
 from onward import LanguageModel, Speculator
 from onward.decoding import SamplingChooser, Sequence
 from onward.engine import Engine
-from onward.requests.steps import Steps
+from onward.requests.runner import Steps
 from onward.sampling import SamplingParams
 from onward.speculation import ModelDrafter, SuffixLookup
 from onward.testing import ByteTokenizer, tiny_model

@@ -46,7 +46,7 @@ def test_only_the_loop_runs_steps_until_texts_end():
         ("speculation/model_drafter.py", "While"),
     ]
     # One step is made of one step for each kind of sequence, whose tokens are put where they belong.
-    of_kinds = [("requests/steps.py", "For")] * 2
+    of_kinds = [("requests/runner.py", "For")] * 2
     assert sorted(loops) == sorted([("decoding/loop.py", "While"), *of_kinds, *drafting])
 
 

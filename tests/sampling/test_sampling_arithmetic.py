@@ -5,8 +5,7 @@ import math
 
 import torch
 
-from onward.sampling.arithmetic import UNITS, logarithm, relative_probability, units
-from onward.sampling.noise import gumbel_noise
+from onward.sampling.noise import UNITS, gumbel_noise, logarithm, relative_probability, units
 
 
 def test_relative_probabilities_are_within_two_units_in_the_last_place():

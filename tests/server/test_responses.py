@@ -11,7 +11,7 @@ from live_server import SECONDS, LiveServer
 import onward
 from onward.completion import Piece
 from onward.decoding import TokenLogprobs
-from onward.decoding.token_texts import token_texts
+from onward.decoding.text import token_texts
 from onward.messages import AnswerReading, AssistantMessage, ToolCall
 from onward.messages.formats import FORMATS
 from onward.openai import BodyError, BodyReader, ResponseStream, read_response

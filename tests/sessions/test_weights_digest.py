@@ -14,9 +14,8 @@ from onward import LanguageModel
 from onward.engine import fingerprint as engine_fingerprint
 from onward.ops import QuantizedWeight
 from onward.ops.packed import NativeWeight, pack_native
-from onward.sessions import weights_digest
-from onward.sessions.fingerprint import difference, fingerprint
-from onward.sessions.weights_digest import digests_of, weights_of
+from onward.sessions import fingerprint as digesting
+from onward.sessions.fingerprint import difference, digests_of, fingerprint, weights_of
 from onward.testing import ByteTokenizer, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -63,7 +62,7 @@ def test_packed_weights_have_the_digest_of_the_stock_ones(rows, inputs, dtype, d
     packed = pack_native(stock)
     if packed is None:
         pytest.skip("there are no kernels")
-    chunk, weights_digest._CHUNK = weights_digest._CHUNK, data.draw(st.sampled_from([1, 1000, 8 << 20]))
+    chunk, digesting._CHUNK = digesting._CHUNK, data.draw(st.sampled_from([1, 1000, 8 << 20]))
     try:
         assert digest(packed) == digest(stock)
         other = stock.clone()
@@ -72,7 +71,7 @@ def test_packed_weights_have_the_digest_of_the_stock_ones(rows, inputs, dtype, d
         assert digest(other) != digest(stock)
         assert digest(pack_native(other)) == digest(other)
     finally:
-        weights_digest._CHUNK = chunk
+        digesting._CHUNK = chunk
 
 
 def test_a_permutation_of_inputs_counts():
@@ -86,8 +85,8 @@ def test_a_permutation_of_inputs_counts():
 
 def test_weights_are_read_once_until_they_change(monkeypatch):
     model, read = tiny_model(seed=7), []
-    before = weights_digest._computed
-    monkeypatch.setattr(weights_digest, "_computed", lambda weights: read.append(1) or before(weights))
+    before = digesting._computed
+    monkeypatch.setattr(digesting, "_computed", lambda weights: read.append(1) or before(weights))
     first = digests_of(model)
     barrier = threading.Barrier(4)
 
@@ -108,7 +107,7 @@ def test_weights_are_read_once_until_they_change(monkeypatch):
 
 
 def test_nothing_is_read_before_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(weights_digest, "_computed", lambda weights: pytest.fail("the weights are read"))
+    monkeypatch.setattr(digesting, "_computed", lambda weights: pytest.fail("the weights are read"))
     lm = onward.load("demo")
     with onward.Engine(lm) as engine:
         engine.submit("Once", max_new_tokens=2).result(60)

@@ -20,9 +20,9 @@ from onward.speculation import (
     SuffixLookup,
     check_same_tokens,
 )
-from onward.speculation.automaton import SuffixAutomaton
 from onward.speculation.drafter import continued
 from onward.speculation.step import speculation_of
+from onward.speculation.suffix import SuffixAutomaton
 from onward.testing import ByteTokenizer, scripted_model
 
 REQUEST = DraftRequest(rows=4, max_len=100, longest=15, vocab_size=100, device=CPU, select=lambda x, at: greedy(x))

@@ -11,7 +11,7 @@ from onward import LanguageModel, Speculator
 from onward.engine import Engine
 from onward.ops.blocks import BLOCK
 from onward.speculation import DraftRow, SuffixLookup
-from onward.speculation.automaton import SuffixAutomaton
+from onward.speculation.suffix import SuffixAutomaton
 from onward.testing import ByteTokenizer, tiny_model
 
 SECONDS = 60  # a wait that takes longer never ends

@@ -1,4 +1,4 @@
-// The functions of sampling, operation by operation what src/onward/sampling/arithmetic.py does in torch:
+// The functions of sampling, operation by operation what src/onward/sampling/noise.py does in torch:
 // only sums, products and quotients that IEEE 754 rounds in one way, so the bits are the same
 // everywhere. No fma, and nothing of libm.
 #pragma once

@@ -2,8 +2,8 @@
 
 from onward.cache.blocks import KVBlocks, PagedKVCache
 from onward.cache.kv import KVCache
+from onward.cache.positions import NamedDims, SizedCache, length_of
 from onward.cache.shape import LayerShape
-from onward.cache.sized import NamedDims, SizedCache, length_of
 from onward.cache.slot import RowAdapter, Slot
 from onward.cache.slots import PagedSlots
 from onward.cache.states import StateShape

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from onward.cache.block_trie import BlockNode, BlockTrie, Tokens
-from onward.cache.blocks import KVBlocks
+from onward.cache.blocks import KVBlocks, WindowBlocks
 from onward.cache.budget import Budget
-from onward.cache.layer_blocks import WindowBlocks
 from onward.cache.slot import Slot
 from onward.cache.states import StatePool
 

@@ -7,10 +7,10 @@ takes as many as all that it holds is worth (`onward.cache.budget`).
 from collections.abc import Sequence
 
 from onward.cache.block_pool import BlockPool
-from onward.cache.block_trie import Match
+from onward.cache.block_trie import NO_MATCH, BlockNode, Match
 from onward.cache.blocks import KVBlocks
 from onward.cache.budget import Budget
-from onward.cache.slot import Slot
+from onward.cache.slot import RowAdapter, Slot, digest_of
 from onward.cache.states import StatePool
 from onward.cache.windows import WindowPool
 
@@ -78,3 +78,110 @@ class Pools:
         cached = sum(not self.blocks.holders[node.block] for node in match.path)
         copied = match.partial is not None and match.partial.window is not None
         return self.fit(count - len(match.path) + cached, self.windows.most(count) + copied, 1)
+
+
+class Texts:
+    """The blocks that can be found, with what sliding layers and recurrent states keep at their nodes."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def match(self, ids: Sequence[int], limit: int, adapter: RowAdapter | None) -> tuple[Match, BlockNode | None]:
+        """What there is of the first `limit` ids that a text can go on from, if there is room for what it copies.
+
+        Returns:
+            The match, and the node that keeps the recurrent states after it, where there are recurrent layers.
+        """
+        if limit <= 0:
+            return self.reusable(NO_MATCH)
+        return self.reusable(self._pools.blocks.trie.match(ids, limit, digest_of(adapter)))
+
+    def branch(self, ids: Sequence[int], limit: int, adapter: RowAdapter | None) -> int:
+        """Up to which block's end an earlier text has the first `limit` of these ids; 0 without recurrent layers."""
+        if self._pools.states.memory is None or limit <= 0:
+            return 0
+        return len(self._found(ids, limit, adapter)) * self._pools.block
+
+    def _found(self, ids: Sequence[int], limit: int, adapter: RowAdapter | None) -> list[BlockNode]:
+        """The nodes of the full blocks that hold the first `limit` of these ids, as far as there are any."""
+        return self._pools.blocks.trie.match(ids, limit, digest_of(adapter)).path
+
+    def reusable(self, match: Match) -> tuple[Match, BlockNode | None]:
+        """The longest part of a match that a text can go on from, and the node that keeps recurrent states of it."""
+        while True:
+            seen = self._pools.windows.reusable(match)
+            match, kept = self._pools.states.reusable(seen, self._pools.block)
+            if match == seen:
+                return match, kept
+
+    def nodes(self, slot: Slot) -> list[BlockNode | None]:
+        """The nodes of the slot's noted blocks."""
+        return [self._pools.blocks.nodes[block] for block in slot.blocks[: slot.noted]]
+
+    def last_noted(self, slot: Slot) -> BlockNode:
+        """The node of the slot's last noted block; the root of its adapter's texts before there is one."""
+        pool = self._pools.blocks
+        node = pool.nodes[slot.blocks[slot.noted - 1]] if slot.noted else pool.trie.root(digest_of(slot.adapter))
+        assert node is not None, "what a slot holds and noted can be found"
+        return node
+
+    def note(self, slot: Slot, ids: Sequence[int]) -> None:
+        """Let the full blocks of the slot be found, whose first positions hold these ids for good.
+
+        Where another block with the same text can be found already, the slot keeps its own, which cannot.
+        """
+        assert len(ids) <= slot.length, (len(ids), slot.length)
+        pool, size, full = self._pools.blocks, self._pools.block, len(ids) // self._pools.block
+        while slot.noted < len(slot.blocks) and pool.nodes[slot.blocks[slot.noted]] is not None:
+            slot.noted += 1  # by a slot that shares the block
+        parent = self.last_noted(slot)
+        while slot.noted < full:
+            tokens = tuple(ids[slot.noted * size : (slot.noted + 1) * size])
+            if pool.trie.starting_with(parent, tokens) is not None:
+                break
+            parent = pool.publish(parent, tokens, slot.blocks[slot.noted])
+            self._pools.windows.publish(slot, slot.noted, parent)
+            slot.noted += 1
+        slot.sealed = max(slot.sealed, full)
+        slot.note_at = (full + 1) * size
+        self._keep_states(slot, ids, full)
+
+    def _keep_states(self, slot: Slot, ids: Sequence[int], full: int) -> None:
+        """Let the node of the slot's last full block, or another's of the same text, keep the recurrent states after
+        it, if they are there."""
+        states, end = self._pools.states, full * self._pools.block
+        if slot.state is None or not full or not states.holds(slot.state, end):
+            return
+        path = [self.last_noted(slot)] if slot.noted == full else self._found(ids, end, slot.adapter)[full - 1 :]
+        if path and path[0].state is None:
+            states.snapshot(path[0], slot.state, end)
+
+    def leave(self, slot: Slot, ids: Sequence[int]) -> list[BlockNode]:
+        """Let the blocks after the noted ones be found, unless a slot holds them; return the nodes of these ids.
+
+        Where there is a block with the same text already, the trie's path leads over that one.
+        """
+        pool, size = self._pools.blocks, self._pools.block
+        parent, path = self.last_noted(slot), []
+        for index in range(slot.noted, self._pools.count(len(ids))):
+            tokens = tuple(ids[index * size : (index + 1) * size])
+            node = pool.trie.starting_with(parent, tokens)
+            if node is None:
+                if pool.holders[slot.blocks[index]]:  # its holder does not hold the parent
+                    break
+                node = pool.publish(parent, tokens, slot.blocks[index])
+            if len(node.tokens) == len(tokens):  # else the node's block holds more than the slot's
+                self._pools.windows.publish(slot, index, node)
+            path.append(node)
+            parent = node
+        return path
+
+    def leave_states(self, slot: Slot, count: int, path: list[BlockNode]) -> None:
+        """Let the node of the last of `count` positions keep the slot's states, or give them back. path: the nodes
+        after the noted ones."""
+        states = self._pools.states
+        is_found = slot.findable and count > 0 and slot.noted + len(path) == self._pools.count(count)
+        if slot.state is None or not (is_found and states.most_kept and states.holds(slot.state, count)):
+            states.give_back(slot.state)
+            return
+        states.keep(path[-1] if path else self.last_noted(slot), slot.state, count)

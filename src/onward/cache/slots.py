@@ -16,10 +16,8 @@ from torch.utils._pytree import tree_leaves
 from onward.cache.block_tables import BlockTables
 from onward.cache.block_trie import BlockNode, Match
 from onward.cache.blocks import KVBlocks
-from onward.cache.pools import Pools
-from onward.cache.slot import NEVER, RowAdapter, Slot, index_of
-from onward.cache.texts import Texts
-from onward.cache.view import View
+from onward.cache.pools import Pools, Texts
+from onward.cache.slot import NEVER, RowAdapter, Slot, View, index_of
 from onward.checks import check_whole
 from onward.errors import ContextOverflowError, RequestError
 from onward.forks import renew_in_forks

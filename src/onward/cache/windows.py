@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from onward.cache.block_pool import BlockAccounts
 from onward.cache.block_trie import BlockNode, Match
+from onward.cache.blocks import WindowBlocks
 from onward.cache.budget import Budget
-from onward.cache.layer_blocks import WindowBlocks
 from onward.cache.shape import first_seen, window_blocks
 from onward.cache.slot import Slot
 

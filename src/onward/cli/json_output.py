@@ -61,7 +61,7 @@ def _tokens(
     tokenizer: "Tokenizer | None",
 ) -> list[dict[str, Any]]:
     """Ids with their texts, which add up to the whole: a character of several tokens is in the last of them."""
-    from onward.decoding.token_texts import token_texts
+    from onward.decoding.text import token_texts
 
     texts = None if tokenizer is None else token_texts(ids, logprobs, before, tokenizer)
     tokens = []

@@ -1,20 +1,17 @@
 """The one decode loop: its sequences, slots, steps and schedule; and drivers for a forward of the user's own."""
 
 from onward.decoding.beam import BeamOptions, BeamStep, Search
-from onward.decoding.choose import Chooser, SamplingChooser, Select, SelectChooser
 from onward.decoding.dense_slots import DenseSlots
-from onward.decoding.detokenizer import StreamingDetokenizer
 from onward.decoding.driver import decode, stream
 from onward.decoding.forward import Work
 from onward.decoding.inferencer import DecodeOutput, FilledCache, Inferencer, ModelInferencer, PrefillOutput
 from onward.decoding.kept_slots import KeptSlots, slots_for
-from onward.decoding.loop import Emission, Schedule, decode_loop
-from onward.decoding.schedule import AllTogether
+from onward.decoding.loop import AllTogether, Emission, Schedule, decode_loop
 from onward.decoding.sequence import FinishReason, Sequence, StoppedBy, StopWhen
 from onward.decoding.slots import Slots
-from onward.decoding.step import DecodeStep, Step
+from onward.decoding.step import Chooser, DecodeStep, SamplingChooser, Select, SelectChooser, Step
 from onward.decoding.tensors import generate
-from onward.decoding.text import NoText, StopStrings, TextStream
+from onward.decoding.text import NoText, StopStrings, StreamingDetokenizer, TextStream
 from onward.decoding.token import Token, TokenLogprobs
 
 __all__ = [

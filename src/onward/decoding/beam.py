@@ -22,8 +22,8 @@ from onward.decoding.slots import Slots
 from onward.decoding.step import Emitted, Step
 from onward.decoding.token import TokenLogprobs, not_finite, token_logprobs
 from onward.errors import RequestError
-from onward.sampling.adjustments import Adjustments
 from onward.sampling.constraint import mask_logits, nothing_left
+from onward.sampling.sampler import Adjustments
 
 # How many of the likeliest continuations of a text that has a constraint may all end it.
 _MOST_ENDED = 15

@@ -8,10 +8,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.cache import KVCache, RowAdapter, length_of
-from onward.cache.positions import copy_positions, position_dims
-from onward.cache.rows import copy_row, have_rows, row_dims
-from onward.cache.slot import index_of
-from onward.cache.view import View
+from onward.cache.positions import copy_positions, copy_row, have_rows, position_dims, row_dims
+from onward.cache.slot import View, index_of
 from onward.decoding.slots import Ids
 from onward.errors import RequestError
 from onward.models import Cache, Model, padded_length

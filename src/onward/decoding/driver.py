@@ -11,13 +11,11 @@ from torch.utils import _pytree as pytree
 
 from onward.cache import length_of
 from onward.checks import as_tuple, check_whole, plain
-from onward.decoding.choose import Chooser, SamplingChooser, SelectChooser
 from onward.decoding.dense_slots import DenseSlots
-from onward.decoding.loop import decode_loop
+from onward.decoding.loop import AllTogether, decode_loop
 from onward.decoding.prompt import PromptIds, VocabularyCheck, prompt_ids
-from onward.decoding.schedule import AllTogether
 from onward.decoding.sequence import Sequence
-from onward.decoding.step import DecodeStep
+from onward.decoding.step import Chooser, DecodeStep, SamplingChooser, SelectChooser
 from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Forward, Model, Params, padded_length, reused_run
 from onward.sampling import Sampler, SamplingParams, greedy

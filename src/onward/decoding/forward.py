@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from onward.cache.view import View
+from onward.cache.slot import View
 from onward.decoding.sequence import Sequence
 from onward.decoding.slots import Slots
 from onward.models import Cache

@@ -18,8 +18,7 @@ from onward.cache import length_of
 from onward.checks import check_whole
 from onward.decoding.dense_slots import DenseSlots
 from onward.decoding.driver import chooser_of
-from onward.decoding.loop import decode_loop
-from onward.decoding.schedule import AllTogether
+from onward.decoding.loop import AllTogether, decode_loop
 from onward.decoding.sequence import Sequence
 from onward.decoding.step import DecodeStep
 from onward.errors import ContextOverflowError, RequestError

@@ -3,12 +3,13 @@
 import time
 from collections import abc
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onward.decoding.forward import Work
 from onward.decoding.sequence import Sequence
 from onward.decoding.slots import Slots
 from onward.decoding.step import Emitted, Step
+from onward.errors import ContextOverflowError
 
 # The work of the next step; none when all is done. It may admit sequences and remove them.
 Schedule = Callable[[], abc.Sequence[Work]]
@@ -69,3 +70,145 @@ def _accepted(
         if sequence.slot is not None:
             slots.advance(sequence.slot, sequence.computed, sequence.ids)
     return pieces
+
+
+# The most logits computed at once where they are needed at every position: 2^26 take 256 MB in float32, which are 440
+# positions of a vocabulary of 152k.
+_MOST_LOGITS = 2**26
+
+
+def scored_chunk(vocab_size: int) -> int:
+    """The most ids of a prompt that a step processes where the logprobs of all are asked for."""
+    return max(1, _MOST_LOGITS // vocab_size)
+
+
+class AllTogether:
+    """A `Schedule` that begins with all sequences at once, or with as many as there is room for.
+
+    sequences: those to run. siblings: for some of them one of the same prompt; they begin with what that one computed.
+    chunk: the most prompt ids of a sequence that a step processes. vocab_size: V of the logits.
+    keep: whether sequences that have slots keep them after their end, for somebody else holds these.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        sequences: abc.Sequence[Sequence],
+        chunk: int = 512,
+        *,
+        vocab_size: int = 0,
+        siblings: abc.Mapping[Sequence, Sequence] | None = None,
+        keep: bool = False,
+    ) -> None:
+        self._slots = slots
+        self._waiting = [sequence for sequence in sequences if sequence.pending]
+        self._running: list[Sequence] = []
+        self._chunk = chunk
+        scored = sum(sequence.prompt_top is not None for sequence in self._waiting)
+        self._scored_chunk = min(chunk, scored_chunk(scored * vocab_size)) if scored * vocab_size else chunk
+        # Rows that do not show cannot be copied, so nothing is gained by waiting for a sibling.
+        self._siblings = {} if siblings is None or slots.whole else siblings
+        self._first: set[Sequence] = set()  # whose prompts others wait for
+        self._kept = {sequence for sequence in sequences if keep and sequence.slot is not None}
+
+    def __call__(self) -> list[Work]:
+        self._let_go()
+        if self._waiting:
+            self._begin()
+        if not self._running:
+            if self._waiting:
+                longest = self._waiting[0].longest
+                raise ContextOverflowError(f"there is no room in the cache for a text of {longest} positions")
+            return []
+        prompts = [
+            Work(sequence, count) for sequence in self._running if (count := self._prompt_ids(sequence)) is not None
+        ]
+        return prompts or [Work(sequence, 1) for sequence in self._running]
+
+    def close(self) -> None:
+        """Let go of all slots. A stream that nobody holds any more is closed by the garbage collector."""
+        for sequence in self._running:
+            self._release(sequence, self._slots.leave)
+        self._running = []
+
+    def _prompt_ids(self, sequence: Sequence) -> int | None:
+        """How many ids of its prompt a sequence processes next; None where it decodes or waits for others."""
+        pending = sequence.pending
+        if sequence in self._first:
+            # The last id is processed together with those of the texts that share the prompt.
+            pending -= 1
+            return self._piece(sequence, pending) if pending else None
+        return self._piece(sequence, pending) if pending > 1 or not sequence.has_begun else None
+
+    def _piece(self, sequence: Sequence, pending: int) -> int:
+        most = self._chunk if sequence.prompt_top is None else self._scored_chunk
+        return self._slots.piece(sequence.slot, sequence.computed, min(pending, most))
+
+    def _begin(self) -> None:
+        """Give slots to those that wait, in order, as long as there is room."""
+        waiting: list[Sequence] = []
+        is_full = False
+        for sequence in self._waiting:
+            if is_full or self._awaits_prompt(sequence):
+                waiting.append(sequence)
+            elif not self._starts(sequence):
+                is_full = True
+                waiting.append(sequence)
+        self._waiting = waiting
+        self._first = {self._siblings[sequence] for sequence in waiting if sequence in self._siblings}
+
+    def _awaits_prompt(self, sequence: Sequence) -> bool:
+        """Whether a sibling is still to compute the prompt, all but its last id."""
+        sibling = self._siblings.get(sequence)
+        if sibling is None or sibling.finish_reason is not None:
+            return False
+        return sibling.slot is None or sibling.computed < sibling.output_at - 1
+
+    def _starts(self, sequence: Sequence) -> bool:
+        """Give a sequence a slot. False: there is no room."""
+        if sequence not in self._kept and not (self._forks(sequence) or self._acquires(sequence)):
+            return False
+        self._running.append(sequence)
+        return True
+
+    def _acquires(self, sequence: Sequence) -> bool:
+        acquired = self._slots.acquire(
+            sequence.prompt,
+            sequence.longest,
+            reuse=sequence.prompt_top is None and not sequence.start,
+            adapter=sequence.adapter,
+        )
+        if acquired is None:
+            return False
+        sequence.slot, reused = acquired
+        sequence.cached = reused
+        sequence.computed += reused
+        return True
+
+    def _forks(self, sequence: Sequence) -> bool:
+        """Begin with what a sibling has computed of the prompt."""
+        sibling = self._siblings.get(sequence)
+        if sibling is None or sibling.slot is None:
+            return False
+        computed = sibling.output_at - 1  # the last id is processed anew by all texts of the prompt
+        sequence.slot = self._slots.fork(sibling.slot, computed, sequence.longest)
+        if sequence.slot is None:
+            return False
+        sequence.computed = computed
+        return True
+
+    def _let_go(self) -> None:
+        running = []
+        for sequence in self._running:
+            if sequence.pending:
+                running.append(sequence)
+            else:
+                self._release(sequence, self._slots.release)
+        self._running = running
+
+    def _release(self, sequence: Sequence, release: Callable[[Any, list[int]], None]) -> None:
+        if sequence in self._kept:
+            return
+        for holder in sequence.holders():
+            release(holder.slot, holder.computed_ids())
+            holder.slot = None

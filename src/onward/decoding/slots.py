@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from onward.cache import RowAdapter
-from onward.cache.view import View
+from onward.cache.slot import View
 from onward.models import Cache
 
 Slot = Any

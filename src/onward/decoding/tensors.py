@@ -9,13 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onward.checks import check_whole
-from onward.decoding.choose import SamplingChooser
 from onward.decoding.kept_slots import slots_for
-from onward.decoding.loop import decode_loop
-from onward.decoding.room import check_room
-from onward.decoding.schedule import AllTogether
+from onward.decoding.loop import AllTogether, decode_loop
+from onward.decoding.prompt import check_room
 from onward.decoding.sequence import Sequence
-from onward.decoding.step import DecodeStep
+from onward.decoding.step import DecodeStep, SamplingChooser
 from onward.errors import RequestError
 from onward.models import Model, reused_run
 from onward.sampling import ConstrainedText, Constraint, Sampler, SamplingParams

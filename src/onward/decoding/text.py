@@ -1,11 +1,92 @@
 """Tokens to text as they come: stop strings never leak, half characters never show."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from onward.beginnings import unfinished
-from onward.decoding.detokenizer import Detokenizer
+from onward.decoding.token import TokenLogprobs
+
+REPLACEMENT = "\ufffd"
+# How many of a prompt's last ids are decoded again with what follows. One would do but for special tokens.
+_CONTEXT = 8
+# Of a character in UTF-8.
+_MOST_BYTES = 4
+
+
+class Detokenizer(Protocol):
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+    def fork(self) -> Self:
+        """A copy that goes on from here by itself."""
+        ...
+
+
+class StreamingDetokenizer:
+    """Gives out a character once all of its bytes are there, never before.
+
+    A token may hold part of a character, and a tokenizer may write a token differently after another one (with a
+    leading space, for example). So the ids since the last text given out are decoded together with the ids of that
+    text. An unfinished character decodes to the replacement character: the new text is given out as soon as it does
+    not end in one. The pieces add up to `decode` of all ids, as long as these are valid UTF-8. Byte fallback writes
+    a run of bytes with an invalid one as replacement characters throughout; here characters that were given out stay.
+
+    decode: ids to text.
+    before: the ids that the text continues. Their own text is not given out. With them the first word after a prompt
+        keeps its leading space, where a tokenizer drops one at the start of a text.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
+        self._decode = decode
+        # Ids whose text has been given out, as far as later ones need them.
+        self._context = _whole_end(decode, before)
+        self._pending: list[int] = []  # ids whose text has not been given out
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith(REPLACEMENT) or not text:
+            return ""
+        self._context, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """The rest of the text; an unfinished character becomes the replacement character."""
+        text = self._new_text()
+        self._context, self._pending = [], []
+        return text
+
+    def added_by(self, token_id: int) -> str:
+        """The text that a token would add here, less an unfinished character before it."""
+        ids = self._context + self._pending
+        return self._added(ids, [token_id])
+
+    def fork(self) -> Self:
+        """A copy that goes on from here by itself."""
+        other = copy.copy(self)
+        other._context, other._pending = self._context.copy(), self._pending.copy()
+        return other
+
+    def _new_text(self) -> str:
+        return self._added(self._context, self._pending)
+
+    def _added(self, ids: list[int], more: list[int]) -> str:
+        """The text that ids add to that of others."""
+        before, text = self._decode(ids), self._decode(ids + more)
+        if REPLACEMENT in text[: len(before)] and not text.startswith(before):
+            return self._decode(more)  # a byte broke the characters of the bytes before it
+        return text[len(before) :]
+
+
+def _whole_end(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[int]:
+    """The last of these ids, from the start of a character on: byte fallback breaks all characters of a run of bytes
+    that starts inside one. None where the ids end inside a character, which is no part of a text then.
+    """
+    last = list(ids[-_CONTEXT:])
+    starts = range(min(_MOST_BYTES, len(last)))
+    return next((last[start:] for start in starts if not decode(last[start:]).endswith(REPLACEMENT)), [])
 
 
 class Mark(NamedTuple):
@@ -202,3 +283,102 @@ class StopStrings:
             _Hidden(max(0, begin - end), after - end, mark) for begin, after, mark in self._hidden if after > end
         )
         return shown + text[at:]
+
+
+class Decoder(Protocol):
+    """The method of a tokenizer that texts of tokens need."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@runtime_checkable
+class OwnBytes(Protocol):
+    """A tokenizer that knows the bytes of tokens that are a part of a character."""
+
+    def bytes_of(self, id: int) -> bytes | None:
+        """The bytes that a token adds to every text; empty for one that `decode` leaves out. None where they are those
+        of the text that `decode` adds for it."""
+        ...
+
+
+class TokenText(NamedTuple):
+    """A token of a text.
+
+    text: the characters that are complete with it. bytes: its own; those of a text's tokens add up to the text in
+    UTF-8. top: the likeliest ids at its place, as its logprobs list them. Their text is the one that they would have
+    had in its place; for a part of a character it is written as OpenAI does, "bytes:\\xe2\\x82".
+    """
+
+    text: str
+    bytes: bytes
+    top: tuple["TokenText", ...] = ()
+
+
+class TokenTexts:
+    """The texts of tokens as they come. A token that ends inside a character waits for the one that completes it."""
+
+    def __init__(self, before: Sequence[int], tokenizer: Decoder) -> None:
+        """before: the ids that the tokens follow."""
+        self._detokenizer = StreamingDetokenizer(tokenizer.decode, before)
+        self._bytes_of = tokenizer.bytes_of if isinstance(tokenizer, OwnBytes) else None
+        self._waiting: list[TokenText] = []
+
+    def push(self, token: int, entry: TokenLogprobs | None = None) -> list[TokenText]:
+        """The texts that are final with this token: its own, and before it those that waited; none if it has to wait.
+
+        entry: for the texts of the likeliest ids at its place.
+        """
+        begun = b"".join(waiting.bytes for waiting in self._waiting)
+        top = () if entry is None else tuple(self._alternative(other, begun) for other, _ in entry.top)
+        own = None if self._bytes_of is None else self._own_bytes(token, self._bytes_of, begun)
+        text = self._detokenizer.push(token)
+        self._waiting.append(TokenText(text, text.encode("utf-8", "replace") if own is None else own, top))
+        return self._final() if text else []
+
+    def flush(self) -> list[TokenText]:
+        """The texts that wait, when no token follows: an unfinished character is in the last of them."""
+        text = self._detokenizer.flush()
+        if self._waiting:
+            last = self._waiting[-1]
+            own = last.bytes if self._bytes_of is not None else text.encode("utf-8", "replace")
+            self._waiting[-1] = TokenText(last.text + text, own, last.top)
+        return self._final()
+
+    def _final(self) -> list[TokenText]:
+        final, self._waiting = self._waiting, []
+        return final
+
+    def _own_bytes(self, token: int, bytes_of: Callable[[int], bytes | None], begun: bytes) -> bytes:
+        """begun: the bytes of an unfinished character before it."""
+        text = self._detokenizer.added_by(token)
+        if begun or REPLACEMENT in text:
+            own = bytes_of(token)
+            if own is not None:
+                return own
+        return text.encode("utf-8", "replace")
+
+    def _alternative(self, token: int, begun: bytes) -> TokenText:
+        if self._bytes_of is None:
+            text = self._detokenizer.added_by(token)
+            return TokenText(text, text.encode("utf-8", "replace"))
+        own = self._own_bytes(token, self._bytes_of, begun)
+        for whole in (begun + own, own) if own else ():
+            try:
+                return TokenText(whole.decode(), own)
+            except UnicodeDecodeError:
+                continue
+        return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in own) if own else "", own)
+
+
+def token_texts(
+    ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None, before: Sequence[int], tokenizer: Decoder
+) -> list[TokenText]:
+    """The text of each of `ids`, which follow `before`. A character of several tokens is in the last of them.
+
+    logprobs: of each token, for the texts of the likeliest ids at its place; None for none.
+    """
+    texts = TokenTexts(before, tokenizer)
+    final: list[TokenText] = []
+    for at, token in enumerate(ids):
+        final += texts.push(token, None if logprobs is None else logprobs[at])
+    return final + texts.flush()

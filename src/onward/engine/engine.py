@@ -19,9 +19,8 @@ from onward.models.weights_version import computation
 from onward.option_names import checks_option_names
 from onward.reprs import described
 from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, Request
-from onward.requests.emitted import Emitted, checked_emitted
 from onward.requests.job import Job
-from onward.requests.request import as_list
+from onward.requests.request import Emitted, as_list, checked_emitted
 
 _MOST_PRIORITY = 2**31
 

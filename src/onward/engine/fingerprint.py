@@ -57,7 +57,7 @@ _FINGERPRINT = re.compile("-".join([f"[0-9a-f]{{{_DIGITS}}}"] * len(PARTS)))
 def bits_fingerprint(model: Model, adapter: RowAdapter | None = None) -> str:
     """A short text that is the same where the same requests give the same bits.
 
-    Of each of `PARTS` 8 hexadecimal digits, joined by "-". All bytes of the weights count (`sessions.weights_digest`).
+    Of each of `PARTS` 8 hexadecimal digits, joined by "-". All bytes of the weights count (`sessions.fingerprint`).
     The version of torch counts, for torch computes what no kernel does.
     """
     parts = [

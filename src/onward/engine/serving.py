@@ -25,7 +25,7 @@ from onward.errors import ContextOverflowError, EngineBusyError, EngineError, on
 from onward.forks import renew_in_forks
 from onward.models import ModelRun
 from onward.models.weights_version import computation
-from onward.requests.steps import Steps
+from onward.requests.runner import Steps
 
 # Seconds between two looks at the events by which callers cancel what waits.
 _WATCH = 0.02

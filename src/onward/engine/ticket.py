@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from onward.decoding import FinishReason, Search, Sequence, Slots
-from onward.decoding.schedule import scored_chunk
+from onward.decoding.loop import scored_chunk
 from onward.engine.generation import Generation
 from onward.engine.watches import Watches
 from onward.requests.job import Job

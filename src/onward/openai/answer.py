@@ -7,7 +7,7 @@ from typing import Any
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion
 from onward.decoding import TokenLogprobs
-from onward.decoding.token_texts import TokenText, token_texts
+from onward.decoding.text import TokenText, token_texts
 from onward.messages import MessageDelta, ToolCallDelta
 from onward.openai.body import Body
 

@@ -6,7 +6,7 @@ from typing import Any
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece
 from onward.decoding import TokenLogprobs
-from onward.decoding.token_texts import TokenText, TokenTexts
+from onward.decoding.text import TokenText, TokenTexts
 from onward.openai.answer import logprob_entries
 from onward.requests import Request
 

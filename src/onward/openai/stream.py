@@ -12,7 +12,7 @@ from typing import Any
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece
 from onward.decoding import TokenLogprobs
-from onward.decoding.token_texts import TokenText, TokenTexts
+from onward.decoding.text import TokenText, TokenTexts
 from onward.messages import MessageDelta, ToolCallDelta
 from onward.openai.answer import answer_head, chat_logprobs, delta_body, finish_reason, text_logprobs, usage_of
 from onward.openai.body import Body

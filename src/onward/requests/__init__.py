@@ -1,7 +1,6 @@
 """Requests: what users ask for. They are checked and then run through the one loop to completions."""
 
 from onward.requests.chats import ChatReader
-from onward.requests.drafts import LOOKUPS, Speculators
 from onward.requests.generation_config import generation_defaults, within_vocabulary
 from onward.requests.options import (
     ChatOptionsDict,
@@ -10,9 +9,10 @@ from onward.requests.options import (
     GenerateOptionsDict,
     split_chat_options,
 )
-from onward.requests.request import Ids, Prompt, Request, RequestReader
+from onward.requests.request import Ids, Prompt, Request, RequestReader, Speculators
 from onward.requests.runner import Runner, drained, only
 from onward.requests.scoring import Score, score_continuations, score_in_windows, score_texts
+from onward.speculation import LOOKUPS
 
 __all__ = [
     "LOOKUPS",

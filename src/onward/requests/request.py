@@ -1,6 +1,8 @@
 """Checks the prompts and options that users give, and makes requests of them."""
 
 import dataclasses
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias, Unpack
@@ -13,14 +15,15 @@ from onward.adapters import Adapters
 from onward.checkpoint import Tokenizer
 from onward.checks import check_whole, plain, plain_items
 from onward.constraints import Grammar
-from onward.decoding.room import check_room
+from onward.decoding.prompt import check_room
 from onward.errors import RequestError, TokenizerError
+from onward.forks import renew_in_forks
 from onward.messages import AnswerReading
 from onward.models import Model
 from onward.option_names import check_option_names
 from onward.reprs import brief, brief_list
 from onward.requests.options import GenerateOptions, GenerateOptionsDict, option_names
-from onward.speculation import Speculator
+from onward.speculation import Drafter, Speculator, as_drafter
 from onward.text_input import check_value
 
 # Ids: a list or a tuple, or one dimension of an array or a tensor of whole numbers.
@@ -253,3 +256,90 @@ def check_top(name: str, count: int, vocab_size: int) -> None:
     check_whole(name, count, low=0)
     if count > vocab_size:
         raise RequestError(f"{name} is {count}, but the vocabulary has {vocab_size} ids: ask for fewer")
+
+
+# The most speculators that are kept. Each keeps what it has learnt and the programs of its draft model.
+_MOST_KEPT = 8
+
+
+class Speculators:
+    """The speculators of one language model, one for each draft asked for. They are kept for further requests."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Any, tuple[Any, Speculator]] = OrderedDict()
+        self._lock = threading.RLock()  # requests come from several threads
+        renew_in_forks(self)
+
+    def renew(self) -> None:
+        """In a forked child: a new lock."""
+        self._lock = threading.RLock()
+
+    def of(self, draft: Any) -> Speculator | None:
+        """The speculator for `draft`: None, "lookup", "suffix", a `Model`, a `Drafter` or a `Speculator`.
+
+        Raises:
+            RequestError: anything else.
+        """
+        if draft is None or isinstance(draft, Speculator):
+            return draft
+        key = draft if isinstance(draft, str) else id(draft)
+        return self.kept(key, draft, lambda: as_drafter(draft))
+
+    def kept(self, key: Any, draft: Any, make: Callable[[], Drafter]) -> Speculator:
+        """The speculator kept under `key`; where there is none, one is made.
+
+        `draft` is kept with it: a key that is its `id` must not become that of another object.
+        """
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = (draft, Speculator(make()))
+                if len(self._kept) > _MOST_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+            return self._kept[key][1]
+
+
+# The ids of one text, or a list of them for each of several.
+Emitted: TypeAlias = Ids | Sequence[Ids]
+
+
+def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list[list[int]]:
+    """A list of ids for each of the request's `n` texts.
+
+    Raises:
+        RequestError: another number of lists, what is no id of the vocabulary, more ids than the request may emit, or
+            a request whose texts do not follow from its prompt, its options and its seed.
+    """
+    options = request.options
+    if options.seed is None and options.temperature > 0 and options.beams == 1:
+        raise RequestError(
+            "a sampled request without a seed cannot be resumed: give the seed that its texts were drawn with "
+            "(Completion.seed; submit it with one to know it ahead)"
+        )
+    texts = _of_each_text(emitted, options.n)
+    for ids in texts:
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                raise RequestError(f"emitted must hold ids, whole numbers from 0 to {vocab_size - 1}; got {token!r}")
+        if len(ids) > request.max_new_tokens:
+            raise RequestError(
+                f"emitted holds {len(ids)} ids of a text, but max_new_tokens is {request.max_new_tokens}: give the "
+                "options of the request that emitted them"
+            )
+    return texts
+
+
+def _of_each_text(emitted: Any, n: int) -> list[list[Any]]:
+    if isinstance(emitted, str | bytes) or not isinstance(emitted, Sequence | np.ndarray | Tensor):
+        raise RequestError(f"emitted must be ids, or a list of ids for each text; got {type(emitted).__name__}")
+    items = list(emitted)
+    if not items:
+        return [[] for _ in range(n)]
+    nested = [isinstance(item, Sequence) or (isinstance(item, np.ndarray | Tensor) and item.ndim > 0) for item in items]
+    if not any(nested):
+        items = [emitted]
+    elif not all(nested):
+        raise RequestError("emitted must be ids, or a list of ids for each text; got a list of both")
+    if len(items) != n:
+        raise RequestError(f"emitted holds ids of {len(items)} texts, but the request has n={n}: give a list for each")
+    return [plain_items(ids) for ids in items]

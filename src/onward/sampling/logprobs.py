@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.ops.operators import check_no_gradient
-from onward.sampling.arithmetic import UNITS, logarithm, relative_probability, units
+from onward.sampling.noise import UNITS, logarithm, relative_probability, units
 
 
 class Logprobs(NamedTuple):

@@ -29,8 +29,7 @@ from onward.decoding.held import HeldCache
 from onward.errors import SessionError, one_line, warn
 from onward.files import write_whole
 from onward.models import Model, padded_length
-from onward.sessions.fingerprint import computed_by, difference, fingerprint
-from onward.sessions.weights_digest import as_bytes
+from onward.sessions.fingerprint import as_bytes, computed_by, difference, fingerprint
 
 MARK = "onward_session"
 VERSION = 1

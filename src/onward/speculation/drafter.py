@@ -6,7 +6,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from onward.checkpoint import Tokenizer
 from onward.decoding import Select
+from onward.errors import TokenizerError
 from onward.sampling import ConstrainedText, History, Sampler
 
 
@@ -87,3 +89,59 @@ def continued(ids: Sequence[int], start: int, count: int) -> list[int]:
     while copied and len(copied) < count:
         copied.append(copied[-period])
     return copied
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """drafted: how many ids were proposed.
+    accepted: how many of them became part of the text.
+    rounds: passes of the model that verified a draft; plain steps between them are not counted.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted ids over drafted ones; 0 where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """How many ids a round brings: the accepted ones and one of the target's own. 0 where there was no round.
+
+        A text that ends inside a draft has no id of the target's own in its last round; it is counted all the same.
+        """
+        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+
+@runtime_checkable
+class TokenTable(Protocol):
+    """A tokenizer that can write out its vocabulary."""
+
+    def tokens(self) -> Sequence[str | None]:
+        """The token of every id as the vocabulary spells it; None for an id that has none."""
+        ...
+
+
+def check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raise unless every id that both tokenizers have is the same token in both.
+
+    Sizes may differ: an id that only one tokenizer has is a special token of its own, or pads the vocabulary.
+    Where a tokenizer cannot write out its vocabulary, the texts of single ids are compared.
+
+    Raises:
+        TokenizerError: naming the first id that differs.
+    """
+    if isinstance(target, TokenTable) and isinstance(draft, TokenTable):
+        ours, theirs = target.tokens(), draft.tokens()
+    else:
+        count = min(target.vocab_size, draft.vocab_size)
+        ours, theirs = ([tokenizer.decode([token]) for token in range(count)] for tokenizer in (target, draft))
+    for token, (our, their) in enumerate(zip(ours, theirs, strict=False)):
+        if our is not None and their is not None and our != their:
+            raise TokenizerError(
+                f"the draft model has another vocabulary than the model: id {token} is {their!r} there and {our!r} "
+                "here. Take a draft of the same family, or 'lookup' or 'suffix', which need no model"
+            )

@@ -27,7 +27,7 @@ from onward.decoding.inferencer import SampleStrategy
 from onward.errors import RequestError
 from onward.models import Model
 from onward.sampling import Sampler, greedy
-from onward.speculation.counts import Speculation
+from onward.speculation.drafter import Speculation
 from onward.speculation.model_drafter import ModelDrafter
 from onward.speculation.speculator import Speculator
 from onward.speculation.step import drafted_text

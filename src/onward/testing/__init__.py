@@ -6,9 +6,16 @@ path = onward.testing.random_checkpoint(folder)         # the same on disk, for 
 lm = onward.LanguageModel(model, onward.testing.ByteTokenizer())
 """
 
-from onward.testing.byte_tokenizer import ByteTokenizer
-from onward.testing.poison import poison
-from onward.testing.scripted import Call, ContractError, Script, ScriptedCache, ScriptedModel, scripted_model
+from onward.testing.scripted import (
+    ByteTokenizer,
+    Call,
+    ContractError,
+    Script,
+    ScriptedCache,
+    ScriptedModel,
+    poison,
+    scripted_model,
+)
 from onward.testing.tiny import random_checkpoint, tiny_config, tiny_model
 
 __all__ = [

@@ -6,10 +6,25 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from onward.models import Model
+from onward.models import Cache, Model
 from onward.models.contract import take_positions
-from onward.testing.poison import EMPTY
+
+EMPTY = -1
+
+
+def poison(cache: Cache) -> Cache:
+    """Fill every tensor of a cache in place with NaN (-1 where it holds whole numbers), and return the cache.
+
+    The logits of a model that reads an entry at or past a row's offset become NaN. A model that keeps the contract
+    decodes over a poisoned cache as over a new one.
+    """
+    for leaf in pytree.tree_leaves(cache):
+        if isinstance(leaf, Tensor):
+            leaf.fill_(float("nan") if leaf.is_floating_point() else EMPTY)
+    return cache
+
 
 # What the model predicts after a row's tokens, the last of which stands at position p. A function maps all of the
 # row's tokens to the next id, or to logits float [V]. A list of N ids predicts ids[p % N], so that a prompt of one
@@ -138,3 +153,39 @@ def _next_logits(script: Script, vocab_size: int, history: list[int]) -> Tensor:
     logits = torch.zeros(vocab_size)
     logits[following] = CERTAIN
     return logits
+
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """A `Tokenizer` whose ids are the bytes of UTF-8, then a BOS and an EOS.
+
+    A character outside ASCII is several tokens, and most sequences of ids are no valid UTF-8. A streaming detokenizer
+    has to get both right.
+
+    bos_id, eos_id: None for a tokenizer without one. add_bos: begin every encoded text with the BOS.
+    """
+
+    bos_id: int | None = BYTES
+    eos_id: int | None = BYTES + 1
+    add_bos: bool = False
+    vocab_size: int = BYTES + 2
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The bytes of `text`, after a BOS where `add_bos` and `add_special_tokens`."""
+        ids = list(text.encode("utf-8"))
+        return [self.bos_id, *ids] if self.add_bos and add_special_tokens and self.bos_id is not None else ids
+
+    def bytes_of(self, id: int) -> bytes:
+        """The byte that an id stands for; empty for the others."""
+        return bytes([id]) if id < BYTES else b""
+
+    def token_bytes(self) -> list[bytes | None]:
+        """The byte that each id stands for; None for the others."""
+        return [bytes([token]) if token < BYTES else None for token in range(self.vocab_size)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        return bytes(token for token in ids if token < BYTES).decode("utf-8", errors="replace")

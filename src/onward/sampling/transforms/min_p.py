@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onward.checks import is_number
 from onward.errors import RequestError
-from onward.sampling.arithmetic import logarithm
+from onward.sampling.noise import logarithm
 from onward.sampling.transforms.transform import Columns, Draws, Filter
 
 

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from onward.checks import is_number
 from onward.errors import RequestError
-from onward.sampling.arithmetic import units
-from onward.sampling.transforms.probabilities import Probabilities, last_needed
-from onward.sampling.transforms.transform import Columns, Draws, Filter
+from onward.sampling.noise import units
+from onward.sampling.transforms.transform import Columns, Draws, Filter, Probabilities, last_needed
 
 # Most nuclei are narrow: look among this many of the likeliest ids before sorting the whole vocabulary.
 _NUCLEUS_GUESS = 1024

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from onward.checks import is_number
 from onward.errors import RequestError
-from onward.sampling.arithmetic import units
-from onward.sampling.transforms.probabilities import Probabilities, last_needed
-from onward.sampling.transforms.transform import Columns, Draws, Filter
+from onward.sampling.noise import units
+from onward.sampling.transforms.transform import Columns, Draws, Filter, Probabilities, last_needed
 
 
 class TypicalPDict(TypedDict, total=False):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from onward.checks import is_number
 from onward.errors import RequestError
-from onward.sampling.transforms.probabilities import Probabilities
-from onward.sampling.transforms.transform import Columns, Draws, Filter, check_switch
+from onward.sampling.transforms.transform import Columns, Draws, Filter, Probabilities, check_switch
 
 
 class XtcDict(TypedDict, total=False):

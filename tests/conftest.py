@@ -8,7 +8,7 @@ import ast
 import functools
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 from unittest import TestCase
 
@@ -47,6 +47,17 @@ hypothesis.settings.register_profile("repeat", derandomize=True, deadline=None, 
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "repeat")
 hypothesis.settings.load_profile(PROFILE)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected lives as long as the session: no collection of garbage walks it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import onward
 from onward import LanguageModel, Score, native
-from onward.decoding import schedule, step
+from onward.decoding import loop, step
 from onward.errors import ContextOverflowError, OnwardError, RequestError, TokenizerError
 from onward.models import pack_params
 from onward.requests import scoring
@@ -44,7 +44,7 @@ def test_a_text_scores_alone_as_among_others_and_in_any_chunks(lm, monkeypatch):
     many = TEXTS * 5
     same(lm.score(many, logprobs=2), alone * 5)
     monkeypatch.setattr(scoring, "_MOST_TOKENS", 60)
-    monkeypatch.setattr(schedule, "_MOST_LOGITS", 258 * 3)
+    monkeypatch.setattr(loop, "_MOST_LOGITS", 258 * 3)
     monkeypatch.setattr(step, "_MOST_SCORED", 258 * 2)
     same(lm.score(many, logprobs=2), alone * 5)
 
@@ -62,7 +62,7 @@ def same(scores: list[Score], others: list[Score]) -> None:
 
 def test_no_more_logits_are_made_at_once_than_memory_allows(monkeypatch):
     """The head runs on chunks: [T, V] of a long text is never held."""
-    monkeypatch.setattr(schedule, "_MOST_LOGITS", 32 * 8)
+    monkeypatch.setattr(loop, "_MOST_LOGITS", 32 * 8)
     model = scripted_model([1, 2, 3], selects_logits=True)
     LanguageModel(model).score([[1] * 40, [2] * 21])
     assert sum(len(call.tokens[0]) for call in model.calls) == 39

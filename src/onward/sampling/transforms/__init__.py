@@ -9,7 +9,6 @@ from onward.sampling.transforms.transform import (
     Filter,
     Transform,
     ban,
-    shift,
     transforms_of,
 )
 
@@ -22,6 +21,5 @@ __all__ = [
     "Filter",
     "Transform",
     "ban",
-    "shift",
     "transforms_of",
 ]

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
-from torch import Tensor
 
 from onward.checks import as_tuple, check_whole, plain
 from onward.errors import RequestError
 from onward.sampling.history import History, Ids
-from onward.sampling.transforms.transform import Adjustment, Changes, Entries, ban
+from onward.sampling.transforms.transform import Adjustment, Changes, ban
 
 
 class BadWordsDict(TypedDict, total=False):
@@ -44,9 +43,7 @@ class BadWords(Adjustment):
     def can_ban(self) -> bool:
         return True
 
-    @staticmethod
-    def adjust(logits: Tensor, entries: Entries) -> Tensor:
-        return ban(logits, entries)
+    adjust = staticmethod(ban)
 
 
 def word_ends(ids: Ids, words: Collection[tuple[int, ...]]) -> Ids:

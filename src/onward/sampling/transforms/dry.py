@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
-from torch import Tensor
 
 from onward.checks import as_tuple, check_whole, is_finite
 from onward.errors import RequestError
 from onward.sampling.history import History, Ids
-from onward.sampling.transforms.transform import Adjustment, Changes, Entries, check_switch, shift
+from onward.sampling.transforms.transform import Adjustment, Changes, check_switch
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -60,10 +59,6 @@ class Dry(Adjustment):
             breakers=self.dry_sequence_breakers,
         )
         return np.array(list(costs), dtype=np.int64), [-cost for cost in costs.values()]
-
-    @staticmethod
-    def adjust(logits: Tensor, entries: Entries) -> Tensor:
-        return shift(logits, entries)
 
 
 def dry_penalties(

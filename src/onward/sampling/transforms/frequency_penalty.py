@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
-from torch import Tensor
 
 from onward.checks import is_float32
 from onward.errors import RequestError
 from onward.sampling.history import History
-from onward.sampling.transforms.transform import Adjustment, Changes, Entries, shift
+from onward.sampling.transforms.transform import Adjustment, Changes
 
 
 class FrequencyPenaltyDict(TypedDict, total=False):
@@ -32,8 +31,3 @@ class FrequencyPenalty(Adjustment):
     def changes(self, history: History) -> Changes:
         ids, counts = history.drawn
         return ids, -(counts.astype(np.float32) * np.float32(self.frequency_penalty))
-
-    @staticmethod
-    def adjust(logits: Tensor, entries: Entries) -> Tensor:
-        """(OpenAI's API reference, `frequency_penalty`)"""
-        return shift(logits, entries)

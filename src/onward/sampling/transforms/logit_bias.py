@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict
 
 import numpy as np
-from torch import Tensor
 
 from onward.checks import check_whole, is_float32, plain
 from onward.errors import RequestError
 from onward.sampling.history import History
-from onward.sampling.transforms.transform import Adjustment, Changes, Entries, shift
+from onward.sampling.transforms.transform import Adjustment, Changes
 
 
 class LogitBiasDict(TypedDict, total=False):
@@ -39,10 +38,6 @@ class LogitBias(Adjustment):
 
     def named_ids(self) -> Iterable[int]:
         return dict(self.logit_bias)
-
-    @staticmethod
-    def adjust(logits: Tensor, entries: Entries) -> Tensor:
-        return shift(logits, entries)
 
 
 def _as_pairs(bias: object) -> tuple[tuple[int, float], ...]:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
-from torch import Tensor
 
 from onward.checks import as_tuple, check_whole
 from onward.sampling.history import History
-from onward.sampling.transforms.transform import Adjustment, Changes, Entries, ban
+from onward.sampling.transforms.transform import Adjustment, Changes, ban
 
 
 class MinNewTokensDict(TypedDict, total=False):
@@ -49,6 +48,4 @@ class MinNewTokens(Adjustment):
     def can_ban(self) -> bool:
         return True
 
-    @staticmethod
-    def adjust(logits: Tensor, entries: Entries) -> Tensor:
-        return ban(logits, entries)
+    adjust = staticmethod(ban)

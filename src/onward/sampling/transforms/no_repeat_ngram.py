@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
-from torch import Tensor
 
 from onward.checks import check_whole
 from onward.sampling.history import History, Ids
-from onward.sampling.transforms.transform import Adjustment, Changes, Entries, ban
+from onward.sampling.transforms.transform import Adjustment, Changes, ban
 
 
 class NoRepeatNgramDict(TypedDict, total=False):
@@ -33,9 +32,7 @@ class NoRepeatNgram(Adjustment):
     def can_ban(self) -> bool:
         return True
 
-    @staticmethod
-    def adjust(logits: Tensor, entries: Entries) -> Tensor:
-        return ban(logits, entries)
+    adjust = staticmethod(ban)
 
 
 def ngram_ends(ids: Ids, size: int) -> Ids:

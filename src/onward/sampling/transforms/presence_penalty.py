@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from typing import TypedDict
 
-from torch import Tensor
-
 from onward.checks import is_float32
 from onward.errors import RequestError
 from onward.sampling.history import History
-from onward.sampling.transforms.transform import Adjustment, Changes, Entries, shift
+from onward.sampling.transforms.transform import Adjustment, Changes
 
 
 class PresencePenaltyDict(TypedDict, total=False):
@@ -31,8 +29,3 @@ class PresencePenalty(Adjustment):
     def changes(self, history: History) -> Changes:
         ids, _ = history.drawn
         return ids, -self.presence_penalty
-
-    @staticmethod
-    def adjust(logits: Tensor, entries: Entries) -> Tensor:
-        """(OpenAI's API reference, `presence_penalty`)"""
-        return shift(logits, entries)

@@ -93,8 +93,11 @@ class Adjustment(Transform):
 
     @staticmethod
     def adjust(logits: Tensor, entries: "Entries") -> Tensor:
-        """float32 [B, V] -> the same, with the logits of `entries` changed and all others as they are, bit for bit."""
-        raise NotImplementedError
+        """float32 [B, V] -> the same, with the logits of `entries` changed and all others as they are, bit for bit.
+
+        Each value is added to its logit, and -inf bans, unless a transform says otherwise.
+        """
+        return entries.write(logits, entries.read(logits) + entries.values)
 
     def can_ban(self) -> bool:
         """Whether it may leave no id to draw."""
@@ -148,11 +151,6 @@ class Entries(NamedTuple):
     def write(self, logits: Tensor, values: Tensor) -> Tensor:
         """A copy of the logits with `values` at the places."""
         return logits.index_put((self.rows, self.ids), values) if len(values) else logits
-
-
-def shift(logits: Tensor, entries: Entries) -> Tensor:
-    """Add each value to its logit; -inf bans."""
-    return entries.write(logits, entries.read(logits) + entries.values)
 
 
 def ban(logits: Tensor, entries: Entries) -> Tensor:

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
@@ -12,70 +11,40 @@ import torch
 from torch import Tensor
 
 from onward.adapters import Adapters, LoadedAdapter, merged_model, read_adapter
-from onward.cache import length_of
 from onward.checkpoint import ChatTemplate, Message, Tokenizer, find_adapter
 from onward.checks import check_whole, plain, plain_items
 from onward.completion import Completion, Piece
-from onward.decoding import KeptSlots, Slots
-from onward.decoding.held import HeldText
-from onward.decoding.prompt import check_room
+from onward.decoding import KeptSlots
 from onward.errors import CheckpointError, RequestError
 from onward.messages import AssistantMessage, MessageFormat, checked_format, format_of
 from onward.models import Cache, Model, ModelRun
 from onward.option_names import checks_option_names
 from onward.program import Report
 from onward.reprs import described
-from onward.requests import (
-    ChatOptionsDict,
-    ChatReader,
-    Draft,
-    GenerateOptions,
-    GenerateOptionsDict,
-    Ids,
-    Prompt,
-    Request,
-    RequestReader,
-    Runner,
-    Score,
-    Speculators,
-    drained,
-    only,
-    score_continuations,
-    score_in_windows,
-    score_texts,
-)
-from onward.requests.request import as_list, check_top, checked_ids, needed_tokenizer
-from onward.requests.runner import Pieces
-from onward.requests.scoring import logits_of
+from onward.requests import ChatReader, Ids, Prompt, Request, RequestReader, Runner, Speculators, drained
+from onward.requests.options import ChatOptionsDict, Draft, GenerateOptions, GenerateOptionsDict
+from onward.requests.request import as_list, check_top, checked_ids, needed_tokenizer, one_prompt
+from onward.requests.scoring import Score, logits_of, score_continuations, score_texts
 from onward.speculation import ModelDrafter, Speculator, check_same_tokens
 
 # An item of a list of prompts. A type variable, because lists are invariant: a list[str] is no list[Prompt].
 _Prompt = TypeVar("_Prompt", bound=Prompt)
-# A conversation, oldest first.
+_Prompts: TypeAlias = list[_Prompt] | tuple[_Prompt, ...]
 Messages: TypeAlias = Sequence[Message | AssistantMessage]
 
 
 class LanguageModel:
     """A `Model` with a tokenizer, which turns text into its ids and back.
 
-    model: any `onward.Model`.
-    tokenizer: None where prompts are ids and texts stay empty.
-    chat_template: None where there are no chats.
+    tokenizer: None where prompts are ids and texts stay empty. chat_template: None where there are no chats.
     defaults: the options that a request does not give.
-    prefill_chunk: the most prompt tokens processed at once. It bounds memory and changes no token.
-    compile: what runs the model, a backend of `onward.compile`; "eager" calls its forward op by op, with the same
-        result for models written in `onward.ops`.
-    draft: guesses the next tokens of requests that give no `draft`, so that several are processed at once: "lookup",
-        "suffix", a smaller LanguageModel or Model of the same vocabulary, a `Drafter` or a `Speculator`
-        (docs/speculation.md). The tokens are the same without it.
-    prefix_memory: bytes of keys and values that are kept between calls, so that a prompt which begins as an earlier one
-        did is not processed again; 0 keeps none. It changes no token.
+    prefill_chunk: the most prompt tokens processed at once. It bounds memory.
+    compile: what runs the model, a backend of `onward.compile`; "eager" calls its forward op by op.
+    draft: guesses the next tokens of requests that give no `draft`: "lookup", "suffix", a smaller LanguageModel or
+        Model of the same vocabulary, a `Drafter` or a `Speculator` (docs/speculation.md).
+    prefix_memory: bytes of keys and values that are kept for prompts that begin as an earlier one did; 0 keeps none.
     message_format: how the model writes reasoning and calls of tools, a name in `onward.messages.FORMATS` or a
-        `MessageFormat`; None takes what the chat template tells (docs/chat.md). It changes no token but those of calls
-        that have to come.
-
-    Raises:
-        RequestError: an argument outside its range.
+        `MessageFormat`; by default that of the chat template (docs/chat.md).
     """
 
     def __init__(
@@ -107,10 +76,7 @@ class LanguageModel:
         return described(self, *self.model.facts(), text, chat)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the arguments, weights too. The copy makes its own programs and learns about drafts anew.
-
-        It reads the adapters anew from where they were loaded.
-        """
+        """Copy and pickle the arguments, weights too. The copy reads the adapters anew from where they were loaded."""
         folders = {name: loaded.folder for name, loaded in self.adapters.items()}
         return type(self), self._arguments(self.model), folders or None
 
@@ -144,30 +110,18 @@ class LanguageModel:
     def load_adapter(self, name: str, source: str | os.PathLike[str]) -> LoadedAdapter:
         """Let requests say `adapter=name`. Other requests, also those that run, are not disturbed.
 
-        Args:
-            name: what requests call it by.
-            source: a folder that peft wrote (LoRA, rsLoRA, DoRA; docs/adapters.md), or a hub id of one.
+        source: a folder that peft wrote (LoRA, rsLoRA, DoRA; docs/adapters.md), or a hub id of one.
 
         Raises:
             SourceError: no such folder or repository. CheckpointError: it is damaged, or for another model.
-            RequestError: the name is taken; the adapter changes what rows of a batch share (norms, experts); the model
-                is of no built-in family.
+            RequestError: the name is taken; it changes what rows share (norms, experts); the model has no family.
         """
         folder = find_adapter(source if isinstance(source, str) else Path(source))
         return self.adapters.load(name, read_adapter(folder), folder)
 
     def drop_adapter(self, name: str) -> None:
-        """Refuse requests that name an adapter from now on. Those that run end as they would; then its memory is free
-        for another.
-
-        Raises:
-            RequestError: there is none of that name.
-        """
+        """Refuse requests that name an adapter from now on (`RequestError` if unknown). Those that run go on."""
         self.adapters.drop(name)
-
-    def _lease(self, model: Model, rows: int, length: int) -> AbstractContextManager[Slots]:
-        """Slots with room for `rows` sequences of at most `length` positions, for as long as the context lasts."""
-        return self._kept.lease(model, rows, length)
 
     @property
     def prefix_memory(self) -> int:
@@ -186,42 +140,29 @@ class LanguageModel:
         return self._message_format or format_of("\n".join(sources))
 
     def with_model(self, model: Model) -> "LanguageModel":
-        """A language model with the same tokenizer, chat template and options that decodes from `model`.
-
-        It makes its own programs and learns about drafts anew. It has no adapters.
-        """
+        """A language model with the same tokenizer, chat template and options, and without adapters."""
         return LanguageModel(*self._arguments(model))
 
     @torch.inference_mode(False)  # as `onward.load`
     def merge(self, adapter: str | os.PathLike[str]) -> "LanguageModel":
         """This model with an adapter merged into its weights, which are not changed: W becomes W + B A.
 
-        Args:
-            adapter: the name of a loaded one; or a folder that peft wrote (LoRA, rsLoRA, DoRA; docs/adapters.md), or
-                a hub id of one.
+        adapter: the name of a loaded one; or a folder or hub id, as `load_adapter` takes.
 
         Raises:
             SourceError: no such folder or repository. CheckpointError: it is damaged, for another model, or its folder
                 has changed since it was loaded. RequestError: the weights are quantized, or of no built-in family.
         """
         loaded = self.adapters.get(adapter) if isinstance(adapter, str) else None
-        if loaded is None:
-            source = adapter if isinstance(adapter, str) else Path(adapter)
-            return self.with_model(merged_model(self.model, read_adapter(find_adapter(source))))
-        read = read_adapter(loaded.folder)
-        if read.digest != loaded.digest:
+        source = adapter if isinstance(adapter, str) else Path(adapter)
+        read = read_adapter(find_adapter(source) if loaded is None else loaded.folder)
+        if loaded is not None and read.digest != loaded.digest:
             raise CheckpointError(f"{loaded.folder} has changed since {loaded.name!r} was loaded: load it anew")
         return self.with_model(merged_model(self.model, read))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Request:
-        """A prompt and its options as one checked value, which `generate` and `stream` take in a prompt's place.
-
-        Options not given are this model's `defaults`. Arguments and errors are those of `generate`.
-        """
-        prompts, is_batch = as_list(prompt)
-        if is_batch:
-            raise RequestError(f"a request is of one prompt; got a list of {len(prompts)}")
-        return self._requests(prompts, options)[0]
+        """A prompt and its options as one checked value, which `generate` and `stream` take in a prompt's place."""
+        return self._reader.read([one_prompt(prompt, "request")], options)[0]
 
     @overload
     def generate(
@@ -231,7 +172,7 @@ class LanguageModel:
     @overload
     def generate(
         self,
-        prompt: list[_Prompt] | tuple[_Prompt, ...],
+        prompt: _Prompts[_Prompt],
         *,
         cache: Cache | None = None,
         per_prompt: Sequence[GenerateOptionsDict] | None = None,
@@ -249,26 +190,24 @@ class LanguageModel:
         """Complete a prompt, or several at once.
 
         Args:
-            prompt: a text, ids (a list, or one dimension of an array or tensor), a `Request`; or a list of those. A
-                text is encoded with the tokenizer's own special tokens (a BOS, for some); ids are taken as they are.
+            prompt: a text, which is encoded with the tokenizer's own special tokens, ids (a list, or one dimension of
+                an array or tensor), or a `Request`; or a list of those.
             cache: made by `new_cache` for as many rows: one for each prompt, times `n` or `beams`. It is overwritten.
                 To go on with a cache from call to call, use an `onward.Session`.
             per_prompt: for each prompt the options in which it differs, such as [{"temperature": 0}, {"seed": 7}].
-            options: the fields of `onward.GenerateOptions`; those not given are this model's `defaults`. `draft` may be
-                anything that the attribute `draft` takes, or None for none.
+            options: the fields of `onward.GenerateOptions`.
 
         Returns:
-            A `Completion`, or a list of them for a list of prompts, in order. With n > 1 a completion's `choices` are
-            all the texts of its prompt.
+            A `Completion`, or a list of them, in order. With n > 1 its `choices` are all the texts of a prompt.
 
         Raises:
-            RequestError: an unknown option or a value outside its range, options that contradict each other, an empty
+            RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
                 prompt, a cache of another size, an adapter that is not loaded.
             ContextOverflowError: prompt and new tokens do not fit the context or the cache.
             TokenizerError: a text prompt or a stop string without a tokenizer.
         """
         prompts, is_batch = as_list(prompt)
-        completions = drained(self._runner.pieces(self._requests(prompts, options, per_prompt, cache), cache))
+        completions = drained(self._runner.pieces(self._reader.read(prompts, options, per_prompt, cache), cache))
         return completions if is_batch else completions[0]
 
     def stream(
@@ -276,60 +215,41 @@ class LanguageModel:
     ) -> Generator[Piece, None, Completion]:
         """`generate` for one prompt, with a `Piece` for each token as it comes. The pieces add up to the text.
 
-        A piece's text is empty while a character or a possible stop string is unfinished. The request is checked at the
-        call, before the first piece is asked for. Where the checkpoint's defaults are beams or several texts, one text
-        without beams is streamed. The generator returns the `Completion`, for
+        The request is checked at the call, before the first piece is asked for. Where the checkpoint's defaults are
+        beams or several texts, one text without beams is streamed. The generator returns the `Completion`, for
         `completion = yield from lm.stream(…)`.
         """
-        prompts, is_batch = as_list(prompt)
-        if is_batch:
-            raise RequestError(f"stream takes one prompt; got a list of {len(prompts)}: use generate for several")
-        (request,) = self._requests(prompts, options, cache=cache, one_text=True)
-        return self._streamed(request, cache)
+        (request,) = self._reader.read([one_prompt(prompt, "stream")], options, cache=cache, one_text=True)
+        return self._runner.stream(request, cache)
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Completion:
-        """The assistant's answer to a conversation.
+        """The assistant's answer to a conversation, in the parts of `Completion.message`: content, reasoning, calls.
 
         Args:
             messages: such as [{"role": "user", "content": "Hi"}], oldest first. `Completion.message` of an earlier
                 answer is one, too.
-            options: as in `generate`, and
-                tools: what the model may call, as OpenAI's API describes functions, or Python functions.
-                tool_choice: "auto", "none", "required", or the name of the tool that has to be called.
-                parallel_tool_calls: whether one answer may have several calls.
-                The variables of the chat template: enable_thinking, documents, reasoning_effort, or any other that it
-                reads. `template={…}` gives variables as a mapping, also those whose names are options.
-                now: the time for templates that write the date; by default the present one, in UTC.
-
-        Returns:
-            A `Completion`, whose `message` is the answer in its parts: content, reasoning, calls of tools.
+            options: as in `generate`, and those of `onward.requests.ChatOptionsDict`: tools, tool_choice,
+                parallel_tool_calls, now, template, and the variables of the chat template, such as enable_thinking.
 
         Raises:
             RequestError: also a variable that the chat template does not read, and what is no tool.
         """
-        return drained(self._chat_pieces(messages, options))[0]
+        rest, cache = _without_cache(options)
+        return drained(self._runner.pieces([self._chat_request(messages, rest, cache)], cache))[0]
 
     def stream_chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Generator[Piece, None, Completion]:
         """`chat` with a `Piece` for each token, as `stream` does. `Piece.message` has what came of the message."""
-        return self._chat_stream(messages, options)
+        rest, cache = _without_cache(options)
+        return self._runner.stream(self._chat_request(messages, rest, cache, one_text=True), cache)
 
     def chat_request(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Request:
-        """A conversation and its options as one checked value, as `request` makes one of a prompt.
-
-        `generate` completes it to what `chat` returns. Arguments and errors are those of `chat`.
-        """
+        """A conversation and its options as one checked value, which `generate` completes as `chat` does."""
         return self._chat_request(messages, options)
 
     def chat_prompt(
-        self,
-        messages: Messages,
-        template: Mapping[str, Any] | None = None,
-        now: datetime.datetime | None = None,
+        self, messages: Messages, template: Mapping[str, Any] | None = None, now: datetime.datetime | None = None
     ) -> list[int]:
-        """The ids of a conversation as the chat template writes it, up to where the answer begins.
-
-        template: variables of the chat template, such as {"enable_thinking": False}. now: as in `chat`.
-        """
+        """The ids of a conversation, up to where the answer begins. template: variables of the chat template."""
         return self._chat_reader.prompt(messages, template or {}, now)
 
     @overload
@@ -339,12 +259,7 @@ class LanguageModel:
 
     @overload
     def score(
-        self,
-        text: list[_Prompt] | tuple[_Prompt, ...],
-        *,
-        logprobs: int = 0,
-        stride: int | None = None,
-        adapter: str | None = None,
+        self, text: _Prompts[_Prompt], *, logprobs: int = 0, stride: int | None = None, adapter: str | None = None
     ) -> list[Score]: ...
 
     @checks_option_names
@@ -358,53 +273,27 @@ class LanguageModel:
     ) -> Score | list[Score]:
         """How likely the model finds a text, or several: log-likelihood, perplexity, the logprob of each token.
 
-        Memory is bounded by the prefill chunk and the cache; logits of a whole text are never held.
-
         Args:
-            text: as `generate` takes prompts, each of 2 ids at least. Of a `Request` only the ids count; its adapter
-                must be that of the call.
+            text: as `generate` takes prompts, each of 2 ids at least. Of a `Request` only the ids count.
             logprobs: how many of the likeliest ids to report at each token's place.
-            stride: scores texts longer than the context in windows of the context's length. Each window begins `stride`
-                ids after the one before and scores the ids that are new in it. So every id is scored once, given at
-                least context - stride ids before it (in the first window all of them). From 1 to context - 1; a smaller
-                stride costs more.
-            adapter: the name of a loaded adapter that the weights are changed by.
+            stride: scores texts longer than the context in windows of its length, each `stride` ids (from 1 to
+                context - 1) after the one before. So every id is scored once, given at least context - stride ids.
+            adapter: the name of a loaded adapter, that of a `Request` too.
 
         Raises:
-            RequestError: a text of fewer ids, logprobs or a stride outside its range, an adapter that is not loaded, a
-                `Request` with another adapter.
+            RequestError: a text of fewer ids, logprobs or a stride outside its range, an adapter that is not loaded.
             ContextOverflowError: a text longer than the context, and no stride.
         """
         texts, is_batch = as_list(text)
-        for item in texts:
-            if isinstance(item, Request) and item.options.adapter != adapter:
-                raise RequestError(
-                    f"the text to score is a request with adapter={item.options.adapter!r}, and the call has "
-                    f"adapter={adapter!r}: give both the same"
-                )
+        all_ids = self._reader.ids_to_score(texts, adapter)
         changed_by = self.adapters.find(adapter)
         check_top("logprobs", logprobs, self.model.vocab_size)
-        all_ids = [self._reader.prompt_ids(item.prompt if isinstance(item, Request) else item) for item in texts]
-        context = self.model.max_seq_len
-        if stride is None:
-            for ids in all_ids:
-                check_room(len(ids), 0, context)
-            scores = score_texts(self._model_run, all_ids, logprobs, self.prefill_chunk, changed_by)
-        else:
-            stride = plain(stride)
-            check_whole("stride", stride, low=1)
-            chunk = self.prefill_chunk
-            scores = score_in_windows(self._model_run, all_ids, logprobs, chunk, context, stride, changed_by)
+        scores = score_texts(self._model_run, all_ids, logprobs, self.prefill_chunk, stride, changed_by)
         return scores if is_batch else scores[0]
 
     @checks_option_names
     def score_continuations(
-        self,
-        context: str | Ids,
-        continuations: Sequence[str | Ids],
-        *,
-        logprobs: int = 0,
-        adapter: str | None = None,
+        self, context: str | Ids, continuations: Sequence[str | Ids], *, logprobs: int = 0, adapter: str | None = None
     ) -> list[Score]:
         """How likely the model finds each of several continuations of one context, which is processed once.
 
@@ -412,15 +301,10 @@ class LanguageModel:
             context: a text, encoded with the tokenizer's own special tokens, or ids; one id at least.
             continuations: texts, encoded without special tokens, or ids; of one id at least each. The ids of a text
                 are not always those that it has behind the context: give ids where that matters.
-            logprobs: how many of the likeliest ids to report at each place of a continuation.
-            adapter: the name of a loaded adapter that the weights are changed by.
+            logprobs, adapter: as in `score`, and so are the errors.
 
         Returns:
             A `Score` of each: bit for bit the logprobs that `score` gives the whole text's last ids.
-
-        Raises:
-            RequestError: an empty context or continuation, an adapter that is not loaded.
-            ContextOverflowError: together they are too long.
         """
         changed_by = self.adapters.find(adapter)
         check_top("logprobs", logprobs, self.model.vocab_size)
@@ -429,36 +313,22 @@ class LanguageModel:
             self.encode(each, add_special_tokens=False) if isinstance(each, str) else self._reader.prompt_ids(each)
             for each in continuations
         ]
-        if not all(after):
-            raise RequestError("a continuation to score must have an id at least; got an empty one")
-        for ids in after:
-            check_room(len(given) + len(ids), 0, self.model.max_seq_len)
         return score_continuations(self._model_run, self._kept, given, after, logprobs, self.prefill_chunk, changed_by)
 
     @checks_option_names
     def logits(self, ids: Ids, *, adapter: str | None = None) -> Tensor:
-        """The model's logits after each of `ids`: float32 [T, V], on the CPU.
-
-        Args:
-            adapter: the name of a loaded adapter that the weights are changed by.
+        """The model's logits after each of `ids`: float32 [T, V], on the CPU. adapter: as in `score`.
 
         Raises:
-            RequestError: no ids, one outside the vocabulary, an adapter that is not loaded.
-            ContextOverflowError: more ids than the context holds.
+            RequestError: no ids, one outside the vocabulary. ContextOverflowError: more ids than the context holds.
         """
         changed_by = self.adapters.find(adapter)
         ids = checked_ids(ids, self.model.vocab_size)
-        check_room(len(ids), 0, self.model.max_seq_len)
         return logits_of(self._model_run, ids, self.prefill_chunk, changed_by)
 
     @property
     def draft(self) -> Speculator | None:
-        """The speculator of requests that give no `draft`. Set it to anything that `draft=` takes.
-
-        Raises:
-            RequestError: the value is no draft.
-            TokenizerError: a LanguageModel with another vocabulary.
-        """
+        """The speculator of requests that give no `draft`. Set it to anything that `draft=` takes."""
         return self._draft
 
     @draft.setter
@@ -466,40 +336,12 @@ class LanguageModel:
         self._draft = self._speculator(draft)
         self._draft_source = draft
 
-    def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        options: Mapping[str, Any],
-        per_prompt: Sequence[Mapping[str, Any]] | None = None,
-        cache: Any = None,
-        *,
-        one_text: bool = False,
-    ) -> list[Request]:
-        # The defaults of a checkpoint may be beams or several texts. Streams and sessions then decode one text.
-        alone = one_text or isinstance(cache, HeldText)
-        defaults = self.defaults.replace(n=1, beams=1) if alone else self.defaults
-        reader = dataclasses.replace(self._reader, defaults=defaults)
-        return reader.read(prompts, options, per_prompt, length_of(cache))
-
-    def _streamed(self, request: Request, cache: Any) -> Generator[Piece, None, Completion]:
-        if request.options.rows > 1:
-            raise RequestError("stream gives out one text as it comes: use generate for n or beams above 1")
-        return only(self._runner.pieces([request], cache))
-
     def _chat_request(
         self, messages: Messages, options: Mapping[str, Any], cache: Any = None, *, one_text: bool = False
     ) -> Request:
         chat = self._chat_reader.read(messages, options)
-        (request,) = self._requests([chat.ids], chat.options, cache=cache, one_text=one_text)
+        (request,) = self._reader.read([chat.ids], chat.options, cache=cache, one_text=one_text)
         return dataclasses.replace(request, answer=chat.answer)
-
-    def _chat_pieces(self, messages: Messages, options: Mapping[str, Any]) -> Pieces:
-        options, cache = _without_cache(options)
-        return self._runner.pieces([self._chat_request(messages, options, cache)], cache)
-
-    def _chat_stream(self, messages: Messages, options: Mapping[str, Any]) -> Generator[Piece, None, Completion]:
-        options, cache = _without_cache(options)
-        return self._streamed(self._chat_request(messages, options, cache, one_text=True), cache)
 
     def _speculator(self, draft: Any) -> Speculator | None:
         if not isinstance(draft, LanguageModel):
@@ -526,10 +368,7 @@ class LanguageModel:
 
     @checks_option_names
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
-        """A report of what runs for `tokens` tokens of `batch` rows at position `offset`.
-
-        Print it for a table of kernels, their bytes and time, and of what has no kernel.
-        """
+        """A table of what runs for `tokens` tokens of `batch` rows at position `offset`: kernels, bytes, time."""
         return self._model_run.explain(batch, tokens, offset)
 
     @checks_option_names

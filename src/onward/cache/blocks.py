@@ -265,7 +265,7 @@ class PagedKVCache(NamedTuple):
 
     @property
     def leaf_dims(self) -> list[tuple[str, ...]]:
-        """What the dimensions of each tensor count (`onward.cache.sized.NamedDims`)."""
+        """What the dimensions of each tensor count (`onward.cache.positions.NamedDims`)."""
         layer = ("blocks", "heads", "positions", "features")
         dims: list[tuple[str, ...]] = [layer] * (len(self.keys) + len(self.values)) + [("rows", "row's blocks")]
         if self.states:

@@ -10,8 +10,8 @@ from onward.requests.options import (
     split_chat_options,
 )
 from onward.requests.request import Ids, Prompt, Request, RequestReader, Speculators
-from onward.requests.runner import Runner, drained, only
-from onward.requests.scoring import Score, score_continuations, score_in_windows, score_texts
+from onward.requests.runner import Runner, drained
+from onward.requests.scoring import Score, score_continuations, score_texts
 from onward.speculation import LOOKUPS
 
 __all__ = [
@@ -30,9 +30,7 @@ __all__ = [
     "Speculators",
     "drained",
     "generation_defaults",
-    "only",
     "score_continuations",
-    "score_in_windows",
     "score_texts",
     "split_chat_options",
     "within_vocabulary",

@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onward.adapters import Adapters
+from onward.cache import length_of
 from onward.checkpoint import Tokenizer
 from onward.checks import check_whole, plain, plain_items
 from onward.constraints import Grammar
+from onward.decoding.held import HeldText
 from onward.decoding.prompt import check_room
 from onward.errors import RequestError, TokenizerError
 from onward.forks import renew_in_forks
 from onward.messages import AnswerReading
-from onward.models import Model
+from onward.models import Cache, Model
 from onward.option_names import check_option_names
 from onward.reprs import brief, brief_list
 from onward.requests.options import GenerateOptions, GenerateOptionsDict, option_names
@@ -84,13 +86,17 @@ class RequestReader:
         prompts: Sequence[Prompt],
         options: Mapping[str, Any],
         per_prompt: Sequence[Mapping[str, Any]] | None = None,
-        cache_len: int | None = None,
+        cache: Cache | HeldText | None = None,
+        *,
+        one_text: bool = False,
     ) -> list[Request]:
         """A request for each prompt.
 
         options: fields of `GenerateOptions`, for every prompt.
         per_prompt: for each prompt the options in which it differs.
-        cache_len: how many positions the caller's cache has; None without a cache.
+        cache: the caller's; None without one.
+        one_text: whether one text is made of a prompt, though the defaults may be beams or several texts. A session
+            makes one.
 
         Raises:
             RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
@@ -102,10 +108,17 @@ class RequestReader:
         each: Sequence[Mapping[str, Any]] = [{}] * len(prompts)
         if per_prompt is not None:
             each = _checked_per_prompt(per_prompt, len(prompts))
-        return [self._read(prompt, {**options, **own}, cache_len) for prompt, own in zip(prompts, each, strict=True)]
+        alone = one_text or isinstance(cache, HeldText)
+        defaults = self.defaults.replace(n=1, beams=1) if alone else self.defaults
+        return [
+            self._read(prompt, defaults, {**options, **own}, length_of(cache))
+            for prompt, own in zip(prompts, each, strict=True)
+        ]
 
-    def _read(self, prompt: Prompt, options: Mapping[str, Any], cache_len: int | None) -> Request:
-        base = prompt.options if isinstance(prompt, Request) else self.defaults
+    def _read(
+        self, prompt: Prompt, defaults: GenerateOptions, options: Mapping[str, Any], cache_len: int | None
+    ) -> Request:
+        base = prompt.options if isinstance(prompt, Request) else defaults
         chosen = base.replace(**{**options, **self._own_draft(prompt, base, options)})
         ids = self.prompt_ids(prompt.prompt if isinstance(prompt, Request) else prompt)
         answer = prompt.answer if isinstance(prompt, Request) else None
@@ -155,6 +168,16 @@ class RequestReader:
             options.new_constraint(self.tokenizer)
         return options
 
+    def ids_to_score(self, texts: Sequence[Prompt], adapter: str | None) -> list[list[int]]:
+        """The ids of texts, of which a request's adapter must be this one."""
+        for text in texts:
+            if isinstance(text, Request) and text.options.adapter != adapter:
+                raise RequestError(
+                    f"the text to score is a request with adapter={text.options.adapter!r}, and the call has "
+                    f"adapter={adapter!r}: give both the same"
+                )
+        return [self.prompt_ids(text.prompt if isinstance(text, Request) else text) for text in texts]
+
     def prompt_ids(self, prompt: str | Ids) -> list[int]:
         """The ids of a prompt. A text is encoded with the tokenizer's own special tokens."""
         if not isinstance(prompt, str):
@@ -191,6 +214,14 @@ def as_list(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     if items and all(_is_prompt(item) for item in items):
         return items, True
     return [items], False
+
+
+def one_prompt(prompt: Prompt, taker: str) -> Prompt:
+    """The prompt, which is no list of them. taker: says in the error who takes it."""
+    prompts, is_batch = as_list(prompt)
+    if is_batch:
+        raise RequestError(f"{taker} takes one prompt; got a list of {len(prompts)}: use generate for several")
+    return prompts[0]
 
 
 def _is_prompt(item: Any) -> bool:

@@ -153,6 +153,12 @@ class Runner:
             )
         return self._pieces(jobs, rows, cache)
 
+    def stream(self, request: Request, cache: Cache | HeldText | None) -> Generator[Piece, None, Completion]:
+        """The pieces of a request of one text. The generator returns its completion."""
+        if request.options.rows > 1:
+            raise RequestError("stream gives out one text as it comes: use generate for n or beams above 1")
+        return _only(self.pieces([request], cache))
+
     def _pieces(self, jobs: abc.Sequence[Job], rows: int, cache: Cache | HeldText | None) -> Pieces:
         began = time.perf_counter()
         if isinstance(cache, HeldText):
@@ -221,7 +227,6 @@ def drained(pieces: Pieces) -> list[Completion]:
             return completions
 
 
-def only(pieces: Pieces) -> Generator[Piece, None, Completion]:
-    """The pieces of one request. The generator returns its completion."""
+def _only(pieces: Pieces) -> Generator[Piece, None, Completion]:
     (completion,) = yield from pieces
     return completion

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onward.cache import RowAdapter
+from onward.checks import check_whole, plain
 from onward.decoding import (
     AllTogether,
     DecodeStep,
@@ -19,6 +20,7 @@ from onward.decoding import (
     slots_for,
 )
 from onward.decoding.forward import Needs, Work, processed
+from onward.decoding.prompt import check_room
 from onward.errors import RequestError
 from onward.models import ModelRun
 from onward.sampling import SamplingParams
@@ -60,22 +62,52 @@ class Score:
 
 
 def score_texts(
-    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: RowAdapter | None = None
+    run: ModelRun,
+    texts: abc.Sequence[list[int]],
+    top: int,
+    chunk: int,
+    stride: int | None = None,
+    adapter: RowAdapter | None = None,
 ) -> list[Score]:
-    """The score of each text, in order. A text has the same score, bit for bit, alone or among others."""
+    """The score of each text, in order. A text has the same score, bit for bit, alone or among others.
+
+    stride: texts longer than the context are scored in windows of the context's length, each `stride` ids after the one
+        before, which score the ids that no window before them held.
+
+    Raises:
+        RequestError: a text of fewer than 2 ids, or a stride that is not from 1 to context - 1.
+        ContextOverflowError: a text longer than the context, and no stride.
+    """
+    context = run.model.max_seq_len
+    if stride is None:
+        for ids in texts:
+            check_room(len(ids), 0, context)
+        stride = 1  # no text has a second window
+    else:
+        stride = plain(stride)
+        check_whole("stride", stride, low=1)
+        if context is not None and stride >= context:
+            raise RequestError(f"stride must be less than the context, {context} ids; got {stride}")
+    places = [_windows(len(ids), context, stride) for ids in texts]
+    windows = [ids[begin:end] for ids, of_text in zip(texts, places, strict=True) for begin, end in of_text]
+    logprobs = iter(_logprobs_of_texts(run, windows, top, chunk, adapter))
+    return [Score(ids, _joined(of_text, logprobs)) for ids, of_text in zip(texts, places, strict=True)]
+
+
+def _logprobs_of_texts(
+    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: RowAdapter | None
+) -> list[list[TokenLogprobs | None]]:
+    """The logprobs of each text's ids, in order. Texts of about one length run together."""
     for ids in texts:
         if len(ids) < 2:
             raise RequestError(f"a text to score must have 2 ids at least, one to predict another from; got {ids}")
-    scores: dict[int, Score] = {}
+    logprobs: dict[int, list[TokenLogprobs | None]] = {}
     by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
     while by_length:
         rows = max(1, min(_MOST_ROWS, _MOST_TOKENS // len(texts[by_length[0]])))
         batch, by_length = by_length[:rows], by_length[rows:]
-        batch_logprobs = _logprobs(run, [texts[index] for index in batch], top, chunk, adapter)
-        scores.update(
-            (index, Score(texts[index], logprobs)) for index, logprobs in zip(batch, batch_logprobs, strict=True)
-        )
-    return [scores[index] for index in range(len(texts))]
+        logprobs.update(zip(batch, _logprobs(run, [texts[index] for index in batch], top, chunk, adapter), strict=True))
+    return [logprobs[index] for index in range(len(texts))]
 
 
 def score_continuations(
@@ -87,7 +119,16 @@ def score_continuations(
     chunk: int,
     adapter: RowAdapter | None = None,
 ) -> list[Score]:
-    """The score of each continuation after the context, which is processed once, as far as `kept` has not got it."""
+    """The score of each continuation after the context, which is processed once, as far as `kept` has not got it.
+
+    Raises:
+        RequestError: an empty continuation.
+        ContextOverflowError: one that does not fit the context of the model.
+    """
+    if not all(continuations):
+        raise RequestError("a continuation to score must have an id at least; got an empty one")
+    for ids in continuations:
+        check_room(len(context) + len(ids), 0, run.model.max_seq_len)
     scores: list[Score] = []
     for begin in range(0, len(continuations), _MOST_CONTINUATIONS):
         some = continuations[begin : begin + _MOST_CONTINUATIONS]
@@ -115,32 +156,6 @@ def score_continuations(
     return scores
 
 
-def score_in_windows(
-    run: ModelRun,
-    texts: abc.Sequence[list[int]],
-    top: int,
-    chunk: int,
-    context: int | None,
-    stride: int,
-    adapter: RowAdapter | None = None,
-) -> list[Score]:
-    """`score_texts`, with sliding windows over texts that are longer than the context.
-
-    The first window holds the first `context` ids, and each next one begins `stride` ids later and scores those that no
-    window before it held. So every id is scored once, the first `context` given all before them, the others given
-    context - stride at least.
-
-    Raises:
-        RequestError: a stride that is not from 1 to context - 1.
-    """
-    if context is not None and stride >= context:
-        raise RequestError(f"stride must be less than the context, {context} ids; got {stride}")
-    places = [_windows(len(ids), context, stride) for ids in texts]
-    windows = [ids[begin:end] for ids, of_text in zip(texts, places, strict=True) for begin, end in of_text]
-    scores = iter(score_texts(run, windows, top, chunk, adapter))
-    return [_joined(ids, of_text, [next(scores) for _ in of_text]) for ids, of_text in zip(texts, places, strict=True)]
-
-
 def _windows(length: int, context: int | None, stride: int) -> list[tuple[int, int]]:
     """(first id, one past the last) of each window of a text."""
     if context is None or length <= context:
@@ -149,12 +164,14 @@ def _windows(length: int, context: int | None, stride: int) -> list[tuple[int, i
     return [(number * stride, min(number * stride + context, length)) for number in range(last + 1)]
 
 
-def _joined(ids: list[int], places: abc.Sequence[tuple[int, int]], windows: abc.Sequence[Score]) -> Score:
-    """The score of a text out of those of its windows."""
+def _joined(
+    places: abc.Sequence[tuple[int, int]], windows: abc.Iterator[list[TokenLogprobs | None]]
+) -> list[TokenLogprobs | None]:
+    """The logprobs of a text out of those of its windows, which come next."""
     logprobs: list[TokenLogprobs | None] = []
-    for (begin, _), window in zip(places, windows, strict=True):
-        logprobs += window.logprobs[len(logprobs) - begin :]
-    return Score(ids, logprobs)
+    for begin, _ in places:
+        logprobs += next(windows)[len(logprobs) - begin :]
+    return logprobs
 
 
 def _logprobs(
@@ -172,7 +189,12 @@ def _logprobs(
 
 @torch.no_grad()
 def logits_of(run: ModelRun, ids: list[int], chunk: int, adapter: RowAdapter | None = None) -> Tensor:
-    """The logits after each of the ids, processed chunk by chunk: float32 [T, V], on the CPU."""
+    """The logits after each of the ids, processed chunk by chunk: float32 [T, V], on the CPU.
+
+    Raises:
+        ContextOverflowError: more ids than the context holds.
+    """
+    check_room(len(ids), 0, run.model.max_seq_len)
     device = run.model.device
     slots = slots_for(run.model, 1, len(ids))
     sequence = Sequence(ids, 0, adapter=adapter)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import NoReturn, Self, Unpack
+from typing import Any, NoReturn, Self, Unpack
 
 from onward.cache.slot import digest_of
 from onward.completion import Completion, Piece
@@ -11,8 +11,8 @@ from onward.decoding.held import HeldText
 from onward.errors import RequestError, SessionError
 from onward.language_model import LanguageModel, Messages
 from onward.reprs import described
-from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, drained
-from onward.requests.request import as_list
+from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt
+from onward.requests.request import one_prompt
 from onward.sessions import file as session_file
 from onward.sessions.file import SavedSession
 
@@ -42,7 +42,7 @@ class Session:
             raise RequestError(f"a session is of a LanguageModel; got {type(lm).__name__}: see onward.load")
         self.lm = lm
         self.notes: dict[str, str] = {}
-        self._text = HeldText(lm._lease)
+        self._text = HeldText(lambda *asked: lm._kept.lease(*asked))
 
     def __repr__(self) -> str:
         return described(self, f"{len(self.tokens):,} ids held", repr(self.lm))
@@ -58,19 +58,21 @@ class Session:
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Completion:
         """`LanguageModel.generate` for one prompt. It raises the same errors, before it changes the session."""
-        return self.lm.generate(_single_prompt(prompt), cache=self._text, **options)
+        return self.lm.generate(one_prompt(prompt, "a session holds one text and"), cache=self._text, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Generator[Piece, None, Completion]:
         """`LanguageModel.stream`. Going on with it after another call has begun raises `RequestError`."""
-        return self.lm.stream(_single_prompt(prompt), cache=self._text, **options)
+        return self.lm.stream(one_prompt(prompt, "a session holds one text and"), cache=self._text, **options)
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Completion:
         """`LanguageModel.chat`: the conversation so far, all of it."""
-        return drained(self.lm._chat_pieces(messages, {**options, "cache": self._text}))[0]
+        with_cache: Any = {**options, "cache": self._text}
+        return self.lm.chat(messages, **with_cache)
 
     def stream_chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Generator[Piece, None, Completion]:
         """`chat`, a `Piece` a token."""
-        return self.lm._chat_stream(messages, {**options, "cache": self._text})
+        with_cache: Any = {**options, "cache": self._text}
+        return self.lm.stream_chat(messages, **with_cache)
 
     def truncate(self, length: int = 0) -> None:
         """Forget the ids held from position `length` on. The cache is not moved or cleared."""
@@ -113,13 +115,3 @@ class Session:
         if saved.held is not None:
             session._text.adopt(lm.model, saved.held, saved.tokens, adapter)
         return session
-
-
-def _single_prompt(prompt: Prompt) -> Prompt:
-    prompts, is_batch = as_list(prompt)
-    if is_batch:
-        raise RequestError(
-            f"a session holds one text and takes one prompt; got a list of {len(prompts)}: use LanguageModel.generate "
-            "for several"
-        )
-    return prompt

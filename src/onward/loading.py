@@ -13,14 +13,7 @@ from typing import Any
 import torch
 
 from onward.adapters import grown, read_adapter
-from onward.checkpoint import (
-    Checkpoint,
-    CheckpointFolder,
-    find_adapter,
-    find_folder,
-    open_checkpoint,
-    page_releaser,
-)
+from onward.checkpoint import Checkpoint, CheckpointFolder, find_adapter, find_folder, open_checkpoint, page_releaser
 from onward.checkpoint.distributed import NameMapSource
 from onward.checkpoint.module import is_known, read_module
 from onward.checks import check_whole
@@ -39,14 +32,8 @@ from onward.requests import LOOKUPS, Draft, generation_defaults, within_vocabula
 _log = logging.getLogger(__name__)
 
 _VIA = ("auto", "onward", "transformers")
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "f32": torch.float32,
-}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES |= {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 @checks_option_names
@@ -156,7 +143,7 @@ def load(
             settings = Settings(
                 str(path),
                 pipeline,
-                _name_of(torch_dtype),
+                None if torch_dtype is None else str(torch_dtype).removeprefix("torch."),
                 quantize,
                 compile,
                 context,
@@ -165,16 +152,7 @@ def load(
             model = load_ranks(settings, in_place, address)
         else:
             with in_place(len(config.layers)) as layers:
-                reader = WeightsReader(
-                    folder,
-                    config,
-                    torch_dtype,
-                    torch_device,
-                    format=quantize,
-                    name_map=name_map,
-                    adapter=adapter,
-                    layers=layers,
-                )
+                reader = WeightsReader(folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers)
                 model = build_model(whole, reader.read(), context)
     defaults = within_vocabulary(defaults, model.vocab_size, path)
     if torch_device.type == "cpu":
@@ -220,11 +198,7 @@ def _refuse_for_ranks(device: torch.device, *, hosted: bool, **options: object) 
 
 
 def _read_hosted(
-    folder: Checkpoint,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    format: str | None,
-    max_seq_len: int | None,
+    folder: Checkpoint, dtype: torch.dtype | None, device: torch.device, format: str | None, max_seq_len: int | None
 ) -> Model:
     """The folder's model by transformers' own forward (docs/transformers.md), quantized, or packed on a CPU."""
     if not isinstance(folder, CheckpointFolder):
@@ -260,10 +234,6 @@ def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _name_of(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
 def _as_device(device: torch.device | str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -282,22 +252,17 @@ def _as_device(device: torch.device | str) -> torch.device:
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc keep what a prefill frees, instead of returning every activation's pages to the system.
-
-    glibc keeps blocks up to the size of the largest one that was freed, at most 32 MB. So one such block is allocated
-    and freed. Faulting the pages in again cost a fifth of a prefill (benchmarks/LOG.md).
-    """
+    """Let malloc keep what a prefill frees: to fault its pages in again cost a fifth of a prefill (benchmarks/LOG.md).
+    glibc keeps blocks up to the size of the largest one that was freed, at most 32 MB; here that is one such block."""
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 
 
 def _context(config: Architecture, max_seq_len: int | None) -> int:
     trained = config.max_position_embeddings
-    if max_seq_len is None:
-        return trained
     # Dynamic RoPE is made for lengths past the trained one; with the other schedules texts get poor there.
-    if max_seq_len > trained and not config.serves_longer_texts:
+    if max_seq_len is not None and max_seq_len > trained and not config.serves_longer_texts:
         warn(
             f"max_seq_len {max_seq_len} is more than the model's max_position_embeddings {trained}: "
             "texts past that length will probably be poor"
         )
-    return max_seq_len
+    return trained if max_seq_len is None else max_seq_len

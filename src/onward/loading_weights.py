@@ -23,14 +23,16 @@ _RELEASED_AFTER = 16_000_000
 
 
 class LayersInPlace:
-    """How many layers are in place: a bar on stderr once a second has passed, or a function's fraction.
-
-    show: draw the bar. tell: is called with the fraction.
-    """
+    """How many layers are in place. show: draw a bar on stderr once a second has passed. tell: is called with the
+    fraction."""
 
     def __init__(self, count: int, show: bool, tell: Callable[[float], None] | None) -> None:
         self._count, self._done, self._tell = count, 0, tell
-        self._bar = _bar(count) if show else None
+        self._bar: Any = None
+        if show:
+            from huggingface_hub.utils.tqdm import tqdm  # which takes a tenth of a second
+
+            self._bar = tqdm(total=count, desc="Loading weights", unit="layer", delay=_BAR_DELAY_S, leave=False)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "LayersInPlace":
         return self
@@ -50,22 +52,9 @@ class LayersInPlace:
             self._tell(self._done / self._count)
 
 
-def _bar(count: int) -> Any:
-    from huggingface_hub.utils.tqdm import tqdm  # which takes a tenth of a second
-
-    return tqdm(  # type: ignore[no-untyped-call]
-        total=count, desc="Loading weights", unit="layer", delay=_BAR_DELAY_S, leave=False
-    )
-
-
 @dataclass(frozen=True)
 class WeightsReader:
-    """Reads the params of a family's model.
-
-    dtype: of floats; None: that of the checkpoint. device: where they go. format: "int8", "int4" or "iq4_nl" to
-    quantize to; None: as they are. name_map: to Hugging Face's names of weights. adapter: merged before they are
-    quantized.
-    """
+    """Reads the params of a family's model. The fields are options of `load`."""
 
     checkpoint: Checkpoint
     architecture: Architecture
@@ -77,12 +66,7 @@ class WeightsReader:
     layers: LayersInPlace
 
     def read(self) -> Any:
-        """The params: quantized where the checkpoint or the caller says so, else packed for the kernels on a CPU.
-
-        Raises:
-            CheckpointError: weights are missing, damaged or of other shapes. RequestError: the options do not fit the
-            checkpoint.
-        """
+        """The params: quantized where the checkpoint or the caller says so, else packed for the kernels on a CPU."""
         if isinstance(self.checkpoint, GgufCheckpoint):
             return self._read_gguf(self.checkpoint)
         manifest = read_manifest(self.checkpoint.path, self.checkpoint.config)

@@ -1,7 +1,5 @@
-"""A forward with adapters beside its weights: each row of a batch with its own, or with none.
-
-The family's own forward runs. Where it calls a matrix, what it calls adds the rows' updates.
-"""
+"""A forward with adapters beside its weights, y * scale + shift + (x Aᵀ) B: each row of a batch with its own, or with
+none."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -95,11 +93,6 @@ def _is_adapted(part: Any) -> bool:
     return isinstance(part, AdaptedLinear | AdaptedEmbedding)
 
 
-def unit_matrices(slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[S, R, R]."""
-    return torch.eye(rank, dtype=dtype, device=device).repeat(slots, 1, 1)
-
-
 @dataclass(frozen=True)
 class RowUpdate:
     """An adapter's change of one module; all float32.
@@ -118,12 +111,7 @@ class RowUpdate:
 
 
 def row_updates(model: Model, adapter: Adapter) -> dict[str, RowUpdate]:
-    """The changes of an adapter by module.
-
-    Raises:
-        CheckpointError: the adapter is for another model: a module is not there, or of another kind or shape.
-        RequestError: it changes what all rows of a batch share, or the model is of no family.
-    """
+    """The changes of an adapter by module."""
     names = part_names(adaptable(model))
     parts = pytree.tree_leaves(model.params, is_leaf=is_marked)
     check_modules(adapter, names, parts)

@@ -18,11 +18,8 @@ from onward.reprs import described
 
 @dataclass(frozen=True, eq=False)
 class LoadedAdapter:
-    """An adapter that rows may have. Whoever makes a text with it holds it; its slot is free when nobody does.
-
-    index: its slot. digest: of its content, by which what was computed with it is found again. folder: where it was
-    read from.
-    """
+    """An adapter that rows may have; its slot, `index`, is free when no text holds it. digest: of its content. folder:
+    where it was read from."""
 
     name: str
     index: int
@@ -31,10 +28,7 @@ class LoadedAdapter:
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
-    """The adapters of one model by name.
-
-    run: the model; rows with adapters are computed by its `adapted`, which this provides.
-    """
+    """The adapters of one model by name. run: the model; rows with adapters are computed by its `adapted`, set here."""
 
     def __init__(self, run: ModelRun) -> None:
         self._run = run

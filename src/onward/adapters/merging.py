@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.adapters.peft_folder import Adapter, Update, changed_modules
+from onward.adapters.peft_folder import Adapter, Update
 from onward.errors import CheckpointError, RequestError
 from onward.models import (
     Architecture,
@@ -29,14 +29,8 @@ from onward.ops.quantized import ROUNDED_FORMATS
 
 
 def grown(architecture: Architecture, adapter: Adapter) -> Architecture:
-    """The architecture with the adapter's tokens; the same where it adds none.
-
-    A tied head is untied where the adapter's embedding and head differ: one of them was trained alone.
-
-    Raises:
-        CheckpointError: only one of the embedding and the head has more rows. RequestError: the model is no decoder of
-        the common blocks.
-    """
+    """The architecture with the adapter's tokens; the same where it adds none. A tied head is untied where the
+    adapter's embedding and head differ: one of them was trained alone."""
     names = _tables(architecture)
     rows = {name: len(adapter.replaced[name]) for name in names if name in adapter.replaced}
     count = max(rows.values(), default=0)
@@ -50,7 +44,8 @@ def grown(architecture: Architecture, adapter: Adapter) -> Architecture:
         )
     if not isinstance(architecture, Decoder):
         raise RequestError("an adapter adds tokens to decoders of the common blocks alone: merge it with peft")
-    tied = architecture.tie_word_embeddings and not _differ(adapter, names)
+    tables = [adapter.replaced[name] for name in names if name in rows]
+    tied = architecture.tie_word_embeddings and torch.equal(tables[0], tables[-1])
     return replace(architecture, vocab_size=count, tie_word_embeddings=tied)
 
 
@@ -69,12 +64,6 @@ def with_added_tokens(architecture: Architecture, params: Any, adapter: Adapter)
     return params._replace(embed_tokens=Embedding(placed[0]), lm_head=head), replace(adapter, replaced=rest)
 
 
-def _differ(adapter: Adapter, names: tuple[str, str]) -> bool:
-    """Whether the adapter has both tables, and they are not one."""
-    embedding, head = (adapter.replaced.get(name) for name in names)
-    return embedding is not None and head is not None and not torch.equal(embedding, head)
-
-
 def _tables(architecture: Architecture) -> tuple[str, str]:
     """The names of the embedding and of the head."""
     names = architecture.names if isinstance(architecture, Decoder) else None
@@ -84,11 +73,7 @@ def _tables(architecture: Architecture) -> tuple[str, str]:
 
 
 def adaptable(model: Model) -> Architecture:
-    """The architecture of a model, whose modules an adapter names.
-
-    Raises:
-        RequestError: the model's forward is of none.
-    """
+    """The architecture of a model, whose modules an adapter names."""
     architecture = architecture_of(model)
     if architecture is None:
         raise RequestError("an adapter names modules of a checkpoint, and this model's forward was made from none")
@@ -96,10 +81,8 @@ def adaptable(model: Model) -> Architecture:
 
 
 def part_names(architecture: Architecture) -> list[str | None]:
-    """For each leaf of the params, marked matrices being leaves: the name of its module, or of its tensor.
-
-    None for a leaf that is None. A tied head, whose weight has the embedding's name, is "lm_head".
-    """
+    """The name of the module, or of the tensor, of each leaf of the params, marked matrices being leaves; None for a
+    leaf that is None. A tied head, whose weight has the embedding's name, is "lm_head"."""
     leaves = pytree.tree_leaves(named_params(architecture), is_leaf=is_marked)
     tables = {leaf.weight for leaf in leaves if isinstance(leaf, Embedding)}
 
@@ -113,12 +96,11 @@ def part_names(architecture: Architecture) -> list[str | None]:
 
 def check_modules(adapter: Adapter, names: Sequence[str | None], parts: Sequence[Any]) -> None:
     """Raise `CheckpointError` where an adapter changes a module that is none of the model's, or is of another kind.
-
-    names: of `part_names`. parts: the leaves of the params, which these name.
-    """
+    names: `part_names` of the leaves `parts`."""
     modules = [name for name in names if name is not None]
     known = {*modules, *(name.rpartition(".")[0] for name in modules)}  # of a norm the tensor is known by its name
-    if unknown := sorted(set(changed_modules(adapter)) - known):
+    changed = {*adapter.updates, *adapter.embeddings, *(name.rpartition(".")[0] for name in adapter.replaced)}
+    if unknown := sorted(changed - known):
         raise CheckpointError(
             f"the adapter changes {len(unknown)} modules that the model does not have, {unknown[0]!r} for one: is it "
             "for another model?"
@@ -126,25 +108,15 @@ def check_modules(adapter: Adapter, names: Sequence[str | None], parts: Sequence
     named = [(name, part) for name, part in zip(names, parts, strict=True) if name is not None]
     linear = {name for name, part in named if isinstance(part, Linear | Router | LatentLinear)}
     tables = {name for name, part in named if isinstance(part, Embedding)}
-    tensors = {tensor for name, part in named for tensor in _tensors(name, part)}
+    tensors = {f"{name}.weight" if is_marked(part) else name for name, part in named}
+    tensors |= {f"{name}.bias" for name, part in named if is_marked(part) and not isinstance(part, Embedding)}
     others = [*(adapter.updates.keys() - linear), *(adapter.embeddings.keys() - tables)]
     if others := sorted([*others, *(adapter.replaced.keys() - tensors)]):
         raise CheckpointError(f"the adapter's update of {others[0]} is of another kind of layer than the model's")
 
 
-def _tensors(name: str, part: Any) -> tuple[str, ...]:
-    """The names of the tensors of a part."""
-    if not is_marked(part):
-        return (name,)
-    return (f"{name}.weight",) if isinstance(part, Embedding) else (f"{name}.weight", f"{name}.bias")
-
-
 def fitting(name: str, tensor: Tensor, weight: Weight) -> Tensor:
-    """A tensor that is to take the place of a weight or a bias.
-
-    Raises:
-        CheckpointError: it has another shape.
-    """
+    """A tensor that is to take the place of a weight or a bias."""
     shape = tuple(weight.shape) if isinstance(weight, Tensor) else weight_shape(weight)
     if tuple(tensor.shape) != shape:
         more = tensor.dim() == len(shape) == 2 and tensor.shape[1] == shape[1] and tensor.shape[0] > shape[0]
@@ -154,11 +126,7 @@ def fitting(name: str, tensor: Tensor, weight: Weight) -> Tensor:
 
 
 def fitting_update(module: str, update: Update, shape: tuple[int, ...]) -> Update:
-    """An update of a weight of this shape.
-
-    Raises:
-        CheckpointError: it is of another shape.
-    """
+    """An update of a weight of this shape."""
     if shape != (update.b.shape[0], update.a.shape[1]):
         raise CheckpointError(
             f"the adapter's update of {module} is {[update.b.shape[0], update.a.shape[1]]}, and the model's weight "
@@ -168,11 +136,7 @@ def fitting_update(module: str, update: Update, shape: tuple[int, ...]) -> Updat
 
 
 def fitting_bias(module: str, new: Tensor, bias: Tensor | None) -> Tensor:
-    """A bias that is to take the place of a module's own.
-
-    Raises:
-        CheckpointError: the module has none, or one of another shape.
-    """
+    """A bias that is to take the place of a module's own."""
     if bias is None:
         raise CheckpointError(f"the adapter has a bias for {module}, and the model has none there")
     return fitting(f"{module}.bias", new, bias)
@@ -226,26 +190,27 @@ def _merged(leaf: Any, name: str | None, adapter: Adapter) -> Any:
 
 
 def _merged_linear(part: Linear | Router, module: str, adapter: Adapter) -> Linear | Router:
-    weight, bias = part.weight, part.bias
-    if (replaced := adapter.replaced.get(f"{module}.weight")) is not None:
-        weight = _like(weight, fitting(f"{module}.weight", replaced, weight))
+    weight = _replaced(part.weight, module, adapter)
     if (update := adapter.updates.get(module)) is not None:
         weight = _like(weight, updated(module, _stock(module, weight), update))
-    if (new_bias := adapter.replaced.get(f"{module}.bias")) is not None:
-        fitting_bias(module, new_bias, bias)
-        bias = None if bias is None else _like(bias, new_bias)
-    return part._replace(weight=weight, bias=bias)
+    return part._replace(weight=weight, bias=_merged_bias(part.bias, module, adapter))
+
+
+def _replaced(weight: Any, module: str, adapter: Adapter) -> Any:
+    """The weight of a module, or the adapter's that takes its place."""
+    new = adapter.replaced.get(f"{module}.weight")
+    return weight if new is None else _like(weight, fitting(f"{module}.weight", new, weight))
+
+
+def _merged_bias(bias: Tensor | None, module: str, adapter: Adapter) -> Any:
+    new = adapter.replaced.get(f"{module}.bias")
+    return bias if new is None else _like(bias, fitting_bias(module, new, bias))  # type: ignore[arg-type]
 
 
 def _merged_conv(part: ShortConv, module: str, adapter: Adapter) -> ShortConv:
-    weight, bias = part.weight, part.bias
-    if (replaced := adapter.replaced.get(f"{module}.weight")) is not None:
-        stock = part.by_tap.T.unsqueeze(1)
-        weight = _like(stock, fitting(f"{module}.weight", replaced, stock))
-    if (new_bias := adapter.replaced.get(f"{module}.bias")) is not None:
-        fitting_bias(module, new_bias, bias)
-        bias = None if bias is None else _like(bias, new_bias)
-    return ShortConv(weight, bias)
+    is_new = f"{module}.weight" in adapter.replaced
+    weight = _replaced(part.by_tap.T.unsqueeze(1), module, adapter) if is_new else part.weight
+    return ShortConv(weight, _merged_bias(part.bias, module, adapter))
 
 
 def updated(module: str, weight: Tensor, update: Update) -> Tensor:
@@ -255,9 +220,7 @@ def updated(module: str, weight: Tensor, update: Update) -> Tensor:
 
 
 def _merged_embedding(part: Embedding, module: str, adapter: Adapter) -> Embedding:
-    weight = part.weight
-    if (replaced := adapter.replaced.get(f"{module}.weight")) is not None:
-        weight = _like(weight, fitting(f"{module}.weight", replaced, weight))
+    weight = _replaced(part.weight, module, adapter)
     if (added := adapter.embeddings.get(module)) is not None:
         stock = _stock(module, weight).to(torch.float32)
         weight = _like(weight, stock + fitting_update(module, added, (stock.shape[1], stock.shape[0])).product.T)
@@ -265,11 +228,7 @@ def _merged_embedding(part: Embedding, module: str, adapter: Adapter) -> Embeddi
 
 
 def _stock(module: str, weight: Weight) -> Tensor:
-    """The float weight [N, K], packed or not.
-
-    Raises:
-        RequestError: it is quantized.
-    """
+    """The float weight [N, K], packed or not."""
     if isinstance(weight, QuantizedWeight):
         if weight.format not in ROUNDED_FORMATS:
             return weight.dequantize()

@@ -5,7 +5,7 @@ Shapes: R rank, K inputs, N outputs of a linear layer.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.shards import open_safetensors
+from onward.checkpoint.shards import open_safetensors, read_object
 from onward.checkpoint.stored_names import WRAPPERS
-from onward.errors import CheckpointError, one_line, warn
-from onward.text_input import read_json_file
+from onward.errors import CheckpointError, warn
 
 CONFIG = "adapter_config.json"
 
@@ -68,20 +67,11 @@ class PeftConfig:
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Read and check adapter_config.json.
-
-    Raises:
-        CheckpointError: it is absent or malformed, is of no LoRA, or asks for what Onward does not have.
-    """
+    """Read and check adapter_config.json."""
     path = folder / CONFIG
-    try:
-        fields = read_json_file(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is no adapter: it holds no {CONFIG}") from error
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({one_line(error)})") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} must be an object; got {type(fields).__name__}")
+    if not path.exists():
+        raise CheckpointError(f"{folder} is no adapter: it holds no {CONFIG}")
+    fields = read_object(path, CheckpointError)
     if fields.get("peft_type") != "LORA":
         raise CheckpointError(f"{path}: Onward reads adapters of peft_type 'LORA'; got {fields.get('peft_type')!r}")
     for name in _REFUSED:
@@ -170,12 +160,6 @@ class Update:
         """B A, [N, K]."""
         return self.b @ self.a
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Its tensors, each with its name here."""
-        yield from (("a", self.a), ("b", self.b))
-        if self.magnitude is not None:
-            yield "magnitude", self.magnitude
-
 
 @dataclass(frozen=True)
 class Adapter:
@@ -195,7 +179,7 @@ class Adapter:
         digest = hashlib.blake2b(digest_size=16)
         parts = dict(self.replaced)
         for name, update in [*self.updates.items(), *self.embeddings.items()]:
-            parts |= {f"{name}.{part}": tensor for part, tensor in update.parts()}
+            parts |= {f"{name}.{part}": tensor for part, tensor in vars(update).items() if tensor is not None}
         for name, tensor in sorted(parts.items()):
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -263,13 +247,7 @@ def _assembled(path: Path, config: PeftConfig, parts: Mapping[str, dict[str, Ten
 
 
 def _update(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Update:
-    a, b = _pair(path, module, tensors, "a", "b")
-    rank = config.rank_of(module)
-    if a.dim() != 2 or b.dim() != 2 or not a.shape[0] == b.shape[1] == rank:
-        raise CheckpointError(
-            f"{path}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, and adapter_config.json makes "
-            f"its rank {rank}: they must be [{rank}, inputs] and [outputs, {rank}]"
-        )
+    a, b = _pair(path, config, module, tensors, "a", "b")
     if "b_bias" in tensors:
         raise CheckpointError(
             f"{path}: {module} has a bias of its own in lora_B (lora_bias), which Onward does not have"
@@ -279,32 +257,29 @@ def _update(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, T
         raise CheckpointError(f"{path}: {module} has no lora_magnitude_vector, and adapter_config.json says use_dora")
     if magnitude is not None and magnitude.numel() != b.shape[0]:
         raise CheckpointError(f"{path}: {module} has {b.shape[0]} outputs and {magnitude.numel()} magnitudes")
-    scaled = b.to(torch.float32) * config.scale_of(module)
-    return Update(a.to(torch.float32), scaled, None if magnitude is None else magnitude.flatten().to(torch.float32))
+    return Update(a, b, None if magnitude is None else magnitude.flatten().to(torch.float32))
 
 
 def _embedding(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Update:
-    a, b = _pair(path, module, tensors, "embedding_a", "embedding_b")
-    rank = config.rank_of(module)
-    if a.dim() != 2 or b.dim() != 2 or not a.shape[0] == b.shape[1] == rank:
-        raise CheckpointError(
-            f"{path}: {module} has lora_embedding_A {list(a.shape)} and lora_embedding_B {list(b.shape)}, and "
-            f"adapter_config.json makes its rank {rank}: they must be [{rank}, vocabulary] and [width, {rank}]"
-        )
+    a, b = _pair(path, config, module, tensors, "embedding_a", "embedding_b")
     if config.dora or "magnitude" in tensors:
         raise CheckpointError(f"{path}: {module} is an embedding with DoRA, which Onward does not have")
-    return Update(a.to(torch.float32), b.to(torch.float32) * config.scale_of(module))
+    return Update(a, b)
 
 
-def _pair(path: Path, module: str, tensors: Mapping[str, Tensor], first: str, second: str) -> tuple[Tensor, Tensor]:
-    if missing := [kind for kind in (first, second) if kind not in tensors]:
-        end = next(end for end, kind in _KINDS.items() if kind == missing[0])
-        raise CheckpointError(f"{path}: {module} has no {end}: save the adapter again")
-    return tensors[first], tensors[second]
-
-
-def changed_modules(adapter: Adapter) -> Iterator[str]:
-    """The names of all modules that an adapter changes."""
-    yield from adapter.updates
-    yield from adapter.embeddings
-    yield from (name.rpartition(".")[0] for name in adapter.replaced)
+def _pair(
+    path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor], *kinds: str
+) -> tuple[Tensor, Tensor]:
+    """A [R, K] and B [N, R] times its scale, float32."""
+    ends = [next(end for end, kind in _KINDS.items() if kind == wanted) for wanted in kinds]
+    for kind, end in zip(kinds, ends, strict=True):
+        if kind not in tensors:
+            raise CheckpointError(f"{path}: {module} has no {end}: save the adapter again")
+    (a, b), rank = (tensors[kind] for kind in kinds), config.rank_of(module)
+    if a.dim() != 2 or b.dim() != 2 or not a.shape[0] == b.shape[1] == rank:
+        inputs, outputs = ("vocabulary", "width") if kinds[0] == "embedding_a" else ("inputs", "outputs")
+        raise CheckpointError(
+            f"{path}: {module} has {ends[0]} {list(a.shape)} and {ends[1]} {list(b.shape)}, and adapter_config.json "
+            f"makes its rank {rank}: they must be [{rank}, {inputs}] and [{outputs}, {rank}]"
+        )
+    return a.to(torch.float32), b.to(torch.float32) * config.scale_of(module)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.adapters.beside import AdaptedEmbedding, AdaptedForward, AdaptedLinear, RowUpdate, Updates, unit_matrices
+from onward.adapters.beside import AdaptedEmbedding, AdaptedForward, AdaptedLinear, RowUpdate, Updates
 from onward.adapters.merging import adaptable, part_names
 from onward.cache.buffers import lazy_zeros
 from onward.models import Embedding, Linear, Model
@@ -42,10 +42,8 @@ class Room:
 
 
 class Stacks:
-    """A model with room for adapters. It shares the weights of the given one, whose forward knows no adapters.
-
-    model: computes with updates; its caches say which slot each row has (`KVCache.adapters`).
-    """
+    """A model with room for adapters, over the weights of another. model: its caches say which slot each row has
+    (`KVCache.adapters`)."""
 
     def __init__(self, base: Model, room: Room) -> None:
         architecture = adaptable(base)
@@ -77,10 +75,7 @@ class Stacks:
 
 
 def _empty(parts: Mapping[str, Any], room: Room, base: Model) -> dict[str, Updates]:
-    """Stacks without adapters, in one memory: what a slot has of all modules lies in one piece.
-
-    Updates of quantized matrices are held in 8 bits.
-    """
+    """Stacks without adapters, in one memory, where a slot is one piece. Updates of quantized matrices have 8 bits."""
     floats, device = base.params.embed_tokens.weight.dtype, base.device
     shapes: list[tuple[int, int, torch.dtype]] = []  # rows, columns and dtype of the two tensors of each module
     for name, part in parts.items():
@@ -115,7 +110,8 @@ def _adapted(part: Any, updates: Updates) -> Any:
     if not isinstance(part, Embedding):
         return AdaptedLinear(part, updates)
     slots, rank, _ = updates.b.shape
-    return AdaptedEmbedding(part, updates, unit_matrices(slots, rank, updates.b.dtype, updates.b.device))
+    units = torch.eye(rank, dtype=updates.b.dtype, device=updates.b.device).repeat(slots, 1, 1)
+    return AdaptedEmbedding(part, updates, units)
 
 
 def _write(of_all: Updates, index: int, update: RowUpdate) -> None:

@@ -1,13 +1,10 @@
 """Render messages as a prompt with the checkpoint's own Jinja template, in a sandbox.
 
-The environment offers what Hugging Face templates expect: trimmed blocks, `break` and `continue`, `tojson` that
-keeps characters as they are, `raise_exception`, `strftime_now`, `tools` and `documents` that are none unless given,
-and the `generation` block (which marks the answer for training and changes nothing here). The time is an argument, and
-neither the locale nor the time zone of the machine changes how it is written (`onward.checkpoint.chat_template`).
-
-A template is a stranger's program. The sandbox lets it make text and nothing else. It gets plain JSON values and cannot
-change them. Access to anything else is an error, and so is more work than a conversation needs
-(`onward.checkpoint.template_sandbox`).
+The environment offers what Hugging Face templates expect: trimmed blocks, `break` and `continue`, `tojson` that keeps
+characters as they are, `raise_exception`, `strftime_now`, `tools` and `documents` that are none unless given, and the
+`generation` block (which marks the answer for training and changes nothing here). The time is an argument; neither the
+locale nor the time zone of the machine changes how it is written. A template is a stranger's program: it gets copies of
+plain JSON values, and `onward.checkpoint.template_sandbox` limits its access and its work.
 """
 
 import datetime
@@ -41,13 +38,10 @@ _LONGEST_ERROR = 500
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens it may write.
+    """A compiled template.
 
-    source: the template's text.
-    special_tokens: such as {"bos_token": "<s>"}, variables of the template.
-    tool_source: the template to use instead where `tools` are given; None if `source` serves both.
-
-    Raises `TokenizerError` for a template that cannot be read.
+    source: its text. special_tokens: variables of the template, such as {"bos_token": "<s>"}. tool_source: the template
+    to use where `tools` are given; None for `source`. A template that cannot be read raises `TokenizerError`.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
@@ -229,10 +223,8 @@ _DIRECTIVE = re.compile("%([-_0^#]?)[EO]?(.)", re.DOTALL)
 
 
 def strftime(time: datetime.datetime, layout: str) -> str:
-    """`time.strftime(layout)`, where names, orders and seconds since 1970 depend on `time` alone.
-
-    A time without a zone counts as UTC.
-    """
+    """`time.strftime(layout)` in the C locale, whatever the machine's locale and time zone. A time without a zone is
+    UTC."""
     if time.tzinfo is None:
         time = time.replace(tzinfo=datetime.UTC)
     half = "PM" if time.hour >= 12 else "AM"

@@ -16,7 +16,7 @@ from torch import Tensor
 from onward.checkpoint.destination import appears, check_destination
 from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.gguf import GgufCheckpoint, parts_of
-from onward.checkpoint.gguf.exporting import Written, export_family, model_metadata, model_tensors, write_gguf
+from onward.checkpoint.gguf.exporting import export_family, model_metadata, model_tensors, write_gguf
 from onward.checkpoint.gguf.exporting_texts import texts_metadata
 from onward.checkpoint.quantized import (
     MANIFEST,
@@ -34,7 +34,6 @@ from onward.checkpoint.stacked_experts import with_stacked_experts
 from onward.checkpoint.weights import read_weights
 from onward.errors import RequestError, warn
 from onward.models import Architecture, read_config
-from onward.models.blocks import Decoder
 from onward.ops import QuantizedWeight
 
 FORMATS = ("safetensors", "gguf")
@@ -97,10 +96,13 @@ def convert(
     config = read_config(checkpoint.config)
     if to == "gguf":
         assert isinstance(checkpoint, CheckpointFolder)
-        line, metadata = _gguf_metadata(checkpoint)
+        line = export_family(checkpoint.config)
+        fields = line.fields(checkpoint.config)
+        metadata = model_metadata(line, fields, path.name) | texts_metadata(checkpoint, read_config(fields).vocab_size)
         weights = _weights(checkpoint, config, dtype, packed=True)
         with appears(target) as partial:
-            _write_gguf(checkpoint, line, metadata, weights, partial)
+            write_gguf(partial, metadata, model_tensors(line, fields, weights))
+            _check_written(partial, fields, path)
         return target
     weights = _weights(checkpoint, config, dtype, packed=False)
     with appears(target) as partial:
@@ -192,25 +194,12 @@ def _write_gguf_texts(checkpoint: GgufCheckpoint, folder: Path) -> None:
             (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tools[0], encoding="utf-8")
 
 
-def _gguf_metadata(checkpoint: CheckpointFolder) -> tuple[Written, dict[str, Any]]:
-    """What a GGUF file of this checkpoint says beside its tensors, and the line of its family."""
-    line = export_family(checkpoint.config)
-    fields = line.fields(checkpoint.config)
-    config = read_config(fields)
-    assert isinstance(config, Decoder), "families that are written are decoders"
-    return line, model_metadata(line, fields, checkpoint.path.name) | texts_metadata(checkpoint, config.vocab_size)
-
-
-def _write_gguf(
-    checkpoint: CheckpointFolder, line: Written, metadata: Mapping[str, Any], weights: _Weights, file: Path
-) -> None:
-    fields = line.fields(checkpoint.config)
-    write_gguf(file, metadata, model_tensors(line, fields, weights))
-    back = read_config(_as_float32(GgufCheckpoint(file).config))
-    if back != read_config(_as_float32(fields)):
+def _check_written(file: Path, fields: Mapping[str, Any], source: Path) -> None:
+    """Raise unless the GGUF file is of the same architecture as these fields of the source's config.json."""
+    if read_config(_as_float32(GgufCheckpoint(file).config)) != read_config(_as_float32(fields)):
         raise RequestError(
-            f"{checkpoint.path}: its config.json says what GGUF's metadata do not, such as a sliding window or another "
-            "RoPE schedule"
+            f"{source}: its config.json says what GGUF's metadata do not, such as a sliding window or another RoPE "
+            "schedule"
         )
 
 

@@ -1,16 +1,15 @@
 """The `.metadata` of a torch.distributed.checkpoint folder: which bytes of which file hold which part of a tensor.
 
-It is a pickle, and a pickle is a program. The unpickler here admits, by exact name, what a checkpoint needs. The names
-stand for records without behaviour, so that nothing but data can come out, and every value of the data is checked. What
-a hostile file costs is not bounded beyond its size: its author can end the process, but run nothing in it.
+It is a pickle, so a program. The unpickler here admits, by exact name, classes that a checkpoint needs, as records
+without behaviour, and every value of the data is checked. A hostile file can end the process, but run nothing in it.
 """
 
 import math
 import pickle
-import reprlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from reprlib import repr as brief  # a whole repr of a stranger's value may not fit in memory
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,9 @@ from onward.errors import CheckpointError, one_line
 _LONGEST = 2**30
 # A device mesh cuts a tensor into a grid of about as many cells as there are chunks.
 _MOST_CELLS = 2**24
+
+
+_ChunkName = tuple[str, tuple[int, ...] | None]  # of the tensor, and the chunk's offsets
 
 
 class StoredChunk(NamedTuple):
@@ -62,11 +64,7 @@ class Record:
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by their dotted names. Entries that are no tensor (a step, a schedule) are left out.
-
-    Raises:
-        CheckpointError: the file names a class that no checkpoint needs, is damaged, or contradicts itself.
-    """
+    """The tensors of a checkpoint by their dotted names, without entries that are no tensor (a step, a schedule)."""
     file = folder / METADATA
     root = _unpickle(file)
     try:
@@ -88,31 +86,22 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
         ) from error
 
 
-class _Bytes(NamedTuple):
-    """`length` bytes of `file`, from `start` on."""
-
-    file: str
-    start: int
-    length: int
-
-
-def _storage(index: Record, info: Record) -> tuple[tuple[str, tuple[int, ...] | None], _Bytes]:
-    """One entry of the storage data: (a tensor's name, a chunk's offset), and its bytes."""
+def _storage(index: Record, info: Record) -> tuple[_ChunkName, tuple[str, int, int]]:
+    """One entry of the storage data: the chunk's name, and (file, start, length) of its bytes."""
     key, place = index.fields("MetadataIndex"), info.fields("_StorageInfo")
     if place.get("transform_descriptors"):
         raise ValueError(
-            f"{_brief(key['fqn'])} was transformed when it was saved: {_brief(place['transform_descriptors'])}"
+            f"{brief(key['fqn'])} was transformed when it was saved: {brief(place['transform_descriptors'])}"
         )
     file = _text(place["relative_path"])
     if lies_outside(file):
         raise ValueError(f"it names the file {file!r}, which lies outside its folder")
     offset = None if key.get("offset") is None else _sizes(key["offset"])
-    return (_text(key["fqn"]), offset), _Bytes(file, *_sizes((place["offset"], place["length"])))
+    start, length = _sizes((place["offset"], place["length"]))
+    return (_text(key["fqn"]), offset), (file, start, length)
 
 
-def _stored_tensor(
-    name: str, fields: dict[str, Any], places: dict[tuple[str, tuple[int, ...] | None], _Bytes]
-) -> StoredTensor:
+def _stored_tensor(name: str, fields: dict[str, Any], places: dict[_ChunkName, tuple[str, int, int]]) -> StoredTensor:
     dtype = fields["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} has no dtype")
@@ -130,27 +119,18 @@ def _stored_tensor(
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or not all(type(size) is int and 0 <= size < 2**60 for size in values):
-        raise TypeError(f"sizes must be whole numbers of 0 or more; got {_brief(values)}")
+        raise TypeError(f"sizes must be whole numbers of 0 or more; got {brief(values)}")
     return tuple(values)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a name must be text; got {_brief(value)}")
+        raise TypeError(f"a name must be text; got {brief(value)}")
     return value
 
 
-def _brief(value: Any) -> str:
-    """A value of a stranger's pickle, shortened: its whole repr may not fit in memory."""
-    return reprlib.repr(value)
-
-
 def covers_once(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether every element of `shape` is in exactly one box, (offsets, sizes).
-
-    Raises:
-        ValueError: a box has another number of dimensions, or the boxes interlock as no sharding makes them.
-    """
+    """Whether every element of `shape` is in exactly one box, (offsets, sizes)."""
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
         raise ValueError(f"a tensor of {len(shape)} dimensions has a chunk of another number")
     spans = [[(at, at + size) for at, size in zip(*box, strict=True)] for box in boxes]
@@ -199,11 +179,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
 
 
 def _unpickle(file: Path) -> Any:
-    """The root object: `Record`s, dtypes and Python's own containers.
-
-    Raises:
-        CheckpointError: the file cannot be read, is too long or damaged, or names what no checkpoint of tensors needs.
-    """
+    """The root object: `Record`s, dtypes and Python's own containers."""
     try:
         if (length := file.stat().st_size) > _LONGEST:
             raise ValueError(f"it has {length} bytes, and {_LONGEST} are the most")

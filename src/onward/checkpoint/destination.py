@@ -11,10 +11,7 @@ from onward.errors import RequestError
 
 
 def check_destination(destination: Path, *, is_file: bool = False) -> None:
-    """Raise unless `destination` is absent, or, where it is to be a folder, empty; and unless it can be written.
-
-    Work that takes minutes asks before it begins.
-    """
+    """Raise unless `destination` can be written, and is absent or, where it is to be a folder, empty."""
     is_free = destination.is_dir() and not is_file and not any(destination.iterdir())
     if not is_free and (destination.exists() or destination.is_symlink()):
         what = "a file that is absent" if is_file else "a folder that is absent or empty"
@@ -26,12 +23,8 @@ def check_destination(destination: Path, *, is_file: bool = False) -> None:
 
 @contextmanager
 def appears(destination: Path) -> Iterator[Path]:
-    """A path beside the destination, which takes its place when the block has ended well; else folders that were made
-    for it go away again. Of a symbolic link to an empty folder that is the folder.
-
-    Raises:
-        RequestError: the destination cannot be written, or the disk is full.
-    """
+    """A path beside the destination that takes its place when the block ends well; else folders made for it go away
+    again. A symbolic link to an empty folder is that folder. Raises `RequestError` if the disk is full."""
     place = destination.resolve()
     partial = place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")
     made = [folder for folder in place.parents if not folder.exists()]

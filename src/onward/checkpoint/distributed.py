@@ -27,20 +27,8 @@ def is_distributed(folder: Path) -> bool:
 
 
 class DistributedFolder(MappedTensors):
-    """The tensors of a torch.distributed.checkpoint folder under Hugging Face's names; remembers which were taken.
-
-    Tensors are read one at a time, from all the files that hold a part of them. The optimizer's state and the like
-    are not read. Everything that the metadata tells is checked before the first tensor is read.
-
-    folder: holds .metadata and the files it names.
-    config: what the weights must fit.
-    dtype: None for that of the first tensor taken.
-    name_map: a JSON file or a mapping (`onward.checkpoint.name_map`); None for the folder's name_map.json, if any.
-
-    Raises:
-        CheckpointError: the pickle names what no checkpoint needs; a weight or file is missing; two tensors are for one
-            weight; or a tensor has not the rows that it is to be divided into. ConfigError: the name map is wrong.
-    """
+    """The tensors of a torch.distributed.checkpoint folder under Hugging Face's names. They are read one at a time, and
+    all metadata is checked before the first. name_map: None for the folder's name_map.json, if any."""
 
     def __init__(
         self,

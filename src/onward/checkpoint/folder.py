@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from onward.checkpoint.chat_template import ChatTemplate
-from onward.checkpoint.dcp_metadata import METADATA
 from onward.checkpoint.quantizers import methods_of, with_settings_file
 from onward.checkpoint.safetensors_folder import SafetensorsFolder
-from onward.checkpoint.shards import weight_files
+from onward.checkpoint.shards import METADATA, read_object, weight_files
 from onward.checkpoint.stored_names import names_of
 from onward.checkpoint.tokenizer import JsonTokenizer, token_text
 from onward.errors import ConfigError, OnwardError, TokenizerError, one_line, warn
 from onward.models import read_config
-from onward.models.generation_fields import generation_fields
 from onward.models.model_types import with_architecture
-from onward.text_input import read_json_file, read_text_file
+from onward.models.generation_fields import generation_fields
+from onward.text_input import read_text_file
 
 # Tokenizers of other libraries: of SentencePiece, of Mistral, of tiktoken, and of transformers' older classes.
 _OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
@@ -33,11 +32,8 @@ class CheckpointFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json, which every checkpoint has, with what other files say of it.
-
-        It gets the architecture of its model_type where it names none, the quantization_config of a file beside it, and
-        an untied head where the weights have one.
-        """
+        """config.json, with the architecture of its model_type where it names none, the quantization_config of a file
+        beside it, and an untied head where the weights have one."""
         if not (self.path / "config.json").is_file():
             advice = "is it a model folder in the Hugging Face layout?"
             if (self.path / METADATA).is_file():
@@ -88,7 +84,9 @@ class CheckpointFolder:
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
         """chat_template.jinja, or else that of tokenizer_config.json, or of chat_template.json; None without any."""
-        sources = self._template_files() or self._configured_templates()
+        files = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+        sources = {name: self._read_text(file) for name, file in files.items() if self._has(file)}
+        sources = sources or self._configured_templates()
         if not sources:
             return None
         if "default" not in sources:
@@ -117,10 +115,6 @@ class CheckpointFolder:
         from_tokenizer = self.tokenizer.eos_id if self.tokenizer is not None else None
         return () if from_tokenizer is None else (from_tokenizer,)
 
-    def _template_files(self) -> dict[str, str]:
-        files = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
-        return {name: self._read_text(file, TokenizerError) for name, file in files.items() if self._has(file)}
-
     def _configured_templates(self) -> dict[str, str]:
         """One template as a string, or several: a list of {"name": …, "template": …}, or a mapping of names."""
         config = self.tokenizer_config.get("chat_template")
@@ -142,30 +136,20 @@ class CheckpointFolder:
     def _has(self, name: str) -> bool:
         return (self.path / name).is_file()
 
-    def _read_text(self, name: str, kind: type[OnwardError]) -> str:
+    def _read_text(self, name: str) -> str:
         try:
             return read_text_file(self.path / name)
         except (ValueError, OSError) as error:
-            raise kind(f"{self.path / name} cannot be read as UTF-8 text: {one_line(error)}") from error
+            raise TokenizerError(f"{self.path / name} cannot be read as UTF-8 text: {one_line(error)}") from error
 
     def _read_json(self, name: str, kind: type[OnwardError]) -> dict[str, Any]:
         """A JSON object, empty where the file is absent; a `kind` of error where it is anything else."""
-        if not self._has(name):
-            return {}
-        try:
-            content = read_json_file(self.path / name)
-        except (ValueError, OSError) as error:
-            raise kind(f"{self.path / name} cannot be read as JSON: {one_line(error)}") from error
-        if not isinstance(content, dict):
-            raise kind(f"{self.path / name} must hold a JSON object; got {type(content).__name__}")
-        return content
+        return read_object(self.path / name, kind) if self._has(name) else {}
 
 
 def with_own_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, untied where the safetensors hold an embedding and another head, as transformers loads them.
-
-    Errors in the config or the weights are left to their readers.
-    """
+    """The config, untied where the safetensors hold an embedding and another head, as transformers loads them. Errors
+    in the config or the weights are left to their readers."""
     try:
         if not weight_files(folder) or not _is_own(folder, config):
             return dict(config)

@@ -30,11 +30,7 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpa
 
 
 def download_gguf(repository: str, revision: str | None, file: str, progress: bool) -> Path:
-    """A GGUF file of a repository, with the other parts where it is split.
-
-    Raises:
-        SourceError: there is no such repository or file, or the hub cannot be reached.
-    """
+    """A GGUF file of a repository, with the other parts where it is split."""
     with _as_source_errors(repository, revision):
         path = PurePosixPath(file)
         if lies_outside(file):
@@ -51,11 +47,7 @@ def download_gguf(repository: str, revision: str | None, file: str, progress: bo
 
 
 def download(repository: str, revision: str | None, progress: bool) -> Path:
-    """The folder of a model; the rest as `download_gguf`.
-
-    Raises:
-        CheckpointError: the repository's index of shards cannot be read.
-    """
+    """The folder of a model; the rest as `download_gguf`."""
     with _as_source_errors(repository, revision):
         folder = _fetch(repository, revision, _FILES, progress)
         if shards := weight_files(folder):

@@ -4,11 +4,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from onward.checkpoint.dcp_metadata import StoredTensor
 from onward.checkpoint.name_map import NameMap, is_rotated, proposed_map
 from onward.checkpoint.safetensors_folder import SafetensorsFolder
 from onward.checkpoint.shards import check_float, placed
@@ -18,17 +19,8 @@ from onward.models import Architecture, parameter_shapes
 
 # Parts of names under which trainers keep what is not the model. No weight of a family has one of them in its name.
 _TRAINING_STATE = {
-    "dataloader",
-    "grad_scaler",
-    "lr_scheduler",
-    "lr_schedulers",
-    "optim",
-    "optimizer",
-    "optimizers",
-    "rng_state",
-    "scheduler",
-    "train_state",
-    "trainer",
+    *("dataloader", "grad_scaler", "lr_scheduler", "lr_schedulers", "optim", "optimizer", "optimizers", "rng_state"),
+    *("scheduler", "train_state", "trainer"),
 }
 
 
@@ -41,26 +33,9 @@ class _Place(NamedTuple):
     rows: int | None = None
 
 
-class Stored(Protocol):
-    """A tensor in a file."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
 class MappedTensors(ABC):
-    """The tensors of a folder under the names that a name map gives them; remembers which were taken.
-
-    folder: for messages. config: what the weights must fit. dtype: None for that of the first tensor taken. stored: the
-    tensors by the names in the files.
-
-    Raises:
-        CheckpointError: a weight is missing; two tensors are for one weight; or a tensor has not the rows that it is to
-            be divided into.
-    """
+    """The tensors of a folder under the names that a name map gives them; remembers which were taken. stored: by the
+    names in the files. dtype: None for that of the first tensor taken."""
 
     def __init__(
         self,
@@ -68,7 +43,7 @@ class MappedTensors(ABC):
         config: Architecture,
         dtype: torch.dtype | None,
         device: torch.device,
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, Tensor] | Mapping[str, StoredTensor],
         name_map: NameMap,
     ) -> None:
         self.dtype = dtype
@@ -87,11 +62,7 @@ class MappedTensors(ABC):
         """The tensor of this name in the files."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor `name`, of `shape`, in `dtype`, or the model's, on the wanted device.
-
-        Raises:
-            CheckpointError: it is of another shape, or no float, or damaged, or too large for float16.
-        """
+        """The tensor `name`, of `shape`, in `dtype`, or the model's, on the wanted device."""
         place = self._places[name]
         stored = self._stored[place.stored]
         stored_shape = stored.shape if place.rows is None else (place.rows, *stored.shape[1:])
@@ -145,20 +116,15 @@ class MappedTensors(ABC):
                         "them to null"
                     )
                 places[name] = place
-        self._place_tied(places)
+        for name in [name for name in self._shapes if name not in places]:
+            if (twin := tied_twin(name, self._config)) in places:  # a head's name for the embedding that it is tied to
+                places[name] = places.pop(twin)
         if missing := [name for name in self._shapes if name not in places]:
             raise CheckpointError(
                 f"{self._folder}: {len(missing)} weights are missing, {missing[0]!r} of shape "
                 f"{list(self._shapes[missing[0]])} for one{self._leftover_hint(places)}"
             )
         return places
-
-    def _place_tied(self, places: dict[str, _Place]) -> None:
-        """Find an embedding under the name of the head that is tied to it."""
-        for name in [name for name in self._shapes if name not in places]:
-            twin = tied_twin(name, self._config)
-            if twin in places:
-                places[name] = places.pop(twin)
 
     def _split_rows(self, stored: str, names: tuple[str, ...], interleaved: bool) -> list[_Place]:
         if len(names) == 1:
@@ -193,11 +159,7 @@ def _as_halves(tensor: Tensor, head_dim: int) -> Tensor:
 
 
 class MappedSafetensors(MappedTensors):
-    """The tensors of a folder of safetensors by a name map. Whole tensors stay views of the mapped file.
-
-    Raises:
-        RequestError: the weights are quantized. CheckpointError: see `MappedTensors`.
-    """
+    """The tensors of a folder of safetensors by a name map. Whole tensors stay views of the mapped file."""
 
     def __init__(
         self, folder: Path, config: Architecture, dtype: torch.dtype | None, device: torch.device, name_map: NameMap

@@ -28,19 +28,8 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def read_module(folder: CheckpointFolder, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """The causal language model of transformers that config.json names, with the folder's weights.
-
-    It is made without memory and takes our tensors under transformers' own renames; what its own layout joins (experts)
-    is copied.
-
-    Args:
-        dtype: to convert to; None keeps the checkpoint's.
-
-    Raises:
-        RequestError: transformers is not installed. ConfigError: it cannot read config.json.
-        UnsupportedArchitectureError: it has no causal language model of this type. CheckpointError: a weight is
-        missing, has another shape, or is none of the model's.
-    """
+    """The causal language model of transformers that config.json names, with the folder's weights, under transformers'
+    own renames; tensors that its layout joins (experts) are copied. dtype: None keeps the checkpoint's."""
     transformers = library()
     if not is_known(folder.config):
         raise UnsupportedArchitectureError(

@@ -16,31 +16,24 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from onward.checkpoint.shards import read_object
 from onward.checkpoint.stored_names import WRAPPERS
-from onward.errors import ConfigError, RequestError, one_line
-from onward.text_input import read_json_file
+from onward.errors import ConfigError, RequestError
 
 FILE = "name_map.json"
 WILDCARD = "{}"
 
 
 class Target(NamedTuple):
-    """What a tensor is in Hugging Face's names.
-
-    names: the weights that its rows are, in order; most tensors are one. interleaved: whether RoPE rotates the rows of
-    queries and keys as pairs of neighbours (Meta's layout) instead of halves (Hugging Face's).
-    """
+    """A tensor in Hugging Face's names: the weights that its rows are, in order (mostly one), and whether RoPE rotates
+    the rows of queries and keys as pairs of neighbours (Meta's layout) instead of halves (Hugging Face's)."""
 
     names: tuple[str, ...]
     interleaved: bool = False
 
 
 class NameMap:
-    """A name map, checked; the module describes its entries. `where` names it in errors.
-
-    Raises:
-        ConfigError: an entry has none of those forms, or has other wildcards than its name.
-    """
+    """A name map, checked; the module describes its entries. `where` names it in errors (`ConfigError`)."""
 
     def __init__(self, entries: Mapping[str, Any], where: str) -> None:
         self.entries = dict(entries)
@@ -60,12 +53,12 @@ class NameMap:
         """A JSON file or a mapping as a name map; None takes the folder's name_map.json, if it has one."""
         if source is None:
             file = folder / FILE
-            return cls(_read_entries(file), str(file)) if file.is_file() else cls({}, FILE)
+            return cls(read_object(file, ConfigError, "the name map "), str(file)) if file.is_file() else cls({}, FILE)
         if isinstance(source, Mapping):
             return cls(source, "name_map")
         if not isinstance(source, str | os.PathLike):
             raise RequestError(f"name_map must be a JSON file or a mapping; got {type(source).__name__}")
-        return cls(_read_entries(Path(source).expanduser()), str(source))
+        return cls(read_object(Path(source).expanduser(), ConfigError, "the name map "), str(source))
 
     def __call__(self, name: str) -> Target | None:
         """What the tensor of this name is; None if it is left out."""
@@ -141,16 +134,6 @@ def _filled(target: Target | None, pattern: tuple[str, ...], parts: tuple[str, .
     return target._replace(names=tuple(names))
 
 
-def _read_entries(file: Path) -> dict[str, Any]:
-    try:
-        content = read_json_file(file)
-    except (ValueError, OSError) as error:  # ValueError: a NUL in the name
-        raise ConfigError(f"the name map {file} cannot be read as JSON: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"the name map {file} must be a JSON object; got {type(content).__name__}")
-    return content
-
-
 _EMBEDDING = "model.embed_tokens.weight"
 # A map of more entries explains nothing.
 _MOST_ENTRIES = 6
@@ -161,14 +144,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 def proposed_map(
     entries: Mapping[str, Any], stored: Shapes, weights: Shapes, is_training_state: Callable[[str], bool]
 ) -> str | None:
-    """JSON of a name map under which every weight is there in its shape and nothing is left over; None if none is.
-
-    Args:
-        entries: the name map in use, which the proposal extends.
-        stored: the checkpoint's tensors.
-        weights: those of the model, by Hugging Face's names.
-        is_training_state: whether a stored tensor is left out without an entry.
-    """
+    """JSON of a name map, more than `entries`, under which every weight is there in its shape and nothing is left over;
+    None if none is. stored: the checkpoint's tensors. weights: the model's, by Hugging Face's names."""
     for more in _candidates(stored):
         proposal = {**entries, **more}
         name_map = NameMap(proposal, "the proposal")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -22,18 +21,9 @@ from onward.checkpoint.destination import appears, check_destination
 from onward.checkpoint.folder import CheckpointFolder
 from onward.checkpoint.quantizers import FIELDS_OF_METHODS
 from onward.checkpoint.safetensors_folder import SafetensorsFolder
-from onward.checkpoint.shards import TEXT_FILES, WEIGHTS, open_safetensors
-from onward.errors import CheckpointError, ConfigError, RequestError, one_line
-from onward.models import (
-    Architecture,
-    ExpertLinear,
-    LatentLinear,
-    Router,
-    Scope,
-    ShortConv,
-    map_marked,
-    named_params,
-)
+from onward.checkpoint.shards import TEXT_FILES, WEIGHTS
+from onward.errors import CheckpointError, ConfigError, RequestError
+from onward.models import Architecture, ExpertLinear, LatentLinear, Router, Scope, ShortConv, map_marked, named_params
 from onward.models.architecture import is_unread
 from onward.ops import NativeWeight, QuantizedWeight
 from onward.ops.linear import stock_weight
@@ -51,11 +41,7 @@ _DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torc
 
 @dataclass(frozen=True)
 class Manifest:
-    """What config.json says of the quantized matrices.
-
-    shapes: stock name -> (N, K) of the weight that the bytes stand for. formats: stock name -> "int8", "int4" or
-    "iq4_nl".
-    """
+    """The quantized matrices of a config.json: stock name -> the shape (N, K) of the weight, and its format."""
 
     shapes: Mapping[str, tuple[int, int]]
     formats: Mapping[str, str]
@@ -70,11 +56,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
-    """The manifest in a config.json; None where the weights are not quantized.
-
-    Raises:
-        ConfigError: it has another version or format, or is malformed.
-    """
+    """The manifest in a config.json; None where the weights are not quantized."""
     manifest = config.get(MANIFEST)
     if manifest is None:
         return None
@@ -123,96 +105,64 @@ def _shape(where: str, entry: Any) -> tuple[int, int]:
 def read_quantized(
     folder: Path, manifest: Manifest, config: Architecture, *, dtype: torch.dtype | None, device: torch.device
 ) -> Any:
-    """The weights of a quantized folder, mapped: on the CPU the matrices are the file's own pages.
-
-    Args:
-        folder: holds model.safetensors, or an index and its shards.
-        manifest: of its config.json.
-        config: says which weights there are, and of which shapes.
-        dtype: of norms, biases and activations; None keeps that of the last norm.
-        device: where they go.
-
-    Raises:
-        CheckpointError: a tensor is missing, damaged or of another size, or is in neither manifest nor model.
-    """
-    stock = SafetensorsFolder(folder, dtype, device)
-    if stock.dtype is None:
-        stock.dtype = stock.take(*config.float_tensor).dtype
-    tensors = _QuantizedTensors(folder, manifest, stock, device)
+    """The weights of a quantized folder, mapped: on the CPU the matrices are the file's own pages. dtype: of norms,
+    biases and activations; None keeps that of the last norm."""
+    tensors = _QuantizedTensors(folder, manifest, dtype, device)
+    if tensors.dtype is None:
+        tensors.dtype = tensors.take(*config.float_tensor).dtype
     params = config.read(Scope(tensors))
     tensors.check_left(config)
     return params
 
 
-class _QuantizedTensors:
+class _QuantizedTensors(SafetensorsFolder):
     """Reads the matrices of the manifest as `QuantizedWeight`s, and all other tensors as they are stored."""
 
-    def __init__(self, folder: Path, manifest: Manifest, stock: SafetensorsFolder, device: torch.device) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, manifest: Manifest, dtype: torch.dtype | None, device: torch.device) -> None:
+        super().__init__(folder, dtype, device)
         self._manifest = manifest
-        self._stock = stock
-        self._device = device
-        self._file = _open(folder / WEIGHTS)
-        self._stored: set[str] = set(self._file.keys())
-        self._taken: set[str] = set()
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
-        if name not in self._manifest.shapes:
-            self._check_stock(name)
-            return self._stock.take(name, shape, dtype)
-        if self._manifest.shapes[name] != shape:
+        if not (folder / WEIGHTS).is_file():
             raise CheckpointError(
-                f"{self._folder}: {MANIFEST} gives tensor {name!r} the shape {list(self._manifest.shapes[name])}, but "
-                f"config.json makes it {list(shape)}"
+                f"{folder / WEIGHTS} is missing: quantized weights lie in one file; quantize the checkpoint again"
             )
-        if name not in self._stored:
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor | QuantizedWeight:
+        if name not in self._manifest.shapes:
+            if (packed := self.find(name)) is not None and packed.dtype == torch.uint8:
+                raise CheckpointError(
+                    f"{self._folder}: tensor {name!r} is packed bytes, but {MANIFEST} has no entry with its "
+                    "shape: quantize the checkpoint again"
+                )
+            return super().take(name, shape, dtype)
+        own, format = self._manifest.shapes[name], self._manifest.formats[name]
+        if own != shape:
+            raise CheckpointError(
+                f"{self._folder}: {MANIFEST} gives tensor {name!r} the shape {list(own)}, but config.json makes it "
+                f"{list(shape)}"
+            )
+        if (data := self.find(name)) is None:
             raise CheckpointError(f"{self._folder}: tensor {name!r} of {MANIFEST} is missing from {WEIGHTS}")
-        assert self._stock.dtype is not None
+        expected_shape = data_shape(format, own)
+        if data.dtype != torch.uint8 or tuple(data.shape) != expected_shape:
+            raise CheckpointError(
+                f"{self._folder / WEIGHTS}: tensor {name!r} is {data.dtype} {list(data.shape)}, but {format} packs "
+                f"{list(shape)} into uint8 {list(expected_shape)}: quantize the checkpoint again"
+            )
+        assert self.dtype is not None
         self._taken.add(name)
-        data = self._read_data(name, (shape[0], shape[1]))
-        format = self._manifest.formats[name]
-        return QuantizedWeight(data.to(self._device), format, (shape[0], shape[1]), self._stock.dtype)
+        # The kernels read whole cache lines, so data that another writer did not align are copied.
+        data = data if data.data_ptr() % ALIGNMENT == 0 else data.clone()
+        return QuantizedWeight(data.to(self._device), format, own, self.dtype)
 
     def check_left(self, config: Architecture) -> None:
         """Raise if a tensor was not taken: config.json, manifest and weights are then of different models."""
-        others = (set(self._manifest.shapes) | set(self._stock.left())) - self._taken
+        others = {*self._manifest.shapes, *self.left()} - self._taken
         left = sorted(name for name in others if not is_unread(config, name))
         if left:
             raise CheckpointError(
                 f"{self._folder}: {len(left)} tensors are there that config.json leaves no place for, {left[0]!r} for "
                 "one: is it the config of this checkpoint?"
             )
-
-    def _read_data(self, name: str, shape: tuple[int, int]) -> Tensor:
-        try:
-            data: Tensor = self._file.get_tensor(name)
-        except (SafetensorError, RuntimeError, ValueError, MemoryError) as error:
-            raise CheckpointError(
-                f"{self._folder / WEIGHTS}: tensor {name!r} cannot be read: {one_line(error)}"
-            ) from error
-        format = self._manifest.formats[name]
-        expected_shape = data_shape(format, shape)
-        if data.dtype != torch.uint8 or tuple(data.shape) != expected_shape:
-            raise CheckpointError(
-                f"{self._folder / WEIGHTS}: tensor {name!r} is {data.dtype} {list(data.shape)}, but "
-                f"{format} packs {list(shape)} into uint8 {list(expected_shape)}: quantize the "
-                "checkpoint again"
-            )
-        # The kernels read whole cache lines, so data that another writer did not align are copied.
-        return data if data.data_ptr() % ALIGNMENT == 0 else data.clone()
-
-    def _check_stock(self, name: str) -> None:
-        if name in self._stored and self._file.get_slice(name).get_dtype() == "U8":
-            raise CheckpointError(
-                f"{self._folder}: tensor {name!r} is packed bytes, but {MANIFEST} has no entry with its "
-                "shape: quantize the checkpoint again"
-            )
-
-
-def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: quantized weights lie in one file; quantize the checkpoint again")
-    return open_safetensors(path)
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -225,20 +175,9 @@ def write_quantized(
     destination: Path,
     errors: Mapping[str, float] | None = None,
 ) -> None:
-    """Write quantized weights as a checkpoint, with the tokenizer, templates and defaults of the source.
-
-    It appears whole or not at all.
-
-    Args:
-        source: the folder that the weights came from, whose small files are copied.
-        config: of the model.
-        params: quantized. Matrices that are not quantized are stored as they are.
-        destination: a folder that is absent or empty.
-        errors: relative RMS errors by the names of `parameter_name`, for the manifest.
-
-    Raises:
-        RequestError: the destination is not free, or cannot be written.
-    """
+    """Write quantized weights as a checkpoint, with the tokenizer, templates and defaults of the source. It appears
+    whole or not at all. Matrices of `params` that are not quantized are stored as they are. errors: relative RMS errors
+    by `parameter_name`, for the manifest."""
     destination = destination.absolute()
     check_destination(destination)
     weights = _by_stock_name(config, params, errors or {})
@@ -328,10 +267,8 @@ def without_methods(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write the safetensors format, with each tensor of a multiple of 64 bytes at a multiple of 64 bytes.
-
-    `safetensors.torch.save_file` does not align so: it puts floats before bytes and does not pad its header.
-    """
+    """Write the safetensors format with each tensor of a multiple of 64 bytes at a multiple of 64 bytes, which
+    `safetensors.torch.save_file` does not do."""
     # Tensors of other lengths come last, wide elements first, so that each is at a multiple of its element's size.
     order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, -tensors[name].element_size()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -17,28 +17,27 @@ from onward.checkpoint.shards import (
     open_safetensors,
     placed,
     read_index,
+    read_object,
     weight_files,
 )
 from onward.checkpoint.stacked_experts import StackedPart, stacked_part
 from onward.checkpoint.stored_names import has_stock_names, is_cache_scale, names_of, stock_names, tied_twin
-from onward.errors import CheckpointError, one_line
+from onward.errors import CheckpointError, ConfigError, one_line
 from onward.models import Architecture
 from onward.ops import QuantizedWeight
-from onward.text_input import read_json_file
 
 # Files of weights, by which an error names what a folder has instead of readable safetensors.
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors", "*.distcp")
 
 
 class SafetensorsFolder:
-    """The tensors of a checkpoint folder by name; it remembers which were taken.
-
-    A tensor that already has the wanted dtype and device is a view of the memory map, not a copy.
+    """The tensors of a checkpoint folder by name, views of the memory map where they need no conversion; it remembers
+    which were taken.
 
     dtype: to convert to; None: that of the first tensor taken, or with `own_dtypes` each tensor's own. keeps_bits: give
-    matrices that are stored in few bits, and that the kernels multiply with as they are, as `QuantizedWeight`; else
-    floats. config: the model's, under whose names tensors are found that the file names otherwise
-    (`onward.checkpoint.stored_names`). in_floats: modules whose weights were quantized and became floats.
+    matrices in few bits that the kernels multiply with as they are as `QuantizedWeight`; else floats. config: the
+    model's, whose names tensors get (`onward.checkpoint.stored_names`). in_floats: modules whose weights were quantized
+    and became floats.
     """
 
     def __init__(
@@ -70,11 +69,7 @@ class SafetensorsFolder:
         self._quantized: set[str] = set()  # modules of which the parts were taken
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor | QuantizedWeight:
-        """The tensor `name`, of `shape`, in `dtype`, or the model's, on the wanted device.
-
-        Raises:
-            CheckpointError: it is absent, has another shape, is no float, or is too large for float16.
-        """
+        """The tensor `name`, of `shape`, in `dtype`, or the model's, on the wanted device."""
         module, _, kind = name.rpartition(".")
         if self._methods is not None and kind == "weight":
             method = self._methods.of(self._stored_module(module))
@@ -248,7 +243,7 @@ class SafetensorsFolder:
             if others and all(file.endswith(".distcp") for file in others):
                 hint = f"; it holds {others[0]} and no .metadata, which is written last: the save was not finished"
             raise CheckpointError(f"{self._folder} holds no weights: neither {WEIGHTS} nor {INDEX}{hint}")
-        names_by_file = {file: self._names(file) for file in files}
+        names_by_file = {file: set(self._open(file).keys()) for file in files}
         where = {name: file for file, names in names_by_file.items() for name in names}
         if files == [WEIGHTS] or not (self._folder / INDEX).is_file():
             for file, names in names_by_file.items():
@@ -268,9 +263,6 @@ class SafetensorsFolder:
                 )
         return where | {name: file for name, file in indexed.items() if name not in absent}
 
-    def _names(self, file: str) -> set[str]:
-        return set(self._open(file).keys())
-
     def _open(self, file: str) -> Any:
         if file not in self._files:
             path = self._folder / file
@@ -283,10 +275,9 @@ class SafetensorsFolder:
 def _config_of(folder: Path) -> Mapping[str, Any]:
     """The folder's config.json, as far as it can be read: what is wrong with it is said by who reads it as a whole."""
     try:
-        config = read_json_file(folder / "config.json")
-    except (OSError, ValueError):
+        return read_object(folder / "config.json", ConfigError)
+    except ConfigError:
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _by_module(names: Iterable[str]) -> dict[str, set[str]]:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from onward.errors import CheckpointError, one_line
+from onward.errors import CheckpointError, OnwardError, one_line
 from onward.text_input import read_json_file
 
 WEIGHTS = "model.safetensors"
@@ -33,11 +33,9 @@ TEXT_FILES = (
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The files that hold a checkpoint's weights, as paths inside its folder; empty where there are none.
-
-    Where both a single file and an index are there, the single file wins, as in transformers. Shards may have any name:
-    the index says which they are. Without either, the only safetensors file is the one, or all shards by their numbers.
-    """
+    """The files that hold a checkpoint's weights, as paths inside its folder; empty where there are none. A single file
+    wins over an index, as in transformers. Without either, the only safetensors file is the one, or all shards by their
+    numbers."""
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     if (folder / INDEX).is_file():
@@ -59,12 +57,19 @@ def _unindexed(folder: Path) -> list[str]:
     return files if files and whole and len(stems) == 1 else []
 
 
-def read_index(index: Path) -> dict[str, str]:
-    """Tensor name -> the shard that holds it, a path inside the index's folder.
+def read_object(file: Path, kind: type[OnwardError], what: str = "") -> dict[str, Any]:
+    """The JSON object of a file; a `kind` of error where it holds none. what: names the file in the error."""
+    try:
+        content = read_json_file(file)
+    except (ValueError, OSError) as error:  # ValueError: a NUL in the name
+        raise kind(f"{what}{file} cannot be read as JSON: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise kind(f"{what}{file} must be a JSON object; got {type(content).__name__}")
+    return content
 
-    Raises:
-        CheckpointError: it is no index, or names a file outside its folder.
-    """
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> the shard that holds it, a path inside the index's folder."""
     try:
         content = read_json_file(index)
     except (ValueError, OSError) as error:
@@ -98,11 +103,7 @@ def is_there(path: Path) -> bool:
 
 
 def open_safetensors(path: Path) -> Any:
-    """The mapped file, from which tensors are read by name.
-
-    Raises:
-        CheckpointError: it is no safetensors file, is cut short, or is too large to map.
-    """
+    """The mapped file, from which tensors are read by name."""
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError, MemoryError, ValueError) as error:
@@ -120,11 +121,8 @@ def page_releaser(folder: Path) -> Callable[[], None]:
 
 
 def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
-    """A function that drops this process's resident pages of these files, as far as they are mapped when it is called.
-
-    Nothing is lost: the maps are never written, so a page that is needed again is read from the file again. Without
-    it memory would hold the mapped file and its packed copy at once. It does nothing on systems other than Linux.
-    """
+    """A function that drops this process's resident pages of these files, as far as they are mapped when it is called:
+    else memory would hold the mapped file and its packed copy at once. It does nothing on systems other than Linux."""
     if sys.platform != "linux":
         return lambda: None
     libc = ctypes.CDLL(None)
@@ -157,11 +155,7 @@ def check_float(where: object, name: str, dtype: torch.dtype) -> None:
 
 
 def placed(where: object, name: str, tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """The tensor in `dtype` (None: its own) on `device`; no copy where it is there already.
-
-    Raises:
-        CheckpointError: its values are too large for float16.
-    """
+    """The tensor in `dtype` (None: its own) on `device`; no copy where it is there already."""
     if tensor.data_ptr() % tensor.element_size():
         tensor = tensor.clone()  # a file may hold it at an address that is no multiple of its element
     moved = tensor.to(device=device, dtype=dtype or tensor.dtype)

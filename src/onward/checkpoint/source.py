@@ -1,7 +1,4 @@
-"""Find a model's folder: in the package, on the disk, or on the hub.
-
-The hub's client is imported where it is asked: that takes a tenth of a second, which a model on the disk need not wait.
-"""
+"""Find a model's folder: in the package, on the disk, or on the hub, whose client is imported where it is used."""
 
 import difflib
 import os
@@ -90,11 +87,7 @@ def _meant(name: str) -> str:
 
 
 def _gguf_inside(folder: Path) -> Path | None:
-    """The GGUF model of a folder that holds one, and nothing in the Hugging Face layout.
-
-    Raises:
-        SourceError: it holds several.
-    """
+    """The GGUF model of a folder that holds one, and nothing in the Hugging Face layout."""
     if (folder / "config.json").is_file():
         return None
     firsts = sorted({parts_of(file.name)[0] for file in folder.glob("*.gguf") if file.is_file()})

@@ -30,11 +30,9 @@ _OF_ONE_TENSOR = (
 
 
 class StackedPart(NamedTuple):
-    """Where a weight of one expert, or a bias of all, lies.
-
-    tensors: the names of what holds it: one float tensor, or blocks and scales. expert: None: all. part: "gate_proj",
-    "up_proj" or "down_proj". in_turns: whether gate and up alternate. transposed: whether inputs come before outputs.
-    """
+    """Where a weight of one expert, or a bias of all (None), lies. tensors: one of floats, or blocks and scales. part:
+    "gate_proj", "up_proj" or "down_proj". in_turns: whether gate and up alternate. transposed: whether inputs come
+    before outputs."""
 
     tensors: tuple[str, ...]
     expert: int | None

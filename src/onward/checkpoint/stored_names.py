@@ -28,15 +28,9 @@ def names_of(architecture: Architecture | None) -> DecoderNames | None:
 
 
 def stock_names(stored: Iterable[str], architecture: Architecture | None) -> dict[str, str]:
-    """Hugging Face's name -> the name in the file.
-
-    Without a decoder's architecture only the older names of multimodal checkpoints are changed. With one, names may
-    have a wrapper's prefix ("module.", "_orig_mod."), and may lack the prefix of the base model ("model.") or have more
-    before it. Where the head is tied to the embedding, the file may have either.
-
-    Raises:
-        CheckpointError: two names in the file are one weight.
-    """
+    """Hugging Face's name -> the name in the file. With a decoder's architecture, names may have a wrapper's prefix
+    ("module.", "_orig_mod."), and may lack the prefix of the base model ("model.") or have more before it; where the
+    head is tied to the embedding, the file may have either. Else only older names of multimodal checkpoints change."""
     given = {_renamed(name): name for name in stored}
     names = names_of(architecture)
     if architecture is None or names is None:

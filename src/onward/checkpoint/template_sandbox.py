@@ -1,8 +1,8 @@
 """Jinja's sandbox with a bound on work: what a template may touch, and how much it may do.
 
-Jinja keeps a template from Python's insides, but not from `'x' * 10 ** 10`. Here loops, calls, operators, filters and
-comparisons pay from a budget (`onward.checkpoint.template_sandbox`) before they run. A template that stays within the
-budget makes the same text as in Jinja.
+Jinja keeps a template from Python's insides, but not from `'x' * 10 ** 10`. Here each operation pays, before it runs,
+for the characters that it reads or makes: a count that is the same on every machine. A value is measured as the tree
+that Python walks: forty lists, each of which holds the one before twice, are forty objects and a text of terabytes.
 """
 
 import functools

@@ -19,12 +19,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def own_bytes(inner: tokenizers.Tokenizer) -> Callable[[str], bytes | None]:
-    """A function of a token as the vocabulary spells it: the bytes that it adds to every text.
-
-    They follow from the decoder: a byte-level one writes every token as bytes, byte fallback those of the form <0xE2>.
-    None for a token whose text depends on those before it, such as one that loses its space at the start of a text; it
-    holds whole characters, so `decode` has its bytes.
-    """
+    """A function of a token as the vocabulary spells it: the bytes that it adds to every text, by the decoder's kind.
+    None for a token whose text depends on those before it; it holds whole characters, so `decode` has its bytes."""
     kinds = set(_kinds(inner.decoder))
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse", "Sequence"}:
         return byte_level
@@ -105,11 +101,8 @@ def special_tokens(tokenizer: Tokenizer) -> Mapping[int, str]:
 
 
 class _named_errors:  # noqa: N801 (used as a statement)
-    """Turns what the `tokenizers` library raises into a `TokenizerError` that names the file.
-
-    The library raises bare `Exception`s. Where its Rust code panics, it raises a `BaseException` of a class that it
-    does not export. (This is no generator of contextlib, which is slower: every streamed token decodes a text.)
-    """
+    """Turns what the `tokenizers` library raises, bare `Exception`s and the `BaseException` of a panic, into a
+    `TokenizerError` that names the file. (A generator of contextlib is slower: every streamed token decodes a text.)"""
 
     def __init__(self, file: str | Path, task: str = "") -> None:
         self._file = file
@@ -184,17 +177,16 @@ class JsonTokenizer:
         if add_special_tokens and self._add_bos != self._adds_bos:
             assert self.bos_id is not None
             ids = [self.bos_id, *ids] if self._add_bos else ids[1:]
-        if self._limit < self.vocab_size:
-            self._check_within(ids)
+        if self._limit < self.vocab_size and (outside := [token for token in ids if token >= self._limit]):
+            raise RequestError(
+                f"the text holds the token {self._inner.id_to_token(outside[0])!r} (id {outside[0]}), and the model's "
+                f"vocabulary ends at {self._limit - 1}: leave it out"
+            )
         return ids
 
     def within(self, path: Path, vocab_size: int) -> "JsonTokenizer":
         """This tokenizer for a model of this vocabulary. Added tokens may lie past its end: they load, and a text that
-        holds one is an error.
-
-        Raises:
-            CheckpointError: other ids than those of added tokens lie past the end.
-        """
+        holds one is an error."""
         if self.vocab_size <= vocab_size:
             return self
         added = self._inner.get_added_tokens_decoder()
@@ -204,13 +196,6 @@ class JsonTokenizer:
         limited = copy(self)
         limited._limit = vocab_size
         return limited
-
-    def _check_within(self, ids: Sequence[int]) -> None:
-        if outside := [token for token in ids if token >= self._limit]:
-            raise RequestError(
-                f"the text holds the token {self._inner.id_to_token(outside[0])!r} (id {outside[0]}), and the model's "
-                f"vocabulary ends at {self._limit - 1}: leave it out"
-            )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens and ids that the tokenizer lacks (the model's may be padding)."""

@@ -34,16 +34,12 @@ def read_weights(
     """All weights of a model. Every tensor of the folder must be one of them.
 
     Args:
-        folder: holds model.safetensors, or an index and its shards, or a torch.distributed.checkpoint.
-        config: says which weights there are, and of which shapes.
         dtype: to convert to; None keeps that of the tensor which is taken first, for all tensors.
-        device: where they go.
         name_map: from the names in the files to Hugging Face's (`onward.checkpoint.name_map`).
         each_layer: converts each layer (packs it, say) as soon as it is read.
-        keeps_bits: give matrices that are stored in few bits, and that the kernels multiply with as they are, as
-            `QuantizedWeight`; else floats.
+        keeps_bits: give matrices in few bits that the kernels multiply with as they are as `QuantizedWeight`.
         own_dtypes: without a dtype, safetensors keep each its own.
-        show_in_floats: is called with the modules whose weights others quantized and that became floats.
+        show_in_floats: is called with the modules whose quantized weights became floats.
 
     Raises:
         CheckpointError: a tensor is missing, mis-shaped or damaged, or is none of the architecture's weights.

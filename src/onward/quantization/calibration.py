@@ -1,7 +1,9 @@
 """Quantize for small errors on text: the model's own, so that no data set is needed (arXiv 2410.17170, 2305.17888).
 
-Layer after layer, the text runs through what is quantized so far. Each `Linear` is rounded with feedback
-(`onward.quantization.feedback`) for the inputs that it gets there.
+Layer after layer, the text runs through what is quantized so far, and each `Linear` is rounded with feedback
+(`onward.quantization.feedback`) for the inputs that it gets. A budget of bits gives int8 to the matrices that cost most
+in iq4_nl: the KL divergence of the model with that matrix alone in iq4_nl. That costs add up is an approximation (arXiv
+2411.17525).
 """
 
 import math
@@ -51,10 +53,8 @@ class Calibration:
 
 
 def calibration_ids(lm: LanguageModel, calibration: Calibration) -> Tensor:
-    """The texts, int32 [count, length]: each is drawn from the model's own distribution, whatever its defaults are.
-
-    A text begins with the BOS id, or where the tokenizer has none with an id that ends texts, and goes on past its end.
-    """
+    """The texts, int32 [count, length], drawn from the model's own distribution, whatever its defaults are. A text
+    begins with the BOS id, or where the tokenizer has none with an id that ends texts, and goes on past its end."""
     if (given := calibration.ids) is not None:
         if int(given.min()) < 0 or int(given.max()) >= lm.model.vocab_size:
             raise RequestError(
@@ -84,15 +84,9 @@ def _first_id(lm: LanguageModel) -> int:
 
 @torch.no_grad()
 def calibrated_params(model: Model, ids: Tensor, quantizer: ParamsQuantizer) -> Any:
-    """The params of a model, quantized for texts int32 [count, length].
-
-    A tied embedding is rounded for the inputs that it gets as the head of the unquantized model: it errs more as a
-    table, but there it costs a tenth of what it costs as the head (benchmarks/LOG.md). Embeddings of their own
-    are rounded to nearest, and so are the experts that get fewer tokens than they have inputs.
-
-    Raises:
-        RequestError: the model is of no built-in family.
-    """
+    """The params of a model, quantized for texts int32 [count, length]. A tied embedding is rounded for the inputs that
+    it gets as the head of the unquantized model (benchmarks/LOG.md). Embeddings of their own are rounded to nearest,
+    and so are the experts that get fewer tokens than they have inputs."""
     decoder, params = decoder_of(model), model.params
     of_table = {}
     if decoder.tie_word_embeddings:
@@ -122,10 +116,8 @@ MEASURED = Calibration(texts=4, length=128)
 
 @dataclass(frozen=True)
 class _Unit:
-    """Matrices of one format: one of a layer, a tied pair, or those of a layer's experts.
-
-    paths: of the marked parts, in the whole params. layer: the number of their layer; None outside the layers.
-    """
+    """Matrices of one format: one of a layer, a tied pair, or those of a layer's experts. paths: of the marked parts,
+    in the whole params. layer: None outside the layers."""
 
     paths: tuple[tuple[Any, ...], ...]
     layer: int | None
@@ -144,17 +136,8 @@ class _Unit:
 def choose_formats(
     model: Model, ids: Tensor, bits: float, show_fraction: Callable[[float], None] = lambda fraction: None
 ) -> dict[str, Choice]:
-    """The format of each matrix, by the name of its part, and what it costs in iq4_nl.
-
-    Args:
-        model: of a built-in family, in its stock weights.
-        ids: texts to measure with, int32 [count, length].
-        bits: the most bits a weight, on average over all matrices.
-        show_fraction: is called with the fraction of the measurements that is done.
-
-    Raises:
-        RequestError: fewer bits than the matrices take at least, or a model of no built-in family.
-    """
+    """The format of each matrix, by the name of its part, and what it costs in iq4_nl. ids: texts to measure with,
+    int32 [count, length]. bits: the most bits a weight, on average over all matrices; too few raise `RequestError`."""
     units = _units(model)
     weights = sum(unit.weights for unit in units)
     narrow = sum(unit.nbytes(_NARROW) for unit in units)
@@ -179,10 +162,8 @@ def choose_formats(
 
 
 def _dearest(costs: Sequence[float], sizes: Sequence[int], room: int) -> set[int]:
-    """Of things with costs and sizes those that fit and cost most together: a knapsack, by dynamic programming.
-
-    A thing whose size is 0 or less is always chosen: it makes room.
-    """
+    """The things that fit and cost most together: a knapsack, by dynamic programming. Sizes of 0 or less are always
+    chosen."""
     if sum(sizes) <= room:
         return set(range(len(sizes)))
     chosen = {index for index, size in enumerate(sizes) if size <= 0}

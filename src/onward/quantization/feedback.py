@@ -163,10 +163,8 @@ def _runs(order: Tensor, format: str) -> list[tuple[int, int, int]]:
 
 
 def _scales(block: Tensor, factor: Tensor, codebook: Codebook) -> Tensor:
-    """The scale [N], as float16 stores it, with the least sum of (w - s q)² / u² over a group float32 [inputs, N].
-
-    (w - s q) / u is what GPTQ counts of an input: its error as far as later inputs cannot make up for it.
-    """
+    """The scale [N], as float16 stores it, with the least sum of (w - s q)² / u² over a group float32 [inputs, N]: GPTQ
+    counts of an input the error that later inputs cannot make up for."""
     weights = factor.square().reciprocal_().unsqueeze(1)
     weights = weights / weights.amax()
     extreme = extremes(block)

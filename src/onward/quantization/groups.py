@@ -101,10 +101,8 @@ def best_scale(groups: Tensor, codebook: Codebook) -> Tensor:
 
 
 def _search(groups: Tensor, extreme: Tensor, codebook: Codebook) -> Tensor:
-    """The best least-squares scale [G] over the places of the codebook.
-
-    The scale sum(q x) / sum(q²) leaves the error sum(x²) - sum(q x)² / sum(q²): the second term is what to maximise.
-    """
+    """The best least-squares scale [G] over the places of the codebook. sum(q x) / sum(q²) leaves the error sum(x²) -
+    sum(q x)² / sum(q²), whose second term is to be maximised."""
     reciprocal = torch.where(extreme.abs() < _SMALLEST, 0.0, 1 / extreme)
     best_gain, best = torch.zeros_like(extreme), extreme / codebook.plain[0]
     for place in codebook.places:

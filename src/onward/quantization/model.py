@@ -84,11 +84,9 @@ def quantized_params(
     show_fraction: Callable[[float], None] = lambda fraction: None,
     release: Callable[[], None] = lambda: None,
 ) -> tuple[Any, list[TensorReport]]:
-    """The params of a model, quantized, and a report of each matrix. Arguments are those of `quantize`.
-
-    show_fraction: is called with the fraction of the matrices that is measured, and then again of those that are done.
-    release: as for `quantize_params`.
-    """
+    """The params of a model, quantized, and a report of each matrix. show_fraction: is called with the fraction of the
+    matrices that is measured, and then again of those that are done. The rest are arguments of `quantize` and
+    `quantize_params`."""
     params = lm.model.params
     if not marked_parts(params):
         raise RequestError(

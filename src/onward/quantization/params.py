@@ -60,15 +60,9 @@ def quantize_params(
     release: Callable[[], None] = lambda: None,
     keep: bool = False,
 ) -> tuple[Any, list[TensorReport]]:
-    """The params with all matrices but `_KEPT` quantized, and a report of each. A tied pair stays one weight.
-
-    Args:
-        params: stock or packed; `onward.models.Linear` and `Embedding` mark the matrices.
-        format: "int8", "int4" or "iq4_nl".
-        progress: called after each matrix with its report.
-        release: called after each matrix, when its stock weight has been read for the last time.
-        keep: leave experts that are quantized already as they are; else they are an error.
-    """
+    """The params with all matrices but `_KEPT` quantized, and a report of each. A tied pair stays one weight. release:
+    called after each matrix, when its stock weight has been read for the last time. keep: leave experts that are
+    quantized already as they are; else they are an error."""
     quantizer = ParamsQuantizer(params, format, progress, release, keep)
     return quantizer.quantized(params), quantizer.reports
 
@@ -81,11 +75,8 @@ class Choice(NamedTuple):
 
 
 class ParamsQuantizer:
-    """Quantizes the matrices of params, all at once or one part after another.
-
-    reports: of the matrices so far. The arguments are those of `quantize_params`; format may be a choice for each
-    matrix, by the name of its part, such as "layers.3.mixer.q_proj.weight".
-    """
+    """Quantizes the matrices of params, all at once or one part after another. reports: of the matrices so far. format:
+    as of `quantize_params`, or a choice for each matrix, by a name such as "layers.3.mixer.q_proj.weight"."""
 
     def __init__(
         self,
@@ -111,14 +102,9 @@ class ParamsQuantizer:
     def quantized(
         self, params: Any, under: tuple[Any, ...] = (), hessians: Mapping[tuple[Any, ...], Tensor] | None = None
     ) -> Any:
-        """The params with their matrices quantized.
-
-        Args:
-            under: the path of these params in those of the model.
-            hessians: for paths of `Linear` in these params the Hessian of the inputs, for error feedback
-                (`onward.quantization.feedback`); an expert's path ends in its number. All other matrices are rounded
-                to nearest.
-        """
+        """The params, at the path `under` in those of the model, with their matrices quantized. hessians: for paths of
+        `Linear` in these params the Hessian of the inputs, for error feedback (`onward.quantization.feedback`); an
+        expert's path ends in its number."""
         known = {} if hessians is None else hessians
 
         def convert(path: tuple[Any, ...], part: Any) -> Any:

@@ -126,10 +126,8 @@ class Batch(NamedTuple):
 
 
 class Stream:
-    """The hidden states of all texts before some layer, some rows at a time.
-
-    ids: int32 [count, length]. params: whose embeddings look them up. batches: of the layer that is next.
-    """
+    """The hidden states of all texts, int32 [count, length], before some layer, some rows at a time. params: whose
+    embeddings look them up. batches: of the layer that is next."""
 
     def __init__(self, model: Model, ids: Tensor, params: Any) -> None:
         count, length = ids.shape

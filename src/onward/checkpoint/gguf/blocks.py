@@ -1,8 +1,5 @@
-"""Blocks of GGUF's types -> the parts of our formats, and the float32 values, bit for bit those of ggml.
-
-`rows` is uint8 [N, bytes of a row]; a row is whole blocks. docs/gguf.md has the types; q4_k and its kin are described
-where they are read.
-"""
+"""Blocks of GGUF's types -> parts of our formats, packed weights, and float32 values, bit for bit those of ggml. `rows`
+is uint8 [N, bytes of a row]; a row is whole blocks. docs/gguf.md has the types."""
 
 from collections.abc import Callable
 
@@ -188,11 +185,7 @@ def packed_format(type: BlockType, inputs: int) -> str | None:
 
 
 def pack_blocks(type: BlockType, rows: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    """rows: uint8 [N, bytes of a row] on the CPU. dtype: of the weight that the result stands for.
-
-    Raises:
-        CheckpointError: a scale is infinite or no number.
-    """
+    """rows: uint8 [N, bytes of a row] on the CPU. dtype: of the weight that the result stands for."""
     shape = len(rows), rows.shape[1] // type.size * type.weights
     format = packed_format(type, shape[1])
     assert format is not None

@@ -2,13 +2,11 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-ENDS = frozenset(
-    (
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
-        *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
-        *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend▁of▁sentence\uff5c>", "[e~["),
-    )
-)
+_ENDS = """
+<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT>
+_<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <\uff5cend▁of▁sentence\uff5c> [e~[
+"""
+ENDS = frozenset(_ENDS.split())
 # In Gemma 4 it ends text that is struck through.
 STRUCK = "</s>"
 # Of filling in the middle: the key before "_token_id" -> what the token is called where no key names it.
@@ -18,38 +16,12 @@ FIM_ENDS = {
     "fim_sep": ("<|file_sep|>",),
 }
 # Marks of filling in the middle, which end nothing.
-FIM_MARKS = frozenset(
-    (
-        *(
-            "<|fim_prefix|>",
-            "<fim-prefix>",
-            "<fim_prefix>",
-            "<\uff5cfim▁begin\uff5c>",
-            "<PRE>",
-            "▁<PRE>",
-            "<|code_prefix|>",
-        ),
-        *(
-            "<|fim_suffix|>",
-            "<fim-suffix>",
-            "<fim_suffix>",
-            "<\uff5cfim▁hole\uff5c>",
-            "<SUF>",
-            "▁<SUF>",
-            "<|code_suffix|>",
-        ),
-        *(
-            "<|fim_middle|>",
-            "<fim-middle>",
-            "<fim_middle>",
-            "<\uff5cfim▁end\uff5c>",
-            "<MID>",
-            "▁<MID>",
-            "<|code_middle|>",
-        ),
-        *("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", "<|prefix|>", "<|suffix|>", "<|middle|>"),
-    )
-)
+_FIM_MARKS = """
+<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
+<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
+<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> <MID> ▁<MID> <|code_middle|> <|middle|>
+"""
+FIM_MARKS = frozenset(_FIM_MARKS.split())
 
 
 def known_ends(tokens: Sequence[str], named: Mapping[str, int] | None = None) -> list[int]:

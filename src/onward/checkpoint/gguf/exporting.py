@@ -1,8 +1,4 @@
-"""A model in the Hugging Face layout -> the metadata of a GGUF file, as llama.cpp's converter makes them.
-
-What `onward.checkpoint.gguf` reads from the file is what was written: the caller holds the architectures against each
-other (`onward.checkpoint.convert`).
-"""
+"""A model in the Hugging Face layout -> a GGUF file's metadata and tensors, as llama.cpp's converter makes them."""
 
 import math
 import os
@@ -217,14 +213,8 @@ _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 def model_tensors(
     written: Written, fields: Mapping[str, Any], weights: Mapping[str, Tensor | QuantizedWeight]
 ) -> dict[str, Stored]:
-    """The weights by GGUF's names, and the tensors that RoPE has. int4 becomes Q4_0 and iq4_nl IQ4_NL, which hold the
-    same numbers.
-
-    Args:
-        written: the line of the model.
-        fields: `Written.fields`.
-        weights: by stock name.
-    """
+    """The weights, by stock name, under GGUF's names, and the tensors that RoPE has. int4 becomes Q4_0 and iq4_nl
+    IQ4_NL, which hold the same numbers. fields: `Written.fields`."""
     head_dim = head_dim_of(fields)
     assert head_dim is not None, "an architecture was made of the config"
     if written.needs_head:
@@ -273,10 +263,8 @@ def _stacked(name: str, experts: list[Stored]) -> Stored:
 
 
 def _blocks(weight: QuantizedWeight) -> Tensor:
-    """uint8 [N, K / 32 * 18]: of each group a float16 scale, and bytes of the codes of inputs j (low half) and 16 + j.
-
-    A code is the integer of int4 + 8, or a place in the table.
-    """
+    """uint8 [N, K / 32 * 18]: of each group a float16 scale, and bytes of the codes of inputs j (low half) and 16 + j:
+    the integer of int4 + 8, or a place in the table."""
     q, scales = weight.unpack()
     codes = q + 8 if weight.format == "int4" else q
     groups = codes.view(torch.uint8).view(len(q), -1, GROUP)

@@ -20,15 +20,7 @@ _UNSAID = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 
 
 def texts_metadata(checkpoint: CheckpointFolder, vocab_size: int) -> dict[str, Any]:
-    """The keys "tokenizer.…" and "general.sampling.…".
-
-    Args:
-        vocab_size: of the model, which may have more ids than the tokenizer.
-
-    Raises:
-        RequestError: the checkpoint says what no key does. CheckpointError, ConfigError: the tokenizer, or the ids that
-            end texts, are of another model.
-    """
+    """The keys "tokenizer.…" and "general.sampling.…". vocab_size: of the model, which may have more ids."""
     tokenizer, ends = checkpoint.tokenizer, checkpoint.eos
     check_vocabulary(checkpoint.path, vocab_size, tokenizer, ends)
     sampling = _sampling(checkpoint.generation_config)
@@ -78,11 +70,7 @@ _BYTE_LEVEL = SPLITTINGS["gpt-2"].expressions
 
 
 def tokenizer_metadata(tokenizer: JsonTokenizer, vocab_size: int) -> dict[str, Any]:
-    """The keys but those of special ids. vocab_size: of the model, which may have more ids than the tokenizer.
-
-    Raises:
-        RequestError: the tokenizer is no byte-level BPE that cuts texts by a rule which GGUF names.
-    """
+    """The keys but those of special ids. vocab_size: of the model, which may have more ids than the tokenizer."""
     parts = json.loads(tokenizer.to_json())
     model = parts["model"]
     if model.get("type") != "BPE" or "ByteLevel" not in json.dumps(parts.get("decoder")):

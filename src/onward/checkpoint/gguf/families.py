@@ -1,8 +1,5 @@
-"""The table of GGUF's architectures: what config.json and the names of weights would be in the Hugging Face family.
-
-A family that Onward reads from folders is read from GGUF by a line here, whose names, keys and functions stand in
-`names`, `keys`, `fields` and `family`.
-"""
+"""The table of GGUF's architectures: what config.json and the names of weights would be in the Hugging Face layout. To
+read a family from GGUF, add a line; its names, keys and functions are in `names`, `keys`, `fields` and `family`."""
 
 from onward.checkpoint.gguf import family, fields, keys, names
 from onward.checkpoint.gguf.family import GgufFamily
@@ -54,10 +51,7 @@ FAMILIES = {
         config={"hidden_activation": "gelu_pytorch_tanh"},
         names=names.FOUR_NORMS,
         numbers=keys.WINDOW
-        | {
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
+        | {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
         changes=(family.NORMS,),
         said=fields.gemma2,
     ),
@@ -87,11 +81,7 @@ FAMILIES = {
         names={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     ),
     "granite": GgufFamily(
-        "GraniteForCausalLM",
-        fixed=keys.TURNS,
-        order=family.pairs_to_halves,
-        numbers=keys.GRANITE,
-        said=fields.granite,
+        "GraniteForCausalLM", fixed=keys.TURNS, order=family.pairs_to_halves, numbers=keys.GRANITE, said=fields.granite
     ),
     "granitemoe": GgufFamily(
         "GraniteMoeForCausalLM",

@@ -64,10 +64,7 @@ _Test = Callable[[Any, Keys, Mapping[str, Any]], bool]
 def _equals(other: str) -> _Test:
     """Whether it is the value of another key, where the file has that."""
 
-    def is_equal(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
-        return isinstance(value, int | float) and bool(value == number(keys, other, value))
-
-    return is_equal
+    return lambda value, keys, config: isinstance(value, int | float) and bool(value == number(keys, other, value))
 
 
 def _never_counts(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
@@ -80,10 +77,6 @@ def _is_off(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
 
 def _is_one(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
     return _is_off(value, keys, config) or (isinstance(value, int | float) and value == 1)
-
-
-def _is_true(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
-    return value is True
 
 
 def _spans_the_context(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
@@ -126,42 +119,29 @@ def _has_shared(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
     return _is_off(value, keys, config) or (value == 1 and "expert_shared_feed_forward_length" in keys)
 
 
+# Shapes, which the tensors have; what concerns images, embeddings and classifiers alone; what no one reads.
+_UNREAD = """
+vocab_size attention.head_count_kv tensor_data_layout pooling_type classifier.output_labels classifier.pooling_type
+rope.dimension_sections n_deepstack_layers attention.layer_norm_epsilon attention.group_norm_epsilon
+attention.group_norm_groups deepstack_mapping expert_feed_forward_length expert_shared_feed_forward_length
+attention.sliding_window_pattern attention.q_lora_rank expert_group_used_count rope.scaling.finetuned
+decoder_start_token_id
+"""
+_FACTORS = """
+residual_scale logit_scale attention.output_scale attention.value_scale expert_weights_scale expert_group_count
+expert_group_scale moe_every_n_layers interleave_moe_layer_step attention.rope_pattern
+"""
 # Of keys that llama.cpp knows: whether a value changes nothing in a family whose reader does not look the key up. All
 # others must be off: 0, false or empty.
 HARMLESS: dict[str, _Test] = {
-    # Shapes, which the tensors have; what concerns images, embeddings and classifiers alone; what no one reads.
-    **dict.fromkeys(
-        (
-            *(
-                "vocab_size",
-                "attention.head_count_kv",
-                "tensor_data_layout",
-                "pooling_type",
-                "classifier.output_labels",
-            ),
-            *("classifier.pooling_type", "rope.dimension_sections", "n_deepstack_layers"),
-            *("attention.layer_norm_epsilon", "attention.group_norm_epsilon", "attention.group_norm_groups"),
-            "deepstack_mapping",
-            *("expert_feed_forward_length", "expert_shared_feed_forward_length", "attention.sliding_window_pattern"),
-            *("attention.q_lora_rank", "expert_group_used_count", "rope.scaling.finetuned", "decoder_start_token_id"),
-        ),
-        _never_counts,
-    ),
-    "attention.causal": _is_true,
-    "attention.rope_pattern": _is_one,
+    **dict.fromkeys(_UNREAD.split(), _never_counts),
+    "attention.causal": lambda value, keys, config: value is True,
     "attention.sliding_window": _spans_the_context,
     "attention.scale": _is_the_scale,
     "embedding_scale": _is_the_embedding_s,
     "hidden_activation": _is_the_activation,
     "expert_shared_count": _has_shared,
-    **dict.fromkeys(
-        (
-            *("residual_scale", "logit_scale", "attention.output_scale", "attention.value_scale"),
-            *("expert_weights_scale", "expert_group_count", "expert_group_scale", "moe_every_n_layers"),
-            "interleave_moe_layer_step",
-        ),
-        _is_one,
-    ),
+    **dict.fromkeys(_FACTORS.split(), _is_one),
     **dict.fromkeys((f"rope.scaling.yarn_{key}" for key in ("attn_factor", "beta_fast", "beta_slow")), _not_yarn),
     "rope.scaling.yarn_log_multiplier": _not_yarn,
     "embedding_length_out": _equals("embedding_length"),
@@ -173,13 +153,8 @@ HARMLESS: dict[str, _Test] = {
 
 
 def check_unread(keys: Keys, family: GgufFamily, config: Mapping[str, Any]) -> None:
-    """Raise if a key that the reader did not look up says another model than `config`.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Raise `ConfigError` if a key that the reader did not look up says another model than `config`."""
     for key, value in keys.unread.items():
-        # An array has a value for each layer.
         values = value.tolist() if isinstance(value, np.ndarray) else value if isinstance(value, list) else [value]
         if key in family.fixed:
             wanted = family.fixed[key]

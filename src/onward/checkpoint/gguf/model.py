@@ -20,20 +20,16 @@ from onward.checkpoint.gguf.names import gguf_name, with_fused_experts
 from onward.checkpoint.gguf.reader import GgufFile, GgufTensor, Keys, list_of, number, same_everywhere, whole_numbers
 from onward.checkpoint.gguf.rope import rope_parameters
 from onward.checkpoint.gguf.vocabulary import NAMED_ENDS, Vocabulary
-from onward.checkpoint.gguf.weights import read_gguf_weights
+from onward.checkpoint.gguf.weights import GgufTensors
 from onward.checkpoint.shards import releaser_of
 from onward.checkpoint.tokenizer import JsonTokenizer
 from onward.errors import CheckpointError, ConfigError, TokenizerError, UnsupportedArchitectureError
-from onward.models import Architecture
+from onward.models import Architecture, Scope
 from onward.models.architecture import PartOfCheckpoint
 
 
 def family_of(metadata: Mapping[str, Any], tensors: Collection[str], where: object) -> GgufFamily:
-    """The line of the table that the file's architecture has, and its keys and tensors.
-
-    Raises:
-        ConfigError: it names none. UnsupportedArchitectureError: the table has no such line.
-    """
+    """The line of the table that the file's architecture has, and its keys and tensors."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ConfigError(f"{where}: general.architecture must be a name; got {architecture!r}")
@@ -63,18 +59,8 @@ def _has(tensors: Collection[str], end: str) -> bool:
 
 
 def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object) -> dict[str, Any]:
-    """config.json's fields. What is wrong in them is found where every config.json is read.
-
-    Raises:
-        ConfigError: the metadata say something that no field of config.json does.
-    """
+    """config.json's fields; `ConfigError` where no field says what the metadata do."""
     return _config_and_keys(metadata, tensors, where)[0]
-
-
-def unknown_keys_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object) -> list[str]:
-    """The names of metadata that are ignored because neither llama.cpp nor Onward knows them."""
-    keys = _config_and_keys(metadata, tensors, where)[1]
-    return [keys.prefix + key for key in unknown_keys(keys)]
 
 
 def _config_and_keys(
@@ -170,11 +156,7 @@ class GgufCheckpoint:
 
     @cached_property
     def files(self) -> list[GgufFile]:
-        """All parts, the first first.
-
-        Raises:
-            CheckpointError: a part is missing or damaged, or they are not of one model.
-        """
+        """All parts, in order."""
         paths = [self.path.with_name(name) for name in parts_of(self.path.name)]
         for path in paths:
             if not path.is_file():
@@ -213,7 +195,9 @@ class GgufCheckpoint:
         shortest = {field: float(f"{value:.7g}") for field, value in found.items() if isinstance(value, float)}
         advice: dict[str, Any] = {field: value for field, value in (found | shortest).items() if value is not None}
         advice |= {"do_sample": True} if advice else {}
-        suppressed = self._suppressed()
+        # As in llama.cpp, ids past the vocabulary are ignored.
+        count = 0 if self.vocabulary is None else len(self.vocabulary.tokens)
+        suppressed = [id for id in whole_numbers(SUPPRESSED, self._metadata.get(SUPPRESSED)) or [] if 0 <= id < count]
         return advice | ({"suppress_tokens": suppressed} if suppressed else {})
 
     @cached_property
@@ -253,7 +237,8 @@ class GgufCheckpoint:
     @cached_property
     def unknown_keys(self) -> list[str]:
         """The names of metadata that are ignored because neither llama.cpp nor Onward knows them."""
-        return unknown_keys_of(self._metadata, self.tensors, self.path)
+        keys = _config_and_keys(self._metadata, self.tensors, self.path)[1]
+        return [keys.prefix + key for key in unknown_keys(keys)]
 
     @cached_property
     def types(self) -> dict[str, int]:
@@ -274,7 +259,8 @@ class GgufCheckpoint:
         exact: bool = False,
         each_layer: Callable[[Any], Any] = lambda layer: layer,
     ) -> Any:
-        """`read_gguf_weights` of this model."""
+        """All weights of a model; every tensor of the file must be one of them. dtype, device, exact: as for
+        `GgufTensors`. each_layer: converts each layer (packs it, say) as soon as it is read."""
         family, fields = family_of(self._metadata, self.tensors, self.path), self.config
         fields = fields | {"head_dim": head_dim_of(fields)}
         ahead = self._metadata.get(f"{self._metadata['general.architecture']}.nextn_predict_layers", 0)
@@ -283,18 +269,10 @@ class GgufCheckpoint:
         unread = [f"blk.{layer}." for layer in range(first, first + ahead)]  # they look further ahead
         if isinstance(config, PartOfCheckpoint):
             unread += [gguf_name(f"{start}weight", family).tensors[0] for start in config.unread]
-        return read_gguf_weights(
-            self.path,
-            self.tensors,
-            family,
-            fields,
-            config,
-            unread=unread,
-            dtype=dtype,
-            device=device,
-            exact=exact,
-            each_layer=each_layer,
-        )
+        reader = GgufTensors(self.path, self.tensors, family, fields, dtype, device, exact)
+        params = config.read(Scope(reader), each_layer)
+        reader.check_left(unread)
+        return params
 
     def page_releaser(self) -> Callable[[], None]:
         """`releaser_of` the files."""
@@ -303,12 +281,6 @@ class GgufCheckpoint:
     @property
     def _metadata(self) -> dict[str, Any]:
         return self.files[0].metadata
-
-    def _suppressed(self) -> list[int]:
-        """Ids that are never generated; as in llama.cpp those past the vocabulary are ignored."""
-        ids = whole_numbers(SUPPRESSED, self._metadata.get(SUPPRESSED)) or []
-        count = 0 if self.vocabulary is None else len(self.vocabulary.tokens)
-        return [id for id in ids if 0 <= id < count]
 
     def _template(self, name: str) -> str | None:
         source = self._metadata.get(name)

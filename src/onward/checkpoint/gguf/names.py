@@ -9,32 +9,30 @@ from torch import Tensor
 
 from onward.checkpoint.gguf.family import GgufFamily, Joined, keys_and_values, of_fused_experts
 
+
+def _each(stock: str, gguf: str, *parts: str) -> dict[str, str]:
+    """A line for each part, in place of the {} of both names."""
+    return {stock.format(part): gguf.format(part) for part in parts}
+
+
+_QKV, _FFN = ("q", "k", "v"), ("gate", "up", "down")
 # A weight's stock name without "model." (or "backbone.") and ".weight" -> that of GGUF; `model.layers.3.` is `blk.3.`.
 # The matrices of all experts are one tensor. A line whose stock name has its end, or none, says all of GGUF's.
 WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 LAYER = {
     "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
+    **_each("self_attn.{}_proj", "attn_{}", *_QKV),
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
+    **_each("self_attn.{}_norm", "attn_{}_norm", "q", "k"),
     "self_attn.sinks": "attn_sinks.weight",
     "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
+    **_each("mlp.{}_proj", "ffn_{}", *_FFN),
     "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    **_each("mlp.experts.{}_proj", "ffn_{}_exps", *_FFN),
+    **_each("mlp.shared_experts.{}_proj", "ffn_{}_shexp", *_FFN),
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
@@ -52,21 +50,16 @@ QWEN35 = {
     "linear_attn.dt_bias": "ssm_dt.bias",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    **_each("mlp.shared_expert.{}_proj", "ffn_{}_shexp", *_FFN),
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 # Of Qwen3-Next, whose older files have fewer tensors.
 QWEN3NEXT = {**QWEN35, "linear_attn.in_proj_a": "ssm_ba", "linear_attn.in_proj_b": "ssm_ba"}
 FUSED_QWEN3NEXT = {**QWEN3NEXT, "linear_attn.in_proj_qkv": "ssm_in", "linear_attn.in_proj_z": "ssm_in"}
 LATENT = {
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
+    **_each("self_attn.{}_proj", "attn_{}", "q_a", "q_b", "kv_b"),
+    **_each("self_attn.{}_layernorm", "attn_{}_norm", "q_a", "kv_a"),
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
 }
 CUT_LATENT: dict[str, str | Joined] = {
     **LATENT,
@@ -77,20 +70,15 @@ LFM2 = {
     "operator_norm": "attn_norm",
     "ffn_norm": "ffn_norm",
     "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "conv.conv": "shortconv.conv",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.out_proj": "shortconv.out_proj",
+    **_each("self_attn.{}_layernorm", "attn_{}_norm", "q", "k"),
+    **_each("conv.{}", "shortconv.{}", "conv", "in_proj", "out_proj"),
     "feed_forward.w1": "ffn_gate",
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
 }
 GRANITE_EXPERTS = {
     "block_sparse_moe.router.layer": "ffn_gate_inp",
-    "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
-    "block_sparse_moe.experts.up_proj": "ffn_up_exps",
-    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+    **_each("block_sparse_moe.experts.{}_proj", "ffn_{}_exps", *_FFN),
 }
 _MAMBA = {
     "in_proj": "ssm_in",
@@ -116,24 +104,17 @@ FALCON_H1 = {
     **{f"mamba.{part}": tensor for part, tensor in _MAMBA.items()},
     "final_layernorm": "output_norm",
     "pre_ff_layernorm.weight": "ffn_norm",  # that is all of the tensor's name
-    "feed_forward.gate_proj": "ffn_gate",
-    "feed_forward.up_proj": "ffn_up",
-    "feed_forward.down_proj": "ffn_down",
+    **_each("feed_forward.{}_proj", "ffn_{}", *_FFN),
 }
 _OF_A_BLOCK = {
     **_MAMBA,
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
+    **_each("{}_proj", "attn_{}", *_QKV),
     "o_proj": "attn_output",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
+    **_each("{}_proj", "ffn_{}", "up", "down"),
     "gate": "ffn_gate_inp",
     "gate.e_score_correction_bias": "exp_probs_b.bias",
-    "experts.up_proj": "ffn_up_exps",
-    "experts.down_proj": "ffn_down_exps",
-    "shared_experts.up_proj": "ffn_up_shexp",
-    "shared_experts.down_proj": "ffn_down_shexp",
+    **_each("experts.{}_proj", "ffn_{}_exps", "up", "down"),
+    **_each("shared_experts.{}_proj", "ffn_{}_shexp", "up", "down"),
     "fc1_latent_proj": "ffn_latent_down",
     "fc2_latent_proj": "ffn_latent_up",
 }
@@ -161,9 +142,7 @@ GEMMA4 = {
     "router.proj": "ffn_gate_inp",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
-    "experts.gate_proj": "ffn_gate_exps",
-    "experts.up_proj": "ffn_up_exps",
-    "experts.down_proj": "ffn_down_exps",
+    **_each("experts.{}_proj", "ffn_{}_exps", *_FFN),
 }
 
 _EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(.+)")

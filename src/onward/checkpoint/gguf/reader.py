@@ -87,11 +87,8 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile:
-    """A GGUF file, mapped. metadata: name -> number, string, list of strings, or numpy array of numbers.
-
-    Raises:
-        CheckpointError: it is no GGUF file, is cut short or big-endian, or contradicts itself.
-    """
+    """A GGUF file, mapped; `CheckpointError` if it is none or damaged. metadata: name -> number, string, list of
+    strings, or numpy array of numbers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -172,7 +169,7 @@ class GgufFile:
         if kind in _SCALARS:
             return self._take(_SCALARS[kind])[0]
         if kind == _STRING:
-            return self._string()
+            return self._strings(1)[0]
         if kind != _ARRAY:
             raise self._damaged(f"{name!r} is of kind {kind}, which no value has")
         (kind, count) = self._take("IQ")
@@ -202,11 +199,8 @@ class GgufFile:
         self._at = at
         return strings
 
-    def _string(self) -> str:
-        return self._strings(1)[0]
-
     def _name(self) -> str:
-        name = self._string()
+        name = self._strings(1)[0]
         if len(name) > _LONGEST_NAME:
             raise self._damaged(f"a name has {len(name)} characters")
         return name
@@ -252,10 +246,8 @@ _FLAGS = ("expert_weights_norm", "rope.scaling.finetuned", "attention.causal", "
 
 
 class Keys(Mapping[str, Any]):
-    """The metadata behind "{architecture}.", which remembers the keys that were looked up.
-
-    A value reads alike in every numeric type: a count is an int, a fraction a float, and a flag may be 0 or 1.
-    """
+    """The metadata behind "{architecture}.", which remembers the keys that were looked up. A value reads alike in every
+    numeric type: a count is an int, a fraction a float, and a flag may be 0 or 1."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.prefix = prefix = f"{metadata['general.architecture']}."
@@ -299,11 +291,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def number(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """A number of the metadata, which may be given for each layer; the default where the file does not have the key.
-
-    Raises:
-        ConfigError: it is none, or not the same in all layers.
-    """
+    """A number of the metadata, which may be given for each layer; the default where the file does not have the key."""
     value = same_everywhere(metadata.get(key, default), key)
     if value is not default and not isinstance(value, int | float):
         raise ConfigError(f"{key} must be a number; got {value!r}")
@@ -311,11 +299,7 @@ def number(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def same_everywhere(value: Any, what: str, *, some_have_none: bool = False) -> Any:
-    """A number for all layers; some files list it for each. some_have_none: 0 says that a layer has none.
-
-    Raises:
-        ConfigError: two layers have different ones.
-    """
+    """A number for all layers; some files list it for each. some_have_none: 0 says that a layer has none."""
     if not isinstance(value, np.ndarray):
         return value
     numbers = set(value.tolist())
@@ -333,11 +317,7 @@ def list_of(value: Any) -> list[Any] | None:
 
 def each_layer(metadata: Mapping[str, Any], key: str) -> tuple[Any, list[bool] | None]:
     """The number of all layers that have one (0 says that a layer has none), and which have it. None: the metadata has
-    one for all.
-
-    Raises:
-        ConfigError: two layers have different ones.
-    """
+    one for all."""
     value = metadata.get(key)
     counts = list_of(value)
     if counts is None:

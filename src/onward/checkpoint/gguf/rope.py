@@ -28,11 +28,7 @@ def rope_parameters(
     keys: Keys, tensors: Mapping[str, GgufTensor], head_dim: int | None, where: object
 ) -> dict[str, Any]:
     """As llama.cpp reads them: a factor without a type is linear, `rope.scale_linear` is its older spelling, and
-    `rope.scaling.attn_factor` multiplies rotated queries and keys in every type.
-
-    Raises:
-        ConfigError: the metadata have a combination that `rope_parameters` cannot express.
-    """
+    `rope.scaling.attn_factor` multiplies rotated queries and keys in every type."""
 
     def number(key: str) -> Any:
         return same_everywhere(keys.get(f"rope.{key}"), f"{where}: {keys.prefix}rope.{key}")

@@ -1,7 +1,5 @@
-"""How byte-level tokenizers cut a text before they merge: the regular expressions behind `tokenizer.ggml.pre`.
-
-They are those of the models' own tokenizer.json files; where these are not known, llama.cpp's, which cut alike.
-"""
+"""How byte-level tokenizers cut a text before they merge: the regular expressions behind `tokenizer.ggml.pre`, from the
+models' own tokenizer.json files or, where these are not known, llama.cpp's, which cut alike."""
 
 from typing import NamedTuple
 
@@ -113,10 +111,7 @@ SPLITTINGS = {
         _GPT2_SPLITTING,
     ),
     **dict.fromkeys(
-        (
-            *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"),
-            "jina-v5-nano",
-        ),
+        (*("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"), "jina-v5-nano"),
         _LLAMA3_SPLITTING,
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Splitting((_LLAMA3,))),

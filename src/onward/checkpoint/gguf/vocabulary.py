@@ -34,11 +34,7 @@ _USUAL = {"unk": 0, "bos": 1, "eos": 2}
 
 
 class Vocabulary:
-    """`tokenizer.ggml.*` of a file, checked. `where` names the file in errors.
-
-    Raises:
-        TokenizerError: the kind or the splitting is not known, or the parts do not fit each other.
-    """
+    """`tokenizer.ggml.*` of a file, checked. `where` names the file in errors."""
 
     def __init__(self, metadata: Mapping[str, Any], where: Path) -> None:
         self._metadata, self._where = metadata, where
@@ -55,10 +51,6 @@ class Vocabulary:
         known = known_ends(self.tokens, named)
         self.ends: tuple[int, ...] = tuple(dict.fromkeys([*(named[n] for n in NAMED_ENDS if n in named), *known]))
         self.types = self._types(known)
-
-    def special(self, name: str) -> int | None:
-        """The id of "bos", "eos", "eot" …; None where the file names none."""
-        return self._special[name]
 
     def _special_id(self, name: str) -> int | None:
         key = f"{SPECIAL.get(name, name)}_token_id"
@@ -87,7 +79,7 @@ class Vocabulary:
     @property
     def config(self) -> dict[str, Any]:
         """tokenizer_config.json's fields."""
-        texts = {f"{name}_token": self.special(name) for name in SPECIAL}
+        texts = {f"{name}_token": self._special[name] for name in SPECIAL}
         named = {name: id for name, id in texts.items() if id is not None and id not in self._no_text}
         config: dict[str, Any] = {name: self.tokens[id] for name, id in named.items()}
         add_bos = self._get("add_bos_token", bool, optional=True)
@@ -100,12 +92,9 @@ class Vocabulary:
 
     def tokenizer(self) -> JsonTokenizer:
         with _named_errors(self._where), without_collections():
-            inner = self._of_kind()
+            inner = self.merged_pieces() if self._splitting() in PIECES else _KINDS[self.kind](self)
             self._mark_added(inner)
         return JsonTokenizer(inner, self.config, self._where, self._spelling)
-
-    def _of_kind(self) -> tokenizers.Tokenizer:
-        return self.merged_pieces() if self._splitting() in PIECES else _KINDS[self.kind](self)
 
     def _adds_bos(self) -> bool:
         splitting = self._splitting()
@@ -243,7 +232,7 @@ class Vocabulary:
 
     def _of_pieces(self, merges: list[tuple[str, str]], prefix: bool) -> tokenizers.Tokenizer:
         """BPE with spaces as marks, and bytes for what is no piece. prefix: whether a text gets a space in front."""
-        unknown = self.special("unk")
+        unknown = self._special["unk"]
         text = None if unknown is None else self.tokens[unknown]
         model = self._bpe(merges, unk_token=text, fuse_unk=True, byte_fallback=True)
         tokenizer = tokenizers.Tokenizer(model)

@@ -1,7 +1,7 @@
 """The weights of a GGUF model under their stock names: blocks repacked into formats of ours, or as floats."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from onward.checkpoint.gguf.names import GgufName, gguf_name
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.checkpoint.shards import placed
 from onward.errors import CheckpointError
-from onward.models import Architecture, Scope
 from onward.ops import QuantizedWeight
 from onward.ops.quantized_layout import data_shape
 
@@ -31,43 +30,6 @@ _NO_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sh
 _AT_ONCE = 2**20
 
 
-def read_gguf_weights(
-    path: Path,
-    tensors: Mapping[str, GgufTensor],
-    family: GgufFamily,
-    fields: Mapping[str, Any],
-    config: Architecture,
-    *,
-    unread: Sequence[str] = (),
-    dtype: torch.dtype | None,
-    device: torch.device,
-    exact: bool = False,
-    each_layer: Callable[[Any], Any] = lambda layer: layer,
-) -> Any:
-    """All weights of a model; every tensor of the file must be one of them.
-
-    Args:
-        path: the file, for errors.
-        tensors: by GGUF's names.
-        family: whose names and order of rows the file has.
-        fields: of config.json.
-        config: says which weights there are, and of which shapes.
-        unread: what the names of tensors begin with that the file has beside the model.
-        dtype: of norms, biases and activations. None takes bfloat16 where there are blocks, else the embedding's.
-        device: where they go. On "meta" no weight is read.
-        exact: give floats that the dtype does not hold as float32.
-        each_layer: converts each layer (packs it, say) as soon as it is read.
-
-    Raises:
-        CheckpointError: a tensor is missing or mis-shaped, has infinite scales, or is none of the architecture's.
-    """
-    chosen = _default_dtype(tensors) if dtype is None else dtype
-    reader = _GgufTensors(path, tensors, family, fields, chosen, device, exact)
-    params = config.read(Scope(reader), each_layer)
-    reader.check_left(unread)
-    return params
-
-
 def _default_dtype(tensors: Mapping[str, GgufTensor]) -> torch.dtype:
     kinds = {tensor.type.name for tensor in tensors.values() if len(tensor.shape) > 1}
     if kinds == {"F32"}:
@@ -75,8 +37,13 @@ def _default_dtype(tensors: Mapping[str, GgufTensor]) -> torch.dtype:
     return torch.float16 if kinds <= {"F16", "F32"} else torch.bfloat16
 
 
-class _GgufTensors:
-    """Gives each weight by its stock name, and remembers which were taken."""
+class GgufTensors:
+    """The weights of a model by their stock names; it remembers which were taken.
+
+    path: the file, for errors. tensors: by GGUF's names. fields: of config.json. dtype: of norms, biases and
+    activations; None takes bfloat16 where there are blocks, else the embedding's. device: on "meta" no weight is read.
+    exact: give floats that the dtype does not hold as float32.
+    """
 
     def __init__(
         self,
@@ -84,12 +51,12 @@ class _GgufTensors:
         tensors: Mapping[str, GgufTensor],
         family: GgufFamily,
         fields: Mapping[str, Any],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         device: torch.device,
         exact: bool,
     ) -> None:
         self._path, self._tensors, self._family, self._fields = path, tensors, family, fields
-        self._dtype, self._device, self._exact = dtype, device, exact
+        self._dtype, self._device, self._exact = dtype or _default_dtype(tensors), device, exact
         # By tensor, the experts' matrices that were taken of it; None: all of it.
         self._taken: dict[str, set[int | None]] = {name: {None} for name in _NO_WEIGHTS}
 
@@ -105,7 +72,11 @@ class _GgufTensors:
 
     def _ordered(self, name: str, stored: GgufTensor, order: Order, dtype: torch.dtype | None) -> Any:
         """A tensor as the weight of a stock name, its rows and columns in the stock order."""
-        packed = dtype is None and self._packs(stored) and _moves_blocks(order.columns, stored)
+        packed = (
+            dtype is None
+            and self._packs(stored)
+            and (order.columns is None or blocks_of(order.columns, stored.type.weights) is not None)
+        )
         if self._device.type == "meta":
             return self._shape_of(stored, packed)
         rows = stored.rows if len(stored.shape) > 1 else stored.rows.reshape(-1, stored.type.size)
@@ -195,8 +166,8 @@ class _GgufTensors:
             raise CheckpointError(f"{self._path}: tensor {stored.name!r}: {error}") from error
 
     def check_left(self, unread: Sequence[str]) -> None:
-        """Raise if a tensor was not taken: the file holds another architecture than it says. unread: what the names of
-        tensors begin with that a file may have beside the model."""
+        """Raise if a tensor was not taken: the file holds another architecture than it says. unread: how the names of
+        tensors begin that a file may have beside the model."""
         left = sorted(name for name in set(self._tensors) - set(self._taken) if not name.startswith(tuple(unread)))
         if left:
             raise CheckpointError(
@@ -242,11 +213,6 @@ def _joined_shape(place: GgufName, parts: Sequence[GgufTensor]) -> tuple[int, ..
         return tuple(place.by([torch.empty(part.shape, device="meta") for part in parts]).shape)
     except (IndexError, RuntimeError):  # too few sizes, or sizes that differ
         return None
-
-
-def _moves_blocks(columns: Tensor | None, stored: GgufTensor) -> bool:
-    """Whether an order of columns moves whole blocks."""
-    return columns is None or blocks_of(columns, stored.type.weights) is not None
 
 
 def _with_blocks(rows: Tensor, columns: Tensor, stored: GgufTensor) -> Tensor:

@@ -9,17 +9,8 @@ from onward.checkpoint.quantizers.method import (
     SETTINGS_FILES,
     Method,
     Methods,
-    Read,
     methods_of,
     with_settings_file,
 )
 
-__all__ = [
-    "FIELDS_OF_METHODS",
-    "SETTINGS_FILES",
-    "Method",
-    "Methods",
-    "Read",
-    "methods_of",
-    "with_settings_file",
-]
+__all__ = ["FIELDS_OF_METHODS", "SETTINGS_FILES", "Method", "Methods", "methods_of", "with_settings_file"]

@@ -4,37 +4,24 @@ packing_format says which: "auto_round:auto_gptq" (and "auto_round:gptq") stores
 "auto_round:gptqmodel" store zero, "auto_round:auto_awq" packs like AWQ.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from onward.checkpoint.quantizers import awq, gptq
-from onward.checkpoint.quantizers.settings import ExtraConfig, Fields, Overrides, no_overrides
+from onward.checkpoint.quantizers.settings import Fields, Overrides, pattern_of, words
 
 FIELDS = Fields(
-    read=frozenset({"bits", "group_size", "packing_format", "data_type", "extra_config", "act_bits", "super_bits"}),
-    idle=frozenset(
-        {
-            *("sym", "autoround_version", "auto_round_version", "block_name_to_quantize", "to_quant_block_names"),
-            *("iters", "lr", "minmax_lr", "nsamples", "seqlen", "batch_size", "enable_quanted_input", "dataset"),
-            *("enable_minmax_tuning", "low_gpu_mem_usage", "gradient_accumulate_steps", "scale_dtype", "amp"),
-            *("quant_nontext_module", "quant_lm_head", "act_data_type", "act_group_size", "act_sym", "act_dynamic"),
-            *(
-                "enable_norm_bias_tuning",
-                "enable_alg_ext",
-                "tuning_mode",
-                "damp_percent",
-                "desc_act",
-                "true_sequential",
-            ),
-            *(
-                "quant_block_list",
-                "supported_types",
-                "super_group_size",
-                "enable_opt_rtn",
-                "disable_opt_rtn",
-                "is_mllm",
-            ),
-        }
+    read=words("bits group_size packing_format data_type extra_config act_bits super_bits"),
+    idle=words(
+        """
+        sym autoround_version auto_round_version block_name_to_quantize to_quant_block_names iters lr minmax_lr
+        nsamples seqlen batch_size enable_quanted_input dataset enable_minmax_tuning low_gpu_mem_usage
+        gradient_accumulate_steps scale_dtype amp quant_nontext_module quant_lm_head act_data_type
+        act_group_size act_sym act_dynamic enable_norm_bias_tuning enable_alg_ext tuning_mode damp_percent
+        desc_act true_sequential quant_block_list supported_types super_group_size enable_opt_rtn
+        disable_opt_rtn is_mllm
+        """
     ),
     refused={"rotation_config": (), "transform_config": (), "hadamard_config": ()},
 )
@@ -68,16 +55,23 @@ def read_method(settings: Mapping[str, Any]) -> gptq.Gptq | awq.Awq:
 
 
 def read_overrides(settings: Mapping[str, Any]) -> Overrides:
-    """The settings of modules that "extra_config" names. One of 16 bits is in floats, and has no quantized tensors."""
-    extra = settings.get("extra_config")
-    if not extra:
-        return no_overrides
-    rules = ExtraConfig.read(extra)
-    kept = {
+    """AutoRound's "extra_config": settings by a module's name, or else by a regular expression found in it. A module of
+    16 bits is in floats, and has no quantized tensors."""
+    extra = settings.get("extra_config") or {}
+    if not isinstance(extra, Mapping) or not all(isinstance(own, Mapping) for own in extra.values()):
+        raise ValueError(f"extra_config must map names of modules to settings; got {extra!r}")
+    special = [name for name in extra if re.search(r"[*+?^$()\[\]{}|\\]", name)]
+    patterns = {name: pattern_of("extra_config", name) for name in special}
+    quantized = {
         name: {field: own[field] for field in _OF_A_MODULE if own.get(field) is not None}
-        for name, own in rules.by_name.items()
+        for name, own in extra.items()
         if (own.get("bits") or 4) < 16
     }
-    for own in kept.values():
+    for own in quantized.values():
         read_method({**settings, **own})
-    return ExtraConfig.read(kept)
+
+    def settings_of(module: str) -> Mapping[str, Any]:
+        found = (name for name, pattern in patterns.items() if name in quantized and pattern.search(module))
+        return quantized.get(module if module in quantized else next(found, module), {})
+
+    return settings_of

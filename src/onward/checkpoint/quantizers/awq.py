@@ -4,7 +4,7 @@ Tensors of a module: qweight int32 [K, N / 8], qzeros int32 [K / g, N / 8], scal
 the weight is (q - zero) * scale. Outputs are packed in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,13 @@ from torch import Tensor
 
 from onward.checkpoint.quantizers import gptq, held
 from onward.checkpoint.quantizers.bits import by_group, unpacked
-from onward.checkpoint.quantizers.settings import Fields, size
+from onward.checkpoint.quantizers.settings import Fields, Read, size, words
 from onward.ops import QuantizedWeight
 
 FIELDS = Fields(
-    read=frozenset({"bits", "w_bit", "group_size", "q_group_size", "version", "format"}),
+    read=words("bits w_bit group_size q_group_size version format"),
     # Zero points are read from qzeros, which symmetric weights have too. transformers writes the fields of GPTQ, too.
-    idle=frozenset({"zero_point", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"})
-    | (gptq.FIELDS.idle - {"desc_act"}),
+    idle=words("zero_point do_fuse fuse_max_seq_len modules_to_fuse") | (gptq.FIELDS.idle - {"desc_act"}),
     refused={"desc_act": ()},
 )
 _TENSORS = {"qweight", "qzeros", "scales"}
@@ -37,18 +36,16 @@ class Awq:
     def parts(self, names: set[str]) -> set[str]:
         return names & _TENSORS if "qweight" in names else set()
 
-    def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+    def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
         codes, zeros, scales, group = self._parts(read, shape)
         offset = by_group(zeros.T.float(), group, shape[1])
         return (codes.T.float() - offset) * by_group(scales.T.float(), group, shape[1])
 
-    def held(
-        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | None:
+    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
         codes, zeros, scales, group = self._parts(read, shape)
         return held.integers(codes.T, scales.T, zeros.T, group, dtype)
 
-    def _parts(self, read: Callable[[str], Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, int]:
+    def _parts(self, read: Read, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, int]:
         """Codes [K, N], zeros and scales [K / g, N], and g."""
         group = self.group or shape[1]
         codes, zeros = (_in_order(read(name)) for name in ("qweight", "qzeros"))

@@ -8,7 +8,7 @@ order.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint.quantizers import held
-from onward.checkpoint.quantizers.settings import Fields
+from onward.checkpoint.quantizers.settings import Fields, Read, words
 from onward.ops import QuantizedWeight
 
 # Tensors say all: which are quantized, to which values, in which runs and in which dtype they are stored.
 FIELDS = Fields(
     read=frozenset(),
-    idle=frozenset(
-        {
-            *("load_in_8bit", "load_in_4bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
-            *("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload"),
-            *("llm_int8_has_fp16_weight", "llm_int8_threshold"),
-        }
+    idle=words(
+        """
+        load_in_8bit load_in_4bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type
+        bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_threshold
+        """
     ),
 )
 _STORAGES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -45,16 +44,14 @@ class BitsAndBytes:
     def parts(self, names: set[str]) -> set[str]:
         return names & _TENSORS if names & {"SCB", "weight.absmax"} else set()
 
-    def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+    def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
         if "SCB" in names:
             codes, scale = _rows(read, names, shape)
             return codes.float() * scale.unsqueeze(1)
         codes, values, absmax, block = _blocks(read, names, shape)
         return (values[codes.long()] * absmax.repeat_interleave(block)[: codes.numel()]).view(shape)
 
-    def held(
-        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | None:
+    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
         if "SCB" in names:
             codes, scale = _rows(read, names, shape)
             return held.integers(codes.to(torch.int16) + 128, scale.unsqueeze(1), 128, shape[1], dtype)
@@ -64,7 +61,7 @@ class BitsAndBytes:
         return held.nf4(codes.view(shape), values, absmax.view(shape[0], -1), block, dtype)
 
 
-def _rows(read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _rows(read: Read, names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """8 bits: codes int8 [N, K] and float32 scales [N]."""
     if "weight_format" in names and bool(read("weight_format").any()):
         raise ValueError("weight_format is of a GPU's tiles, and rows in order can be read: save the model again")
@@ -74,9 +71,7 @@ def _rows(read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]
     return codes, scale / 127
 
 
-def _blocks(
-    read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, int]:
+def _blocks(read: Read, names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, int]:
     """4 bits: codes uint8 [N * K], the 16 values, float32 absmax of each run, and how long a run is."""
     codes = read("weight")
     if codes.dtype not in _STORAGES or codes.nbytes * 2 != shape[0] * shape[1]:
@@ -92,7 +87,7 @@ def _blocks(
     return torch.stack((flat >> 4, flat & 15), dim=-1).flatten(), _table(read, "weight.quant_map", 16), absmax, block
 
 
-def _absmax(read: Callable[[str], Tensor], names: set[str], state: Mapping[str, Any]) -> Tensor:
+def _absmax(read: Read, names: set[str], state: Mapping[str, Any]) -> Tensor:
     absmax = read("weight.absmax")
     if "weight.nested_absmax" not in names:
         return absmax.float()
@@ -102,7 +97,7 @@ def _absmax(read: Callable[[str], Tensor], names: set[str], state: Mapping[str, 
     )
 
 
-def _table(read: Callable[[str], Tensor], name: str, count: int) -> Tensor:
+def _table(read: Read, name: str, count: int) -> Tensor:
     table = read(name).float()
     if table.shape != (count,):
         raise ValueError(f"{name} must hold {count} values; got {list(table.shape)}")

@@ -10,7 +10,7 @@ Tensors of a module:
     mxfp4            weight_packed uint8 [N, K / 2]; weight_scale uint8 [N, K / 32], exponents of 2 plus 127
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from onward.checkpoint.quantizers import held
 from onward.checkpoint.quantizers.bits import E2M1, by_group, check_blocks, nibbles, unpacked
-from onward.checkpoint.quantizers.settings import Fields
+from onward.checkpoint.quantizers.settings import Fields, Read, words
 from onward.ops import QuantizedWeight
 
 FIELDS = Fields(
     read=frozenset({"config_groups", "sparsity_config"}),
     # Tensors show their own format. A scheme for the cache, and for activations, is for kernels that round these.
-    idle=frozenset({"format", "kv_cache_scheme", "global_compression_ratio", "version", "use_optimized_inference"}),
+    idle=words("format kv_cache_scheme global_compression_ratio version use_optimized_inference"),
     refused={"transform_config": ({"config_groups": {}},)},
 )
 _SCALED = {"weight_scale", "weight_packed"}
@@ -48,7 +48,7 @@ class CompressedTensors:
     def parts(self, names: set[str]) -> set[str]:
         return names & _TENSORS if names & _SCALED else set()
 
-    def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+    def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
         if "weight_packed" in names:
             packed = read("weight_packed")
             if packed.dtype == torch.uint8:
@@ -61,9 +61,7 @@ class CompressedTensors:
             values = values - self._spread(read("weight_zero_point").float(), shape)
         return values * self._spread(scale, shape)
 
-    def held(
-        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | None:
+    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
         if "weight_packed" in names:
             packed = read("weight_packed")
             if packed.dtype == torch.uint8:
@@ -82,7 +80,7 @@ class CompressedTensors:
             zeros = zeros + self._by_rows(read("weight_zero_point").float(), shape)[0]
         return held.integers(codes.to(torch.int16) + 128, by_rows, zeros, group, dtype)
 
-    def _plain(self, read: Callable[[str], Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _plain(self, read: Read, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Codes [N, K] that are not packed, and float32 scales of any form."""
         codes, scale = read("weight"), read("weight_scale").float()
         if codes.dtype not in (torch.int8, torch.float8_e4m3fn) or tuple(codes.shape) != shape:
@@ -123,7 +121,7 @@ class CompressedTensors:
         return group
 
     def _packed(
-        self, read: Callable[[str], Tensor], names: set[str], packed: Tensor, shape: tuple[int, int]
+        self, read: Read, names: set[str], packed: Tensor, shape: tuple[int, int]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes [N, K], zeros and scales [N, ⌈K / g⌉], and the group of each input, int64 [K]."""
         outputs, inputs = shape
@@ -144,7 +142,7 @@ class CompressedTensors:
         return codes, _zeros(read, names, scale, bits), scale, groups
 
 
-def _zeros(read: Callable[[str], Tensor], names: set[str], scale: Tensor, bits: int) -> Tensor:
+def _zeros(read: Read, names: set[str], scale: Tensor, bits: int) -> Tensor:
     """Zero points of packed codes, of the scales' shape, plus the 2^(bits - 1) that codes are stored with."""
     middle = 2 ** (bits - 1)
     if "weight_zero_point" not in names:
@@ -158,7 +156,7 @@ def _zeros(read: Callable[[str], Tensor], names: set[str], scale: Tensor, bits: 
     return zeros
 
 
-def _fp4(read: Callable[[str], Tensor], packed: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _fp4(read: Read, packed: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Codes int64 [N, K], and scales as they are stored, [N, K / g]."""
     codes, scale = nibbles(packed), read("weight_scale")
     if tuple(codes.shape) != shape or scale.shape[0] != shape[0] or shape[1] % scale.shape[1]:
@@ -168,7 +166,7 @@ def _fp4(read: Callable[[str], Tensor], packed: Tensor, shape: tuple[int, int]) 
     return codes, scale
 
 
-def _fp4_values(codes: Tensor, scale: Tensor, read: Callable[[str], Tensor], shape: tuple[int, int]) -> Tensor:
+def _fp4_values(codes: Tensor, scale: Tensor, read: Read, shape: tuple[int, int]) -> Tensor:
     if scale.dtype == torch.uint8:
         factors = torch.exp2(scale.float() - 127)
     else:

@@ -5,7 +5,7 @@ it. Where there are no blocks, weight_scale has one number, or one a row. Scales
 input_scale) are for quantized activations; Onward computes with float ones.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +14,17 @@ from torch import Tensor
 
 from onward.checkpoint.quantizers import held
 from onward.checkpoint.quantizers.bits import by_block, check_blocks
-from onward.checkpoint.quantizers.settings import Fields
+from onward.checkpoint.quantizers.settings import Fields, Read, words
 from onward.ops import QuantizedWeight
 
 FIELDS = Fields(
     # Dtypes of tensors say whether scales are floats or exponents, and which experts are quantized.
     read=frozenset({"weight_block_size", "fmt"}),
-    idle=frozenset(
-        {
-            *(
-                "activation_scheme",
-                "scale_fmt",
-                "expert_dtype",
-                "ignored_layers",
-                "kv_cache_scheme",
-                "weight_per_tensor",
-            ),
-            *("weight_per_tensor", "kv_cache_dtype", "act_per_tensor", "kv_cache_quant_method", "activation_scale_ub"),
-        }
+    idle=words(
+        """
+        activation_scheme scale_fmt expert_dtype ignored_layers kv_cache_scheme weight_per_tensor
+        kv_cache_dtype act_per_tensor kv_cache_quant_method activation_scale_ub
+        """
     ),
 )
 _TENSORS = {
@@ -49,15 +42,13 @@ class Fp8:
     def parts(self, names: set[str]) -> set[str]:
         return names & _TENSORS if names & {"weight_scale_inv", "weight_scale"} else set()
 
-    def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+    def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
         codes, scale = self._parts(read, names, shape)
         if scale.dim() == 2 and scale.shape != (shape[0], 1):
             scale = by_block(scale, self.block, shape)
         return codes.float() * (scale if scale.dim() == 2 else scale.view(-1, 1))
 
-    def held(
-        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | None:
+    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
         codes, scale = self._parts(read, names, shape)
         if scale.dim() == 2 and scale.shape != (shape[0], 1):
             rows, group = self.block
@@ -65,7 +56,7 @@ class Fp8:
             return held.e4m3(codes, scale.repeat_interleave(rows, dim=0)[: shape[0]], group, dtype)
         return held.e4m3(codes, scale.view(-1, 1).expand(shape[0], 1), shape[1], dtype)
 
-    def _parts(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _parts(self, read: Read, names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Codes [N, K], and scales: [N, 1], of blocks, or one or N in a row."""
         codes = read("weight")
         if codes.dtype != torch.float8_e4m3fn or tuple(codes.shape) != shape:

@@ -5,7 +5,8 @@ Tensors of a module: qweight int32 [K * b / 32, N], the first input in the lowes
 g_idx int32 [K], the group of each input, where inputs were ordered by activation. The weight is (q - zero) * scale.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,23 +15,22 @@ from torch import Tensor
 
 from onward.checkpoint.quantizers import held
 from onward.checkpoint.quantizers.bits import unpacked
-from onward.checkpoint.quantizers.settings import DynamicRules, Fields, Overrides, no_overrides, size
+from onward.checkpoint.quantizers.settings import Fields, Overrides, Read, pattern_of, size, words
 from onward.ops import QuantizedWeight
 
 _TENSORS = {"qweight", "qzeros", "scales", "g_idx"}
 FIELDS = Fields(
-    read=frozenset({"bits", "group_size", "checkpoint_format", "format", "pack_dtype", "dynamic"}),
+    read=words("bits group_size checkpoint_format format pack_dtype dynamic"),
     # The order of inputs is in g_idx, and symmetric zero points are stored like others.
-    idle=frozenset(
-        {
-            *("desc_act", "sym", "static_groups", "act_group_aware", "lm_head", "true_sequential", "mse"),
-            *("damp_percent", "damp_auto_increment", "tokenizer", "dataset", "model_name_or_path"),
-            *("model_file_base_name", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block"),
-            *("batch_size", "pad_token_id", "max_input_length", "cache_block_outputs", "use_cuda_fp16", "use_exllama"),
-            *("disable_exllama", "exllama_config", "parallel_packing", "device", "pack_impl", "v2", "v2_alpha"),
-            *("v2_memory_device", "gptaq", "gptaq_alpha", "hyb_act", "offload_to_disk", "offload_to_disk_path"),
-            *("calibration_data", "failsafe", "fallback", "gc_mode", "quantizer", "method", "nsamples", "seqlen"),
-        }
+    idle=words(
+        """
+        desc_act sym static_groups act_group_aware lm_head true_sequential mse damp_percent damp_auto_increment
+        tokenizer dataset model_name_or_path model_file_base_name model_seqlen block_name_to_quantize
+        module_name_preceding_first_block batch_size pad_token_id max_input_length cache_block_outputs
+        use_cuda_fp16 use_exllama disable_exllama exllama_config parallel_packing device pack_impl v2 v2_alpha
+        v2_memory_device gptaq gptaq_alpha hyb_act offload_to_disk offload_to_disk_path calibration_data
+        failsafe fallback gc_mode quantizer method nsamples seqlen
+        """
     ),
     refused={"is_marlin_format": (), "adapter": (), "rotation": ()},
 )
@@ -48,19 +48,15 @@ class Gptq:
     def parts(self, names: set[str]) -> set[str]:
         return names & _TENSORS if "qweight" in names else set()
 
-    def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+    def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
         codes, zeros, scales, groups = self._parts(read, names, shape)
         return ((codes.float() - zeros.float()[groups]) * scales.float()[groups]).T
 
-    def held(
-        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | None:
+    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
         codes, zeros, scales, groups = self._parts(read, names, shape)
         return held.integers_of_groups(codes.T, scales.T, zeros.T, groups, dtype)
 
-    def _parts(
-        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _parts(self, read: Read, names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes [K, N], zeros and scales [K / g, N], and the group of each input, int64 [K]."""
         codes = unpacked(read("qweight"), self.bits, 0)
         zeros = (unpacked(read("qzeros"), self.bits, 1) + self.zero_offset) & (2**self.bits - 1)
@@ -92,11 +88,16 @@ def read_method(settings: Mapping[str, Any]) -> Gptq:
 
 
 def read_overrides(settings: Mapping[str, Any]) -> Overrides:
-    """The settings of modules that "dynamic" names."""
-    dynamic = settings.get("dynamic")
-    if not dynamic:
-        return no_overrides
-    rules = DynamicRules.read(dynamic)
-    for _, own in rules.rules:
+    """GPTQModel's "dynamic": regular expressions to settings. The first that matches the start of a module's name
+    decides; "-:" before one leaves its modules in floats, "+:" or nothing gives them these settings."""
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise ValueError(f"dynamic must map regular expressions to settings; got {dynamic!r}")
+    rules: list[tuple[re.Pattern[str], Mapping[str, Any]]] = []
+    for text, own in dynamic.items():
+        own = {} if own is None or text.startswith("-:") else own
+        if not isinstance(own, Mapping):
+            raise ValueError(f"dynamic: {text!r} must have an object of settings; got {own!r}")
+        rules.append((pattern_of("dynamic", text.removeprefix("-:").removeprefix("+:")), own))
         read_method({**settings, **own})
-    return rules
+    return lambda module: next((own for pattern, own in rules if pattern.match(module)), {})

@@ -18,16 +18,9 @@ _WIDE, _NARROW = 128, 32  # inputs of a scale in our formats
 def integers(
     codes: Tensor, scales: Tensor, zeros: Tensor | int, group: int, dtype: torch.dtype, order: Tensor | None = None
 ) -> QuantizedWeight | None:
-    """(code - zero) * scale, or None where no format holds it.
-
-    Args:
-        codes: whole numbers from 0 to 255 [N, K].
-        scales: [N, ⌈K / group⌉].
-        zeros: whole numbers of the same shape, or one for all.
-        group: inputs that share a scale.
-        dtype: of the weight that the result stands for.
-        order: int64 [K], which input each column of codes multiplies; None: its own.
-    """
+    """(code - zero) * scale, or None where no format holds it. codes: 0 to 255 [N, K]. scales: [N, ⌈K / group⌉]. zeros:
+    whole numbers of the same shape, or one for all. dtype: of the weight that the result stands for. order: int64 [K],
+    which input each column of codes multiplies; None: its own."""
     inputs = codes.shape[1]
     own = _WIDE if group % _WIDE == 0 or group >= inputs else _NARROW
     centre = _one_zero(zeros)

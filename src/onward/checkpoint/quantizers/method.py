@@ -8,20 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers import (
-    auto_round,
-    awq,
-    bitsandbytes,
-    compressed_tensors,
-    fp8,
-    gptq,
-    mxfp4,
-    torchao,
-)
-from onward.checkpoint.quantizers.settings import Overrides, no_overrides
-from onward.errors import ConfigError, one_line
+from onward.checkpoint.quantizers import auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
+from onward.checkpoint.quantizers.settings import Overrides, Read
+from onward.checkpoint.shards import read_object
+from onward.errors import ConfigError
 from onward.ops import QuantizedWeight
-from onward.text_input import read_json_file
 
 # AutoGPTQ's, and AutoAWQ's of before config.json had a quantization_config.
 SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
@@ -29,30 +20,19 @@ _OF_AWQ = {"w_bit", "q_group_size", "zero_point"}
 
 
 def with_settings_file(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with a quantization_config from such a file, where it has none of its own.
-
-    Raises:
-        ConfigError: the file holds no JSON object.
-    """
+    """The config with a quantization_config from such a file, where it has none of its own."""
     text = config.get("text_config")
     parts = (config, text if isinstance(text, Mapping) else {})
     file = next((folder / name for name in SETTINGS_FILES if (folder / name).is_file()), None)
     if file is None or any(part.get(field) is not None for part in parts for field in FIELDS_OF_METHODS):
         return dict(config)
-    try:
-        settings = read_json_file(file)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {one_line(error)}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{file} must hold a JSON object; got {type(settings).__name__}")
+    settings = read_object(file, ConfigError)
     method = "awq" if _OF_AWQ & settings.keys() else "gptq"
     return {**config, "quantization_config": {"quant_method": method} | settings}
 
 
 # Where a config.json says how others quantized the weights.
 FIELDS_OF_METHODS = ("quantization_config", "compression_config")
-# The name of a tensor below the module, such as "qweight" -> the tensor as it is stored.
-Read = Callable[[str], Tensor]
 
 
 class Method(Protocol):
@@ -74,10 +54,8 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class Methods:
-    """How the weights of each module were quantized.
-
-    name: the quant_method. settings: of all modules but those that overrides name.
-    """
+    """How the weights of each module were quantized. name: the quant_method. settings: of modules that overrides
+    lack."""
 
     name: str
     settings: Mapping[str, Any]
@@ -122,11 +100,7 @@ def _settings(config: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def methods_of(config: Mapping[str, Any]) -> Methods | None:
-    """The methods of a config.json; None where it names none.
-
-    Raises:
-        ConfigError: Onward does not have the method, or one of its settings.
-    """
+    """The methods of a config.json; None where it names none, `ConfigError` where Onward does not have them."""
     found = _settings(config)
     if found is None:
         return None
@@ -142,7 +116,7 @@ def methods_of(config: Mapping[str, Any]) -> Methods | None:
         )
     try:
         _METHODS[name](settings)
-        overrides = _OVERRIDES[name](settings) if name in _OVERRIDES else no_overrides
+        overrides = _OVERRIDES[name](settings) if name in _OVERRIDES else lambda module: {}
     except ValueError as error:
         raise ConfigError(f"config.json: {field}: {error}: take the unquantized checkpoint") from error
     return Methods(name, settings, _METHODS[name], overrides)

@@ -4,7 +4,7 @@ Rows of a weight lie in blocks uint8 [N, K / 32, 16], the low four bits of each 
 uint8 [N, K / 32], exponents of 2 plus 127. Which rows are whose, `onward.checkpoint.stacked_experts` says.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onward.checkpoint.gguf.blocks import pack_blocks
 from onward.checkpoint.gguf.reader import TYPES
-from onward.checkpoint.quantizers.settings import Fields
+from onward.checkpoint.quantizers.settings import Fields, Read
 from onward.ops import QuantizedWeight
 from onward.ops.grouped_formats import GROUPED_FORMATS, Parts, grouped_values
 
@@ -28,12 +28,10 @@ class Mxfp4:
     def parts(self, names: set[str]) -> set[str]:
         return set()
 
-    def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+    def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
         return dequantized(read("blocks"), read("scales"), shape)
 
-    def held(
-        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | None:
+    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
         return packed(read("blocks"), read("scales"), shape, dtype)
 
 

@@ -5,8 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from onward.errors import warn_once
 
+# The name of a tensor below the module, such as "qweight" -> the tensor as it is stored.
+Read = Callable[[str], Tensor]
 # Settings of one module over those of the checkpoint; empty where it has none.
 Overrides = Callable[[str], Mapping[str, Any]]
 
@@ -17,14 +21,14 @@ OF_ALL_METHODS = {
 }
 
 
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 @dataclass(frozen=True)
 class Fields:
-    """What Onward does with each field of a method's quantization_config.
-
-    read: fields that decide how tensors are read. refused: fields that would change the weights in ways Onward does not
-    have, with the values that change nothing. idle: fields that change nothing here: how the file was made, and how
-    other libraries run it.
-    """
+    """The fields of a method's quantization_config. read: they decide how tensors are read. refused: they would change
+    the weights in ways Onward does not have, but for these values. idle: they change nothing here."""
 
     read: frozenset[str]
     idle: frozenset[str] = frozenset()
@@ -59,57 +63,7 @@ def size(settings: Mapping[str, Any], name: str, default: int) -> int | None:
     return None if value == -1 else value
 
 
-def no_overrides(module: str) -> Mapping[str, Any]:
-    """For methods whose settings are those of all modules."""
-    return {}
-
-
-@dataclass(frozen=True)
-class DynamicRules:
-    """GPTQModel's "dynamic": regular expressions to settings. The first that matches the start of a module's name
-    decides; "-:" before one leaves its modules in floats, "+:" or nothing gives them these settings."""
-
-    rules: tuple[tuple[re.Pattern[str], Mapping[str, Any]], ...]
-
-    @classmethod
-    def read(cls, dynamic: Any) -> "DynamicRules":
-        """Raises ValueError for what is no such object."""
-        if not isinstance(dynamic, Mapping):
-            raise ValueError(f"dynamic must map regular expressions to settings; got {dynamic!r}")
-        rules = []
-        for text, settings in dynamic.items():
-            settings = {} if settings is None or text.startswith("-:") else settings
-            if not isinstance(settings, Mapping):
-                raise ValueError(f"dynamic: {text!r} must have an object of settings; got {settings!r}")
-            rules.append((_pattern("dynamic", text.removeprefix("-:").removeprefix("+:")), settings))
-        return cls(tuple(rules))
-
-    def __call__(self, module: str) -> Mapping[str, Any]:
-        return next((settings for pattern, settings in self.rules if pattern.match(module)), {})
-
-
-@dataclass(frozen=True)
-class ExtraConfig:
-    """AutoRound's "extra_config": settings by a module's name, or else by a regular expression found in it."""
-
-    by_name: Mapping[str, Mapping[str, Any]]
-    patterns: tuple[tuple[re.Pattern[str], Mapping[str, Any]], ...]
-
-    @classmethod
-    def read(cls, extra: Any) -> "ExtraConfig":
-        """Raises ValueError for what is no such object."""
-        if not isinstance(extra, Mapping) or not all(isinstance(settings, Mapping) for settings in extra.values()):
-            raise ValueError(f"extra_config must map names of modules to settings; got {extra!r}")
-        special = [(name, settings) for name, settings in extra.items() if re.search(r"[*+?^$()\[\]{}|\\]", name)]
-        return cls(extra, tuple((_pattern("extra_config", name), settings) for name, settings in special))
-
-    def __call__(self, module: str) -> Mapping[str, Any]:
-        if module in self.by_name:
-            return self.by_name[module]
-        return next((settings for pattern, settings in self.patterns if pattern.search(module)), {})
-
-
-def _pattern(name: str, text: str) -> re.Pattern[str]:
+def pattern_of(name: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:

@@ -12,7 +12,7 @@ The file's header says more, of which these follow from shapes and dtypes. A mat
 (Int4TilePackedTo4dTensor, Int4PlainInt32Tensor), and one whose inputs are scaled (_weight_act_pre_scale), is an error.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,12 @@ from torch import Tensor
 
 from onward.checkpoint.quantizers import held
 from onward.checkpoint.quantizers.bits import by_block, by_group, nibbles
-from onward.checkpoint.quantizers.settings import Fields
+from onward.checkpoint.quantizers.settings import Fields, Read, words
 from onward.ops import QuantizedWeight
 
 # Tensors show their own type.
 FIELDS = Fields(
-    read=frozenset(),
-    idle=frozenset({"quant_type", "quant_type_kwargs", "include_input_output_embeddings", "untie_embedding_weights"}),
+    read=frozenset(), idle=words("quant_type quant_type_kwargs include_input_output_embeddings untie_embedding_weights")
 )
 _QDATA, _SCALE, _ZERO, _PRE_SCALE = (f"_weight_{name}" for name in ("qdata", "scale", "zero_point", "act_pre_scale"))
 _ACTIVATIONS = {"_weight_act_quant_scale", "_weight_act_quant_zero_point"}
@@ -41,7 +40,7 @@ class Torchao:
     def parts(self, names: set[str]) -> set[str]:
         return names & {_QDATA, _SCALE, _ZERO, _PRE_SCALE, *_ACTIVATIONS, *_OTHERS} if _QDATA in names else set()
 
-    def weight(self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+    def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
         codes = _codes(read, names, shape)
         if codes.shape[1] != shape[1]:
             signed = _fours(codes).float() - 8
@@ -56,9 +55,7 @@ class Torchao:
             scale, group, shape[1]
         )
 
-    def held(
-        self, read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | None:
+    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
         codes, scale = _codes(read, names, shape), read(_SCALE)
         if codes.shape[1] != shape[1]:
             if bool((read(_ZERO) != 0).any()):
@@ -73,7 +70,7 @@ class Torchao:
         return held.integers(codes.to(torch.int16) + offset, scale, zeros + offset, _group(scale, shape), dtype)
 
 
-def _codes(read: Callable[[str], Tensor], names: set[str], shape: tuple[int, int]) -> Tensor:
+def _codes(read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
     """_weight_qdata of a kind that can be read."""
     codes = read(_QDATA)
     whole = codes.dtype in (torch.int8, torch.float8_e4m3fn) and tuple(codes.shape) == shape
@@ -102,7 +99,7 @@ def _by_rows(levels: Tensor) -> Tensor:
     return levels.T
 
 
-def _zeros(read: Callable[[str], Tensor], names: set[str], scale: Tensor) -> Tensor:
+def _zeros(read: Read, names: set[str], scale: Tensor) -> Tensor:
     zeros = read(_ZERO).float() if _ZERO in names else torch.zeros_like(scale, dtype=torch.float32)
     if zeros.shape != scale.shape:
         raise ValueError(f"{_ZERO} is of {list(zeros.shape)}, {_SCALE} of {list(scale.shape)}")

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from onward.errors import OnwardError
 from onward.models import FAMILIES, read_config
-from onward.models.model_types import _OF_MODEL_TYPES
+from onward.models.families import _OF_MODEL_TYPES
 from onward.testing import random_checkpoint
 
 # Two sizes of tensors, which a file cannot hold otherwise than config.json makes them.

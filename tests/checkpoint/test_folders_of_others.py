@@ -12,8 +12,8 @@ from onward.constraints import symbol
 from onward.errors import CheckpointError, ConfigError, RequestError
 from onward.messages.answer import special_token
 from onward.models import FAMILIES
-from onward.models.generation_fields import GENERATION_FIELDS, generation_fields
-from onward.models.model_types import _OF_MODEL_TYPES
+from onward.models.families import _OF_MODEL_TYPES
+from onward.models.fields import GENERATION_FIELDS, generation_fields
 from onward.quantization import Calibration, quantize_folder
 from onward.requests.generation_config import generation_defaults
 

@@ -14,7 +14,7 @@ from onward.cache.slots import PagedSlots
 from onward.decoding import SamplingChooser, Sequence, Work
 from onward.decoding.step import DecodeStep
 from onward.models import Model, ModelRun
-from onward.models.packing import pack_params
+from onward.models.linear import pack_params
 from onward.sampling import SamplingParams
 from onward.testing import tiny_model
 

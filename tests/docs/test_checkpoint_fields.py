@@ -8,7 +8,7 @@ from doc_pages import ROOT
 from onward.adapters import peft_folder
 from onward.checkpoint.quantizers import auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
 from onward.checkpoint.quantizers.settings import OF_ALL_METHODS
-from onward.models.generation_fields import GENERATION_FIELDS
+from onward.models.fields import GENERATION_FIELDS
 from onward.requests import generation_config
 from onward.requests.options import OF_BEAMS
 

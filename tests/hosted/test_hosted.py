@@ -11,8 +11,8 @@ from tiny_families import NEW_TOKENS, TOLERANCE, attempt, greedy, prompts_for, t
 import onward
 from onward import native
 from onward.errors import CheckpointError, RequestError, UnsupportedArchitectureError
-from onward.models.hosted.attention import _window
-from onward.models.hosted.library import NotHostedError
+from onward.models.hosted.forward import _window
+from onward.models.hosted.step import NotHostedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs eagerly")
 # Experts, learned positions, windows in some layers and rotations of neighbouring pairs, an attention of its own, and

@@ -16,7 +16,7 @@ import onward
 from onward.errors import ConfigError, OnwardWarning, UnsupportedArchitectureError
 from onward.models import num_parameters, read_config
 from onward.models.blocks import RMSNorm
-from onward.models.blocks.rounding import rounded
+from onward.models.blocks.norm import rounded
 from onward.testing import tiny_config
 
 DENSE = ["gemma2", "gemma3", "gemma4", "olmo2", "olmo3", "smollm3", "granite", "glm", "glm4", "seedoss", "exaone4"]

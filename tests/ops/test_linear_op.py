@@ -6,7 +6,7 @@ from rounding import DTYPES, ODD_SIZES, UNIT, assert_within, random
 
 from onward import ops
 from onward.errors import RequestError
-from onward.models.packing import pack_params
+from onward.models.linear import pack_params
 from onward.ops.linear import reference
 from onward.testing.tiny import tiny_model
 

@@ -13,7 +13,7 @@ from onward import native
 from onward.cache import PagedKVCache
 from onward.errors import ProgramError
 from onward.models import Model
-from onward.models.packing import pack_params
+from onward.models.linear import pack_params
 from onward.ops.blocks import BLOCK
 from onward.program.shapes import MOST_ROWS
 from onward.testing import tiny_model

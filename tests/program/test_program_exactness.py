@@ -9,7 +9,7 @@ from torch import Tensor
 import onward
 from onward import native
 from onward.models import Model
-from onward.models.packing import pack_params
+from onward.models.linear import pack_params
 from onward.program import compile
 from onward.testing import tiny_model
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 import onward
 from onward import native
 from onward.models import Model
-from onward.models.packing import pack_params
+from onward.models.linear import pack_params
 from onward.program.shapes import MOST_ROWS, Shape
 from onward.testing import tiny_model
 

@@ -16,8 +16,8 @@ from onward.checkpoint.stored_names import names_of
 from onward.checkpoint.tokenizer import JsonTokenizer, token_text
 from onward.errors import ConfigError, OnwardError, TokenizerError, one_line, warn
 from onward.models import read_config
-from onward.models.model_types import with_architecture
-from onward.models.generation_fields import generation_fields
+from onward.models.families import with_architecture
+from onward.models.fields import generation_fields
 from onward.text_input import read_text_file
 
 # Tokenizers of other libraries: of SentencePiece, of Mistral, of tiktoken, and of transformers' older classes.

@@ -9,18 +9,20 @@ from onward.models.architecture import (
     parameter_shapes,
 )
 from onward.models.families import FAMILIES, read_config
-from onward.models.latent_linear import LatentLinear
 from onward.models.linear import (
     Embedding,
     ExpertLinear,
+    LatentLinear,
     Linear,
     Router,
     ShortConv,
     map_marked,
     marked_parts,
+    pack_layer,
+    pack_params,
+    stack_params,
 )
 from onward.models.model import Cache, Forward, Model, NewBlocks, Params
-from onward.models.packing import pack_layer, pack_params, stack_params
 from onward.models.run import ModelRun, check_backend, padded_length, reused_run
 from onward.models.scope import Scope, Tensors
 

@@ -1,7 +1,6 @@
 """What a family makes of a config.json: the numbers of a model, how its weights are read, and its forward."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -109,13 +108,13 @@ def build_model(architecture: Architecture, params: Any, max_seq_len: int | None
     return Model(
         forward=partial(architecture),  # an object of its own: programs are kept by the forward
         params=params,
-        new_cache=_NewCache(shapes, states, dtype, device),
+        new_cache=partial(new_cache, shapes, states, dtype, device),
         vocab_size=architecture.vocab_size,
         max_seq_len=max_seq_len,
         selects_logits=True,
         device=device,
         num_parameters=num_parameters(architecture),
-        new_blocks=_NewBlocks(without_useless_windows(shapes, max_seq_len), states, dtype, device),
+        new_blocks=partial(new_blocks, without_useless_windows(shapes, max_seq_len), states, dtype, device),
     )
 
 
@@ -125,30 +124,28 @@ def architecture_of(model: Model) -> Architecture | None:
     return forward if isinstance(forward, Architecture) else None
 
 
-@dataclass(frozen=True)
-class _NewCache:
-    shapes: tuple[LayerShape, ...]
-    states: tuple[StateShape, ...]
-    dtype: torch.dtype
-    device: torch.device
+def new_cache(
+    shapes: Sequence[LayerShape],
+    states: Sequence[StateShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    batch: int,
+    max_len: int,
+) -> KVCache:
+    """With all but the last two arguments given, the `new_cache` of a `Model`."""
+    return KVCache.of(shapes, batch=batch, max_len=max_len, dtype=dtype, device=device, states=states)
 
-    def __call__(self, batch: int, max_len: int) -> KVCache:
-        return KVCache.of(
-            self.shapes, batch=batch, max_len=max_len, dtype=self.dtype, device=self.device, states=self.states
-        )
 
-
-@dataclass(frozen=True)
-class _NewBlocks:
-    shapes: tuple[LayerShape, ...]
-    states: tuple[StateShape, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def __call__(self, count: int, windows: int | None = None) -> KVBlocks:
-        return KVBlocks.of(
-            self.shapes, count=count, dtype=self.dtype, device=self.device, states=self.states, windows=windows
-        )
+def new_blocks(
+    shapes: Sequence[LayerShape],
+    states: Sequence[StateShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    count: int,
+    windows: int | None = None,
+) -> KVBlocks:
+    """With all but the last two arguments given, the `new_blocks` of a `Model`."""
+    return KVBlocks.of(shapes, count=count, dtype=dtype, device=device, states=states, windows=windows)
 
 
 def named_params(architecture: Architecture) -> Any:

@@ -1,14 +1,74 @@
-"""The marks of weights: packing, quantization, adapters and sharding find the matrices of any params by these types."""
+"""The marks of weights, by which packing, quantization, adapters and sharding find the matrices of any params; and
+packing into the layouts that the kernels read: once, at load, tensor by tensor."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward import ops
-from onward.models.latent_linear import LatentLinear
-from onward.ops.expert_weights import stack_experts
+from onward.ops.expert_weights import NativeExperts, pack_experts, stack_experts
+
+
+class LatentWeight(NamedTuple):
+    """The weight of a `LatentLinear` taken apart. keys: [H, R, K], which takes a head's query to the latent; values:
+    [H, V, R], which takes a mixture of latents to a head's output. As `ops.linear_by_head` takes them."""
+
+    keys: Tensor | NativeExperts
+    values: Tensor | NativeExperts
+
+
+@dataclass(frozen=True, eq=False)
+class LatentLinear:
+    """The linear layer that would make the keys and values of all heads from latents of R features: weight
+    [H (K + V), R], of each head first the keys' rows. It is packed, and never quantized. A pytree of its weight.
+
+    weight: stock as the checkpoint has it, or packed in two.
+    """
+
+    weight: Tensor | LatentWeight
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def parts(self) -> LatentWeight:
+        """The weight taken apart; a stock one is seen through views."""
+        if isinstance(self.weight, LatentWeight):
+            return self.weight
+        by_head = self.weight.view(self.num_heads, self.key_dim + self.value_dim, -1)
+        return LatentWeight(by_head[:, : self.key_dim].transpose(1, 2), by_head[:, self.key_dim :])
+
+    @property
+    def stock(self) -> Tensor:
+        """The weight as a checkpoint has it."""
+        if isinstance(self.weight, Tensor):
+            return self.weight
+        keys, values = (part if isinstance(part, Tensor) else part.unpack() for part in self.weight)
+        return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+
+    def packed(self) -> "LatentLinear":
+        """The same with its parts in the layout that this machine's `ops.linear_by_head` reads."""
+        if isinstance(self.weight, LatentWeight):
+            return self
+        keys, values = (pack_experts(part.contiguous()) for part in self.parts if isinstance(part, Tensor))
+        if not isinstance(keys, NativeExperts) or not isinstance(values, NativeExperts):
+            return self  # no kernels: the stock weight serves
+        return replace(self, weight=LatentWeight(keys, values))
+
+
+pytree.register_pytree_node(
+    LatentLinear,
+    lambda part: ([part.weight], (part.num_heads, part.key_dim, part.value_dim)),
+    lambda leaves, sizes: LatentLinear(*leaves, *sizes),
+    flatten_with_keys_fn=lambda part: (
+        [(pytree.GetAttrKey("weight"), part.weight)],
+        (part.num_heads, part.key_dim, part.value_dim),
+    ),
+)
 
 
 class Linear(NamedTuple):
@@ -115,3 +175,84 @@ def map_marked(convert: Callable[[tuple[Any, ...], Any], Any], params: Any) -> A
 def marked_parts(params: Any) -> list[Any]:
     """All marked parts of some params, in order."""
     return [leaf for leaf in pytree.tree_leaves(params, is_leaf=is_marked) if is_marked(leaf)]
+
+
+def pack_params(params: Any, release: Callable[[], None] = lambda: None) -> Any:
+    """The same weights with every matrix packed.
+
+    A tied pair stays one weight. An untied embedding is not packed: its rows are looked up one by one. `release` is
+    called after each of the params' layers and at the end, when stock weights have been read for the last time.
+
+    Args:
+        params: of any kind with a tuple `layers`, in which `Linear` and `Embedding` mark the matrices.
+    """
+    layers = []
+    for layer in params.layers:
+        layers.append(pack_layer(layer))
+        release()
+    rest = params._replace(layers=())
+    packed: dict[int, ops.Weight] = {}
+
+    def pack_linear(path: tuple[Any, ...], part: Any) -> Any:
+        if not isinstance(part, Linear):
+            return part
+        weight = packed[id(part.weight)] = ops.pack(part.weight)
+        return part._replace(weight=weight)
+
+    def share_tied(path: tuple[Any, ...], part: Any) -> Any:
+        return Embedding(packed.get(id(part.weight), part.weight)) if isinstance(part, Embedding) else part
+
+    rest = map_marked(share_tied, map_marked(pack_linear, rest))
+    release()
+    return rest._replace(layers=tuple(layers))
+
+
+def pack_layer(layer: Any) -> Any:
+    """The same layer with every matrix packed; packed ones stay as they are."""
+    mixed = _mixed_experts(layer)
+    return map_marked(lambda path, part: _packed(_in_floats(part) if path[:-1] in mixed else part), layer)
+
+
+def _mixed_experts(layer: Any) -> set[tuple[Any, ...]]:
+    """Where the experts lie whose matrices, of gate, up and down, are not of one format: no product takes those."""
+    formats: dict[tuple[Any, ...], set[Any]] = {}
+
+    def collect(path: tuple[Any, ...], part: Any) -> Any:
+        if isinstance(part, ExpertLinear) and isinstance(part.weight, tuple):
+            formats.setdefault(path[:-1], set()).update(_format(weight) for weight in part.matrices)
+        return part
+
+    map_marked(collect, layer)
+    return {path for path, found in formats.items() if found != {None} and (len(found) > 1 or "ordered" in found)}
+
+
+def _format(weight: ops.Weight) -> str | None:
+    """The format of an expert's matrix; None of floats; "ordered" where its inputs are in an order of their own."""
+    if not isinstance(weight, ops.QuantizedWeight):
+        return None
+    return weight.format if weight.order is None else "ordered"
+
+
+def _in_floats(part: ExpertLinear) -> ExpertLinear:
+    return part._replace(
+        weight=tuple(
+            weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight for weight in part.matrices
+        )
+    )
+
+
+def stack_params(params: Any) -> Any:
+    """The same weights with those of experts stacked, as the definitions take them where there are no kernels."""
+    return map_marked(
+        lambda path, part: part._replace(weight=part.together) if isinstance(part, ExpertLinear) else part, params
+    )
+
+
+def _packed(part: Any) -> Any:
+    if isinstance(part, Linear | Router):
+        return part._replace(weight=ops.pack(part.weight))
+    if isinstance(part, ShortConv):
+        return part._replace(weight=part.by_tap.contiguous())
+    if isinstance(part, LatentLinear):
+        return part.packed()
+    return part._replace(weight=ops.pack_experts(part.weight)) if isinstance(part, ExpertLinear) else part

@@ -27,9 +27,8 @@ from torch.utils import _pytree as pytree
 from onward.cache import KVBlocks
 from onward.checks import check_whole
 from onward.errors import RequestError
-from onward.models.causal_lm import CausalLM, is_causal_lm
 from onward.models.contract import check_logits, logits_and_cache, take_positions
-from onward.models.module import ModuleCall, ModuleForward
+from onward.models.module import CausalLM, ModuleCall, ModuleForward, is_causal_lm
 from onward.reprs import described, in_bytes
 
 CPU = torch.device("cpu")

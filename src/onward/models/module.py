@@ -1,15 +1,20 @@
 """A torch module as a forward, in eval mode and without gradients, with its own tensors or others of the same names."""
 
-from collections.abc import Callable, Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache as once
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from onward.errors import RequestError
-from onward.models.contract import logits_and_cache
+from onward.cache import KVCache, LayerShape
+from onward.errors import RequestError, one_line
+from onward.models.contract import logits_and_cache, take_positions
 
 # (module, tokens, offsets, cache) -> (logits, cache): calls a module whose own signature is another.
 ModuleCall = Callable[..., tuple[Tensor, Any]]
@@ -121,3 +126,211 @@ def _check_device(params: dict[str, Tensor], tokens: Tensor) -> None:
             f"the module is on {device}, but its Model was made for {tokens.device}: make the Model again after "
             "moving the module"
         )
+
+
+def is_causal_lm(module: nn.Module) -> bool:
+    """Whether it is a model of transformers, which `from_module` can call without `call=`."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """How Onward calls a model of transformers (a `ModuleCall`) and makes its cache.
+
+    layers: what each layer caches, found by processing one token, in `dtype`. inputs: the names of its forward's
+    arguments. first_position: what the module calls the position of a text's first token.
+    max_seq_len: None where its config has none.
+    """
+
+    layers: Sequence[LayerShape]
+    dtype: torch.dtype
+    device: torch.device
+    inputs: frozenset[str]
+    first_position: int
+    vocab_size: int
+    max_seq_len: int | None
+
+    @classmethod
+    def of(cls, module: Any) -> "CausalLM":
+        """Process one token, to see what the module caches for it.
+
+        Raises:
+            RequestError: the module is no decoder with a head, or caches more than keys and values.
+        """
+        name = type(module).__name__
+        inputs = frozenset(inspect.signature(module.forward).parameters)
+        if getattr(module.config, "is_encoder_decoder", False):
+            raise RequestError(f"{name} is an encoder-decoder, and Onward decodes decoder-only models")
+        if not {"input_ids", "past_key_values"} <= inputs:
+            raise _not_served(name, "it takes no past_key_values")
+        config = module.config.get_text_config()
+        if other := sorted(kind for kind in set(getattr(config, "layer_types", None) or ()) if not _is_attention(kind)):
+            raise _not_served(name, f"layers of the type {', '.join(other)} keep a recurrent state")
+        if not all(getattr(part, "is_causal", True) for part in module.modules()):
+            raise _not_served(name, "its attention is not causal; BERT and its kin need is_decoder=True")
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        past = _library().DynamicCache()
+        token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        try:
+            with torch.no_grad(), eval_mode(module):
+                output = module(input_ids=token, past_key_values=past, use_cache=True)
+        except Exception as error:
+            raise _not_served(name, f"{type(error).__name__}: {one_line(error)}") from error
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.dim() != 3:
+            raise RequestError(
+                f"{name} has no head that returns logits [B, T, V]: load it as AutoModelForCausalLM, or give call= and "
+                "new_cache="
+            )
+        layers = [layer for layer in past.layers if isinstance(layer.keys, Tensor) and layer.keys.dim() == 4]
+        # The last layers of some models read keys and values of earlier ones.
+        expected = getattr(config, "num_hidden_layers", 0) - (getattr(config, "num_kv_shared_layers", None) or 0)
+        expected = max(expected, len(past.layers))
+        if not layers or len(layers) < expected:
+            raise _not_served(name, f"{len(layers)} of {expected} layers cached keys and values")
+        limit = getattr(config, "max_position_embeddings", None)
+        shapes = [LayerShape(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in layers]
+        first = _first_position(module, logits.shape[-1]) if "position_ids" in inputs else 0
+        max_seq_len = limit - first if isinstance(limit, int) and limit > 0 else None
+        return cls(shapes, layers[0].keys.dtype, device, inputs, first, logits.shape[-1], max_seq_len)
+
+    def new_cache(self, batch: int, max_len: int) -> KVCache:
+        """An empty cache in the shapes and dtypes of the module's layers."""
+        return KVCache.of(self.layers, batch=batch, max_len=max_len, dtype=self.dtype, device=self.device)
+
+    def __call__(
+        self, module: Any, tokens: Tensor, offsets: Tensor, cache: KVCache, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, KVCache]:
+        """A forward of the contract in `onward.models.model`."""
+        rows = LeftPadded.of(offsets, tokens.shape[1])
+        layer_class = _layer_class()
+        past = _library().Cache(layers=[layer_class(cache, index, offsets, rows) for index in range(len(self.layers))])
+        inputs: dict[str, Any] = {"input_ids": tokens.long(), "past_key_values": past, "use_cache": True}
+        positions = offsets.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        if self.max_seq_len is not None:
+            # Padding behind a row's last token may reach past the context; nobody reads its logits.
+            positions = positions.clamp(max=self.max_seq_len - 1)
+        optional: dict[str, Any] = {"attention_mask": rows.mask, "position_ids": positions + self.first_position}
+        indices = logits_at
+        if logits_at is not None and "logits_to_keep" in self.inputs:
+            # The module takes the same positions for all rows: here all those that any row asks for.
+            optional["logits_to_keep"], indices = torch.unique(logits_at, return_inverse=True)
+        inputs |= {name: value for name, value in optional.items() if name in self.inputs}
+        logits: Tensor = module(**inputs).logits
+        return (logits if indices is None else take_positions(logits, indices)), cache
+
+
+@dataclass(frozen=True)
+class LeftPadded:
+    """Rows of different offsets, aligned so that their last columns agree.
+
+    offset: columns before the new tokens. length: columns in all. mask: int64 [B, length], 0 where a row is padded.
+    positions: int64 [B, length], the row's position in each column (0 in padding); None where column i is position i
+    in every row.
+    """
+
+    offset: int
+    length: int
+    mask: Tensor
+    positions: Tensor | None
+
+    @classmethod
+    def of(cls, offsets: Tensor, new: int) -> "LeftPadded":
+        """offsets: int [B]. new: the number of new tokens in each row."""
+        starts = offsets.tolist()
+        offset = max(starts)
+        columns = torch.arange(offset + new, device=offsets.device) - (offset - offsets.long()).unsqueeze(1)
+        positions = None if min(starts) == offset else columns.clamp(min=0)
+        return cls(offset, offset + new, (columns >= 0).long(), positions)
+
+    def columns(self, layer: Tensor) -> Tensor:
+        """[B, G, S, D] of a cache -> [B, G, length, D]; a view where all offsets are equal."""
+        if self.positions is None:
+            return layer[:, :, : self.length]
+        index = self.positions[:, None, :, None].expand(-1, layer.shape[1], -1, layer.shape[3])
+        return layer.gather(2, index)
+
+
+class _Layer:
+    """A layer of transformers' cache that writes to a `KVCache`, for one forward; `_layer_class` adds its base."""
+
+    def __init__(self, cache: KVCache, index: int, offsets: Tensor, rows: LeftPadded) -> None:
+        super().__init__()
+        self._cache, self._index, self._offsets, self._rows = cache, index, offsets, rows
+        self._length = rows.offset
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, and return those of all columns."""
+        buffers = self._cache.keys[self._index], self._cache.values[self._index]
+        new = [_as_cached(x, buffer) for x, buffer in zip((key_states, value_states), buffers, strict=True)]
+        self._cache.write(self._index, new[0], new[1], self._offsets)
+        self._length = self._rows.length
+        self.keys, self.values = (self._rows.columns(buffer).to(key_states.dtype) for buffer in buffers)
+        return self.keys, self.values
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self._length
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        """How many columns attention sees, and the index of the first."""
+        return self._rows.length, 0
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """Do nothing: the buffers are there already."""
+
+
+@torch.no_grad()
+def _first_position(module: Any, vocab_size: int) -> int:
+    """What the module calls the position of a text's first token, where it is left to number them: RoBERTa and its kin
+    count from behind the id of padding.
+
+    Raises:
+        RequestError: it numbers them in yet another way.
+    """
+    padding = getattr(module.config.get_text_config(), "pad_token_id", None)
+    padding = padding if isinstance(padding, int) else -1
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    tokens = torch.tensor([[token for token in range(min(vocab_size, 4)) if token != padding]], device=device)
+    with eval_mode(module):
+        expected = module(input_ids=tokens).logits
+        if not bool(expected.isfinite().all()):
+            return 0  # broken weights show nothing here; decoding says what is wrong with them
+        # Logits of wrong positions are off by much more than by half of a dtype's digits.
+        tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
+        for first in (0, padding + 1):
+            positions = first + torch.arange(tokens.shape[1], device=device).unsqueeze(0)
+            logits = module(input_ids=tokens, position_ids=positions).logits
+            if float((logits - expected).abs().max()) <= tolerance:
+                return first
+    raise _not_served(type(module).__name__, "it numbers positions neither from 0 nor from behind its padding")
+
+
+def _is_attention(layer_type: str) -> bool:
+    return layer_type.endswith("attention") and not layer_type.startswith("linear")
+
+
+def _as_cached(new: Tensor, buffer: Tensor) -> Tensor:
+    if torch.promote_types(new.dtype, buffer.dtype) != buffer.dtype:
+        raise RequestError(
+            f"the module's keys and values are {new.dtype}, but its cache was made for {buffer.dtype}: make the Model "
+            "again after changing the module's dtype"
+        )
+    return new.to(buffer.dtype)
+
+
+def _library() -> Any:
+    return sys.modules["transformers.cache_utils"]
+
+
+@once
+def _layer_class() -> Any:
+    return type("OnwardLayer", (_Layer, _library().DynamicLayer), {})
+
+
+def _not_served(name: str, why: str) -> RequestError:
+    return RequestError(
+        f"{name} cannot be decoded as it is ({why}): Onward needs a decoder that caches keys and values alone, so that "
+        "tokens can be taken back; for another module give call= and new_cache="
+    )

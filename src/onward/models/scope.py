@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.models.latent_linear import LatentLinear
-from onward.models.linear import Embedding, ExpertLinear, Linear, Router, ShortConv
+from onward.models.linear import Embedding, ExpertLinear, LatentLinear, Linear, Router, ShortConv
 
 
 class Tensors(Protocol):

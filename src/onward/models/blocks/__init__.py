@@ -7,8 +7,7 @@ block with these params computes it.
 from onward.models.blocks.attention import Attention, AttentionNames, AttentionParams
 from onward.models.blocks.decoder import Decoder, DecoderNames, DecoderParams
 from onward.models.blocks.delta import GatedDelta, GatedDeltaParams
-from onward.models.blocks.dense_and_experts import DenseAndExperts, DenseAndExpertsParams
-from onward.models.blocks.experts import ExpertNames, Experts, ExpertsParams
+from onward.models.blocks.experts import DenseAndExperts, DenseAndExpertsParams, ExpertNames, Experts, ExpertsParams
 from onward.models.blocks.feed_forward import FeedForward, FeedForwardNames, FeedForwardParams, UngatedFeedForward
 from onward.models.blocks.gated_conv import GatedConv, GatedConvParams
 from onward.models.blocks.layer import DecoderLayer, LayerNames, LayerParams

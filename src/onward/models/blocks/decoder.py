@@ -14,9 +14,8 @@ from torch import Tensor
 from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
 from onward.models.blocks.layer import AttentionAndState, Cached, DecoderLayer, LayerParams
 from onward.models.blocks.layer_embeddings import LayerEmbeddings, LayerEmbeddingsParams
-from onward.models.blocks.norm import RMSNorm
+from onward.models.blocks.norm import RMSNorm, rounded
 from onward.models.blocks.positions import Positions
-from onward.models.blocks.rounding import rounded
 from onward.models.contract import take_positions
 from onward.models.linear import Embedding, Linear
 from onward.models.rope import RotarySchedule

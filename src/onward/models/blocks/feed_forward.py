@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.models.blocks.rounding import multiplied
+from onward.models.blocks.norm import multiplied
 from onward.models.linear import Linear
 from onward.models.scope import Scope
 

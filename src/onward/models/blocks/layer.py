@@ -8,9 +8,8 @@ from torch import Tensor
 from onward import ops
 from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
 from onward.models.blocks.layer_embeddings import LayerInput, LayerInputParams
-from onward.models.blocks.norm import RMSNorm
+from onward.models.blocks.norm import RMSNorm, multiplied
 from onward.models.blocks.positions import Positions
-from onward.models.blocks.rounding import multiplied
 from onward.models.rope import RotarySchedule
 from onward.models.scope import Scope
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from onward import ops
 from onward.models.blocks.feed_forward import Activation
-from onward.models.blocks.norm import RMSNorm
-from onward.models.blocks.rounding import rounded
+from onward.models.blocks.norm import RMSNorm, rounded
 from onward.models.linear import Embedding, Linear
 from onward.models.scope import Scope
 

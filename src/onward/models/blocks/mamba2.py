@@ -11,9 +11,8 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache import KVCache, PagedKVCache, StateShape
-from onward.models.blocks.norm import RMSNorm
+from onward.models.blocks.norm import RMSNorm, multiplied
 from onward.models.blocks.positions import Positions
-from onward.models.blocks.rounding import multiplied
 from onward.models.linear import Linear, ShortConv
 from onward.models.scope import Scope
 from onward.ops.ssd import ssd_state_width

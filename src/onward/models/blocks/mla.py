@@ -13,8 +13,7 @@ from onward import ops
 from onward.cache import KVCache, LayerShape, PagedKVCache
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions, QueryGrowth
-from onward.models.latent_linear import LatentLinear
-from onward.models.linear import Linear
+from onward.models.linear import LatentLinear, Linear
 from onward.models.rope import RotarySchedule
 from onward.models.scope import Scope
 

@@ -1,5 +1,6 @@
-"""Root mean square normalisation (arXiv 1910.07467) with a weight."""
+"""Root mean square normalisation (arXiv 1910.07467) with a weight; numbers as a dtype has them, and factors."""
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -40,3 +41,18 @@ class RMSNorm:
 def over_rms(x: Tensor, eps: float) -> Tensor:
     """x / rms(x) over the last axis: a norm that has learned nothing."""
     return ops.rms_norm(x, x.new_ones(x.shape[-1]), eps=eps)
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """The value of `dtype` next to a positive number. No tensor is read for it, which a trace would not let pass."""
+    if dtype == torch.float16:
+        return float(struct.unpack("e", struct.pack("e", number))[0])
+    bits = int(struct.unpack("I", struct.pack("f", number))[0])
+    if dtype == torch.bfloat16:  # the upper half of a float32; ties go to even
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return float(struct.unpack("f", struct.pack("I", bits))[0])
+
+
+def multiplied(x: Tensor, factor: float) -> Tensor:
+    """x * factor, which is x itself where the factor is 1."""
+    return x if factor == 1.0 else x * factor

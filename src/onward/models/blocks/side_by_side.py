@@ -10,8 +10,8 @@ from onward.cache import KVCache, PagedKVCache
 from onward.models.blocks.attention import Attention, AttentionParams, FusedAttentionParams
 from onward.models.blocks.layer import AttentionAndState
 from onward.models.blocks.mamba2 import Mamba2, Mamba2Params
+from onward.models.blocks.norm import multiplied
 from onward.models.blocks.positions import Positions
-from onward.models.blocks.rounding import multiplied
 from onward.models.rope import RotarySchedule
 from onward.models.scope import Scope
 

@@ -4,6 +4,6 @@ transformers is an extra, and is imported when a model is first loaded through i
 """
 
 from onward.models.hosted.host import host
-from onward.models.hosted.library import library
+from onward.models.hosted.step import library
 
 __all__ = ["host", "library"]

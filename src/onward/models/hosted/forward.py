@@ -1,20 +1,133 @@
 """The forward of a module of transformers over Onward's caches, as the contract of `onward.models.model` wants it."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache as once
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onward.cache import KVCache, PagedKVCache
+from onward.cache import KVCache, LayerShape, PagedKVCache
 from onward.forks import renew_in_forks
-from onward.models.hosted.cache import new_cache_of
-from onward.models.hosted.library import NotHostedError
 from onward.models.hosted.linears import Hosted
-from onward.models.hosted.step import HostedLayer, Step, Survey, a_step
+from onward.models.hosted.step import HostedLayer, NotHostedError, Step, Survey, a_step, current_step, library
 from onward.models.linear import Embedding, Linear
+
+
+class _Layer:
+    """A layer of transformers' cache; `_layer_class` adds its base. It says that nothing was cached before.
+
+    A module asks that only where it gets no positions; masks are ours.
+    """
+
+    def __init__(self, step: Step, index: int) -> None:
+        super().__init__()
+        self._step, self._index = step, index
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Remember new keys and values [B, G, T, D], and return them as they are."""
+        survey = self._step.survey
+        if survey is not None:
+            survey.dtypes |= {key_states.dtype, value_states.dtype}
+            survey.cached[self._index] = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3])
+        self._step.remember(self._index, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        return query_length, 0
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """Do nothing: the memory is there already."""
+
+
+@once
+def _layer_class() -> Any:
+    return type("OnwardHostedLayer", (_Layer, library("cache_utils").DynamicLayer), {})
+
+
+def new_cache_of(step: Step, num_layers: int) -> Any:
+    """A `transformers.Cache` for one forward."""
+    layer_class = _layer_class()
+    return library("cache_utils").Cache(layers=[layer_class(step, index) for index in range(num_layers)])
+
+
+# Of a window that no field names, the longest that is looked for.
+_LONGEST_UNNAMED = 64
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Store new keys and values [B, G, T, D] in the cache and attend over it; [B, T, H, D]."""
+    step = current_step()
+    layer, new = step.layer_of(key, value)
+    if step.survey is not None:
+        _survey(step, layer, module, attention_mask, keywords)
+        return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+    place, cache = step.places[layer], step.cache
+    assert cache is not None
+    options: dict[str, Any] = {"window": step.layers[step.calls].window, "scale": scaling, "sinks": s_aux}
+    options["softcap"] = softcap
+    step.calls += 1
+    # None: another layer's keys and values, which that one has stored.
+    out = cache.attend(place, query, key if new else None, value if new else None, step.offsets, **options)
+    return out.transpose(1, 2), None
+
+
+def mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Tensor | None:
+    """No mask: `attend` knows what a token sees. During a survey, a stand-in that says which window it is for."""
+    step = current_step()
+    if step.survey is None:
+        return None
+    stand_in = torch.zeros(1, 1, 1, 1)
+    step.survey.windows[id(stand_in)] = _window(mask_function, local_size)
+    step.survey.stand_ins.append(stand_in)
+    return stand_in
+
+
+def _survey(step: Step, layer: int, module: Any, attention_mask: Tensor | None, keywords: dict[str, Any]) -> None:
+    survey = step.survey
+    assert survey is not None
+    if not keywords.get("is_causal", getattr(module, "is_causal", True)):
+        raise NotHostedError("its attention is not causal")
+    if attention_mask is not None and id(attention_mask) not in survey.windows:
+        raise NotHostedError("it makes a mask of its own for attention")
+    strange = [name for name, given in keywords.items() if isinstance(given, Tensor) and name not in _PASSED]
+    if strange:
+        raise NotHostedError(f"its attention takes {', '.join(sorted(strange))}")
+    window = keywords.get("sliding_window") if attention_mask is None else survey.windows[id(attention_mask)]
+    survey.layers.append(HostedLayer(window))
+    survey.windows_of.setdefault(layer, set()).add(window)
+
+
+# Tensors that modules pass on to every function below them, and attention does not read.
+_PASSED = frozenset({"position_ids", "cache_position", "input_ids"})
+
+
+def _window(mask_function: Callable[..., Any], local_size: int | None) -> int | None:
+    """The window of a mask, which is compared with a causal one of that window; None: a token sees all before it."""
+    length = 2 * (local_size or _LONGEST_UNNAMED) + 3
+    queries = sorted({at for edge in (0, length // 2, length) for at in range(edge - 3, edge + 3) if 0 <= at < length})
+    query, key = torch.tensor(queries).unsqueeze(1), torch.arange(length).unsqueeze(0)
+    seen = torch.as_tensor(mask_function(0, 0, query, key)).expand(len(queries), length)
+    window = int(seen[-1].sum())
+    if not torch.equal(seen, (key <= query) & (key > query - window)):
+        raise NotHostedError("its masks are neither causal nor those of a sliding window")
+    return None if window == length else window
 
 
 class HostedParams(NamedTuple):

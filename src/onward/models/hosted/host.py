@@ -2,22 +2,20 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from onward.cache import KVBlocks, KVCache, LayerShape
+from onward.cache import LayerShape
 from onward.cache.shape import without_useless_windows
 from onward.errors import OnwardError, RequestError, one_line
-from onward.models.causal_lm import CausalLM
-from onward.models.hosted import attention, experts
-from onward.models.hosted.forward import HostedForward, HostedParams
-from onward.models.hosted.library import NAME, NotHostedError
-from onward.models.hosted.linears import HostedEmbedding, HostedHead, replace_linears
-from onward.models.hosted.step import Survey
+from onward.models.architecture import new_blocks, new_cache
+from onward.models.hosted.forward import HostedForward, HostedParams, attend, mask
+from onward.models.hosted.linears import HostedEmbedding, HostedHead, replace_linears, run_experts
+from onward.models.hosted.step import NAME, NotHostedError, Survey, library
 from onward.models.model import Model
-from onward.models.module import ModuleForward
+from onward.models.module import CausalLM, ModuleForward
 
 Prepare = Callable[[HostedParams], HostedParams]
 
@@ -73,8 +71,7 @@ def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int
 
 def _take_over(module: Any, forward: HostedForward, device: torch.device) -> tuple[list[LayerShape], torch.dtype]:
     """Put our attention and experts into the module; what its layers cache."""
-    attention.register()
-    experts.register()
+    _register()
     _silence(module)
     for config in _configs(module):
         config._attn_implementation = config._experts_implementation = NAME
@@ -82,6 +79,14 @@ def _take_over(module: Any, forward: HostedForward, device: torch.device) -> tup
     if len(found.dtypes) != 1:
         raise NotHostedError(f"its layers cache {len(found.dtypes)} dtypes")
     return _shapes(found), found.dtypes.pop()
+
+
+@cache
+def _register() -> None:
+    """Tell transformers of our attention, masks and experts."""
+    library("modeling_utils").ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    library("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
+    library("integrations.moe").ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
 
 
 def _shapes(found: Survey) -> list[LayerShape]:
@@ -124,23 +129,11 @@ def _hosted_model(plain: Model, forward: HostedForward, shapes: Sequence[LayerSh
         plain,
         forward=forward,
         params=forward.params(),
-        new_cache=partial(_new_cache, tuple(shapes), dtype, plain.device),
-        new_blocks=partial(_new_blocks, without_useless_windows(shapes, plain.max_seq_len), dtype, plain.device),
+        new_cache=partial(new_cache, tuple(shapes), (), dtype, plain.device),
+        new_blocks=partial(new_blocks, without_useless_windows(shapes, plain.max_seq_len), (), dtype, plain.device),
         selects_logits=True,
         compiles=True,
     )
-
-
-def _new_cache(
-    shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, batch: int, max_len: int
-) -> KVCache:
-    return KVCache.of(shapes, batch=batch, max_len=max_len, dtype=dtype, device=device)
-
-
-def _new_blocks(
-    shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, count: int, windows: int | None = None
-) -> KVBlocks:
-    return KVBlocks.of(shapes, count=count, dtype=dtype, device=device, windows=windows)
 
 
 def _logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:

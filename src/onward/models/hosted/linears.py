@@ -6,12 +6,12 @@ and quantization find its matrix, and its product has the exactness of ours.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onward import ops
 from onward.models.contract import take_positions
-from onward.models.hosted.library import library
-from onward.models.hosted.step import running_step
+from onward.models.hosted.step import library, running_step
 from onward.models.linear import Embedding, Linear
 
 
@@ -99,3 +99,47 @@ def _stock(weight: ops.Weight | ops.Table) -> Tensor:
     if isinstance(weight, ops.NativeWeight):
         return weight.unpack()
     return weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight.blocks.to_dense()
+
+
+# Tokens whose experts' matrices are copied at once.
+_MOST_TOKENS = 16
+
+
+def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Sum the chosen experts of each token, in the order in which they were chosen.
+
+    Args:
+        hidden_states: [N, D]. top_k_index: int [N, K]. top_k_weights: [N, K].
+    """
+    given = (hidden_states, top_k_index, top_k_weights)
+    outputs = [
+        _run_few(self, *piece) for piece in zip(*(torch.split(each, _MOST_TOKENS) for each in given), strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _run_few(self: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    total = None
+    for choice in range(index.shape[1]):
+        expert = index[:, choice]
+        if self.has_gate:
+            up = self._apply_gate(_product(self, "gate_up_proj", expert, x))
+        else:
+            up = self.act_fn(_product(self, "up_proj", expert, x))
+        out = _product(self, "down_proj", expert, up)
+        if self.has_post_expert_norm:
+            out = self.post_expert_norm(out)
+        weighted = (out * weights[:, choice].unsqueeze(-1)).to(x.dtype)
+        total = weighted if total is None else total + weighted
+    assert total is not None, "a token has one expert or more"
+    return total
+
+
+def _product(self: Any, name: str, expert: Tensor, x: Tensor) -> Tensor:
+    """x [N, K] times the matrix of each token's expert -> [N, M]."""
+    weights = getattr(self, name)[expert]
+    out: Tensor = x.unsqueeze(1) @ (weights if self.is_transposed else weights.transpose(1, 2))
+    out = out.squeeze(1)
+    if self.has_bias:
+        out = out + getattr(self, f"{name}_bias")[expert]
+    return out

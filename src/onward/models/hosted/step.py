@@ -1,5 +1,6 @@
 """What the parts of a hosted module know of the forward that runs: the module calls them, and passes nothing on."""
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,7 +11,27 @@ import torch
 from torch import Tensor
 
 from onward.cache import KVCache, LayerShape, PagedKVCache
-from onward.models.hosted.library import NotHostedError
+from onward.errors import RequestError
+
+NAME = "onward"  # under which its registries know our attention, masks and experts
+
+
+def library(module: str = "") -> Any:
+    """The package, or a module of it.
+
+    Raises:
+        RequestError: it is not installed, or too old for its registries.
+    """
+    try:
+        return importlib.import_module(f"transformers.{module}" if module else "transformers")
+    except ImportError as error:
+        raise RequestError(
+            f"via='transformers' wants transformers 5 or newer ({error}): pip install 'onward[transformers]'"
+        ) from error
+
+
+class NotHostedError(RequestError):
+    """A module of transformers whose attention cannot run over Onward's caches; the message says why."""
 
 
 class HostedLayer(NamedTuple):

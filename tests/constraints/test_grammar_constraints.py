@@ -15,9 +15,7 @@ from schemas import LISTED
 import onward
 from onward.checkpoint import JsonTokenizer
 from onward.constraints import Choice, JsonSchema, Lark, Regex
-from onward.constraints.compiled import CompiledGrammars
-from onward.constraints.matcher import GrammarConstraint
-from onward.constraints.vocabulary import Vocabulary
+from onward.constraints.compiled import CompiledGrammars, GrammarConstraint, Vocabulary
 from onward.errors import RequestError
 from onward.sampling.constraint import admits
 from onward.testing import ByteTokenizer, tiny_model

@@ -9,9 +9,8 @@ import pytest
 
 import onward
 from onward.constraints import JsonSchema, Lark, Regex
-from onward.constraints.compiled import CompiledGrammars
+from onward.constraints.compiled import CompiledGrammars, Vocabulary
 from onward.constraints.trial import Trials, needs_trial
-from onward.constraints.vocabulary import Vocabulary
 from onward.errors import RequestError
 from onward.testing import ByteTokenizer
 

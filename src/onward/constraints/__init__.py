@@ -1,10 +1,7 @@
 """Constraints: JSON schemas, regular expressions, grammars and choices. docs/structured.md says how they work."""
 
-from onward.constraints.compiled import compiled, symbol
-from onward.constraints.grammars import After, Choice, Grammar, Lark, Regex
-from onward.constraints.json_schema import JsonSchema
-from onward.constraints.matcher import GrammarConstraint
-from onward.constraints.vocabulary import TokenBytes
+from onward.constraints.compiled import GrammarConstraint, TokenBytes, compiled, symbol
+from onward.constraints.grammars import After, Choice, Grammar, JsonSchema, Lark, Regex
 from onward.sampling.constraint import ConstrainedText, Constraint, Mask, mask_of
 
 __all__ = [

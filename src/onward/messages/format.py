@@ -5,8 +5,7 @@ import string
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
-from onward.messages.source import Reading, Source
-from onward.messages.written import Written
+from onward.messages.source import Reading, Source, Written
 
 _LETTERS = string.ascii_letters + string.digits
 

@@ -1,5 +1,7 @@
 """The formats that there are, and which of them a model writes."""
 
+from typing import final
+
 from onward.errors import RequestError
 from onward.messages.format import MessageFormat
 from onward.messages.glm import Glm, LaterGlm
@@ -7,8 +9,16 @@ from onward.messages.harmony import Harmony
 from onward.messages.hermes import Hermes
 from onward.messages.llama3 import Llama3
 from onward.messages.mistral import LaterMistral, Mistral
-from onward.messages.plain import Plain
 from onward.messages.qwen3_coder import Qwen3Coder
+
+
+@final
+class Plain(MessageFormat):
+    name = "plain"
+
+    def is_of(self, template: str) -> bool:
+        return True
+
 
 # By name. A model's is the first that its chat template is of.
 FORMATS: dict[str, MessageFormat] = {

@@ -10,10 +10,9 @@
 import re
 from typing import final
 
-from onward.messages.call_parameters import Arguments
+from onward.messages.call_objects import Arguments
 from onward.messages.format import ArgumentSyntax, CallSyntax, MessageFormat
-from onward.messages.source import Reading, Source
-from onward.messages.written import Written
+from onward.messages.source import Reading, Source, Written
 
 _NAME = re.compile(r"[\w.-]*")
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple, final
 
 from onward.messages.format import CallSyntax, MessageFormat
-from onward.messages.source import SPACE, Reading, Source
-from onward.messages.written import Written
+from onward.messages.source import SPACE, Reading, Source, Written
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")

@@ -8,8 +8,7 @@ from typing import final
 
 from onward.messages.call_objects import read_call_objects
 from onward.messages.format import CallSyntax, MessageFormat
-from onward.messages.source import Reading, Source
-from onward.messages.written import Written
+from onward.messages.source import Reading, Source, Written
 
 
 @final

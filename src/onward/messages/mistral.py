@@ -9,9 +9,7 @@ from typing import final
 
 from onward.messages.call_objects import read_call_objects
 from onward.messages.format import CallSyntax, MessageFormat, letters
-from onward.messages.json_text import read_value
-from onward.messages.source import Reading, Source
-from onward.messages.written import Written
+from onward.messages.source import Reading, Source, Written, read_value
 
 _ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[\w.-]*")

@@ -12,10 +12,9 @@ Oslo
 import re
 from typing import final
 
-from onward.messages.call_parameters import Arguments
+from onward.messages.call_objects import Arguments
 from onward.messages.format import ArgumentSyntax, CallSyntax, MessageFormat
-from onward.messages.source import Reading, Source
-from onward.messages.written import Written
+from onward.messages.source import Reading, Source, Written
 
 _NAME = re.compile(r"[^\s<>]*")
 _PARAMETERS = re.compile(r"[^\n<>]*")

@@ -4,11 +4,13 @@ A reader is a generator: it yields where it needs more text, and goes on where i
 written down as if the whole text were there, and what is read does not depend on how the text was cut.
 """
 
+import json
 import re
-from collections.abc import Callable, Generator, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from onward.beginnings import unfinished
+from onward.messages.message import MessageDelta, ToolCallDelta
 
 _T = TypeVar("_T")
 # Yields where more text is needed, and returns what was read.
@@ -143,3 +145,194 @@ class Source:
             if self._ended:
                 return None
             yield
+
+
+_IN_STRING = re.compile(r'[^"\\]*')
+# Outside of strings: what separates values, numbers, true, false, null, and Python's words for them.
+_BETWEEN = re.compile(r"[\s,:\w.+-]*")
+_SCALAR = re.compile(r"[\w.+-]*")
+_CLOSES = {"}": "{", "]": "["}
+
+
+def read_value(source: Source, give: Callable[[str], object]) -> Reading[bool]:
+    """Read one value, handing on its characters as they come, exactly as they are.
+
+    Returns:
+        Whether it is whole. Otherwise the source stands at its end, or at a character that no JSON has there. Brackets
+        and strings are checked; what stands between them is not.
+    """
+    first = yield from source.peek()
+    if first == '"':
+        return (yield from _read_string(source, give))
+    if first not in ("{", "["):
+        taken: list[str] = []
+        yield from source.take(_SCALAR, taken.append)
+        give("".join(taken))
+        return bool(taken)
+    opened: list[str] = []
+    while True:
+        char = yield from source.peek()
+        if char == '"':
+            if not (yield from _read_string(source, give)):
+                return False
+        elif char in ("{", "["):
+            opened.append(char)
+            yield from _read_char(source, char, give)
+        elif char in _CLOSES and opened[-1] == _CLOSES[char]:
+            opened.pop()
+            yield from _read_char(source, char, give)
+            if not opened:
+                return True
+        elif char and _BETWEEN.fullmatch(char):
+            yield from source.take(_BETWEEN, give)
+        else:
+            return False
+
+
+def read_string(source: Source) -> Reading[str | None]:
+    """Read a string and return what it says; None where there is no whole string."""
+    parts: list[str] = []
+    if (yield from source.peek()) != '"' or not (yield from _read_string(source, parts.append)):
+        return None
+    try:
+        text = json.loads("".join(parts), strict=False)
+    except ValueError:  # an escape that JSON does not have
+        return None
+    return text if isinstance(text, str) else None
+
+
+def _read_string(source: Source, give: Callable[[str], object]) -> Reading[bool]:
+    yield from _read_char(source, '"', give)
+    while True:
+        yield from source.take(_IN_STRING, give)
+        char = yield from source.peek()
+        if not char:
+            return False
+        yield from _read_char(source, char, give)
+        if char == '"':
+            return True
+        escaped = yield from source.peek()
+        if not escaped:
+            return False
+        yield from _read_char(source, escaped, give)
+
+
+def _read_char(source: Source, char: str, give: Callable[[str], object]) -> Reading[None]:
+    yield from source.skip(char)
+    give(char)
+
+
+class Words:
+    """Text beside marks. Spaces and line breaks next to a mark lay the text out, and are no part of it.
+
+    Where text goes on after a mark, the spaces before the mark part it from what stood there. Text without marks is
+    given out whole.
+    """
+
+    def __init__(self, give: Callable[[str], object]) -> None:
+        self._give = give
+        self._space = ""  # at the end of the text so far
+        self._has_words = self._skips = self._after_mark = False
+
+    def add(self, text: str) -> None:
+        if self._skips:
+            text = text.lstrip(SPACE)
+            if not text:
+                return
+            self._skips = False
+        whole = self._space + text
+        words = whole.rstrip(SPACE)
+        self._space = whole[len(words) :]
+        if words:
+            self._has_words, self._after_mark = True, False
+            self._give(words)
+
+    def mark(self) -> None:
+        """A mark stands here."""
+        if not self._has_words:
+            self._space = ""
+        self._skips = self._after_mark = True
+
+    def paragraph(self) -> None:
+        """What follows stands apart from what stood before."""
+        if self._has_words:
+            self._space, self._after_mark = "\n\n", True
+
+    def end(self) -> None:
+        """No more text will come."""
+        if not self._after_mark:
+            self._give(self._space)
+
+
+class PlacedWords(Words):
+    """Text beside marks, with its places in the answer.
+
+    place: how many characters of the answer stand before the text that is added. spans: (begin, end) of all text.
+    """
+
+    def __init__(self, give: Callable[[str], object], place: Callable[[], int]) -> None:
+        super().__init__(give)
+        self._place = place
+        self.spans: list[tuple[int, int]] = []
+
+    def add(self, text: str) -> None:
+        if text:
+            begin = self._place()
+            if self.spans and self.spans[-1][1] == begin:
+                begin = self.spans.pop()[0]
+            self.spans.append((begin, self._place() + len(text)))
+        super().add(text)
+
+
+class Written:
+    """The parts of one message in the order in which they are read.
+
+    new_id: of the call with an index. place: how many characters of the answer are read. tools: those that were given,
+    by name, maybe each with the JSON schema of its arguments; empty where they are not known.
+    """
+
+    def __init__(self, new_id: Callable[[int], str], place: Callable[[], int], tools: Collection[str] = ()) -> None:
+        self._new_id, self._tools = new_id, tools
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self._count = 0
+        self.content = Words(self._content.append)
+        self.reasoning = PlacedWords(self._reasoning.append, place)
+        self.reasoning.mark()
+
+    def has_calls(self) -> bool:
+        """Whether a call has begun."""
+        return self._count > 0
+
+    def knows(self, name: str) -> bool:
+        """Whether a tool of this name was given."""
+        return not self._tools or name in self._tools
+
+    def schema(self, name: str) -> Mapping[str, Any]:
+        """Of a tool's arguments; empty where it is not known."""
+        return self._tools.get(name, {}) if isinstance(self._tools, Mapping) else {}
+
+    def call(self, name: str, id: str | None = None) -> None:
+        """A call begins. id: where the model gave it one."""
+        self.content.mark()
+        self._calls.append(ToolCallDelta(self._count, id or self._new_id(self._count), name))
+        self._count += 1
+
+    def arguments(self, text: str) -> None:
+        """The next characters of the arguments of the call that began last."""
+        if text:
+            self._calls.append(ToolCallDelta(self._count - 1, arguments=text))
+
+    def take(self) -> MessageDelta:
+        """What was written since the last time."""
+        calls: list[ToolCallDelta] = []
+        for call in self._calls:
+            if calls and calls[-1].index == call.index:
+                last = calls.pop()
+                call = ToolCallDelta(last.index, last.id, last.name, last.arguments + call.arguments)
+            calls.append(call)
+        delta = MessageDelta("".join(self._content), "".join(self._reasoning), tuple(calls))
+        for parts in (self._content, self._reasoning, self._calls):
+            parts.clear()
+        return delta

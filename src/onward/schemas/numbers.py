@@ -1,12 +1,15 @@
-"""Numbers of schemas, exactly: which ones llguidance would round, and ranges of integers as regular expressions."""
+"""Numbers of schemas, exactly: those that llguidance would round, what leads to them, and ranges of integers as regular
+expressions."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from onward.errors import RequestError
+from onward.schemas.references import listed, reached
 
 # llguidance computes with doubles; up to here each integer is one.
 LARGEST_EXACT = 2**53
@@ -40,6 +43,60 @@ def bound_within(keyword: str, bound: int | float) -> int | float:
         return (max if is_least else min)(int(bound), int(number))
     quantum = Decimal(1).scaleb(-min(_EXACT_DIGITS, _EXACT_DIGITS - 1 - number.adjusted()))
     return float(number.quantize(quantum, ROUND_CEILING if is_least else ROUND_FLOOR))
+
+
+class Document:
+    """A schema, and which of its subschemas lead to numbers that llguidance rounds."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        parents: dict[int, list[int]] = {}
+        large: list[int] = []
+        for one, inner in reached(root, root):
+            for each in inner:
+                parents.setdefault(id(each), []).append(id(one))
+            if is_large_itself(one):
+                large.append(id(one))
+        self._large: set[int] = set()
+        while large:
+            one_id = large.pop()
+            if one_id not in self._large:
+                self._large.add(one_id)
+                large += parents.get(one_id, ())
+
+    def has_large(self, schema: Any) -> bool:
+        return isinstance(schema, Mapping) and id(schema) in self._large
+
+    def add_large(self, schema: Mapping[str, Any]) -> None:
+        """Count a schema that was made of one of the document's among those that lead to such numbers."""
+        self._large.add(id(schema))
+
+    def definitions(self, schema: Any) -> dict[str, Any]:
+        """What references of a subschema need: the definitions that it leads to, and the draft."""
+        root = self.root
+        found: dict[str, Any] = {"$schema": root["$schema"]} if "$schema" in root else {}
+        for one, _ in reached(schema, root):
+            if not isinstance(one.get("$ref"), str):
+                continue
+            place = re.fullmatch(r"#/(\$defs|definitions)/([^/%~]+)", one["$ref"])
+            if place is None or place[2] not in root.get(place[1], {}):
+                raise RequestError(
+                    f"a schema with integers beyond 2^53 has the reference {one['$ref']!r}: refer to '#/$defs/…'"
+                )
+            found.setdefault(place[1], {})[place[2]] = root[place[1]][place[2]]
+        return found
+
+
+def is_large_itself(schema: Mapping[str, Any]) -> bool:
+    if any(is_large(schema.get(bound)) for bound in BOUNDS) or schema.get("multipleOf", 0) > LARGEST_FACTOR:
+        return True
+    return any(has_large_value(value) for value in listed(schema) or ())
+
+
+def has_large_value(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(has_large_value, value.values()))
+    return any(map(has_large_value, value)) if isinstance(value, list) else is_large(value)
 
 
 class Range(NamedTuple):
@@ -92,7 +149,8 @@ def exactly(value: int | float) -> Fraction:
 
 
 def integer_pattern(low: int | None, high: int | None, factor: Fraction | None, at: str) -> str | None:
-    """A regular expression of the integers from low to high that are multiples of a factor; None where there are none.
+    """A regular expression, in slashes, of the integers from low to high that are multiples of a factor; None where no
+    integer is.
 
     Raises:
         RequestError: more digits or more multiples than an expression can have. at: the schema's place.
@@ -101,7 +159,7 @@ def integer_pattern(low: int | None, high: int | None, factor: Fraction | None, 
         return None
     step = 1 if factor is None else factor.numerator  # the least integer that is a multiple
     if step == 1:
-        return integers_between(low, high, at)
+        return f"/{integers_between(low, high, at)}/"
     if low is None or high is None or (high // step - (low - 1) // step) > _MOST_MULTIPLES:
         raise RequestError(
             f"{at} has multipleOf together with integers beyond 2^53: give bounds between which there are at most "
@@ -110,7 +168,7 @@ def integer_pattern(low: int | None, high: int | None, factor: Fraction | None, 
     multiples = range(-(-low // step) * step, high + 1, step)
     for bound in (low, high):
         _check_digits(bound, at)
-    return "|".join(map(str, multiples)) or None
+    return f"/{'|'.join(map(str, multiples))}/" if multiples else None
 
 
 def integers_between(low: int | None, high: int | None, at: str = "a schema") -> str:

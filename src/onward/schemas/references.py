@@ -1,11 +1,18 @@
-"""What a schema says of the types and values it allows, with its references resolved."""
+"""What a schema leads to, and what it says of the types and values it allows, with its references resolved."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 MISSING = object()
+# Keywords that hold a schema, several, and several by name.
+ONE = (
+    *("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not", "propertyNames", "then"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 
 
 def resolve(reference: str, root: Any) -> Any:
@@ -24,6 +31,33 @@ def resolve(reference: str, root: Any) -> Any:
         else:
             return MISSING
     return at
+
+
+def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """The schemas that stand in a schema's keywords, each with its keyword and its place within the schema."""
+    for key, value in schema.items():
+        if key in MAPS:
+            yield from ((key, f"{key}.{name}", each) for name, each in value.items())
+        elif key in LISTS or (key == "items" and isinstance(value, list)):
+            yield from ((key, f"{key}[{number}]", each) for number, each in enumerate(value))
+        elif key in ONE:
+            yield key, key, value
+
+
+def reached(schema: Any, root: Any) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
+    """Every schema that one leads to, itself too, each once and with those that it leads to at once. Definitions count
+    where something refers to them. root: the document of references."""
+    waiting, seen = [schema], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or not isinstance(one, Mapping):
+            continue
+        seen.add(id(one))
+        inner = [each for key, _, each in children(one) if key not in ("$defs", "definitions")]
+        if isinstance(one.get("$ref"), str):
+            inner.append(resolve(one["$ref"], root))
+        waiting += inner
+        yield one, inner
 
 
 def alternatives(schema: Any, root: Any) -> list[Mapping[str, Any]]:
@@ -73,6 +107,30 @@ def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
     if schema.get("type") == "null":
         return [None]
     return list(schema["enum"]) if "enum" in schema else None
+
+
+def listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    return values_of({key: schema[key] for key in ("const", "enum") if key in schema})
+
+
+def are_apart(branches: Sequence[Any], root: Any) -> bool:
+    """Whether no value meets two of several schemas."""
+    values_of_each = [listed(branch) if isinstance(branch, Mapping) else None for branch in branches]
+    if None not in values_of_each:
+        values = [value for each in values_of_each for value in each or ()]
+        return not any(same(one, other) for at, one in enumerate(values) for other in values[:at])
+    kinds = [kinds_of(branch, root) for branch in branches]
+    found: list[str] = []
+    for each in kinds:
+        if each is None:
+            return False
+        found += {"number" if kind == "integer" else kind for kind in each}
+    return len(found) == len(set(found))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal in JSON, where true is no number."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def kind_of(value: Any) -> str:

@@ -11,9 +11,19 @@ from decimal import Decimal
 from typing import Any, NamedTuple, NoReturn
 
 from onward.errors import RequestError
-from onward.schemas.numbers import BOUNDS, LARGEST_EXACT, LARGEST_FACTOR, NUMERIC, Range, integer_pattern, is_large
-from onward.schemas.references import kind_of, kinds_of, resolve, values_of
-from onward.schemas.shape import children
+from onward.schemas.numbers import (
+    BOUNDS,
+    LARGEST_EXACT,
+    LARGEST_FACTOR,
+    NUMERIC,
+    Document,
+    Range,
+    has_large_value,
+    integer_pattern,
+    is_large,
+    is_large_itself,
+)
+from onward.schemas.references import are_apart, children, kind_of, listed, resolve, same
 
 _ALL_KINDS = ("null", "boolean", "string", "array", "object", "number")
 _OBJECT = frozenset({"properties", "required", "additionalProperties"})
@@ -71,7 +81,7 @@ def json_rules(name: str, schema: Any, spacing: Spacing, at: str, *, is_expanded
     """
     if schema is False:
         raise RequestError(f"{at} allows no value")
-    document = _Document(schema)
+    document = Document(schema)
     if is_expanded:
         for one in (schema, *schema["properties"].values()):
             if one is schema or "const" in one:
@@ -81,104 +91,28 @@ def json_rules(name: str, schema: Any, spacing: Spacing, at: str, *, is_expanded
     rules = _Rules(name, document, spacing)
     if rules.symbol(schema, at) is None:
         raise RequestError(f"{at} allows no value")
-    return rules.lines()
+    return [f"{symbol}: {right}" for symbol, right in rules.rules.items()]
 
 
 def has_large_numbers(schema: Any) -> bool:
     """Whether a schema has rules of its own: llguidance would round a number of it."""
-    return _Document(schema).has_large(schema)
+    return Document(schema).has_large(schema)
 
 
-def _fragment(schema: Any, spacing: Spacing) -> str:
-    return f"%json {json.dumps({**(schema if isinstance(schema, Mapping) else {}), 'x-guidance': spacing.guidance})}"
-
-
-class _Document:
-    """A schema, and which of its subschemas lead to numbers that llguidance rounds."""
-
-    def __init__(self, root: Any) -> None:
-        self.root = root
-        parents: dict[int, list[int]] = {}
-        large: list[int] = []
-        waiting, seen = [root], set()
-        while waiting:
-            one = waiting.pop()
-            if id(one) in seen or not isinstance(one, Mapping):
-                continue
-            seen.add(id(one))
-            inner = [each for key, _, each in children(one) if key not in ("$defs", "definitions")]
-            if isinstance(one.get("$ref"), str):
-                inner.append(resolve(one["$ref"], root))
-            for each in inner:
-                parents.setdefault(id(each), []).append(id(one))
-            waiting += inner
-            if _is_large_itself(one):
-                large.append(id(one))
-        self._large: set[int] = set()
-        while large:
-            one_id = large.pop()
-            if one_id not in self._large:
-                self._large.add(one_id)
-                large += parents.get(one_id, ())
-
-    def has_large(self, schema: Any) -> bool:
-        return isinstance(schema, Mapping) and id(schema) in self._large
-
-    def add_large(self, schema: Mapping[str, Any]) -> None:
-        """Count a schema that was made of one of the document's among those that lead to such numbers."""
-        self._large.add(id(schema))
-
-    def definitions(self, schema: Any) -> dict[str, Any]:
-        """What references of a subschema need: the definitions that it leads to, and the draft."""
-        root = self.root
-        found: dict[str, Any] = {"$schema": root["$schema"]} if "$schema" in root else {}
-        waiting, seen = [schema], set()
-        while waiting:
-            one = waiting.pop()
-            if id(one) in seen or not isinstance(one, Mapping):
-                continue
-            seen.add(id(one))
-            waiting += [each for key, _, each in children(one) if key not in ("$defs", "definitions")]
-            if not isinstance(one.get("$ref"), str):
-                continue
-            place = re.fullmatch(r"#/(\$defs|definitions)/([^/%~]+)", one["$ref"])
-            if place is None or place[2] not in root.get(place[1], {}):
-                raise RequestError(
-                    f"a schema with integers beyond 2^53 has the reference {one['$ref']!r}: refer to '#/$defs/…'"
-                )
-            found.setdefault(place[1], {})[place[2]] = root[place[1]][place[2]]
-            waiting.append(root[place[1]][place[2]])
-        return found
-
-
-def _is_large_itself(schema: Mapping[str, Any]) -> bool:
-    if any(is_large(schema.get(bound)) for bound in BOUNDS) or schema.get("multipleOf", 0) > LARGEST_FACTOR:
-        return True
-    return any(_has_large_value(value) for value in _listed(schema) or ())
-
-
-def _has_large_value(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_large_value, value.values()))
-    return any(map(_has_large_value, value)) if isinstance(value, list) else is_large(value)
-
-
-def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
-    return values_of({key: schema[key] for key in ("const", "enum") if key in schema})
+def _fragment(schema: Any, spacing: Spacing, definitions: Mapping[str, Any] = {}) -> str:
+    plain = schema if isinstance(schema, Mapping) else {}
+    return f"%json {json.dumps({**plain, **definitions, 'x-guidance': spacing.guidance})}"
 
 
 class _Rules:
     """Makes the rules of a document's subschemas, each once."""
 
-    def __init__(self, name: str, document: _Document, spacing: Spacing) -> None:
+    def __init__(self, name: str, document: Document, spacing: Spacing) -> None:
         self._name, self._document, self._spacing = name, document, spacing
         self._symbols: dict[int, str | None] = {}
         self._kept: list[Any] = []  # what was made here; an id must not become another's
-        self._rules: dict[str, str] = {}
+        self.rules: dict[str, str] = {}
         self._names = 0
-
-    def lines(self) -> list[str]:
-        return [f"{name}: {right}" for name, right in self._rules.items()]
 
     def symbol(self, schema: Any, at: str) -> str | None:
         """The name of the rule of a schema; None where no value meets it."""
@@ -190,19 +124,18 @@ class _Rules:
             self._kept.append(schema)
             if self._document.has_large(schema):
                 cases = [case for case in self._cases(schema, at) if case is not None]
-                self._rules[name] = " | ".join(cases)
+                self.rules[name] = " | ".join(cases)
                 if not cases:
-                    del self._rules[name]
+                    del self.rules[name]
                     self._symbols[id(schema)] = None
             else:
-                plain = schema if isinstance(schema, Mapping) else {}
-                self._rules[name] = _fragment({**plain, **self._document.definitions(plain)}, self._spacing)
+                self.rules[name] = _fragment(schema, self._spacing, self._document.definitions(schema))
         return self._symbols[id(schema)]
 
     def _new_name(self) -> str:
         name = f"{self._name}_{self._names}" if self._names else self._name
         self._names += 1
-        self._rules[name] = ""  # in the order of their names
+        self.rules[name] = ""  # in the order of their names
         return name
 
     def _derived(self, schema: Mapping[str, Any], at: str, *, large: bool) -> str | None:
@@ -220,7 +153,7 @@ class _Rules:
         in_place = [key for key in schema if key in _IN_PLACE]
         if not in_place:
             yield from self._typed(schema, at)
-        elif (values := _listed(schema)) is not None:
+        elif (values := listed(schema)) is not None:
             yield from self._values(schema, values, at)
         elif len(in_place) > 1:
             _refuse(at, " and ".join(in_place))
@@ -238,7 +171,7 @@ class _Rules:
         kinds = schema.get("type", list(_ALL_KINDS))
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         large = {
-            "number": _is_large_itself(schema),
+            "number": is_large_itself(schema),
             "object": any(self._document.has_large(each) for key, _, each in children(schema) if key in _OBJECT),
             "array": any(self._document.has_large(each) for key, _, each in children(schema) if key in _ARRAY),
         }
@@ -252,7 +185,7 @@ class _Rules:
         if large["number"] and "number" in kinds:
             yield from self._numbers(schema, at)
         elif large["number"] and "integer" in kinds:
-            yield _terminal(integer_pattern(*Range.of(schema).integers(), Range.of(schema).factor, at))
+            yield integer_pattern(*Range.of(schema).integers(), Range.of(schema).factor, at)
         if large["object"] and "object" in kinds:
             yield self._object(schema, at)
         if large["array"] and "array" in kinds:
@@ -271,17 +204,17 @@ class _Rules:
                 yield self._derived({"type": "number", **bounds}, at, large=False)
         if high is None or high > LARGEST_EXACT:
             least = LARGEST_EXACT + 1 if low is None else max(low, LARGEST_EXACT + 1)
-            yield _terminal(integer_pattern(least, high, allowed.factor, at))
+            yield integer_pattern(least, high, allowed.factor, at)
         if low is None or low < -LARGEST_EXACT:
             most = -LARGEST_EXACT - 1 if high is None else min(high, -LARGEST_EXACT - 1)
-            yield _terminal(integer_pattern(low, most, allowed.factor, at))
+            yield integer_pattern(low, most, allowed.factor, at)
 
     def _values(self, schema: Mapping[str, Any], values: Sequence[Any], at: str) -> Iterator[str | None]:
         """The values that a schema lists, where its other keywords allow them."""
         others = set(schema) - {"const", "enum", "type"} - NUMERIC
         if others:
             _refuse(at, f"{min(others)} beside const or enum")
-        if "const" in schema and "enum" in schema and not any(_same(schema["const"], each) for each in schema["enum"]):
+        if "const" in schema and "enum" in schema and not any(same(schema["const"], each) for each in schema["enum"]):
             return
         kinds = schema.get("type", [kind_of(value) for value in values])
         kinds = {kinds} if isinstance(kinds, str) else set(kinds)
@@ -292,7 +225,7 @@ class _Rules:
             kind = "integer" if is_number and value == value // 1 else kind_of(value)
             if not ({kind, "number"} if is_number else {kind}) & kinds or (is_number and not allowed.has(value)):
                 continue
-            if _has_large_value(value):
+            if has_large_value(value):
                 yield self._json(value)
             else:
                 plain.append(value)
@@ -300,13 +233,12 @@ class _Rules:
             yield self._derived({"enum": plain}, at, large=False)
 
     def _json(self, value: Any) -> str:
-        """One value in JSON."""
         if isinstance(value, Mapping):
             parts = [f"{_literal(name)} {self._spacing.key} {self._json(one)}" for name, one in value.items()]
-            return self._bracketed("{", f" {self._spacing.item} ".join(parts), "}", may_be_empty=not parts)
+            return self._bracketed("{}", f" {self._spacing.item} ".join(parts), not parts)
         if isinstance(value, list):
             inner = f" {self._spacing.item} ".join(map(self._json, value))
-            return self._bracketed("[", inner, "]", may_be_empty=not value)
+            return self._bracketed("[]", inner, not value)
         if isinstance(value, float) and is_large(value):
             symbols = [_literal(value)]
             if int(value) == int(Decimal(repr(value))):  # otherwise the double differs from what was written
@@ -329,7 +261,7 @@ class _Rules:
 
     def _union(self, schema: Mapping[str, Any], keyword: str, at: str) -> Iterator[str | None]:
         branches = schema[keyword]
-        if keyword == "oneOf" and not self._are_apart(branches):
+        if keyword == "oneOf" and not are_apart(branches, self._document.root):
             _refuse(at, "oneOf, unless its cases have different types or values,")
         beside = {key: value for key, value in schema.items() if key != keyword}
         for number, branch in enumerate(branches):
@@ -341,20 +273,6 @@ class _Rules:
             if not set(beside) <= NUMERIC | _TEXT | {"type"} or set(branch) & (_IN_PLACE | set(beside)):
                 _refuse(at, f"{keyword} beside {min(beside)}")
             yield self._derived({**branch, **beside}, place, large=True)
-
-    def _are_apart(self, branches: Sequence[Any]) -> bool:
-        """Whether no value meets two of several schemas."""
-        listed = [_listed(branch) if isinstance(branch, Mapping) else None for branch in branches]
-        if None not in listed:
-            values = [value for each in listed for value in each or ()]
-            return not any(_same(one, other) for at, one in enumerate(values) for other in values[:at])
-        kinds = [kinds_of(branch, self._document.root) for branch in branches]
-        found: list[str] = []
-        for each in kinds:
-            if each is None:
-                return False
-            found += {"number" if kind == "integer" else kind for kind in each}
-        return len(found) == len(set(found))
 
     def _object(self, schema: Mapping[str, Any], at: str) -> str | None:
         """Properties in the order of the schema, then others."""
@@ -373,12 +291,12 @@ class _Rules:
             names = dict.fromkeys([*properties, *required])
             taken = "|".join(_pattern(json.dumps(name, ensure_ascii=False)) for name in names)
             name = self._new_name()
-            self._rules[name.upper()] = f"/{_STRING}/" + (f" & ~/{taken}/" if taken else "")
-            self._rules[name] = f"{name.upper()} {self._spacing.key} {others}"
+            self.rules[name.upper()] = f"/{_STRING}/" + (f" & ~/{taken}/" if taken else "")
+            self.rules[name] = f"{name.upper()} {self._spacing.key} {others}"
             after = f"({self._spacing.item} {name})*"
             alone = f"{name} {after}"
         may_be_empty = not any(is_required for _, is_required in parts)
-        return self._sequence("{", parts, after, alone, "}", is_list=False, may_be_empty=may_be_empty)
+        return self._sequence("{}", parts, after, alone, may_be_empty)
 
     def _array(self, schema: Mapping[str, Any], at: str) -> str | None:
         first, items = schema.get("prefixItems", []), schema.get("items", True)
@@ -402,37 +320,31 @@ class _Rules:
             if not parts:
                 more = _times(max(0, low - 1), None if high is None else high - 1)
                 alone = tail if high == 1 else f"{tail} ({self._spacing.item} {tail}){more}"
-        return self._sequence("[", parts, after, alone, "]", is_list=True, may_be_empty=not least)
+        return self._sequence("[]", parts, after, alone, not least)
 
     def _sequence(
-        self,
-        opening: str,
-        parts: Sequence[tuple[str, bool]],
-        after: str,
-        alone: str,
-        closing: str,
-        *,
-        is_list: bool,
-        may_be_empty: bool,
+        self, brackets: str, parts: Sequence[tuple[str, bool]], after: str, alone: str, may_be_empty: bool
     ) -> str:
         """Parts in brackets, with separators between those that are there.
 
         parts: each with whether it has to be there; in a list none is there without those before it. after: what
         follows the last of them. alone: what stands where none of them does; empty for nothing.
         """
+        is_list = brackets == "[]"
         for part, is_required in reversed(parts):
             begin, follow = self._new_name(), self._new_name()
-            self._rules[begin] = f"{part} {after}"
-            self._rules[follow] = f"{self._spacing.item} {part} {after}"
+            self.rules[begin] = f"{part} {after}"
+            self.rules[follow] = f"{self._spacing.item} {part} {after}"
             if not is_required:
                 if not is_list:
-                    self._rules[begin] += f" | {alone}" if alone else ""
-                    self._rules[follow] += f" | {after}" if after else ""
+                    self.rules[begin] += f" | {alone}" if alone else ""
+                    self.rules[follow] += f" | {after}" if after else ""
                 follow = follow if after and not is_list else f"{follow}?"
             alone, after = begin, follow
-        return self._bracketed(opening, alone, closing, may_be_empty=may_be_empty)
+        return self._bracketed(brackets, alone, may_be_empty)
 
-    def _bracketed(self, opening: str, inner: str, closing: str, *, may_be_empty: bool) -> str:
+    def _bracketed(self, brackets: str, inner: str, may_be_empty: bool) -> str:
+        opening, closing = brackets[0], brackets[1]
         inside = self._spacing.inside
         cases = [f'"{opening}" {inside} {inner} {inside} "{closing}"'] if inner else []
         cases += [f'"{opening}" {inside} "{closing}"'] if may_be_empty else []
@@ -448,10 +360,8 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any], at: str) -> dict[str
         elif key == "type":
             kinds = _kinds(met[key]) & _kinds(value)
             met[key] = sorted(kinds - {"integer"} if "number" in kinds else kinds)
-        elif key in ("minimum", "exclusiveMinimum") and not isinstance(value, bool):
-            met[key] = max(met[key], value)
-        elif key in ("maximum", "exclusiveMaximum") and not isinstance(value, bool):
-            met[key] = min(met[key], value)
+        elif key in BOUNDS and not isinstance(value, bool):
+            met[key] = (max if "inimum" in key else min)(met[key], value)
         elif key in _KNOWN:
             _refuse(at, f"allOf with several {key}")
     return met
@@ -463,24 +373,13 @@ def _kinds(kind: str | list[str]) -> set[str]:
     return kinds | {"integer"} if "number" in kinds else kinds
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal in JSON, where true is no number."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
-
-
 def _times(low: int, high: int | None) -> str:
-    """How often something stands, after it."""
     if high is None:
         return "*" if not low else f"{{{low},}}"
     return f"{{{low},{high}}}"
 
 
-def _terminal(pattern: str | None) -> str | None:
-    return None if pattern is None else f"/{pattern}/"
-
-
 def _literal(value: Any) -> str:
-    """A value's JSON as a symbol of a grammar."""
     return lark_string(json.dumps(value, ensure_ascii=False))
 
 

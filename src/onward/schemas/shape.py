@@ -5,20 +5,14 @@ drafts said of them. A check comes before any work, so that whoever walks a sche
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from onward.errors import RequestError
 from onward.schemas.numbers import BOUNDS, bound_within
-from onward.schemas.references import MISSING, resolve
+from onward.schemas.references import LISTS, MAPS, MISSING, ONE, children, resolve
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_ONE = (
-    *("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not", "propertyNames", "then"),
-    *("unevaluatedItems", "unevaluatedProperties"),
-)
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 _TEXTS = ("$ref", "format", "pattern")
 _BOUNDS = ("minimum", "maximum")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
@@ -103,9 +97,9 @@ def normalized(schema: Any, at: str) -> Any:
         place = f"{at}.{key}"
         if key in _EXAMPLES:
             continue
-        if key in _MAPS:
+        if key in MAPS:
             changed[key] = {name: normalized(each, f"{place}.{name}") for name, each in value.items()}
-        elif key in _LISTS or key in _ONE:
+        elif key in LISTS or key in ONE:
             changed[key] = normalized(value, place)
         elif key in _LEAST and value >= _ENDLESS:
             raise RequestError(f"{place} is {_brief(value)}, which no text reaches: make it smaller")
@@ -116,17 +110,6 @@ def normalized(schema: Any, at: str) -> Any:
         elif key not in _MOST:
             changed[key] = value
     return changed
-
-
-def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """The schemas that stand in a schema's keywords, each with its keyword and its place within the schema."""
-    for key, value in schema.items():
-        if key in _MAPS:
-            yield from ((key, f"{key}.{name}", each) for name, each in value.items())
-        elif key in _LISTS or (key == "items" and isinstance(value, list)):
-            yield from ((key, f"{key}[{number}]", each) for number, each in enumerate(value))
-        elif key in _ONE:
-            yield key, key, value
 
 
 def _refuse(at: str, wanted: str, got: Any) -> NoReturn:
@@ -168,8 +151,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "required": (_is_names, "a list of names"),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
     **dict.fromkeys(_TEXTS, (lambda value: isinstance(value, str), "a string")),
-    **dict.fromkeys(_MAPS, (_is_map, "an object of schemas by name")),
-    **dict.fromkeys(_LISTS, (lambda value: isinstance(value, list) and bool(value), "a list of schemas, at least one")),
+    **dict.fromkeys(MAPS, (_is_map, "an object of schemas by name")),
+    **dict.fromkeys(LISTS, (lambda value: isinstance(value, list) and bool(value), "a list of schemas, at least one")),
     **dict.fromkeys(_BOUNDS, (_is_number, "a number")),
     # Draft 4 has true and false here.
     **dict.fromkeys(_EXCLUSIVE, (lambda value: _is_number(value) or isinstance(value, bool), "a number")),

@@ -9,9 +9,8 @@ from rank_threads import ASKED, PROMPTS, over_ranks, same
 from safetensors.torch import load_file, save_file
 
 import onward
-from onward.distributed.division import divide_layers
-from onward.distributed.parts import Part, parts_of
-from onward.distributed.stage import MOST_TOKENS
+from onward.distributed.pipeline import Part, parts_of
+from onward.distributed.stage import MOST_TOKENS, divide_layers
 from onward.errors import RequestError
 from onward.sessions.fingerprint import fingerprint
 from onward.testing import random_checkpoint

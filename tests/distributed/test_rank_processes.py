@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import onward
-from onward.distributed import heartbeat
-from onward.distributed.messages import Kind
+from onward.distributed import processes
+from onward.distributed.links import Kind
 from onward.errors import CheckpointError, RankError
 from onward.testing import random_checkpoint
 
@@ -86,7 +86,7 @@ def test_ranks_end_when_one_of_them_cannot_be_told(tmp_path: Path, monkeypatch: 
 
 
 def test_a_rank_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "SILENCE", 3.0)
+    monkeypatch.setattr(processes, "SILENCE", 3.0)
     folder = random_checkpoint(tmp_path, num_hidden_layers=3, max_position_embeddings=2**15)
     lm = onward.load(folder, pipeline=3)
     pids = pids_of(lm)
@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_ranks_that_have_nothing_to_do_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "SILENCE", 2.5)
+    monkeypatch.setattr(processes, "SILENCE", 2.5)
     folder = random_checkpoint(tmp_path, num_hidden_layers=3)
     lm = onward.load(folder, pipeline=2)
     (pid,) = pids_of(lm)

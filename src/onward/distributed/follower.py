@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from onward.cache import KVBlocks, LayerShape, Slot
-from onward.distributed.links import Links
-from onward.distributed.memory import Tables
-from onward.distributed.messages import Forward, Kind
-from onward.distributed.rows import empty_like_row
+from onward.distributed.group import Tables, empty_like_row
+from onward.distributed.links import Forward, Kind, Links
 from onward.models import ModelRun
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,17 +12,13 @@ import torch
 
 from onward import native
 from onward.cache.shape import without_windows
-from onward.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
+from onward.checkpoint import GgufCheckpoint, open_checkpoint
 from onward.distributed.follower import Follower
-from onward.distributed.forward import rank_run
-from onward.distributed.group import Group
-from onward.distributed.heartbeat import beating
+from onward.distributed.group import Group, new_blocks, new_cache
 from onward.distributed.links import Links, await_all, meet
-from onward.distributed.memory import new_blocks, new_cache
-from onward.distributed.pipeline import PipelineForward
-from onward.distributed.processes import Processes, Started
-from onward.distributed.ray_ranks import RayRanks, address_here
-from onward.distributed.settings import Settings
+from onward.distributed.pipeline import PipelineForward, rank_run
+from onward.distributed.processes import Processes, beating
+from onward.distributed.ray_ranks import RayRanks, Started, address_here
 from onward.distributed.stage import Stage, StageParams, hidden_states, stage_of
 from onward.errors import RequestError
 from onward.loading_weights import LayersInPlace, WeightsReader
@@ -30,6 +26,31 @@ from onward.models import Embedding, Model, read_config
 from onward.models.architecture import num_parameters
 from onward.ops.blocks import BLOCK
 from onward.sessions.fingerprint import fingerprint
+
+
+@dataclass(frozen=True)
+class Settings:
+    """source: the checkpoint, a path of `find_folder`. dtype, quantize, compile: as `onward.load` takes them. context:
+    the most positions of a text. threads: of each rank's kernels; None: its own default."""
+
+    source: str
+    pipeline: int
+    dtype: str | None
+    quantize: str | None
+    compile: str
+    context: int
+    threads: int | None
+
+    @property
+    def path(self) -> Path:
+        return Path(self.source)
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        dtype = None if self.dtype is None else getattr(torch, self.dtype)
+        assert dtype is None or isinstance(dtype, torch.dtype)
+        return dtype
+
 
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,20 +76,25 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         RequestError: the model cannot be split so. RankError: a rank does not come, or fails.
     """
     checkpoint = open_checkpoint(settings.path)
-    _check_readable(settings, checkpoint)
+    if isinstance(checkpoint, GgufCheckpoint):
+        raise RequestError(f"a GGUF file cannot be split over ranks yet, and {settings.path} is one: give safetensors")
     architecture = read_config(checkpoint.config).serving(settings.context)
-    shapes = [without_windows(stage_of(architecture, rank, settings.world).cached) for rank in range(settings.world)]
-    store, where = meet(0, settings.world, address_here() if address == "ray" else address)
-    store.set("settings", settings.to_json())
-    processes = _start(settings.world, where, address)
+    shapes = [
+        without_windows(stage_of(architecture, rank, settings.pipeline).cached) for rank in range(settings.pipeline)
+    ]
+    store, where = meet(0, settings.pipeline, address_here() if address == "ray" else address)
+    store.set("settings", json.dumps(asdict(settings)))
+    processes: Started | None = None  # somebody else starts them
+    if address in (None, "ray"):
+        processes = (Processes if address is None else RayRanks)(settings.pipeline, where)
     try:
-        await_all(store, settings.world, lambda: None if processes is None else processes.check())
-        links = Links(0, settings.world, store, _interface(where))
-        stage = stage_of(architecture, 0, settings.world)
+        await_all(store, settings.pipeline, lambda: None if processes is None else processes.check())
+        links = Links(0, settings.pipeline, store, _interface(where))
+        stage = stage_of(architecture, 0, settings.pipeline)
         params = _read(settings, stage, layers)
         dtype = params.embed_tokens.weight.dtype
-        links.tell([_DTYPES.index(dtype)], range(1, settings.world))
-        digests = [links.told(rank)[0] for rank in range(1, settings.world)]  # they are ready
+        links.tell([_DTYPES.index(dtype)], range(1, settings.pipeline))
+        digests = [links.told(rank)[0] for rank in range(1, settings.pipeline)]  # they are ready
     except BaseException:
         if processes is not None:
             processes.end()
@@ -88,19 +114,6 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
     )
 
 
-def _start(world: int, where: str, address: str | None) -> Started | None:
-    """The other ranks, unless somebody else starts them. where: rank 0 is."""
-    if address is None:
-        return Processes(world, where)
-    return RayRanks(world, where) if address == "ray" else None
-
-
-def _check_readable(settings: Settings, checkpoint: Checkpoint) -> None:
-    """Raise for a checkpoint of which a rank cannot read its part alone."""
-    if isinstance(checkpoint, GgufCheckpoint):
-        raise RequestError(f"a GGUF file cannot be split over ranks yet, and {settings.path} is one: give safetensors")
-
-
 def run_rank(rank: int, world: int, address: str, source: str | Path | None = None) -> None:
     """Be a rank other than 0 until rank 0 ends: for a cluster, where each machine starts its own.
 
@@ -116,12 +129,12 @@ def run_rank(rank: int, world: int, address: str, source: str | Path | None = No
     if not 1 <= rank < world:
         raise RequestError(f"a rank that follows is in 1 … {world - 1}; got {rank}")
     store, _ = meet(rank, world, address)
-    settings = Settings.of_json(store.get("settings").decode())
+    settings = Settings(**json.loads(store.get("settings")))
     store.set(f"here/{rank}", "")
     links = Links(rank, world, store, _interface(address))
     with beating(store, rank):
         try:
-            _follow(settings if source is None else settings.at(source), links)
+            _follow(settings if source is None else replace(settings, source=str(source)), links)
         except BaseException as error:
             links.fail(error)
             raise
@@ -132,7 +145,7 @@ def _follow(settings: Settings, links: Links) -> None:
         native.set_num_threads(settings.threads)
         torch.set_num_threads(settings.threads)
     architecture = read_config(open_checkpoint(settings.path).config).serving(settings.context)
-    stage = stage_of(architecture, links.rank, settings.world)
+    stage = stage_of(architecture, links.rank, settings.pipeline)
     params = _read(settings, stage, _unseen)
     dtype = _DTYPES[links.told()[0]]
     if _dtype_of(params) != dtype:  # this rank's part begins with a tensor of another dtype than the model

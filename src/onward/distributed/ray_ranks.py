@@ -1,8 +1,9 @@
 """Ranks as actors of Ray, in a placement group: each has a processor of some machine of the cluster."""
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
+from onward.distributed.processes import Processes
 from onward.errors import RankError, RequestError, one_line
 
 # Seconds in which a cluster has to find room.
@@ -12,11 +13,8 @@ _END = 5.0
 
 
 def address_here() -> str:
-    """Where ranks on other machines of the cluster find this process; port 0 stands for a free one.
-
-    Raises:
-        RequestError: Ray is not installed, or this process is in no cluster.
-    """
+    """Where ranks on other machines of the cluster find this process; port 0 stands for a free one. Raises
+    `RequestError`: Ray is not installed, or this process is in no cluster."""
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -27,7 +25,7 @@ def address_here() -> str:
 
 
 class RayRanks:
-    """The ranks but 0 of a model (`Started`). address: of rank 0."""
+    """The ranks but 0 of a model, as `Processes` are. address: of rank 0."""
 
     def __init__(self, world: int, address: str) -> None:
         import ray
@@ -80,6 +78,10 @@ class RayRanks:
     def _is_connected(self) -> bool:
         """Whether this process is still in the cluster: outside of it each call of Ray's would start another one."""
         return bool(self._ray.is_initialized()) and _place(self._ray) == self._place
+
+
+# The other ranks, where rank 0 has started them.
+Started: TypeAlias = Processes | RayRanks
 
 
 def _place(ray: Any) -> tuple[str, str]:

@@ -1,19 +1,50 @@
 """A stage of a pipeline: the layers of one rank, as a model of its own that reads no other weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onward.cache.buffers import lazy_zeros
-from onward.distributed.division import divide_layers
 from onward.errors import RequestError
 from onward.models import Architecture, Embedding, Scope
 from onward.models.architecture import parameter_shapes
 from onward.models.blocks import Decoder, DecoderParams, LayerParams
 from onward.models.contract import take_positions
+
+
+def divide_layers(costs: Sequence[int], world: int, ends: int) -> list[range]:
+    """Runs of layers, one for each rank, of which the most expensive costs as little as can be.
+
+    costs: of each layer. ends: what rank 0 has to do besides: the head.
+
+    Raises:
+        RequestError: more ranks than layers.
+    """
+    count = len(costs)
+    if world > count:
+        raise RequestError(f"a pipeline of {world} ranks needs as many layers, and the model has {count}: give fewer")
+    before = [0, *accumulate(costs)]
+    # least[k] and first[rank][k]: the least cost of the dearest of so many ranks over the first k layers, and where
+    # the last of them begins.
+    least: list[float] = [float("inf"), *(ends + before[k] for k in range(1, count + 1))]
+    begins: list[list[int]] = [[0] * (count + 1)]
+    for rank in range(1, world):
+        options = [
+            min(((max(least[i], before[k] - before[i]), i) for i in range(rank, k)), default=(float("inf"), 0))
+            for k in range(count + 1)
+        ]
+        least, begins = [cost for cost, _ in options], [*begins, [begin for _, begin in options]]
+    ranges: list[range] = []
+    end = count
+    for begin_of in reversed(begins):
+        ranges.append(range(begin_of[end], end))
+        end = ranges[-1].start
+    return ranges[::-1]
+
 
 # The most tokens of one forward.
 MOST_TOKENS = 2**15
@@ -75,11 +106,8 @@ class Stage(Decoder):
 
 
 def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
-    """The part of a rank.
-
-    Raises:
-        RequestError: a family that cannot be cut between layers, or more ranks than layers.
-    """
+    """The part of a rank. Raises `RequestError`: a family that cannot be cut between layers, or more ranks than
+    layers."""
     decoder = _cuttable(architecture)
     shares = any(layer.mixer is not None and layer.mixer.reads is not None for layer in decoder.layers)
     if decoder.layer_embeddings is not None or shares:
@@ -101,11 +129,8 @@ def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
 
 
 def _cuttable(architecture: Architecture) -> Decoder:
-    """The decoder of a family, if ranks may share it.
-
-    Raises:
-        RequestError: it is another kind of model, or has recurrent layers.
-    """
+    """The decoder of a family, if ranks may share it. Raises `RequestError`: it is another kind of model, or has
+    recurrent layers."""
     if not isinstance(architecture, Decoder):
         raise RequestError(
             f"pipeline= is for decoders of the common blocks, and this is a {type(architecture).__name__}"

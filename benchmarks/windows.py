@@ -20,7 +20,7 @@ import onward
 from benchmarks.checkpoints import GEMMA3_1B, random_checkpoint
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
 from onward.cache import KVBlocks
-from onward.engine.limits import engine_slots
+from onward.engine.engine import engine_slots
 
 NEW, LENGTHS = 24, (512, 4000)
 

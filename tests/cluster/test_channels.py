@@ -190,7 +190,7 @@ def test_beginnings_and_ends_do_not_wait_to_be_gathered() -> None:
 
         async def got() -> list[tuple[int, bytes]]:
             parcel = await asyncio.wait_for(anext(parcels), 20)
-            return [(part.number, part.messages[-1].get("body", b"")) for part in parcel.parts]
+            return [(item.number, item.messages[-1].get("body", b"")) for item in parcel.items]
 
         await outbox.put(1, {"type": "http.response.start", "status": 200, "headers": []})
         assert await got() == [(1, b"")]
@@ -207,7 +207,7 @@ def test_beginnings_and_ends_do_not_wait_to_be_gathered() -> None:
         coming = asyncio.ensure_future(anext(parcels))
         assert not (await asyncio.wait([coming], timeout=0.05))[0]
         await say(1, b"", last=True)
-        assert [part.ended for part in (await asyncio.wait_for(coming, 20)).parts] == [True]
+        assert [item.is_last for item in (await asyncio.wait_for(coming, 20)).items] == [True]
         await parcels.aclose()
 
     asyncio.run(run())
@@ -284,10 +284,10 @@ def test_an_application_waits_where_much_is_to_be_sent() -> None:
         assert said < bridge._MOST
         messages: list[Any] = []
         async for parcel in outbox.parcels():
-            for part in parcel.parts:
-                assert part.number == 7
-                messages += part.messages
-            if parcel.parts and parcel.parts[0].ended:
+            for item in parcel.items:
+                assert item.number == 7
+                messages += item.messages
+            if parcel.items and parcel.items[0].is_last:
                 break
         await speaking
         assert b"".join(message["body"] for message in messages) == b"".join(b"%d " % at for at in range(1000))

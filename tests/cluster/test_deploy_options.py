@@ -16,9 +16,9 @@ from onward.server import Settings
 
 pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
-    from onward.cluster import ray_replicas
+    from onward.cluster import deployment
     from onward.cluster.deploy_options import DeployOptions
-    from onward.cluster.ray_replicas import RayReplicas
+    from onward.cluster.deployment import RayReplicas
     from onward.cluster.replica import Replica
 
 
@@ -79,8 +79,8 @@ class Handle:
 
 
 def test_an_ingress_says_that_it_listens_as_long_as_its_channel_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_replicas, "LISTENING", 0.1)
-    monkeypatch.setattr(ray_replicas, "_cancel", lambda response: None)
+    monkeypatch.setattr(deployment, "LISTENING", 0.1)
+    monkeypatch.setattr(deployment, "_cancel", lambda response: None)
     monkeypatch.setattr(bridge, "_PATIENCE", 1.0)
     replica = Replica.__new__(Replica)
     replica._name, replica._fingerprint, replica._outboxes = "a", "same", {}
@@ -113,7 +113,7 @@ def test_a_replica_gives_no_words_to_a_channel_of_another() -> None:
         return got
 
     (parcel,) = asyncio.run(parcels("b"))
-    assert (parcel.replica, parcel.parts) == ("a", ())
+    assert (parcel.replica, parcel.items) == ("a", ())
     assert list(replica._outboxes) == ["one"]
     (parcel,) = asyncio.run(parcels("a"))
-    assert [message["body"] for message in parcel.parts[0].messages] == [b"xx"]
+    assert [message["body"] for message in parcel.items[0].messages] == [b"xx"]

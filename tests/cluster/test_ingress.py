@@ -15,8 +15,9 @@ from onward.cluster import ingress as ingress_module
 from onward.cluster.bridge import Outbox, serve_into
 from onward.cluster.call import Call, Item, ReplicaLostError, Route
 from onward.cluster.ingress import Ingress
-from onward.cluster.repeats import Repeats
 from onward.cluster.retries import RetryOptions
+from onward.server import Settings
+from onward.server.submission import Repeats
 
 EVENTS = [f"data: {at}\n\n".encode() for at in range(6)]
 STREAM = b"".join(EVENTS)
@@ -58,8 +59,8 @@ async def served(app: Any, call: Call, name: str, fingerprint: str) -> AsyncGene
     parcels = outbox.parcels()
     try:
         async for parcel in parcels:
-            messages = [message for part in parcel.parts for message in part.messages]
-            is_last = any(part.ended for part in parcel.parts)
+            messages = [message for item in parcel.items for message in item.messages]
+            is_last = any(item.is_last for item in parcel.items)
             yield Item(name, fingerprint, tuple(messages), is_last)
             if is_last:
                 return
@@ -356,7 +357,7 @@ def test_a_client_that_leaves_ends_its_call() -> None:
 def test_what_comes_again_has_the_key_of_its_answer() -> None:
     replicas = Fakes([])
     replicas.app = whole
-    ingress = Ingress(replicas, RetryOptions(), repeats=Repeats(600.0))
+    ingress = Ingress(replicas, RetryOptions())
 
     def keys(**headers: str) -> str:
         assert ask_at(ingress, **headers).status == 201
@@ -402,7 +403,9 @@ def test_a_body_that_does_not_arrive() -> None:
         async def receive() -> Any:
             return await asyncio.Event().wait()
 
-        await asyncio.wait_for(Ingress(Fakes([]), RetryOptions(), body_seconds=0.01)(SCOPE, receive, got.send), 10)
+        await asyncio.wait_for(
+            Ingress(Fakes([]), RetryOptions(), Settings(body_seconds=0.01))(SCOPE, receive, got.send), 10
+        )
         return got
 
     got = asyncio.run(run())
@@ -410,7 +413,7 @@ def test_a_body_that_does_not_arrive() -> None:
 
 
 def test_a_body_that_is_too_large() -> None:
-    got = ask_at(Ingress(Fakes([]), RetryOptions(), max_body=3))
+    got = ask_at(Ingress(Fakes([]), RetryOptions(), Settings(max_body=3)))
     assert (got.status, b"body_too_large" in got.body) == (413, True)
 
 

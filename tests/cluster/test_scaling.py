@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from streams import STORY, free_port, read
 
-from onward.cluster.scaling import LOAD, load_of, wanted_replicas
+from onward.cluster.routing import LOAD, load_of, wanted_replicas
 from onward.engine.stats import EngineStats
 
 IDLE = EngineStats(

@@ -79,13 +79,7 @@ class Deployment:
         self.engines = {name: onward.Engine(lm) for name in "ab"}
         silent = replace(settings, access_log=False)  # as those of `Replica`
         self.fakes = Fakes({name: create_app({"demo": engine}, silent) for name, engine in self.engines.items()})
-        self.ingress = Ingress(
-            self.fakes,
-            RetryOptions(),
-            settings.max_body,
-            access_log=settings.access_log,
-            log_prompts=settings.log_prompts,
-        )
+        self.ingress = Ingress(self.fakes, RetryOptions(), settings)
 
     async def ask(self, path: str, body: bytes = b"", query: bytes = b"", **headers: str) -> Reply:
         return await ask(self.ingress, path, body, query, **headers)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.cluster import totals
-from onward.cluster.totals import Kind, Totals
+from onward.cluster import state
+from onward.cluster.state import Kind, Totals
 
 KEYS = ("count", "sum", "mean")
 
@@ -24,7 +24,7 @@ EVENT = st.tuples(st.integers(0, 4), st.sampled_from(["work", "die", "slow", "ba
 @given(st.lists(EVENT, max_size=60), st.integers(0, 2))
 def test_counts_never_fall_and_no_seen_count_is_lost(events: list[tuple[int, str, int]], kept_gone: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(totals, "_GONE", kept_gone)
+        patch.setattr(state, "_GONE", kept_gone)
         names = [f"replica {at}" for at in range(5)]
         counts: Counter[str] = Counter()
         seen: Counter[str] = Counter()  # the last count of each that a reading saw

@@ -11,8 +11,8 @@ import onward
 from demo_adapters import demo_adapter
 from onward import LanguageModel
 from onward.engine import fingerprint as fingerprints
+from onward.engine.engine import probe
 from onward.engine.fingerprint import PARTS, parts_that_differ
-from onward.engine.probe import probe
 from onward.errors import RequestError
 from onward.testing import ByteTokenizer, tiny_model
 

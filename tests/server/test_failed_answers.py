@@ -11,7 +11,7 @@ from onward import LanguageModel
 from onward.checkpoint import ChatTemplate
 from onward.engine import Engine
 from onward.server import Settings, create_app
-from onward.server.routes import completions, responses
+from onward.server.routes import answering
 from onward.server.submission import Recipient
 from onward.testing import ByteTokenizer, tiny_model
 
@@ -71,15 +71,15 @@ async def idle(app, engine):
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("broken", ["events", "teller", "begin", "whole"])
 def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, url, broken):
-    module, events = (completions, "_Chunks") if "completions" in url else (responses, "_Events")
+    events, whole = ("_Chunks", "_whole") if "completions" in url else ("_Events", "_whole_response")
     if broken == "events":
-        monkeypatch.setattr(module, events, fails)
+        monkeypatch.setattr(answering, events, fails)
     elif broken == "teller":
         monkeypatch.setattr(Recipient, "teller", fails)
     elif broken == "begin":
-        monkeypatch.setattr(getattr(module, events), "begin", fails)
+        monkeypatch.setattr(getattr(answering, events), "begin", fails)
     else:
-        monkeypatch.setattr(module, "_whole", fails)
+        monkeypatch.setattr(answering, whole, fails)
     app = create_app({"tiny": engine}, Settings())
 
     async def asked():

@@ -18,7 +18,7 @@ from test_operations import LONG, leave, opened, until
 import onward
 from onward.batches import EngineReplica, LineResult
 from onward.openai import AnswerKey, BatchInput, BatchLine, BodyReader
-from onward.server.kept import KeptAnswers
+from onward.server.submission import KeptAnswers
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -156,7 +156,7 @@ def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
 
 def test_what_is_kept_is_bounded_and_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("onward.server.kept.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("onward.server.submission.time", SimpleNamespace(monotonic=lambda: now[0]))
     kept = KeptAnswers(10.0)
     key = AnswerKey.new()
     assert kept.of("a", key).key == key

@@ -175,11 +175,8 @@ class _Place:
             raise
 
     async def ready(self) -> Replica:
-        """The replica that runs, loaded.
-
-        Raises:
-            EngineError: several died one after the other while they loaded. RequestError: its results would be others.
-        """
+        """The replica that runs, loaded. Raises `EngineError`: several died one after the other while they loaded.
+        Raises `RequestError`: its results would be others."""
         async with self._starting:
             died: Exception | None = None
             for _ in range(_WHILE_LOADING):

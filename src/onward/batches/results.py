@@ -1,13 +1,11 @@
 """The results of a batch: on the disk as they come, and in the order of the input once all are there.
 
 While a batch runs, its results are appended to a journal in a folder beside the output, `OUT.parts`: one file for each
-run. What was written there survives the end of the process; a line that was cut short does not count. At the end the
-output is written in the order of the input and renamed into place, for a folder file by file and at last
-`_manifest.json`, which says that it is whole. Then the journals go.
+run. At the end the output is written in the order of the input and renamed into place, for a folder file by file and at
+last `_manifest.json`, which says that it is whole. Then the journals go.
 
-A result is found by its id, a hash of its request and of the model. So a line is served at least once, and counts once:
-two results of one id are the same. Of a line that has changed there is none. Ids and places are in memory, some 200
-bytes a line; lines are not.
+A result is found by its id, a hash of its request and of the model, so a line is served at least once, and counts once.
+Ids and places are in memory, some 200 bytes a line; lines are not.
 """
 
 import fcntl
@@ -24,8 +22,7 @@ from typing import IO, Any, NamedTuple, Self
 
 from onward.errors import RequestError
 from onward.files import write_whole
-from onward.openai.batch import BatchInput, BatchLine, result_line
-from onward.openai.batch_files import rows_of, write_rows
+from onward.openai.batch import BatchInput, BatchLine, result_line, rows_of, write_rows
 
 _MANIFEST, _LOCK, _JOURNALS = "_manifest.json", "lock", "*.jsonl"
 
@@ -243,11 +240,8 @@ class BatchResults:
 
 
 def served_id(result: Any, number: int, file: Path, batch: BatchInput) -> str | None:
-    """The custom_id of a row of a file of results, where it was served.
-
-    Raises:
-        RequestError: it is no result, or one of another batch.
-    """
+    """The custom_id of a row of a file of results, where it was served. Raises `RequestError`: it is no result, or one
+    of another batch."""
     if not isinstance(result, dict) or not {"id", "custom_id", "response", "error"} <= set(result):
         raise RequestError(f"line {number} of {str(file)!r} is no result of a batch: name another file")
     custom_id, response = result["custom_id"], result["response"]

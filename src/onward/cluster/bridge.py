@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
-from onward.cluster.call import Call, Parcel, Part
+from onward.cluster.call import FACTS, Call, Item, Parcel
 
 # How often a replica says that it is well.
 HEARTBEAT = 0.5
@@ -20,9 +20,6 @@ _LAST_WORDS = 5.0
 # An ingress says so often that it listens, and counts as lost after so many seconds without that: Ray does not tell a
 # replica that a caller has died.
 LISTENING, _PATIENCE = 5.0, 25.0
-
-# The entry of an answer's last message that has the facts for the log.
-FACTS = "onward.facts"
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -109,9 +106,10 @@ class Outbox:
         finally:
             self.close()
 
-    def _take(self) -> tuple[Part, ...]:
-        parts = tuple(
-            Part(number, tuple(_joined(messages)), number in self._ended) for number, messages in self._parts.items()
+    def _take(self) -> tuple[Item, ...]:
+        items = tuple(
+            Item(self._replica, self._fingerprint, tuple(_joined(messages)), number in self._ended, number)
+            for number, messages in self._parts.items()
         )
         self._parts, self._count = {}, 0
         self._ended.clear()
@@ -119,7 +117,7 @@ class Outbox:
         self._urgent.clear()
         taken, self._taken = self._taken, asyncio.Event()
         taken.set()
-        return parts
+        return items
 
 
 async def _until(event: asyncio.Event, end: float) -> None:

@@ -2,10 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from starlette.responses import Response
+
+from onward.errors import OnwardError
+from onward.openai import error_fields
+from onward.server.errors import error_answer
+from onward.server.log import refusal
+
+# The entry of an answer's last message that has the facts for the log.
+FACTS = "onward.facts"
 # The ids of each text of an answer, those of the body's first request first.
 Emitted = tuple[tuple[int, ...], ...]
 
@@ -33,36 +42,27 @@ class Call:
         return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.headers}
 
 
-class Part(NamedTuple):
-    """What one answer brought since the last parcel. number: of the call. messages: of ASGI. ended: whether the
-    last of them ends it."""
+class Item(NamedTuple):
+    """What an answer brought since its last item; a replica that is well sends one every half second, maybe empty.
 
-    number: int
-    messages: tuple[Mapping[str, Any], ...]
-    ended: bool
-
-
-class Parcel(NamedTuple):
-    """What all answers of a replica brought for an ingress. is_beat: whether it also says that the replica is well."""
-
-    replica: str
-    fingerprint: str
-    parts: tuple[Part, ...]
-    is_beat: bool
-
-
-@dataclass(frozen=True)
-class Item:
-    """What an answer brought since the last item; a replica that is well sends one every half second, maybe empty.
-
-    replica: its name. fingerprint: what the bits of its texts depend on. messages: of ASGI. is_last: whether they
-    end it.
+    replica: its name. fingerprint: what the bits of its texts depend on. messages: of ASGI. is_last: whether they end
+    the answer. number: of the call.
     """
 
     replica: str
     fingerprint: str
     messages: tuple[Mapping[str, Any], ...] = ()
     is_last: bool = False
+    number: int = 0
+
+
+class Parcel(NamedTuple):
+    """The items of all answers of a replica for an ingress. is_beat: whether it also says that the replica is well."""
+
+    replica: str
+    fingerprint: str
+    items: tuple[Item, ...]
+    is_beat: bool
 
 
 @dataclass
@@ -93,26 +93,8 @@ class ReplicaLostError(Exception):
         self.died = died
 
 
-class Replicas(Protocol):
-    """The replicas that an ingress calls."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Those that take requests now."""
-        ...
-
-    def serve(self, call: Call, route: Route) -> AsyncGenerator[Item, None]:
-        """Have one of them serve a call; closing the generator ends it there. `route.replica` says who has it.
-
-        Raises:
-            ReplicaLostError: the replica is gone.
-        """
-        ...
-
-
 def close_later(items: AsyncGenerator[Item, None]) -> None:
-    """Close what `Replicas.serve` gave, without waiting: a replica that hangs does not answer. Nobody reads what it may
-    still send."""
+    """Close a generator of items without waiting: a replica that hangs does not answer."""
     closing = asyncio.ensure_future(items.aclose())
     _closing.add(closing)
     closing.add_done_callback(_closing.discard)
@@ -120,3 +102,110 @@ def close_later(items: AsyncGenerator[Item, None]) -> None:
 
 # Generators that are being closed: a task that nobody holds may be collected.
 _closing: set[asyncio.Future[None]] = set()
+
+
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+
+
+class DivergedError(Exception):
+    """An attempt makes another answer than the one that was begun."""
+
+
+class Answer:
+    """An answer on its way to a client, from one attempt or several.
+
+    A later attempt goes on with a stream after its last event (`last_event_id`). Any other body it begins anew: what
+    the client has is left out, and has to be what was said before.
+
+    started: whether the client has its status. ended: whether it has all. emitted: the ids of its texts that are known.
+    last_event_id: of the last event that the client has. facts: for the log. whole_reasons: whether these have what the
+    message of an error quotes of the body.
+    """
+
+    def __init__(self, send: Send, *, whole_reasons: bool = False) -> None:
+        self._send, self._whole_reasons = send, whole_reasons
+        self.facts: dict[str, Any] = {}
+        self.started = self.ended = self._is_stream = False
+        self.emitted: Emitted | None = None
+        self.last_event_id: str | None = None
+        self._status = 0
+        self._fingerprint: str | None = None  # of whoever began it
+        self._told = bytearray()  # of a body that is no stream
+        self._again = 0  # how much of it the present attempt has repeated
+
+    def begin(self) -> None:
+        """Another attempt begins."""
+        self._again = 0
+
+    async def tell(self, item: Item) -> None:
+        """Hand on what an item brings beyond what the client has. Raises `DivergedError`: it is another answer than the
+        one that was begun."""
+        if self.started and item.fingerprint != self._fingerprint:
+            raise DivergedError("the other replicas have another model, another build or another processor")
+        for message in item.messages:
+            if message["type"] != "http.response.start":
+                self.facts |= message.get(FACTS, {})
+                await self._tell_body(message.get("body", b""), over=not message.get("more_body", False))
+                self._note(message.get("onward", {}))
+            elif not self.started:
+                self.started, self._fingerprint, self._status = True, item.fingerprint, message["status"]
+                self._is_stream = _is_stream(message)
+                await self._send(message)
+            elif message["status"] != self._status:
+                raise DivergedError(f"the answer has the status {message['status']}, and had {self._status}")
+
+    async def tell_whole(self, response: Response) -> None:
+        """Tell an answer that no replica has begun."""
+        self.started = self.ended = True
+        start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": bytes(response.body), "more_body": False})
+
+    async def fail(self, error: OnwardError) -> None:
+        """Say that there will be no more: with a status, or in a stream with an event."""
+        self.facts |= refusal(error_fields(error), whole=self._whole_reasons)
+        whole = error_answer(error)
+        if not self.started:
+            await self.tell_whole(whole)
+            return
+        # What was all but whole, and no stream, breaks off.
+        content = b"data: " + bytes(whole.body) + b"\n\n" if self._is_stream else b""
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": content, "more_body": False})
+
+    def note_left(self) -> None:
+        """The client has left. What it got is known of a stream alone."""
+        self.facts |= {"finish": ["cancelled"]}
+        if self.emitted is not None:
+            self.facts["completion_tokens"] = sum(map(len, self.emitted))
+
+    async def _tell_body(self, body: bytes, *, over: bool) -> None:
+        new = body if self._is_stream else self._new_of(body)
+        if over and not self._is_stream and self._again < len(self._told):
+            raise DivergedError("the answer is shorter than what was told of it")
+        self.ended = over
+        if new or over:
+            await self._send({"type": "http.response.body", "body": new, "more_body": not over})
+
+    def _new_of(self, body: bytes) -> bytes:
+        """What of a body that began anew the client does not have."""
+        begin, self._again = self._again, self._again + len(body)
+        known = bytes(self._told[begin : self._again])
+        if not body.startswith(known):
+            raise DivergedError("the answer begins differently from what was told of it")
+        new = body[len(known) :]
+        self._told += new
+        return new
+
+    def _note(self, told: Mapping[str, Any]) -> None:
+        """What a message of a stream says of itself (`onward.server.handover`)."""
+        if told:
+            self.last_event_id = told["id"]
+            new: Sequence[Sequence[int]] = told["emitted"]
+            before = self.emitted or ((),) * len(new)
+            self.emitted = tuple((*old, *ids) for old, ids in zip(before, new, strict=True))
+
+
+def _is_stream(start: Mapping[str, Any]) -> bool:
+    types = [value for name, value in start.get("headers", ()) if name.lower() == b"content-type"]
+    return any(kind.startswith(b"text/event-stream") for kind in types)

@@ -58,11 +58,11 @@ class Channel:
             await self._parcels.aclose()
 
     def _hand_out(self, parcel: Parcel) -> None:
-        for part in parcel.parts:
-            if (news := self._streams.get(part.number)) is not None:
-                news.put_nowait(Item(parcel.replica, parcel.fingerprint, part.messages, part.ended))
+        for item in parcel.items:
+            if (news := self._streams.get(item.number)) is not None:
+                news.put_nowait(item)
         if parcel.is_beat:
-            for number in self._streams.keys() - {part.number for part in parcel.parts}:
+            for number in self._streams.keys() - {item.number for item in parcel.items}:
                 self._streams[number].put_nowait(Item(parcel.replica, parcel.fingerprint))
 
 
@@ -115,10 +115,12 @@ class ChanneledReplicas:
 
     @property
     def names(self) -> frozenset[str]:
+        """Those that take requests now."""
         return self._remote.names
 
     async def serve(self, call: Call, route: Route) -> AsyncGenerator[Item, None]:
-        """See `Replicas`."""
+        """Have a replica serve a call; closing the generator ends it there. `route.replica` says who has it. Raises
+        `ReplicaLostError`: the replica is gone."""
         loop, stream = asyncio.get_running_loop(), _Stream(next(self._numbers))
         ingress = self._ingress
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from onward.checks import is_finite
+from onward.checks import check_whole, is_finite
 from onward.cluster.retries import RetryOptions
 from onward.errors import RequestError
 from onward.option_names import REMOVED, check_option_names
@@ -52,8 +52,8 @@ class DeployOptions:
     def __post_init__(self) -> None:
         for name, least in (("replicas", 1), ("max_replicas", self.replicas), ("threads", 1)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise RequestError(f"{name} must be a whole number of {least} or more; got {value!r}")
+            if value is not None:
+                check_whole(name, value, low=least)
         if not (is_finite(self.cpus) and self.cpus > 0):
             raise RequestError(f"cpus must be a number above 0; got {self.cpus!r}")
         if not isinstance(self.affinity, bool):

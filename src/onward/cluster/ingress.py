@@ -1,8 +1,7 @@
 """The ingress: an ASGI application over replicas, whose clients do not notice when one of them is lost.
 
-A request is tried on a replica. When that one dies, is silent or leaves, another makes the same answer: the ingress has
-fixed its seed, id and time, and every replica of one fingerprint gives the same bits. The client gets what it does not
-have.
+A request is tried on a replica. When that one dies, is silent or leaves, another makes the same answer, for the ingress
+has fixed its seed, id and time. The client gets what it does not have.
 """
 
 import asyncio
@@ -13,18 +12,22 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from onward.cluster.answer import Answer, DivergedError, Send
-from onward.cluster.call import Call, Item, ReplicaLostError, Replicas, Route, close_later
-from onward.cluster.repeats import Repeats
+from starlette.requests import ClientDisconnect, Request
+
+from onward.cluster.call import Answer, Call, DivergedError, Item, ReplicaLostError, Route, Send, close_later
+from onward.cluster.channels import ChanneledReplicas
 from onward.cluster.retries import Quarantine, RetryBudget, RetryOptions
 from onward.cluster.routing import routing_key
 from onward.cluster.state import State
 from onward.engine.fingerprint import parts_that_differ
 from onward.errors import EngineBusyError, EngineError, OnwardError
-from onward.openai import AnswerKey, BodyError
+from onward.openai import AnswerKey
+from onward.server import Settings
+from onward.server.client import whole_body
 from onward.server.gate import Access
 from onward.server.lifecycle import emptied
 from onward.server.log import log
+from onward.server.submission import Repeats
 
 # Seconds that a request waits for a replica to be there at all.
 _WAIT = 60.0
@@ -48,28 +51,16 @@ class _Outcome(enum.Enum):
 class Ingress:
     """An ASGI application that forwards requests to replicas.
 
-    replicas: whom it calls. options: what it tries. max_body: the most bytes of a request. max_requests: the most
-    requests at once; more are refused. repeats: remembers what came with an Idempotency-Key. body_seconds: how long a
-    body may take to arrive. access_log: write a line for each request. log_prompts: with the body of each.
+    replicas: whom it calls. options: what it tries. settings: of its own side: the log, and limits of requests.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        options: RetryOptions,
-        max_body: int = 8 * 2**20,
-        max_requests: int = 4096,
-        repeats: Repeats | None = None,
-        body_seconds: float = 60.0,
-        access_log: bool = False,
-        log_prompts: bool = False,
-    ) -> None:
-        self._access_log, self._log_prompts = access_log, access_log and log_prompts
+    def __init__(self, replicas: ChanneledReplicas, options: RetryOptions, settings: Settings | None = None) -> None:
         self._replicas, self._options = replicas, options
-        self._max_body, self._max_requests, self._body_seconds = max_body, max_requests, body_seconds
+        self._settings = Settings() if settings is None else settings
+        self._log_prompts = self._settings.access_log and self._settings.log_prompts
         self._state = State(replicas)
         self._budget, self._quarantine = RetryBudget(options), Quarantine(options)
-        self._repeats = Repeats(600.0) if repeats is None else repeats
+        self._repeats = Repeats(self._settings.idempotency_seconds)
         self._computed: dict[str, str] = {}  # fingerprint -> the first replica that had it
         self._draining = False
         self._ends: set[asyncio.Future[None]] = set()  # of the requests that run: done where they are to end
@@ -97,7 +88,7 @@ class Ingress:
             await answer.fail(error)
         finally:
             self.inside -= 1
-            if self._access_log:
+            if self._settings.access_log:
                 if not answer.ended:
                     answer.note_left()
                 access.status = access.status or _LEFT
@@ -105,17 +96,14 @@ class Ingress:
                 access.write()
 
     async def _answered(self, scope: Any, receive: Any, answer: Answer, request_id: str) -> None:
-        """Answer a request, unless the client leaves before.
-
-        Raises:
-            OnwardError: it is refused, or fails.
-        """
+        """Answer a request, unless the client leaves before. Raises `OnwardError`: it is refused, or fails."""
         if self._draining and (scope["method"] == "POST" or scope["path"] == "/ready"):
             raise EngineError("the server shuts down and takes no more requests")
-        if self.inside > self._max_requests:
+        if self.inside > self._settings.max_requests:
             raise EngineBusyError("the ingress has as many requests as it takes; try again in 1 s", 1.0)
-        body = await self._read_body(receive)
-        if body is None:
+        try:
+            body = await whole_body(Request(scope, receive), self._settings)
+        except ClientDisconnect:
             return
         if self._log_prompts and scope["method"] == "POST":
             answer.facts["body"] = body.decode("utf-8", "replace")
@@ -137,30 +125,6 @@ class Ingress:
 
         await emptied(lambda: self.inside, seconds, cancel)
 
-    async def _read_body(self, receive: Any) -> bytes | None:
-        """The body; None when the client leaves before it is whole.
-
-        Raises:
-            BodyError: it is too large, or does not arrive.
-        """
-        parts: list[bytes] = []
-        length = 0
-        try:
-            async with asyncio.timeout(self._body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    length += len(parts[-1])
-                    if length > self._max_body:
-                        raise BodyError(f"a body has {self._max_body} bytes at most", code="body_too_large", status=413)
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
-        except TimeoutError:
-            message = f"the body did not arrive within {self._body_seconds:g} s"
-            raise BodyError(message, code="request_timeout", status=408) from None
-
     def _call_of(self, scope: Any, body: bytes, request_id: str) -> Call:
         given = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         headers = (*((name, value) for name, value in given if name != b"x-request-id"),)
@@ -175,11 +139,7 @@ class Ingress:
         return replace(call, answer_key=key)
 
     async def _until_gone(self, receive: Any, serving: Any) -> None:
-        """Serve, and stop when the client leaves.
-
-        Raises:
-            OnwardError: of `serving`, or the ingress ends before.
-        """
+        """Serve, and stop when the client leaves. Raises `OnwardError`: of `serving`, or the ingress ends before."""
 
         async def gone() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -201,11 +161,7 @@ class Ingress:
             await asyncio.wait(tasks)
 
     async def _serve(self, call: Call, answer: Answer) -> None:
-        """Try until the answer is whole.
-
-        Raises:
-            OnwardError: it will not be.
-        """
+        """Try until the answer is whole. Raises `OnwardError`: it will not be."""
         digest = _digest(call.path, call.body)
         key = routing_key(call.named_headers, call.body)
         avoid: frozenset[str] = frozenset()
@@ -242,11 +198,7 @@ class Ingress:
                 avoid = failed
 
     def _note(self, error: ReplicaLostError, digest: bytes, route: Route, lost: int) -> None:
-        """A replica was lost.
-
-        Raises:
-            EngineError: the request is not tried again.
-        """
+        """A replica was lost. Raises `EngineError`: the request is not tried again."""
         now = time.monotonic()
         log("replica lost", replica=route.replica, reason=str(error), lost=lost)
         if error.died and route.replica is not None:
@@ -259,12 +211,8 @@ class Ingress:
             raise EngineError(f"a replica was lost, and too many requests are tried again: {error}") from error
 
     async def _attempt(self, call: Call, route: Route, answer: Answer) -> _Outcome:
-        """Have one replica serve the call.
-
-        Raises:
-            ReplicaLostError: it is gone, or silent for too long.
-            DivergedError: it makes another answer.
-        """
+        """Have one replica serve the call. Raises `ReplicaLostError`: it is gone, or silent for too long. Raises
+        `DivergedError`: it makes another answer."""
         items = self._replicas.serve(call, route)
         try:
             while not answer.ended:
@@ -292,23 +240,13 @@ class Ingress:
             del self._computed[next(iter(self._computed))]
 
     async def _next(self, items: Any, route: Route) -> Item:
-        if route.replica is None:
-            return await self._first(items, route)
-        try:
-            async with asyncio.timeout(self._options.silence):
-                return await anext(items)
-        except StopAsyncIteration:
-            raise ReplicaLostError("the replica's answer broke off", died=False) from None
-        except TimeoutError:
-            raise self._silent(route) from None
-
-    async def _first(self, items: Any, route: Route) -> Item:
-        """The first item of a call, which may wait for a replica to be there. From when it has one it has less time."""
+        """The next item of a call, which may wait for a replica to be there. From when it has one it has less time."""
         coming = asyncio.ensure_future(anext(items))
         came = time.monotonic()
         try:
             while True:
-                end = came + _WAIT if route.replica is None else route.since + self._options.silence
+                limit = _WAIT if route.replica is None else self._options.silence
+                end = max(came, route.since) + limit
                 left = end - time.monotonic()
                 if left <= 0:
                     break
@@ -323,10 +261,7 @@ class Ingress:
                 coming.exception() if coming.done() else None
         if route.replica is None:
             raise EngineError(f"no replica was there within {_WAIT:g} s")
-        raise self._silent(route)
-
-    def _silent(self, route: Route) -> ReplicaLostError:
-        return ReplicaLostError(f"replica {route.replica} was silent for {self._options.silence:g} s", died=False)
+        raise ReplicaLostError(f"replica {route.replica} was silent for {self._options.silence:g} s", died=False)
 
     def _others(self, route: Route) -> bool:
         """Whether there are replicas that have not failed the call."""
@@ -338,11 +273,8 @@ def _set_of(replica: str | None) -> frozenset[str]:
 
 
 async def _until_asked_again(waited: float) -> float:
-    """Wait a little, and say for how long in all. waited: seconds before this.
-
-    Raises:
-        EngineBusyError: that was long enough.
-    """
+    """Wait a little, and say for how long in all. waited: seconds before this. Raises `EngineBusyError`: that was long
+    enough."""
     if waited >= _WAIT:
         raise EngineBusyError(f"no replica had room for the rest of the answer within {_WAIT:g} s", 1.0)
     await asyncio.sleep(_PAUSE)

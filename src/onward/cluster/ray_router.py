@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-from onward.cluster import here
+from onward.cluster import routing
 from onward.cluster.call import ReplicaLostError, Route
 from onward.cluster.routing import Ring
 
@@ -39,7 +39,7 @@ class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
         self._ring, self._affinity = Ring(), affinity
         self._dead: deque[str] = deque(maxlen=_DEAD)
         self._ring.update([_name(replica) for replica in self._replica_id_set])
-        here.ROUTERS[str(self._deployment_id)] = self
+        routing.ROUTERS[str(self._deployment_id)] = self
 
     @property
     def names(self) -> frozenset[str]:
@@ -80,11 +80,7 @@ class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
         return replica
 
     def _replica(self, name: str) -> Any:
-        """The replica of that name.
-
-        Raises:
-            ReplicaLostError: it is not there any more.
-        """
+        """The replica of that name. Raises `ReplicaLostError`: it is not there any more."""
         for replica in self._replicas_list:
             if _name(replica.replica_id) == name:
                 return replica

@@ -14,8 +14,8 @@ import onward
 from onward.cluster.bridge import Outbox, serve_into
 from onward.cluster.call import Call, Parcel, Route
 from onward.cluster.deploy_options import DeployOptions
-from onward.cluster.scaling import LOAD, load_of
-from onward.engine.probe import probe
+from onward.cluster.routing import LOAD, load_of
+from onward.engine.engine import probe
 from onward.errors import EngineError, OnwardWarning
 from onward.server import Settings, create_app
 
@@ -90,11 +90,8 @@ class Replica:
         return {LOAD: load_of(self._engine.stats(), self._limit)}
 
     def check_health(self) -> None:
-        """For Ray, which replaces a replica that raises.
-
-        Raises:
-            EngineError: the engine has failed, or its step does not end.
-        """
+        """For Ray, which replaces a replica that raises. Raises `EngineError`: the engine has failed, or its step does
+        not end."""
         self._engine.check_open()
         if self._engine.seconds_since_step > self._hang:
             raise EngineError(f"a step has been running for {self._engine.seconds_since_step:.0f} s: the engine hangs")

@@ -1,4 +1,4 @@
-"""Which replica gets a request: one that has its beginning in its cache, unless that one has too much to do.
+"""Which replica gets a request, and how many there should be.
 
 Nothing here knows Ray, a clock or a model, so simulations run the same code.
 """
@@ -8,11 +8,20 @@ import hashlib
 import itertools
 import json
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onward.text_input import TextError, parse_json
 
+if TYPE_CHECKING:
+    from onward.engine.stats import EngineStats
+
+# The routers of this process by their deployments. Ray copies the module of a router into each process, so they cannot
+# be kept there.
+ROUTERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+# The load that a replica reports, and the seconds for which prompts may wait: those that take as long fill a replica.
+LOAD, _WAIT = "load", 10.0
 # Places of each replica on the ring: with 64 the largest share of keys is some 1.3 times the mean.
 _PLACES = 64
 # What the keys of sessions begin with. Their replica is passed over only where it has this many times the mean load.
@@ -30,22 +39,17 @@ class Ring:
     """
 
     def __init__(self) -> None:
-        self._replicas: frozenset[str] = frozenset()
+        self.replicas: frozenset[str] = frozenset()  # those that there are
         self._hashes: dict[str, list[int]] = {}
         self._places: list[tuple[int, str]] = []
         self._turn = 0
 
-    @property
-    def replicas(self) -> frozenset[str]:
-        """Those that there are."""
-        return self._replicas
-
     def update(self, replicas: Collection[str]) -> None:
         """Say which replicas there are."""
-        if self._replicas != set(replicas):
-            self._replicas = frozenset(replicas)
+        if self.replicas != set(replicas):
+            self.replicas = frozenset(replicas)
             known, self._hashes = self._hashes, {}
-            for replica in self._replicas:
+            for replica in self.replicas:
                 self._hashes[replica] = known.get(replica) or [_hash(f"{replica} {at}") for at in range(_PLACES)]
             self._places = sorted((place, replica) for replica, places in self._hashes.items() for place in places)
 
@@ -60,7 +64,7 @@ class Ring:
             avoid: those that have failed the request; they come last.
             affinity: False: the least loaded is the best for every request.
         """
-        loads = {replica: load(replica) for replica in self._replicas}
+        loads = {replica: load(replica) for replica in self.replicas}
         if key is None or not affinity:
             order, bound = self._least_loaded_first(loads), math.inf
         else:
@@ -89,7 +93,7 @@ class Ring:
             if replica not in seen:
                 seen.add(replica)
                 yield replica
-            if len(seen) == len(self._replicas):
+            if len(seen) == len(self.replicas):
                 return
 
 
@@ -145,3 +149,19 @@ def _text(beginning: Any) -> str:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+
+
+def load_of(stats: "EngineStats", max_sequences: int) -> float:
+    """How full a replica is: 1 where it runs as much as it can at once, or has prompts to process for `_WAIT` seconds.
+
+    Requests that wait count as those that run. max_sequences: the most texts that it runs at once.
+    """
+    requests = (stats.running + stats.waiting) / max_sequences
+    speed = stats.prompt_tokens_per_second
+    prompts = stats.waiting_tokens / speed / _WAIT if speed > 0 else 0.0
+    return max(requests, stats.running / max_sequences + prompts)
+
+
+def wanted_replicas(context: Any) -> tuple[float, dict[str, Any]]:
+    """A policy of Ray Serve's: how many replicas what all have would fill. Ray rounds it up and keeps its bounds."""
+    return sum(context.aggregated_metrics.get(LOAD, {}).values()), {}

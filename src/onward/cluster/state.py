@@ -1,10 +1,14 @@
 """What all replicas say of their state, as one answer: /metrics, /stats, /health and /ready of an ingress."""
 
 import asyncio
+import enum
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs
 
 from prometheus_client import generate_latest
@@ -13,14 +17,73 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
 from onward import __version__
-from onward.cluster.call import Call, ReplicaLostError, Replicas, Route, close_later
-from onward.cluster.totals import Kind, Totals
+from onward.cluster.call import Call, ReplicaLostError, Route, close_later
+from onward.cluster.channels import ChanneledReplicas
 from onward.engine import EngineStats
 from onward.errors import OnwardError
 from onward.openai import BodyError
-from onward.server.errors import plain_error
-from onward.server.json_answer import JsonAnswer
+from onward.server.errors import JsonAnswer, plain_error
 from onward.server.metrics import CONTENT_TYPE
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+# Replicas that are gone whose counts are kept one by one; those of earlier ones are kept as a sum.
+_GONE = 64
+
+
+class Kind(enum.Enum):
+    """How numbers of several replicas make one."""
+
+    COUNT = enum.auto()  # only grows: the sum, with the last counts of replicas that are gone
+    SUM = enum.auto()  # of what replicas have now
+    MEAN = enum.auto()  # of a ratio, where a sum says nothing
+
+
+class Totals(Generic[_Key]):
+    """The numbers of all replicas together, from one reading to the next. kind: of a number, by its key.
+
+    A count never falls, whichever replicas answer: of one that does not answer, or is gone, its last count goes on to
+    be part of the sum. What it counted after that is missing.
+    """
+
+    def __init__(self, kind: Callable[[_Key], Kind]) -> None:
+        self._kind = kind
+        self._counts: OrderedDict[str, dict[_Key, float]] = OrderedDict()  # of each replica, the latest last
+        self._earlier: dict[_Key, float] = {}
+
+    def merged(self, readings: Mapping[str, Mapping[_Key, float]], names: Collection[str] = ()) -> dict[_Key, float]:
+        """The numbers of all.
+
+        Args:
+            readings: the numbers of each replica that has answered.
+            names: of all replicas that are there.
+        """
+        present: dict[_Key, list[float]] = {}
+        for replica, numbers in readings.items():
+            counts = self._counts.setdefault(replica, {})
+            self._counts.move_to_end(replica)
+            for key, number in numbers.items():
+                if self._kind(key) is Kind.COUNT:
+                    counts[key] = max(number, counts.get(key, 0))
+                else:
+                    present.setdefault(key, []).append(number)
+        self._fold(readings.keys() | set(names))
+        sums = self._earlier.copy()
+        for counts in self._counts.values():
+            _add(sums, counts)
+        now = {key: fmean(each) if self._kind(key) is Kind.MEAN else sum(each) for key, each in present.items()}
+        return {**sums, **now}
+
+    def _fold(self, present: Collection[str]) -> None:
+        gone = [replica for replica in self._counts if replica not in present]
+        for replica in gone[: max(0, len(gone) - _GONE)]:
+            _add(self._earlier, self._counts.pop(replica))
+
+
+def _add(sums: dict[_Key, float], counts: Mapping[_Key, float]) -> None:
+    for key, count in counts.items():
+        sums[key] = sums.get(key, 0) + count
+
 
 # Seconds that a replica has to answer. Prometheus itself waits 10 s for a scrape.
 PATIENCE = 2.0
@@ -39,7 +102,7 @@ _Sample = tuple[str, str, tuple[tuple[str, str], ...]]
 class State:
     """The state of all replicas together. patience: seconds that one of them has to answer."""
 
-    def __init__(self, replicas: Replicas, patience: float = PATIENCE) -> None:
+    def __init__(self, replicas: ChanneledReplicas, patience: float = PATIENCE) -> None:
         self._replicas, self._patience = replicas, patience
         self._metrics: Totals[_Sample] = Totals(_kind_of_metric)
         self._stats: Totals[tuple[str, ...]] = Totals(_kind_of_stat)
@@ -52,11 +115,8 @@ class State:
         return call.method in ("GET", "HEAD") and call.path in self._answers
 
     async def answer(self, call: Call) -> Response:
-        """Ask all replicas, and answer for all. A refusal of theirs, such as for a wrong key, is the answer.
-
-        Raises:
-            BodyError: the query asks for something unknown.
-        """
+        """Ask all replicas, and answer for all. A refusal of theirs, such as for a wrong key, is the answer. Raises
+        `BodyError`: the query asks for something unknown."""
         by = parse_qs(call.query.decode("latin-1"), keep_blank_values=True).get("by", [""])[-1]
         if by not in ("", "replica"):
             raise BodyError(f"by must be replica; got {by[:80]!r}", "by")
@@ -93,7 +153,7 @@ class State:
                 "onward_replicas_unreachable", "Those of them that did not answer.", len(names) - len(bodies)
             ),
         ]
-        return Response(generate_latest(_Collected(merged)), media_type=CONTENT_TYPE)
+        return Response(generate_latest(SimpleNamespace(collect=lambda: merged)), media_type=CONTENT_TYPE)
 
     def _samples(self, body: bytes) -> Iterator[tuple[_Sample, float]]:
         for family in text_string_to_metric_families(body.decode()):
@@ -133,7 +193,7 @@ class _Answer:
         return self.status in (200, 503)
 
 
-async def _asked(replicas: Replicas, call: Call, name: str, patience: float) -> _Answer | None:
+async def _asked(replicas: ChanneledReplicas, call: Call, name: str, patience: float) -> _Answer | None:
     """What one replica answers; None where it does not within its time."""
     answer = _Answer()
     items = replicas.serve(call, Route(only=name))
@@ -160,16 +220,6 @@ def _health_of(bodies: Mapping[str, bytes], names: list[str], by_replica: bool) 
     models: Mapping[str, Any] = next((state["models"] for state in [*well, *each.values()] if "models" in state), {})
     content = {"status": "ok" if well else "failing", "models": models, "replicas": each, "version": __version__}
     return JsonAnswer(content, 200 if well else 503)
-
-
-class _Collected:
-    """Metrics, as `generate_latest` asks a registry for them."""
-
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
 
 
 def _kind_of_metric(key: _Sample) -> Kind:

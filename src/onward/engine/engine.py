@@ -1,26 +1,89 @@
 """`Engine`: a thread that runs the decode loop for requests that come and go."""
 
+import hashlib
+import struct
 import weakref
 from collections import abc
 from typing import Any, NoReturn, Self, Unpack, overload
 
+from torch import Tensor
+
 from onward.cache.slot import digest_of
+from onward.cache.slots import PagedSlots
 from onward.checks import check_whole, is_finite
+from onward.decoding import DenseSlots, Slots
+from onward.decoding.dense_slots import dims_of
+from onward.decoding.kept_slots import MOST_BLOCKS, blocks_within
 from onward.engine.fingerprint import bits_fingerprint, check_same_bits
 from onward.engine.generation import Generation
-from onward.engine.limits import engine_slots
 from onward.engine.policy import Policy
 from onward.engine.serving import Serving
 from onward.engine.stats import EngineStats
 from onward.engine.ticket import Ticket
 from onward.errors import ContextOverflowError, EngineError, RequestError
 from onward.language_model import LanguageModel, Messages
+from onward.models import Model
 from onward.models.weights_version import computation
+from onward.native.machine_memory import memory_limit
+from onward.ops.blocks import BLOCK
 from onward.option_names import checks_option_names
-from onward.reprs import described
+from onward.program.leaves import leaves_of
+from onward.reprs import described, in_bytes
 from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, Request
 from onward.requests.job import Job
 from onward.requests.request import Emitted, as_list, checked_emitted
+
+# The share of the machine's memory that a cache takes at most where nothing else is asked for.
+_SHARE = 0.25
+# Positions of a text where the model does not say how many it serves.
+_UNKNOWN_CONTEXT = 4096
+
+
+def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> Slots:
+    """Slots for an engine.
+
+    cache_memory: bytes of keys, values and recurrent states; None takes what all sequences of full length need, and at
+        most a quarter of the machine's memory. A cache in blocks takes memory only as it is written.
+
+    Raises:
+        RequestError: so much memory holds not even one block.
+    """
+    if cache_memory is not None:
+        check_whole("cache_memory", cache_memory, low=1)
+    limit = int(_SHARE * memory_limit()) if cache_memory is None else cache_memory
+    context = _UNKNOWN_CONTEXT if model.max_seq_len is None else model.max_seq_len
+    if model.new_blocks is None:
+        return _dense(model, max_sequences, context, limit, cache_memory)
+    one = PagedSlots(model.new_blocks(1), max_len=context, cached_blocks=0)
+    unit = one.unit_nbytes
+    limit = min(limit, max_sequences * one.blocks_for(context) * unit)
+    if limit < (least := one.blocks_for(BLOCK) * unit):
+        raise RequestError(
+            f"cache_memory={cache_memory} bytes holds not even one block of {BLOCK} positions, which takes "
+            f"{in_bytes(least)}: give more"
+        )
+    most = min(MOST_BLOCKS, max_sequences * -(-context // BLOCK))
+    blocks = blocks_within(model.new_blocks, limit, most, model.device)
+    return PagedSlots(blocks, max_len=context, cached_blocks=limit // unit, nbytes=limit)
+
+
+def _dense(model: Model, rows: int, context: int, limit: int, cache_memory: int | None) -> Slots:
+    """Rows of one dense cache, as long as fit into the memory."""
+    least = min(BLOCK, context)
+    position = _bytes_of(model.new_cache(1, least)) // least
+    length = context if not position else min(context, limit // (rows * position))
+    if length < least:
+        raise RequestError(
+            f"cache_memory={limit} bytes is too little for {rows} texts of {least} positions, of which each takes "
+            f"{in_bytes(position)}: give more, or lower max_sequences"
+        )
+    cache = model.new_cache(rows, length)  # no longer than that, for the memory is a bound
+    return DenseSlots(cache, rows, length, dims_of(model, cache, rows), model)
+
+
+def _bytes_of(cache: object) -> int:
+    return sum(leaf.nbytes for leaf in leaves_of(cache) if isinstance(leaf, Tensor))
+
 
 _MOST_PRIORITY = 2**31
 
@@ -301,3 +364,31 @@ class Engine:
                 f"the request may take {ticket.sequences} x {longest} positions, more than the engine's whole cache: "
                 "ask for fewer new tokens, shorten the prompt, or give the engine more cache_memory"
             )
+
+
+# The ids of a probe's prompt, and those that follow.
+_ASKED, _MADE = 32, 8
+# Spreads the ids of the prompt over a vocabulary (Knuth's multiplicative hashing).
+_SPREAD = 2_654_435_761
+
+
+def probe(engine: Engine) -> str:
+    """8 hexadecimal digits of the ids and logprobs of a text: prompt and continuation, without an adapter.
+
+    It waits for a request of 40 tokens.
+
+    Raises:
+        EngineError: the engine is closed or busy, or the model fails.
+    """
+    model = engine.lm.model
+    context = _ASKED + _MADE if model.max_seq_len is None else model.max_seq_len
+    made = min(_MADE, context // 2)
+    asked = min(_ASKED, context - made)
+    ids = [number * _SPREAD % model.vocab_size for number in range(1, asked + 1)]
+    completion = engine.submit(
+        ids, max_new_tokens=made, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0, draft=None
+    ).result()
+    entries = (*(completion.prompt_logprobs or ()), *(completion.logprobs or ()))
+    logprobs = [entry.chosen for entry in entries if entry is not None]
+    bits = struct.pack(f"<{len(completion.token_ids)}q{len(logprobs)}d", *completion.token_ids, *logprobs)
+    return hashlib.blake2b(bits, digest_size=4).hexdigest()

@@ -25,7 +25,7 @@ PARTS = (
     "the version of torch",
     "the adapter",
 )
-# What a replica adds: `onward.engine.probe`.
+# What a replica adds: `onward.engine.engine`.
 PROBE = "what they compute of one text"
 # The folders and modules of Onward on which the ids and logprobs of a request depend, from its options, its weights and
 # its prompt to its text. The others (servers, commands, schedules of engines, files of sessions) change no bits.

@@ -3,14 +3,54 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from typing import NamedTuple
 
 from onward.completion import Completion, Piece
-from onward.engine.watches import Watch, Watches
 from onward.errors import EngineError
 from onward.forks import renew_in_forks
 from onward.requests import Request
+
+
+class Watch(NamedTuple):
+    """Who wants `changed()` called in a loop. pieces: also for new pieces, not for the end alone."""
+
+    loop: asyncio.AbstractEventLoop
+    changed: Callable[[], None]
+    pieces: bool
+
+
+class Watches:
+    """What the engine's thread has to tell when a step is over. Only that thread uses it.
+
+    A call into a loop wakes its thread, which then competes with this one for the interpreter. So there is one a step,
+    made when this thread has nothing left to do but to run the model.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[asyncio.AbstractEventLoop, dict[Callable[[], None], None]] = {}
+
+    def note(self, watches: Iterable[Watch], *, ended: bool) -> None:
+        """Something has changed for these. ended: it was the end."""
+        for loop, changed, pieces in watches:
+            if pieces or ended:
+                self._due.setdefault(loop, {})[changed] = None
+
+    def tell(self) -> None:
+        """Call all that are due."""
+        if not self._due:
+            return
+        due, self._due = self._due, {}
+        for loop, changed in due.items():
+            try:
+                loop.call_soon_threadsafe(_call, changed)
+            except RuntimeError:  # the loop is closed: nobody waits there any more
+                continue
+
+
+def _call(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 class Generation:
@@ -136,19 +176,12 @@ class Generation:
 
     async def _until(self, at: int | None = None) -> None:
         """Wait in this task's loop for the end, or for the piece numbered `at` where that comes before."""
-        if self._has_more(at):
-            return
-        with self._watched(pieces=at is not None) as changed:
+        changed = asyncio.Event()
+        end = self.watch(changed.set, pieces=at is not None)
+        try:
             while not self._has_more(at):
                 await changed.wait()
                 changed.clear()
-
-    @contextmanager
-    def _watched(self, *, pieces: bool) -> Iterator[asyncio.Event]:
-        changed = asyncio.Event()
-        end = self.watch(changed.set, pieces=pieces)
-        try:
-            yield changed
         finally:
             end()
 
@@ -180,16 +213,14 @@ class Generation:
             self._changed.notify_all()
             self._watches.note(self._watching, ended=False)
 
-    def end(self, completion: Completion) -> None:
+    def end(self, outcome: Completion | BaseException) -> None:
+        """outcome: the completion, or what made the request fail."""
         with self._changed:
             assert not self.done, "a generation ends once"
-            self._completion, self._cancel = completion, None
-            self._changed.notify_all()
-            self._watches.note(self._watching, ended=True)
-
-    def fail(self, error: BaseException) -> None:
-        with self._changed:
-            assert not self.done, "a generation ends once"
-            self._error, self._cancel = error, None
+            if isinstance(outcome, BaseException):
+                self._error = outcome
+            else:
+                self._completion = outcome
+            self._cancel = None
             self._changed.notify_all()
             self._watches.note(self._watching, ended=True)

@@ -22,10 +22,8 @@ class StepPace:
 
     A part of n tokens costs `unit * (n + 16)` seconds. The units are measured: one for each number of decoding rows,
     and for chunks one for each range of positions, for attention grows with the position. A unit that was not measured
-    yet is that of the nearest number of rows or range.
-
-    A step's seconds are shared among its parts as they were predicted. So parts that never run alone are learnt too,
-    and the sum is right where it is used. Old measurements lose their weight, and a single outlier has little.
+    yet is that of the nearest number of rows or range. A step's seconds are shared among its parts as predicted, so
+    parts that never run alone are learnt too.
     """
 
     def __init__(self) -> None:
@@ -42,11 +40,7 @@ class StepPace:
         return self._chunk_unit(position).value * (tokens + _READING_WEIGHTS)
 
     def note(self, rows: int, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Note a step that took so many seconds.
-
-        The first run of a shape may include the making of a program. It counts for little: the very first measurement
-        is replaced by the second, and one that is far above the prediction is left out.
-        """
+        """Note a step that took so many seconds. The first run of a shape, which may make a program, counts little."""
         parts = [(self._rows_unit(rows), rows)] if rows else []
         parts += [(self._chunk_unit(position), tokens) for position, tokens in chunks]
         shapes = {("rows", rows), *(("chunk", tokens) for _, tokens in chunks)}

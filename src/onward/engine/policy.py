@@ -1,40 +1,25 @@
 """Who waits, who joins, and how much of a prompt a step takes: the engine's decisions, over numbers alone.
 
 The policy reads no clock, starts no thread and knows no model. Whoever drives it says what time it is, and holds a lock
-where several threads call it. Between two steps the engine calls, in this order:
+where several threads call it. Between two steps the engine calls `ended`, `expire`, `admit`, `plan` and, where a row
+finds no block, `preempt` and `plan` again; after a step `note`; and `offer` at any time.
 
-    policy.ended(item)            for each request that has ended or was cancelled, waiting or running
-    policy.expire(now)            -> the waiting requests whose deadline has come; they wait no longer
-    policy.admit(reserve)         -> the requests that join now
-    policy.plan(rows)             -> [(row, tokens)]: what the next step processes
-    policy.preempt()              -> where a row finds no block: the request that gives way; then plan anew
-    policy.note(seconds, output)  after the step
+**Order.** A request of priority p that arrives at t ranks as one of priority 0 that arrives at t + p * ageing.
 
-and `policy.offer(item, now)` at any time, when a request arrives.
-
-**The queue.** A request is refused at once where it would be one more than `max_waiting` requests, or its prompt
-would make more than `max_waiting_tokens` tokens wait. A prompt longer than that may wait alone.
-
-**The order.** First come, first served within a priority. A step of priority is worth `ageing` seconds of waiting: a
-request of priority p that arrives at t ranks as one of priority 0 that arrives at t + p * ageing. So a request of
-priority q goes ahead of it only if it arrived less than (p - q) * ageing seconds later. Nobody starves.
-
-**Admission.** The head of the queue joins as soon as its sequences and its blocks find room. While it finds none nobody
-else joins, so small requests never overtake a big one for ever. By default the blocks of the prompt and of all that
-may be generated are reserved, and nothing is ever preempted. With `overcommit` above 1 only `1 / overcommit` of what
-may be generated is reserved.
+**Admission.** The head of the queue joins as soon as its sequences and its blocks find room; until then nobody else
+does. The blocks of the prompt and of all that may be generated are reserved; with `overcommit` above 1 only
+`1 / overcommit` of what may be generated.
 
 **Preemption.** The newest request that runs gives way and goes back to the head of the queue. Then nobody joins until
-a request has ended, and the preempted one comes back with all blocks that it may need reserved. So the request that
-has run the longest always goes on, and each request that ends lets the others come nearer to their own end.
+a request has ended, and the preempted one comes back with all its blocks reserved. So the request that has run the
+longest always goes on.
 
 **Prompts.** Rows that decode take part in every step. Prompts get the time that decoding leaves of `max_step_ms`, as
-measured by `StepPace`, but at least 4 tokens a step: whoever asks for short steps gets long prompts late. Without that
-limit a step may take 2.25 times what its decoding rows take alone, and 100 ms in any case; then prompts get 16 tokens
-at least. Where nobody decodes they get `prefill_chunk` tokens. Steps give the time in turns: to the prompt that came
-first, and to the one that has the fewest tokens left. What one leaves goes to the next in the same order. So the prompt
-that came first takes at most twice as many steps as if it were alone, and one more, whatever comes behind it; so does
-one behind it, as long as it is the shortest. Each is the first in the end.
+measured by `StepPace`, but at least 4 tokens a step. Without that limit a step may take 2.25 times what its decoding
+rows take alone, and 100 ms in any case; then prompts get 16 tokens at least. Where nobody decodes they get
+`prefill_chunk` tokens. Steps give the time in turns: to the prompt that came first, and to the one that has the fewest
+tokens left; what one leaves goes to the next. So the prompt that came first takes at most twice as many steps as if it
+were alone, and one more.
 """
 
 import math
@@ -274,10 +259,9 @@ class Policy(Generic[ItemT]):
         return limit - decoding
 
     def _chunk_size(self, row: Row, seconds: float, tokens: int) -> int:
-        """The most tokens of a prompt that fit into these seconds and tokens: all that it has left or a size.
+        """The most tokens of a prompt that fit into these seconds and tokens: all that it has left, or a size.
 
-        The first chunk of a step has up to 4 in any case, 16 without a limit. Later ones that end no prompt have 32 at
-        least: many small ones would make attention read as many caches.
+        Chunks after the first of a step that end no prompt have 32 at least: each makes attention read another cache.
         """
         pending, first = row.total - row.computed, not self._chunks
         smaller = (size for size in reversed(self._sizes) if size < pending and (first or size >= _LEAST_OF_LATER))

@@ -1,8 +1,7 @@
 """`Serving`: the thread behind an engine, which runs the decode loop, and what other threads may ask of it.
 
-One lock guards the requests and the policy. The thread holds it between two steps only, and never while the model or a
-function of the user's runs. While it holds it, it may take the lock of the slots and that of a `Generation`; nobody who
-holds one of these asks for this one.
+One lock guards the requests and the policy. The thread holds it between two steps only, and may then take the lock of
+the slots and that of a `Generation`; nobody who holds one of these asks for this one.
 """
 
 import atexit
@@ -17,10 +16,10 @@ from typing import Any, Literal
 from onward.decoding import FinishReason, Sequence, Slots, Step, Work, decode_loop
 from onward.decoding.loop import Emission
 from onward.decoding.step import Emitted
+from onward.engine.generation import Watches
 from onward.engine.policy import Policy
-from onward.engine.stats import BlockCounts, EngineStats, Seconds
+from onward.engine.stats import EngineStats, Seconds, block_counts
 from onward.engine.ticket import Row, Ticket
-from onward.engine.watches import Watches
 from onward.errors import ContextOverflowError, EngineBusyError, EngineError, one_line
 from onward.forks import renew_in_forks
 from onward.models import ModelRun
@@ -55,7 +54,7 @@ class Serving:
         self._state: Literal["open", "draining", "closed"] = "open"
         self._failure: BaseException | None = None
         self._process = os.getpid()
-        self._blocks = BlockCounts.of(slots)
+        self._blocks = block_counts(slots)
         self._seconds = Seconds()
         self._steps_run = self._output_tokens = 0
         self._busy_since: float | None = None  # when the thread last came to decide on a step; None while it waits
@@ -77,11 +76,7 @@ class Serving:
             raise EngineError("the engine is closed: make another one")
 
     def offer(self, ticket: Ticket) -> None:
-        """Queue a request.
-
-        Raises:
-            EngineBusyError: the queue is full. EngineError: the engine is closed.
-        """
+        """Queue a request. Raises `EngineBusyError`: the queue is full. Raises `EngineError`: the engine is closed."""
         with self._lock:
             self.check_open()
             refusal = self._policy.offer(ticket, time.monotonic())
@@ -103,13 +98,19 @@ class Serving:
     def stats(self) -> EngineStats:
         """The counts as they were when the step that runs began."""
         with self._lock:
-            return EngineStats.of(
-                self._policy,
-                self._blocks,
-                len(self._of_sequence),
-                self._steps_run,
-                self._output_tokens,
-                self._seconds,
+            policy, seconds = self._policy, self._seconds
+            return EngineStats(
+                waiting=policy.waiting,
+                running=len(policy.running),
+                sequences=len(self._of_sequence),
+                waiting_tokens=policy.waiting_tokens,
+                tokens_per_second=policy.throughput.output,
+                prompt_tokens_per_second=policy.throughput.prompt,
+                steps=self._steps_run,
+                tokens=self._output_tokens,
+                preemptions=policy.preemptions,
+                seconds=Seconds(seconds.schedule, seconds.step, seconds.give_out),
+                **self._blocks,
             )
 
     @property
@@ -166,7 +167,7 @@ class Serving:
                 self._wakes.get()
             with self._lock:
                 work = self._next_work()
-                self._blocks = BlockCounts.of(self.slots)
+                self._blocks = block_counts(self.slots)
                 assert work or not self._tickets, "a request waits, and nothing runs that could make room for it"
                 over = not work and self._state != "open"
                 self._seconds.schedule += time.perf_counter() - began
@@ -348,7 +349,7 @@ class Serving:
                     ticket.error = EngineError(f"the engine has failed: {one_line(self._failure)}")
                     ticket.error.__cause__ = self._failure
                 self._end(ticket, "cancelled")
-            self._blocks = BlockCounts.of(self.slots)
+            self._blocks = block_counts(self.slots)
         self.watches.tell()
 
 

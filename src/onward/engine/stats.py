@@ -1,10 +1,9 @@
 """The numbers of an engine."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from onward.decoding import Slots
-from onward.engine.policy import Policy
 
 
 @dataclass
@@ -15,20 +14,6 @@ class Seconds:
     schedule: float = 0.0
     step: float = 0.0
     give_out: float = 0.0
-
-
-class BlockCounts(NamedTuple):
-    """Blocks of a cache: in all, held, kept for prompts that begin alike; and the share of prompts' ids found there."""
-
-    total: int
-    held: int
-    cached: int
-    hit_rate: float
-
-    @classmethod
-    def of(cls, slots: Slots) -> Self:
-        hit_rate = slots.hits / slots.lookups if slots.lookups else 0.0
-        return cls(slots.total, slots.total - slots.available, slots.cached, hit_rate)
 
 
 @dataclass(frozen=True)
@@ -60,24 +45,13 @@ class EngineStats:
     preemptions: int
     seconds: Seconds = field(default_factory=Seconds)
 
-    @classmethod
-    def of(
-        cls, policy: Policy[Any], blocks: BlockCounts, sequences: int, steps: int, tokens: int, seconds: Seconds
-    ) -> "EngineStats":
-        return cls(
-            waiting=policy.waiting,
-            running=len(policy.running),
-            sequences=sequences,
-            waiting_tokens=policy.waiting_tokens,
-            blocks=blocks.total,
-            blocks_used=blocks.held,
-            blocks_cached=blocks.cached,
-            blocks_free=blocks.total - blocks.held - blocks.cached,
-            hit_rate=blocks.hit_rate,
-            tokens_per_second=policy.throughput.output,
-            prompt_tokens_per_second=policy.throughput.prompt,
-            steps=steps,
-            tokens=tokens,
-            preemptions=policy.preemptions,
-            seconds=Seconds(seconds.schedule, seconds.step, seconds.give_out),
-        )
+
+def block_counts(slots: Slots) -> dict[str, Any]:
+    """The fields of `EngineStats` that tell of the cache."""
+    return {
+        "blocks": slots.total,
+        "blocks_used": slots.total - slots.available,
+        "blocks_cached": slots.cached,
+        "blocks_free": slots.available - slots.cached,
+        "hit_rate": slots.hits / slots.lookups if slots.lookups else 0.0,
+    }

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 from onward.decoding import FinishReason, Search, Sequence, Slots
 from onward.decoding.loop import scored_chunk
-from onward.engine.generation import Generation
-from onward.engine.watches import Watches
+from onward.engine.generation import Generation, Watches
 from onward.requests.job import Job
 from onward.speculation.pace import LENGTHS
 
@@ -151,10 +151,7 @@ class Ticket:
                 completion = self.job.completion()
         except Exception as error:
             self.error = self.error or error
-        if self.error is None:
-            self.generation.end(completion)
-        else:
-            self.generation.fail(self.error)
+        self.generation.end(completion if self.error is None else self.error)
 
     def _leave(self, sequence: Sequence) -> None:
         for holder in sequence.holders():
@@ -192,13 +189,12 @@ class Ticket:
                     computed = sequence.computed
                     total = min(total, scoring if computed < scoring else computed + self._scored_chunk)
                 if total > sequence.computed:
-                    yield Row(sequence, total)
+                    yield Row(sequence, sequence.computed, total)
 
 
-class Row:
+class Row(NamedTuple):
     """One sequence as the policy sees it."""
 
-    __slots__ = ("computed", "sequence", "total")
-
-    def __init__(self, sequence: Sequence, total: int) -> None:
-        self.sequence, self.computed, self.total = sequence, sequence.computed, total
+    sequence: Sequence
+    computed: int
+    total: int

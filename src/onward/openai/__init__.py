@@ -10,7 +10,7 @@ from onward.openai.batch import BatchInput, BatchLine
 from onward.openai.body import URLS, Body, BodyReader
 from onward.openai.errors import BodyError, error_fields, status_of
 from onward.openai.response_stream import ResponseStream, response_body
-from onward.openai.responses import ResponseBody, read_response
+from onward.openai.responses import read_response
 from onward.openai.stream import AnswerStream
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Body",
     "BodyError",
     "BodyReader",
-    "ResponseBody",
     "ResponseStream",
     "answer_body",
     "delta_body",

@@ -142,9 +142,7 @@ class BodyReader:
         fields = {name: value for name, value in body.items() if value is not None}
         self._check_names(fields, kind)
         model, adapter = self._called(fields.get("model"))
-        for name, served in NEUTRAL.items():
-            if name in fields and fields[name] not in served:
-                raise BodyError(_not_served(name, served), name, "unsupported_value")
+        check_neutral(fields, NEUTRAL)
         options = {**self.options, **_options_of(fields), **_logprobs_of(fields, kind), "adapter": adapter}
         key = key or AnswerKey.new()
         answer = {"model": model, "key": key, "given": fields, **self._answer_fields(fields)}
@@ -367,6 +365,13 @@ def _prompts(prompt: object) -> list[str | list[int]]:
 
 def _is_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def check_neutral(fields: Mapping[str, Any], neutral: Mapping[str, Sequence[Any]]) -> None:
+    """Raise `BodyError` for a field that has another value than those of `neutral`."""
+    for name, served in neutral.items():
+        if name in fields and fields[name] not in served:
+            raise BodyError(_not_served(name, served), name, "unsupported_value")
 
 
 def _not_served(name: str, served: Sequence[Any]) -> str:

@@ -6,18 +6,18 @@ from typing import Any
 from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece
 from onward.errors import OnwardError
-from onward.messages import AssistantMessage, MessageDelta, ToolCallDelta
-from onward.openai.answer import finish_reason
+from onward.messages import MessageDelta, ToolCallDelta
+from onward.openai.answer import SaidLogprobs, delta_of, finish_reason
 from onward.openai.answer_key import AnswerKey
+from onward.openai.body import Body
 from onward.openai.errors import error_fields
-from onward.openai.responses import ResponseBody, tools_of
-from onward.openai.said_logprobs import SaidLogprobs
+from onward.openai.responses import tools_of
 
 Event = dict[str, Any]
 Entry = dict[str, Any]  # of logprobs
 
 
-def response_body(body: ResponseBody, completion: Completion, tokenizer: Tokenizer, version: str) -> dict[str, Any]:
+def response_body(body: Body, completion: Completion, tokenizer: Tokenizer, version: str) -> dict[str, Any]:
     """The object that answers a body: what the events of its stream add up to."""
     answer = ResponseStream(body, tokenizer, version)
     answer.begin()
@@ -27,7 +27,7 @@ def response_body(body: ResponseBody, completion: Completion, tokenizer: Tokeniz
 class ResponseStream:
     """The events of the answer to one body, in order. `begin` comes first; `end` or `error` last."""
 
-    def __init__(self, body: ResponseBody, tokenizer: Tokenizer, version: str) -> None:
+    def __init__(self, body: Body, tokenizer: Tokenizer, version: str) -> None:
         self._body, self._version = body, version
         request = body.requests[0]
         wanted = request.options.logprobs is not None
@@ -39,8 +39,10 @@ class ResponseStream:
         self._open: dict[type[_Item], _Item] = {}
 
     def begin(self) -> list[Event]:
-        events = [{"type": f"response.{state}", "response": self._response("in_progress")} for state in _BEGINNINGS]
-        return self._numbered(events)
+        response = self._response("in_progress")
+        return self._numbered(
+            [{"type": f"response.{state}", "response": response} for state in ("created", "in_progress")]
+        )
 
     def pieces(self, pieces: Sequence[Piece]) -> list[Event]:
         """What tokens bring."""
@@ -61,7 +63,7 @@ class ResponseStream:
         if self._logprobs is not None:
             self._entries += self._logprobs.rest(completion)
         if not self._tokens:
-            events += self._add(_delta_of(message))
+            events += self._add(delta_of(message))
         if not self._items:
             events += self._opened(_Text, "")
         is_whole = finish_reason(completion) != "length"
@@ -154,15 +156,6 @@ class ResponseStream:
             "seed": self._body.seed,
             "system_fingerprint": f"onward-{self._version}",
         }
-
-
-_BEGINNINGS = ("created", "in_progress")
-
-
-def _delta_of(message: AssistantMessage) -> MessageDelta:
-    calls = enumerate(message.tool_calls)
-    told = tuple(ToolCallDelta(at, call.id, call.name, call.arguments) for at, call in calls)
-    return MessageDelta(message.content or "", message.reasoning or "", told)
 
 
 def _usage(completion: Completion) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any
 
 from onward.openai.answer_key import AnswerKey
-from onward.openai.body import Body, BodyReader, read_text
+from onward.openai.body import Body, BodyReader, check_neutral, read_text
 from onward.openai.errors import BodyError
 
 # Its fields that a chat has under another name.
@@ -37,22 +37,11 @@ _KINDS_OF_TEXT = ("input_text", "output_text", "text")
 _REASONING = {"effort", "summary", "generate_summary"}
 
 
-@dataclass(frozen=True)
-class ResponseBody(Body):
-    """What a body asks for. The answer repeats some of the fields that were given."""
-
-
-def read_response(reader: BodyReader, body: Mapping[str, Any], key: AnswerKey | None = None) -> ResponseBody:
-    """Read a body of /v1/responses. key: of the answer; a new one by default.
-
-    Raises:
-        BodyError: as `BodyReader.read` raises it, with the names that the fields have here.
-    """
+def read_response(reader: BodyReader, body: Mapping[str, Any], key: AnswerKey | None = None) -> Body:
+    """Read a body of /v1/responses. key: of the answer; a new one by default. Raises `BodyError`: as `BodyReader.read`
+    raises it, with the names that the fields have here."""
     given = {name: value for name, value in body.items() if value is not None}
-    for name, served in _NEUTRAL.items():
-        if name in given and given[name] not in served:
-            others = f"; served is {served[0]!r}" if served else ""
-            raise BodyError(f"{name} is not served: leave it out{others}", name, "unsupported_value")
+    check_neutral(given, _NEUTRAL)
     for name in given:
         if name in _NOT_HERE:
             raise BodyError(f"{name} is no field of responses", name, "unknown_parameter")
@@ -60,7 +49,7 @@ def read_response(reader: BodyReader, body: Mapping[str, Any], key: AnswerKey | 
         read = reader.read("/v1/chat/completions", _chat(given), key)
     except BodyError as error:
         raise _renamed(error) from error
-    return ResponseBody(**{each.name: getattr(read, each.name) for each in fields(Body)} | {"given": given})
+    return replace(read, given=given)
 
 
 def _renamed(error: BodyError) -> BodyError:
@@ -206,6 +195,6 @@ def _tool_choice(choice: object) -> object:
     return choice
 
 
-def tools_of(body: ResponseBody) -> Sequence[Any]:
+def tools_of(body: Body) -> Sequence[Any]:
     """The tools as an answer repeats them."""
     return [{"parameters": None, "strict": None} | tool for tool in body.given.get("tools", ())]

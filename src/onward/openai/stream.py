@@ -13,8 +13,16 @@ from onward.checkpoint import Tokenizer
 from onward.completion import Completion, Piece
 from onward.decoding import TokenLogprobs
 from onward.decoding.text import TokenText, TokenTexts
-from onward.messages import MessageDelta, ToolCallDelta
-from onward.openai.answer import answer_head, chat_logprobs, delta_body, finish_reason, text_logprobs, usage_of
+from onward.messages import MessageDelta
+from onward.openai.answer import (
+    answer_head,
+    chat_logprobs,
+    delta_body,
+    delta_of,
+    finish_reason,
+    text_logprobs,
+    usage_of,
+)
 from onward.openai.body import Body
 
 _CHUNKS = {"chat.completion": "chat.completion.chunk", "text_completion": "text_completion"}
@@ -155,9 +163,7 @@ class _ChatChoice(_Choice):
         untold = self._untold(whole)
         delta = MessageDelta()
         if whole.message is not None and not self._tokens:
-            calls = enumerate(whole.message.tool_calls)
-            told = tuple(ToolCallDelta(at, call.id, call.name, call.arguments) for at, call in calls)
-            delta = MessageDelta(whole.message.content or "", whole.message.reasoning or "", told)
+            delta = delta_of(whole.message)
         chunks = self._detailed(delta, self._details(untold, is_last=True))
         if not chunks and not self._has_role:
             chunks = [self._written({"delta": self._delta(delta)}, None)]

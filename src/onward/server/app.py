@@ -2,27 +2,29 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Mapping
-from typing import cast
+from typing import Any, cast
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from onward import __version__
 from onward.engine import Engine
-from onward.errors import OnwardError
+from onward.errors import EngineError, OnwardError
 from onward.openai import error_fields, status_of
-from onward.server.errors import error_answer, plain_error
+from onward.server.errors import JsonAnswer, error_answer, plain_error
 from onward.server.gate import Gate, access_of
-from onward.server.json_answer import JsonAnswer
 from onward.server.log import log_defect
+from onward.server.metrics import CONTENT_TYPE
+from onward.server.models import Settings
 from onward.server.openapi import document
-from onward.server.routes import completions, models, page, responses, state, tokens
+from onward.server.routes import answering, page, tokens
 from onward.server.service import Service
-from onward.server.settings import Settings
 from onward.server.sse import Streams
 
 
@@ -77,11 +79,10 @@ def _routes(service: Service, streams: Streams, lifespan: object) -> FastAPI:
     described = document()
     app.openapi = lambda: described  # type: ignore[method-assign]
     for prefix in ("/v1", ""):
-        app.include_router(completions.router(service, streams), prefix=prefix)
-        app.include_router(responses.router(service, streams), prefix=prefix)
-        app.include_router(models.router(service), prefix=prefix)
+        app.include_router(answering.router(service, streams), prefix=prefix)
+        app.include_router(_models(service), prefix=prefix)
         app.include_router(tokens.router(service), prefix=prefix)
-    app.include_router(state.router(service))
+    app.include_router(_state(service))
     app.include_router(page.router())
 
     @app.exception_handler(OnwardError)
@@ -112,3 +113,68 @@ def _routes(service: Service, streams: Streams, lifespan: object) -> FastAPI:
         return Response(status_code=499)
 
     return app
+
+
+def _models(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": service.models.listed()}
+
+    @routes.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        listed = service.models.find(name).listed()
+        return next(fields for fields in listed if fields["id"] == name)
+
+    return routes
+
+
+def _state(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> Response:
+        return _health(service)
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        if service.draining:
+            return plain_error(503, "the server shuts down", "draining", {"retry-after": "5"})
+        return _health(service)
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        snapshot = service.metrics.snapshot()
+        return Response(await service.in_thread(snapshot.text), media_type=CONTENT_TYPE)
+
+    @routes.get("/stats")
+    async def stats() -> dict[str, Any]:
+        return await service.in_thread(_stats, service)
+
+    return routes
+
+
+def _health(service: Service) -> Response:
+    """That each engine advances, or has nothing to do; not that the process lives, which an answer shows anyway.
+
+    It waits for no lock, so it answers where an engine hangs with one.
+    """
+    models: dict[str, Any] = {}
+    healthy = True
+    for model in service.models:
+        seconds = model.engine.seconds_since_step
+        hangs = seconds > service.settings.hang_seconds
+        state = "hangs" if hangs else "running" if seconds else "idle"
+        try:
+            model.engine.check_open()
+        except EngineError:
+            state = "closed" if service.draining else "failed"
+        healthy = healthy and state in ("running", "idle", "closed")
+        models[model.name] = {"state": state, "seconds_since_step": round(seconds, 3)}
+    content = {"status": "ok" if healthy else "failing", "models": models, "version": __version__}
+    return JsonAnswer(content, 200 if healthy else 503)
+
+
+def _stats(service: Service) -> dict[str, Any]:
+    return {model.name: dataclasses.asdict(model.engine.stats()) for model in service.models}

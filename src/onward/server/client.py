@@ -10,17 +10,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from onward.openai import BodyError
-from onward.server.settings import Settings
+from onward.server.models import Settings
 
 
 async def read_body(request: Request, settings: Settings) -> bytes:
-    """The body of a request.
-
-    Raises:
-        BodyError: it is too large, its headers say that it is not JSON in UTF-8, or it does not arrive.
-        ClientDisconnect: the client has left.
-    """
+    """The body of a request, if its headers say that it is JSON in UTF-8. Raises `BodyError`: they do not, or as
+    `whole_body` raises it. Raises `ClientDisconnect`: the client has left."""
     _check_kind(request.headers)
+    return await whole_body(request, settings)
+
+
+async def whole_body(request: Request, settings: Settings) -> bytes:
+    """The body of a request. Raises `BodyError`: it is too large, or does not arrive. Raises `ClientDisconnect`: the
+    client has left."""
     parts: list[bytes] = []
     length = 0
     try:
@@ -63,11 +65,11 @@ _CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 
 
 class Client:
-    """Tells when a client leaves whose body has been read. `leaves` is called then, in this loop."""
+    """Tells when a client leaves whose body has been read."""
 
-    def __init__(self, receive: Receive, leaves: Callable[[], None] | None = None) -> None:
+    def __init__(self, receive: Receive) -> None:
         self.gone = False
-        self._leaves = leaves
+        self._leaves: Callable[[], None] | None = None
         self._task = asyncio.create_task(self._listen(receive))
 
     def on_leave(self, leaves: Callable[[], None]) -> None:

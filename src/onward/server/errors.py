@@ -4,9 +4,24 @@ import math
 from http import HTTPStatus
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from onward.errors import EngineBusyError, OnwardError
 from onward.openai import error_fields, status_of
-from onward.server.json_answer import JsonAnswer
+from onward.openai.stream import as_json
+
+
+class JsonAnswer(JSONResponse):
+    """JSON in UTF-8. Half a character, which JSON can write and UTF-8 cannot, goes back as JSON writes it."""
+
+    def render(self, content: Any) -> bytes:
+        return rendered(content)
+
+
+def rendered(content: Any) -> bytes:
+    """The body of an answer."""
+    return as_json(content).encode("utf-8", "backslashreplace")
+
 
 # All that a client is told where something is wrong with the server.
 DEFECT = "the server has failed at this request; its log says why"

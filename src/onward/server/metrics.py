@@ -6,8 +6,9 @@ someone looks.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -136,44 +137,38 @@ class Metrics:
         return {name: model.engine.stats() for name, (model, _) in self._models.items()}
 
     def _of_answers(self) -> Iterator[Metric]:
-        refusals = CounterMetricFamily("onward_refusals", "Requests refused, by the error's code.", labels=["reason"])
-        for reason, count in sorted(self.refusals.items()):
-            refusals.add_metric([reason], count)
-        statuses = CounterMetricFamily("onward_http_responses", "Answers, by status.", labels=["status"])
-        for status, count in sorted(self.statuses.items()):
-            statuses.add_metric([str(status)], count)
-        yield from (refusals, statuses)
+        reasons = {(reason,): count for reason, count in sorted(self.refusals.items())}
+        statuses = {(str(status),): count for status, count in sorted(self.statuses.items())}
+        yield _family("onward_refusals", "Requests refused, by the error's code.", ["reason"], reasons)
+        yield _family("onward_http_responses", "Answers, by status.", ["status"], statuses)
 
     def _of_requests(self) -> Iterator[Metric]:
-        histograms = {
-            "first_token": ("onward_time_to_first_token_seconds", "From a request's arrival to its first token."),
-            "between": ("onward_time_between_tokens_seconds", "From a token to the next of the same text."),
-            "whole": ("onward_request_seconds", "From a request's arrival to its end."),
-        }
-        for attribute, (metric, says) in histograms.items():
+        counted = {name: of_model for name, (_, of_model) in self._models.items()}
+        for attribute, metric, says in _HISTOGRAMS:
             family = HistogramMetricFamily(metric, says, labels=["model"])
-            for name, (_, counted) in self._models.items():
-                getattr(counted, attribute).add_to(family, [name])
+            for name, of_model in counted.items():
+                getattr(of_model, attribute).add_to(family, [name])
             yield family
-        counts = {
-            "prompt_tokens": ("onward_prompt_tokens", "Tokens of prompts of requests that have ended."),
-            "cached_tokens": ("onward_cached_prompt_tokens", "Those of them that the cache held."),
-            "output_tokens": ("onward_output_tokens", "Tokens written for requests that have ended."),
-            "drafted": ("onward_drafted_tokens", "Tokens guessed ahead."),
-            "accepted": ("onward_accepted_tokens", "Those of them that became part of a text."),
-        }
-        for attribute, (metric, says) in counts.items():
-            counter = CounterMetricFamily(metric, says, labels=["model"])
-            for name, (_, counted) in self._models.items():
-                counter.add_metric([name], getattr(counted, attribute))
-            yield counter
-        ended = CounterMetricFamily("onward_requests", "Requests that have ended, by how.", labels=["model", "end"])
-        for name, (_, counted) in self._models.items():
-            for end, count in sorted(counted.ended.items()):
-                ended.add_metric([name, end], count)
-        yield ended
+        for attribute, metric, says in _COUNTS:
+            numbers = {(name,): getattr(each, attribute) for name, each in counted.items()}
+            yield _family(metric, says, ["model"], numbers)
+        ends = {(name, end): count for name, each in counted.items() for end, count in sorted(each.ended.items())}
+        yield _family("onward_requests", "Requests that have ended, by how.", ["model", "end"], ends)
 
 
+# Attribute of `ModelMetrics`, name, text.
+_HISTOGRAMS = (
+    ("first_token", "onward_time_to_first_token_seconds", "From a request's arrival to its first token."),
+    ("between", "onward_time_between_tokens_seconds", "From a token to the next of the same text."),
+    ("whole", "onward_request_seconds", "From a request's arrival to its end."),
+)
+_COUNTS = (
+    ("prompt_tokens", "onward_prompt_tokens", "Tokens of prompts of requests that have ended."),
+    ("cached_tokens", "onward_cached_prompt_tokens", "Those of them that the cache held."),
+    ("output_tokens", "onward_output_tokens", "Tokens written for requests that have ended."),
+    ("drafted", "onward_drafted_tokens", "Tokens guessed ahead."),
+    ("accepted", "onward_accepted_tokens", "Those of them that became part of a text."),
+)
 # Attribute of `EngineStats`, name, text.
 _GAUGES = (
     ("waiting", "onward_requests_waiting", "Requests that wait."),
@@ -190,26 +185,24 @@ _COUNTERS = (
 )
 
 
-def _of_engines(stats: dict[str, EngineStats]) -> Iterator[Metric]:
-    for attribute, metric, says in _GAUGES:
-        gauge = GaugeMetricFamily(metric, says, labels=["model"])
-        for name, of_model in stats.items():
-            gauge.add_metric([name], getattr(of_model, attribute))
-        yield gauge
-    for attribute, metric, says in _COUNTERS:
-        counter = CounterMetricFamily(metric, says, labels=["model"])
-        for name, of_model in stats.items():
-            counter.add_metric([name], getattr(of_model, attribute))
-        yield counter
-    blocks = GaugeMetricFamily(
-        "onward_cache_blocks", "Blocks of the cache, by what they do.", labels=["model", "state"]
-    )
-    seconds = CounterMetricFamily(
-        "onward_engine_seconds", "Seconds of the engine's thread, by what it did.", labels=["model", "part"]
-    )
-    for name, of_model in stats.items():
-        for state in ("used", "cached", "free"):
-            blocks.add_metric([name, state], getattr(of_model, f"blocks_{state}"))
-        for part in ("schedule", "step", "give_out"):
-            seconds.add_metric([name, part], getattr(of_model.seconds, part))
-    yield from (blocks, seconds)
+def _family(
+    metric: str, says: str, labels: list[str], numbers: Mapping[Any, float], kind: Any = CounterMetricFamily
+) -> Any:
+    family: Any = kind(metric, says, labels=labels)
+    for values, number in numbers.items():
+        family.add_metric(values, number)
+    return family
+
+
+def _of_engines(stats: Mapping[str, EngineStats]) -> Iterator[Metric]:
+    for kind, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for attribute, metric, says in metrics:
+            numbers = {(name,): getattr(each, attribute) for name, each in stats.items()}
+            yield _family(metric, says, ["model"], numbers, kind)
+    states, parts = ("used", "cached", "free"), ("schedule", "step", "give_out")
+    blocks = {(name, state): getattr(each, f"blocks_{state}") for name, each in stats.items() for state in states}
+    seconds = {(name, part): getattr(each.seconds, part) for name, each in stats.items() for part in parts}
+    says = "Blocks of the cache, by what they do."
+    yield _family("onward_cache_blocks", says, ["model", "state"], blocks, GaugeMetricFamily)
+    says = "Seconds of the engine's thread, by what it did."
+    yield _family("onward_engine_seconds", says, ["model", "part"], seconds)

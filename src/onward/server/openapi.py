@@ -46,10 +46,11 @@ def document() -> dict[str, Any]:
     """The OpenAPI document of a server."""
     paths: dict[str, Any] = {}
     for path, operation in _operations().items():
-        paths[path] = operation
+        method = "post" if "requestBody" in operation else "get"
+        paths[path] = {method: operation}
         if path.startswith("/v1/"):
-            name = path.removeprefix("/v1")
-            paths[name] = {method: _unnamed(each) for method, each in operation.items()}
+            plain = f"{operation['operationId']}_plain"
+            paths[path.removeprefix("/v1")] = {method: {**operation, "operationId": plain}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Onward", "version": __version__, "description": "OpenAI's protocol over Onward's engines."},
@@ -58,28 +59,22 @@ def document() -> dict[str, Any]:
     }
 
 
-def _unnamed(operation: Mapping[str, Any]) -> dict[str, Any]:
-    """The same under its path without /v1."""
-    return {**operation, "operationId": f"{operation['operationId']}_plain"}
-
-
 def _operations() -> dict[str, Any]:
     name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
     return {
         "/v1/chat/completions": _generating("chat", "Answer a conversation.", "ChatBody", "ChatCompletion"),
         "/v1/completions": _generating("complete", "Go on with a text.", "TextBody", "TextCompletion"),
         "/v1/responses": _generating("respond", "Answer an input; nothing is stored.", "ResponseBody", "Response"),
-        "/v1/models": {"get": _operation("models", "What is served.", _ref("Models"), (401, 403))},
-        "/v1/models/{name}": {
-            "get": _operation("model", "One of the models.", _ref("Model"), (401, 403, 404)) | {"parameters": [name]}
-        },
+        "/v1/models": _operation("models", "What is served.", _ref("Models"), (401, 403)),
+        "/v1/models/{name}": _operation("model", "One of the models.", _ref("Model"), (401, 403, 404))
+        | {"parameters": [name]},
         "/v1/tokenize": _posting("tokenize", "The ids of a text or a conversation.", "TokenizeBody", "Tokens"),
         "/v1/detokenize": _posting("detokenize", "The text of ids.", "DetokenizeBody", "Detokenized"),
-        "/health": {"get": _state("health", "Whether every engine advances, or has nothing to do.")},
-        "/ready": {"get": _state("ready", "Whether requests are taken.")},
-        "/stats": {"get": _operation("stats", "What the engines do now.", _OBJECT, (401, 403))},
-        "/metrics": {"get": _operation("metrics", "For Prometheus.", _TEXT, (401, 403), "text/plain")},
-        "/": {"get": _operation("page", "A page for people.", _TEXT, (403,), "text/html") | {"security": []}},
+        "/health": _state("health", "Whether every engine advances, or has nothing to do."),
+        "/ready": _state("ready", "Whether requests are taken."),
+        "/stats": _operation("stats", "What the engines do now.", _OBJECT, (401, 403)),
+        "/metrics": _operation("metrics", "For Prometheus.", _TEXT, (401, 403), "text/plain"),
+        "/": _operation("page", "A page for people.", _TEXT, (403,), "text/html") | {"security": []},
     }
 
 
@@ -105,21 +100,20 @@ _OF_BODIES = (400, 401, 403, 404, 408, 413, 415, 500, 503)
 
 
 def _generating(id: str, summary: str, body: str, answer: str) -> dict[str, Any]:
-    operation = _posting(id, summary, body, answer)["post"]
+    operation = _posting(id, summary, body, answer)
     operation["responses"] |= {str(status): _error(status) for status in (409, 422, 429)}
-    operation["parameters"] = [_header(name, about) for name, about in _HEADERS.items()]
+    operation["parameters"] = [
+        {"name": name, "in": "header", "required": False, "description": about, "schema": _TEXT}
+        for name, about in _HEADERS.items()
+    ]
     operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
-    return {"post": operation}
-
-
-def _header(name: str, about: str) -> dict[str, Any]:
-    return {"name": name, "in": "header", "required": False, "description": about, "schema": _TEXT}
+    return operation
 
 
 def _posting(id: str, summary: str, body: str, answer: str) -> dict[str, Any]:
     content = {"application/json": {"schema": _ref(body)}}
     operation = _operation(id, summary, _ref(answer), _OF_BODIES)
-    return {"post": operation | {"requestBody": {"required": True, "content": content}}}
+    return operation | {"requestBody": {"required": True, "content": content}}
 
 
 def _operation(

@@ -5,19 +5,39 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from onward.engine import Engine, Generation
 from onward.openai import AnswerKey, Body, BodyError
-from onward.server.bounds import check_bounds
 from onward.server.client import Client
-from onward.server.handover import EventIds, Handover, digest_of, emitted_by
-from onward.server.kept import KeptAnswers
+from onward.server.handover import EventIds, Handover, digest_of
 from onward.server.metrics import Metrics
-from onward.server.models import ServedModel, ServedModels
-from onward.server.settings import Settings
-from onward.server.submission import Recipient, Submission
+from onward.server.models import ServedModel, ServedModels, Settings
+from onward.server.submission import KeptAnswers, Recipient, Submission
 from onward.text_input import TextError, parse_request_json
+
+# The engine looks at all of these with every token.
+_MOST_STOPS, _LONGEST_STOP = 64, 1024
+_MOST_BAD_WORDS = 1024
+
+
+def check_bounds(body: Body, settings: Settings) -> None:
+    """Raise `BodyError` for a body that asks for more than a server gives one client."""
+    options = body.requests[0].options
+    logprobs = "top_logprobs" if body.kind == "chat.completion" else "logprobs"
+    longest = max(map(len, options.stop), default=0)
+    limits = (
+        ("prompts", settings.max_prompts, len(body.requests), "prompt"),
+        ("likeliest ids", settings.max_logprobs, options.logprobs or 0, logprobs),
+        ("likeliest ids", settings.max_logprobs, options.prompt_logprobs or 0, "prompt_logprobs"),
+        ("stop strings", _MOST_STOPS, len(options.stop), "stop"),
+        ("characters in a stop string", _LONGEST_STOP, longest, "stop"),
+        ("bad words", _MOST_BAD_WORDS, len(options.bad_words), "bad_words"),
+    )
+    for what, most, count, field in limits:
+        if count > most:
+            raise BodyError(f"this server serves {most} {what} at most; got {count}", field)
+
 
 _Result = TypeVar("_Result")
 # Reads a body that has come: the key of the answer to it -> what it asks for, and of which model.
@@ -49,16 +69,13 @@ class Service:
 
     async def submit(self, client: Client, read: Read, handover: Handover) -> Recipient:
         """Read a body beside the loop, and have its requests served, unless it came before with the same
-        Idempotency-Key. They are cancelled when all their clients have left.
-
-        Raises:
-            OnwardError: what is wrong with the body, or that the engine takes no more.
-        """
+        Idempotency-Key. They are cancelled when all their clients have left. Raises `OnwardError`: what is wrong with
+        the body, or that the engine takes no more."""
         if handover.idempotency is None:
             emitted = handover.emitted
             if handover.last_event_id is not None and emitted is None:
                 emitted = self.kept.emitted(handover.key)
-            recipient = await self._begun(await self._read(read, handover), handover, emitted)
+            recipient = await self._begun(await self.in_thread(self._read, read, handover), emitted)
         else:
             recipient = await self._again(read, handover, handover.idempotency)
         self.live.add(recipient.submission)
@@ -74,20 +91,17 @@ class Service:
             raise _other_body("Last-Event-ID is of another answer than that of this Idempotency-Key")
         handover = replace(handover, key=kept.key)
         async with kept.lock:
-            asked = await self._read(read, handover)
-            before = kept.submission
-            if before is not None and before.asked != asked.digest:
+            recipient, before = await self.in_thread(self._read, read, handover), kept.submission
+            if before is not None and before.asked != recipient.submission.asked:
                 raise _other_body("this Idempotency-Key came with another body before: give each request its own")
             if before is not None and not before.is_cut and not before.has_failed:
-                return Recipient(before, handover, asked.ids)
-            recipient = await self._begun(asked, handover, None if before is None else before.emitted())
+                return Recipient(before, handover, recipient.ids)
+            await self._begun(recipient, None if before is None else before.emitted())
             kept.submission = recipient.submission
             return recipient
 
-    async def _read(self, read: Read, handover: Handover) -> "_Asked":
-        return await self.in_thread(self._checked, read, handover)
-
-    def _checked(self, read: Read, handover: Handover) -> "_Asked":
+    def _read(self, read: Read, handover: Handover) -> Recipient:
+        """Whoever waits for what a body asks for, before any of it is submitted."""
         served, body = read(handover.key)
         body = body.seeded()
         check_bounds(body, self.settings)
@@ -97,30 +111,19 @@ class Service:
             ids = EventIds.of(body, fingerprint, handover.last_event_id)
         elif handover.last_event_id is not None:
             raise BodyError("Last-Event-ID is for streams: send stream: true, or no such id", "stream")
-        return _Asked(served, body, ids, digest_of(body) if handover.idempotency is not None else "")
+        asked = digest_of(body) if handover.idempotency is not None else ""
+        return Recipient(Submission(served, body, asked), handover, ids)
 
-    async def _begun(self, asked: "_Asked", handover: Handover, emitted: Sequence[Sequence[int]] | None) -> Recipient:
+    async def _begun(self, recipient: Recipient, emitted: Sequence[Sequence[int]] | None) -> Recipient:
         """emitted: ids of its texts that are known here, which may be more than the handover says."""
-        submitting = asyncio.ensure_future(self.in_thread(self._submitted, asked, emitted))
+        submission = recipient.submission
+        submitting = asyncio.ensure_future(self.in_thread(submission.begin, emitted))
         try:
-            submission = await asyncio.shield(submitting)
+            await asyncio.shield(submitting)
         except asyncio.CancelledError:  # the thread goes on, and nobody will wait for what it submits
-            submitting.add_done_callback(_cancel_submission)
+            submitting.add_done_callback(lambda _: submission.cancel())
             raise
-        return Recipient(submission, handover, asked.ids)
-
-    def _submitted(self, asked: "_Asked", emitted: Sequence[Sequence[int]] | None) -> Submission:
-        submission = Submission(asked.served, asked.body, generations := [], asked.digest)
-        engine = asked.served.engine
-        known = emitted_by(asked.body.requests, emitted)
-        try:
-            for request, texts in zip(asked.body.requests, known, strict=True):
-                resumed = texts and request.options.beams == 1
-                generations.append(engine.resume(request, emitted=texts) if resumed else engine.submit(request))
-        except BaseException:
-            submission.cancel()
-            raise
-        return submission
+        return recipient
 
     def end(self) -> None:
         """Cancel all that goes on."""
@@ -156,31 +159,12 @@ class Service:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _cancel_submission(submitting: "asyncio.Future[Submission]") -> None:
-    if not submitting.cancelled() and submitting.exception() is None:
-        submitting.result().cancel()
-
-
-class _Asked(NamedTuple):
-    """A body that was read and may be served. ids: of its events; None where it is no stream. digest: of all it asks
-    for, where that is compared."""
-
-    served: ServedModel
-    body: Body
-    ids: EventIds | None
-    digest: str
-
-
 def _other_body(message: str) -> BodyError:
     return BodyError(message, code="idempotency_key_reused", status=422)
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
-    """The fields of a body.
-
-    Raises:
-        BodyError: it is not a JSON object, or holds what no request can hold.
-    """
+    """The fields of a body. Raises `BodyError`: it is not a JSON object, or holds what no request can hold."""
     try:
         fields = parse_request_json(raw)
     except TextError as error:

@@ -10,9 +10,9 @@ from starlette.types import Message, Receive, Scope, Send
 from onward.errors import OnwardError
 from onward.server.client import Client
 from onward.server.errors import DEFECT
-from onward.server.settings import Settings
+from onward.server.handover import Events
+from onward.server.models import Settings
 from onward.server.submission import Recipient
-from onward.server.told import Events
 
 _COMMENT = b": waiting\n\n"
 _HEADERS = {
@@ -51,11 +51,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._streams.add(self)
+            self._streams.open.add(self)
             self._client.on_leave(self._leave)
             await self._stream(send)
         finally:
-            self._streams.remove(self)
+            self._streams.open.discard(self)
             self._ended()
 
     def tick(self, now: float, settings: Settings) -> None:
@@ -136,13 +136,7 @@ class Streams:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._streams: set[EventStream] = set()
-
-    def add(self, stream: EventStream) -> None:
-        self._streams.add(stream)
-
-    def remove(self, stream: EventStream) -> None:
-        self._streams.discard(stream)
+        self.open: set[EventStream] = set()
 
     async def watch(self) -> None:
         """Runs until it is cancelled."""
@@ -150,5 +144,5 @@ class Streams:
         while True:
             await asyncio.sleep(pause)
             now = time.monotonic()
-            for stream in list(self._streams):
+            for stream in list(self.open):
                 stream.tick(now, self._settings)

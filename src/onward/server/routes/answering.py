@@ -1,41 +1,73 @@
-"""From a body to an answer: what the endpoints that generate have in common."""
+"""The endpoints that generate: /v1/chat/completions, /v1/completions and /v1/responses, which stores nothing."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from onward.completion import Completion
+from onward import __version__
+from onward.checkpoint import Tokenizer
+from onward.completion import Completion, Piece
 from onward.errors import OnwardError
-from onward.openai import AnswerKey, Body
+from onward.openai import (
+    URLS,
+    AnswerKey,
+    AnswerStream,
+    Body,
+    BodyReader,
+    ResponseStream,
+    answer_body,
+    error_fields,
+    read_response,
+    response_body,
+)
+from onward.openai.stream import as_json
 from onward.server.client import Client, read_body
+from onward.server.errors import rendered
 from onward.server.gate import access_of
-from onward.server.handover import Handover
-from onward.server.json_answer import rendered
-from onward.server.models import ServedModel
-from onward.server.service import Service
-from onward.server.settings import Settings
+from onward.server.handover import Events, Handover
+from onward.server.models import ServedModel, Settings
+from onward.server.service import Service, parsed
 from onward.server.sse import EventStream, Streams
 from onward.server.submission import Submission
-from onward.server.told import Events
 
-# A body as it came, and the key of its answer, to what it asks for.
-Read = Callable[[bytes, AnswerKey], tuple[ServedModel, Body]]
+# Reads the fields of a body that was sent to a URL.
+Read = Callable[[BodyReader, str, dict[str, Any], AnswerKey], Body]
 # Makes the events of a stream, and the whole answer.
 MakeEvents = Callable[[Submission], Events]
 MakeAnswer = Callable[[Submission, Sequence[Completion]], dict[str, Any]]
 
 
-async def answer(
-    service: Service, streams: Streams, request: Request, read: Read, events: MakeEvents, whole: MakeAnswer
-) -> Response:
-    """Read a body, have its requests served, and answer: in one piece, or with a stream.
+def router(service: Service, streams: Streams) -> APIRouter:
+    routes = APIRouter()
 
-    Raises:
-        OnwardError: what is wrong with the body, or with the engine.
-    """
+    def add(url: str, read: Read, events: MakeEvents, whole: MakeAnswer) -> None:
+        def read_raw(raw: bytes, key: AnswerKey) -> tuple[ServedModel, Body]:
+            fields = parsed(raw)
+            served = service.models.find(fields.get("model"))
+            return served, read(served.reader, url, fields, key)
+
+        @routes.post(url.removeprefix("/v1"))
+        async def generate(request: Request) -> Response:
+            return await _answer(service, streams, request, read_raw, events, whole)
+
+    for url in URLS:
+        add(url, BodyReader.read, _Chunks, _whole)
+    add("/v1/responses", lambda reader, _, fields, key: read_response(reader, fields, key), _Events, _whole_response)
+    return routes
+
+
+async def _answer(
+    service: Service,
+    streams: Streams,
+    request: Request,
+    read: Callable[[bytes, AnswerKey], tuple[ServedModel, Body]],
+    events: MakeEvents,
+    whole: MakeAnswer,
+) -> Response:
+    """Read a body, have its requests served, and answer: in one piece, or with a stream."""
     access = access_of(request.scope)
     handover = Handover.of(request.scope)
     try:
@@ -44,7 +76,7 @@ async def answer(
         return _nobody()
     client = Client(request.receive)
     try:
-        recipient = await service.submit(client, partial(read, raw), handover)
+        recipient = await service.submit(client, lambda key: read(raw, key), handover)
     except BaseException:
         client.close()
         raise
@@ -85,3 +117,77 @@ async def read_logged(request: Request, settings: Settings) -> bytes:
 def _nobody() -> Response:
     """The answer to a client that has left. Only the log sees its status, which is nginx's."""
     return Response(status_code=499)
+
+
+def _tokenizer(submission: Submission) -> Tokenizer:
+    tokenizer = submission.served.engine.lm.tokenizer
+    assert tokenizer is not None, "a served model has one"
+    return tokenizer
+
+
+def _whole(submission: Submission, completions: Sequence[Completion]) -> dict[str, Any]:
+    return answer_body(submission.body, completions, _tokenizer(submission), __version__)
+
+
+def _whole_response(submission: Submission, completions: Sequence[Completion]) -> dict[str, Any]:
+    return response_body(submission.body, completions[0], _tokenizer(submission), __version__)
+
+
+class _Chunks:
+    """The chunks of an answer as events."""
+
+    singly = False
+
+    def __init__(self, submission: Submission) -> None:
+        self._chunks = AnswerStream(submission.body, _tokenizer(submission), __version__)
+
+    def begin(self, at: int) -> list[str]:
+        return list(map(_event, self._chunks.begin(at)))
+
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        return [(told, _event(chunk)) for told, chunk in self._chunks.pieces(at, pieces)]
+
+    def end(self, at: int, completion: Completion) -> list[str]:
+        return list(map(_event, self._chunks.end(at, completion)))
+
+    def finish(self) -> list[str]:
+        return list(map(_event, [*self._chunks.usage(), "[DONE]"]))
+
+    def error(self, error: OnwardError) -> list[str]:
+        return [_event(as_json({"error": error_fields(error)}))]
+
+
+def _event(chunk: str) -> str:
+    return f"data: {chunk}\n\n"
+
+
+class _Events:
+    """The events of a response, each with its name."""
+
+    singly = True
+
+    def __init__(self, submission: Submission) -> None:
+        self._stream = ResponseStream(submission.body, _tokenizer(submission), __version__)
+
+    def begin(self, at: int) -> list[str]:
+        return _named(self._stream.begin())
+
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        events = []
+        for whole, piece in enumerate(pieces):
+            told = _named(self._stream.pieces([piece]))
+            events += [(whole + (event is told[-1]), event) for event in told]
+        return events
+
+    def end(self, at: int, completion: Completion) -> list[str]:
+        return _named(self._stream.end(completion))
+
+    def finish(self) -> list[str]:
+        return []
+
+    def error(self, error: OnwardError) -> list[str]:
+        return _named(self._stream.error(error))
+
+
+def _named(events: Sequence[dict[str, Any]]) -> list[str]:
+    return [f"event: {event['type']}\ndata: {as_json(event)}\n\n" for event in events]

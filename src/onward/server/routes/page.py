@@ -1,6 +1,6 @@
 """The page at /: files as they are, under a policy by which nothing of it comes from elsewhere."""
 
-from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -34,18 +34,10 @@ _HEADERS = {
 
 def router() -> APIRouter:
     routes = APIRouter()
-
     for address, path in PAGE_FILES.items():
-        routes.add_api_route(address, _serving(path), methods=["GET"], include_in_schema=address == "/")
+        routes.add_api_route(address, partial(_file, path), methods=["GET"], include_in_schema=address == "/")
     return routes
 
 
-def _serving(path: Path) -> Callable[[], Awaitable[Response]]:
-    async def part() -> Response:
-        return _file(path)
-
-    return part
-
-
-def _file(path: Path) -> Response:
+async def _file(path: Path) -> Response:
     return FileResponse(path, media_type=_KINDS[path.suffix], headers=_HEADERS)

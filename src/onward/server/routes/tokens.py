@@ -12,8 +12,7 @@ from onward.openai import AnswerKey, BodyError
 from onward.openai.answer_key import LAST_SECOND
 from onward.openai.body import read_messages, read_template_variables
 from onward.requests.request import checked_ids
-from onward.server.json_answer import JsonAnswer
-from onward.server.models import ServedModel
+from onward.server.errors import JsonAnswer
 from onward.server.routes.answering import read_logged
 from onward.server.service import Service, parsed
 
@@ -46,10 +45,13 @@ def _tokenized(service: Service, raw: bytes) -> dict[str, Any]:
     names = _OF_CHAT if "messages" in fields else _OF_PROMPT
     for name in set(fields) - {*names, "model"}:
         raise BodyError(f"{name} is not for {names[0]}: leave it out", name)
-    times = {"created": _created(fields)} if "messages" in fields else {}
+    of_chat = {"created": _created(fields)} if "messages" in fields else {}
     try:
-        if "messages" in fields:
-            tokens = _chat_tokens(served, fields, **times)
+        if of_chat:
+            variables = {**served.reader.variables, **read_template_variables(lm, fields)}
+            variables["add_generation_prompt"] = _boolean(fields, "add_generation_prompt")
+            now = AnswerKey.new(of_chat["created"]).time
+            tokens = lm.chat_prompt(read_messages(fields["messages"]), variables, now)
         else:
             if not isinstance(fields["prompt"], str):
                 raise BodyError(f"prompt must be a text; got {fields['prompt']!r}", "prompt", "invalid_type")
@@ -58,15 +60,7 @@ def _tokenized(service: Service, raw: bytes) -> dict[str, Any]:
         raise
     except (RequestError, TokenizerError) as error:
         raise BodyError(str(error), names[0]) from error
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.max_model_len, **times}
-
-
-def _chat_tokens(served: ServedModel, fields: dict[str, Any], created: int) -> list[int]:
-    """The ids that a chat taken at the time `created` reads."""
-    lm = served.engine.lm
-    variables = {**served.reader.variables, **read_template_variables(lm, fields)}
-    variables["add_generation_prompt"] = _boolean(fields, "add_generation_prompt")
-    return lm.chat_prompt(read_messages(fields["messages"]), variables, AnswerKey.new(created).time)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.max_model_len, **of_chat}
 
 
 def _created(fields: dict[str, Any]) -> int:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import onward
+from block_accounts import check_accounts
 from onward import GenerateOptions, LanguageModel, Session, Speculator, native
 from onward.cache import PagedSlots
 from onward.errors import ConfigError, OnwardWarning
@@ -181,7 +182,7 @@ def test_texts_evict_the_states_of_others():
         got = lm.generate(prompt, draft=chance.choice([None, "lookup"]), **options)
         assert ids(got) == ids(empty.generate(prompt, **options))
         found += got.cached_tokens
-        lm._kept._shared.slots.check()
+        check_accounts(lm._kept._shared.slots)
     assert found > 200
 
 
@@ -212,7 +213,7 @@ def test_states_come_and_go_with_texts(lm):
     slots.release(taken.pop(), [1, 2, 3])
     slot, reused = slots.acquire([1, 2, 3, 4], 40)
     assert reused == 0
-    slots.check()
+    check_accounts(slots)
     assert slots.fork(slot, 5, 40) is None
     assert not slots.holds(slot, 5)  # nothing was computed, so there are no states of 5 positions
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.conftest import FULL
 
+from block_accounts import check_accounts
 from onward import GenerateOptions, LanguageModel, Session, Speculator, native
 from onward.cache import KVBlocks
 from onward.engine import Engine
@@ -69,7 +70,7 @@ def ids(completion):
 
 def check(lm):
     slots = lm._kept._shared.slots
-    slots.check()
+    check_accounts(slots)
     assert slots.free + slots.cached + slots.held == slots.total
     return slots
 
@@ -255,7 +256,7 @@ def test_an_engine_with_little_memory(engines, requests, chunk, texts, overcommi
             wanted = whole.generate(prompt, **{**options, "draft": None})
             assert [ids(one) for one in generation.result(60).choices] == [ids(one) for one in wanted.choices]
     slots = engine._serving.slots
-    slots.check()
+    check_accounts(slots)
     assert slots.held == 0
     assert slots.free + slots.cached == slots.total
 

@@ -100,8 +100,9 @@ class Addresses:
         now = self._params_now()
         if self._freed or now != self._params_at:
             tensors = [tensor for param in self._params if (tensor := param()) is not None]
-            self._freed = freed = []
+            freed: list[object] = []
             self._memory_of_params = [weakref.ref(tensor.untyped_storage(), freed.append) for tensor in tensors]
+            self._freed = freed
             self._params_at = now
 
     def point_logits(self, logits: Tensor) -> None:

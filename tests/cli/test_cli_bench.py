@@ -7,7 +7,7 @@ from command_line import Cli
 
 import onward
 from onward import native
-from onward.cli.speed import bytes_per_token, measure
+from onward.cli.bench import bytes_per_token, measure
 
 SHORT = ["--prompt-tokens", "6", "--new-tokens", "4", "--rounds", "2"]
 KERNELS = pytest.mark.skipif(native.library() is None, reason="no native library was built")

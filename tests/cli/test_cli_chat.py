@@ -8,9 +8,8 @@ from command_line import Cli
 
 import onward
 from onward.cli.chat import converse
-from onward.cli.conversation import Conversation
-from onward.cli.session import ChatSession
-from onward.cli.slash import COMMANDS
+from onward.cli.chat_session import ChatSession, Conversation
+from onward.cli.repl import COMMANDS
 from onward.errors import ContextOverflowError, RequestError
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
@@ -188,7 +187,7 @@ def test_an_answer_interrupted_at_once_leaves_the_chat_as_it_was(
     def interrupted(*arguments: object) -> onward.Completion:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("onward.cli.session.follow", interrupted)
+    monkeypatch.setattr("onward.cli.chat_session.follow", interrupted)
     assert session.ask("Tell me a story.", ignore).text == ""
     assert session.conversation == Conversation()
 

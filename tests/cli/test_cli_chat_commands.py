@@ -9,9 +9,8 @@ from command_line import Cli
 import onward
 from onward.checkpoint import ChatTemplate
 from onward.cli.chat import recap
-from onward.cli.conversation import Conversation
-from onward.cli.session import ChatSession
-from onward.cli.slash import run_command
+from onward.cli.chat_session import ChatSession, Conversation
+from onward.cli.repl import run_command
 from onward.errors import RequestError
 from onward.sampling import sample_seed
 
@@ -72,7 +71,7 @@ def test_a_retry_that_is_interrupted_at_once_leaves_the_answer(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("onward.cli.session.follow", interrupted)
+        patch.setattr("onward.cli.chat_session.follow", interrupted)
         session.retry(ignore)
     assert session.conversation.turns == turns
     session.options["temperature"] = -1.0

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import onward
-from onward.cli.conversation import Conversation
-from onward.cli.session import ChatSession
+from onward.cli.chat_session import ChatSession, Conversation
 from onward.errors import SessionError
 
 TEXTS = st.text(st.characters(codec="utf-8"))

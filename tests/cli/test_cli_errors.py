@@ -132,7 +132,7 @@ def test_a_file_that_may_not_be_read(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_no_prompt_at_all(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onward.cli.prompt.is_terminal", lambda stream: True)
+    monkeypatch.setattr("onward.cli.inputs.is_terminal", lambda stream: True)
     assert_one_line(cli("generate"), "no prompt", "--file")
 
 

@@ -11,7 +11,7 @@ import torch
 from command_line import Cli
 
 import onward
-from onward.cli.facts import Fact, as_lines
+from onward.cli.info import Fact, as_lines
 from onward.reprs import in_bytes
 
 

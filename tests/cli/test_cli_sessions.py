@@ -10,8 +10,7 @@ from safetensors import safe_open
 
 import onward
 from onward.cli.chat import converse
-from onward.cli.conversation import Conversation
-from onward.cli.session import ChatSession
+from onward.cli.chat_session import ChatSession, Conversation
 from onward.errors import OnwardError, SessionError
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
@@ -124,7 +123,7 @@ def test_an_interrupted_answer_is_kept(cli: Cli, lm: onward.LanguageModel, loade
                 raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("onward.cli.session.follow", interrupted)
+        patch.setattr("onward.cli.chat_session.follow", interrupted)
         assert cli("chat", *FLAGS, "--session", str(file), input="Tell me a story.").code == 130
     chat = ChatSession(lm, "demo", GREEDY, Conversation())
     chat.keep_in(file)

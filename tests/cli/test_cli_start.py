@@ -9,7 +9,7 @@ import pytest
 from command_line import ENVIRONMENT, PROGRAM, Cli
 
 import onward
-from onward.cli.help import GROUPS
+from onward.cli.flags import GROUPS
 
 COMMANDS = ("generate", "chat", "serve", "deploy", "batch", "score", "eval", "quantize", "convert", "bench", "info")
 HELP = [(), *((command,) for command in COMMANDS)]

@@ -9,7 +9,7 @@ import pytest
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
 from onward import MessageDelta, Piece
-from onward.cli import chat_input
+from onward.cli import repl
 from onward.cli.chat import AnswerWriter
 from onward.cli.terminal import TextWriter, end_line, note, report, waiting, write
 from onward.errors import OnwardWarning
@@ -105,8 +105,8 @@ def test_reasoning_is_dim_on_a_terminal(
 
 def test_the_history_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "new" / "state"))
-    file = chat_input.state_folder() / "chat_history"
-    history = chat_input._history(file)
+    file = repl.state_folder() / "chat_history"
+    history = repl._history(file)
     assert isinstance(history, FileHistory)
     history.store_string("Hello there!")
     assert "Hello there!" in file.read_text()
@@ -120,7 +120,7 @@ def test_the_history_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_history_that_cannot_be_kept_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(OnwardWarning, match="history of this chat will not be kept"):
-        history = chat_input._history(tmp_path / "file" / "chat_history")
+        history = repl._history(tmp_path / "file" / "chat_history")
     assert isinstance(history, InMemoryHistory)
 
 

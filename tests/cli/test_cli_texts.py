@@ -52,7 +52,7 @@ def test_json_holds_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) 
 
 
 def test_an_impossible_token_is_null_in_json() -> None:
-    from onward.cli.json_output import json_fields
+    from onward.cli.inputs import json_fields
     from onward.decoding import TokenLogprobs
 
     timing = onward.Timing(0.0, [], 0.0, 0.0)
@@ -63,7 +63,7 @@ def test_an_impossible_token_is_null_in_json() -> None:
 
 
 def test_a_character_of_several_tokens_is_in_the_last_of_them(lm: onward.LanguageModel) -> None:
-    from onward.cli.json_output import json_fields
+    from onward.cli.inputs import json_fields
 
     ids = lm.encode("a ✓ 🙂", add_special_tokens=False)
     timing = onward.Timing(0.0, [], 0.0, 0.0)

@@ -3,8 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,24 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import onward
-from onward.cli.flags import AdapterFlags, DraftFlags, EngineFlags, ModelFlags, TemplateFlags
-from onward.cli.help import LENGTH, MODEL
-from onward.cli.loading import find, load_model
-from onward.cli.machine import usable_cores
-from onward.cli.prompt import expanded
-from onward.cli.streaming import count
-from onward.cli.template import template_variables
-from onward.cli.terminal import Show, note, waiting
+from onward.cli.flags import LENGTH, MODEL, AdapterFlags, DraftFlags, EngineFlags, ModelFlags, TemplateFlags, flag
+from onward.cli.info import usable_cores
+from onward.cli.inputs import expanded
+from onward.cli.loading import find, load_model, template_variables
+from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError
 
 if TYPE_CHECKING:
-    from onward.batches import BatchResults, Progress, Replica
-    from onward.openai import BatchInput, BodyReader
+    from onward.batches import Progress, Replica
+    from onward.openai import BodyReader
 
 # The fewest lines that an engine has to choose from at a time, beside as many that are on their way.
 _FEWEST = 32
-
-_length, _model = (partial(typer.Option, rich_help_panel=group) for group in (LENGTH, MODEL))
 
 
 def batch(
@@ -40,20 +34,11 @@ def batch(
         Path, typer.Argument(metavar="OUT", help="Where the results go: a file or a folder, as IN is.")
     ],
     *,
-    replicas: Annotated[
-        int | None, typer.Option("--replicas", metavar="N", help="Serve over N replicas, on Ray: onward[cluster].")
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option("--address", metavar="HOST:PORT", help="Of a Ray cluster; else this machine alone.")
-    ] = None,
+    replicas: int | None = flag("Serve over N replicas, on Ray: onward[cluster]."),
+    address: str | None = flag("A Ray cluster; else this machine alone.", metavar="HOST:PORT"),
     engine: EngineFlags,
-    max_new_tokens: Annotated[
-        int | None,
-        _length("--max-new-tokens", "-n", metavar="N", help="Of lines without max_tokens; else the model's own."),
-    ] = None,
-    model_name: Annotated[
-        str | None, _model("--model-name", metavar="NAME", help="What lines call the model; else SOURCE of --model.")
-    ] = None,
+    max_new_tokens: int | None = flag("Of lines without max_tokens; else the model's own.", "-n", group=LENGTH),
+    model_name: str | None = flag("Name of the model in lines; else that of --model.", group=MODEL, metavar="NAME"),
     template: TemplateFlags,
     model: ModelFlags,
     drafting: DraftFlags,
@@ -72,7 +57,7 @@ def batch(
     custom_id gives one.
     """
     with waiting("starting …"):
-        from onward.batches import BatchResults, EngineReplica
+        from onward.batches import BatchJob, BatchResults, EngineReplica
         from onward.openai import BatchInput
     source, destination = expanded(source), expanded(destination)
     if replicas is None and address is not None:
@@ -81,20 +66,34 @@ def batch(
         raise RequestError(f"--replicas must be 1 or more; got {replicas}")
     requests, limits = BatchInput(source), engine.limits()
     most = max(_FEWEST, limits.get("max_sequences", _FEWEST))
+
+    def serve(start: "Callable[[], Replica]", **amounts: int) -> "Progress":
+        over = "" if replicas is None else f" over {count(replicas, 'replica')}"
+        with waiting(f"serving {count(requests.count, 'line')}{over} …") as show:
+
+            def show_progress(now: "Progress") -> None:
+                show(now.over / now.lines, f"{now.failed:,} failed" if now.failed else "")
+
+            job = BatchJob(requests, results, start, replicas or 1, show=show_progress, **amounts)
+            _run(job.run, job.progress)
+        return job.progress
+
     with BatchResults(destination, requests) as results:
         if replicas is None:
             reader = _reader(model, drafting, adapting, template, model_name, max_new_tokens)
             with onward.Engine(reader.lm, **limits) as here:
                 replica = EngineReplica(here, reader)
-                progress = _serve(requests, results, lambda: replica, chunk=1, ahead=3 * most)
+                progress = serve(lambda: replica, chunk=1, ahead=3 * most)
         else:
             from onward.batches.replicas import RayReplica
             from onward.cluster.ray_session import connected
 
-            model = _for_replicas(model, replicas, address)
+            find(model.model)  # before replicas ask for it
+            if model.threads is None and address is None:
+                model = dataclasses.replace(model, threads=max(1, usable_cores() // replicas))
             make = partial(_reader, model, drafting, adapting, template, model_name, max_new_tokens)
             with connected(address, replicas):
-                progress = _serve(requests, results, partial(RayReplica, make, limits), replicas, chunk=most)
+                progress = serve(partial(RayReplica, make, limits), chunk=most)
     if progress.failed:
         at = f"{str(destination)!r} says why"
         raise RequestError(f"{progress.failed} of {count(requests.count, 'line')} could not be served; {at}")
@@ -119,35 +118,8 @@ def _reader(
     return BodyReader(lm, model_name or model.model, options, template_variables(template, lm, model.model))
 
 
-def _serve(
-    requests: "BatchInput",
-    results: "BatchResults",
-    start: "Callable[[], Replica]",
-    replicas: int | None = None,
-    **amounts: int,
-) -> "Progress":
-    """amounts: see `BatchJob`."""
-    from onward.batches import BatchJob
-
-    over = "" if replicas is None else f" over {count(replicas, 'replica')}"
-    with waiting(f"serving {count(requests.count, 'line')}{over} …") as show:
-        job = BatchJob(requests, results, start, replicas or 1, show=partial(_show, show), **amounts)
-        with _said(job.progress):
-            asyncio.run(job.run())
-    return job.progress
-
-
-def _for_replicas(model: ModelFlags, replicas: int, address: str | None) -> ModelFlags:
-    """The model's files are fetched before replicas ask for them; on one machine they share its cores."""
-    find(model.model)
-    if model.threads is not None or address is not None:
-        return model
-    return dataclasses.replace(model, threads=max(1, usable_cores() // replicas))
-
-
-@contextmanager
-def _said(progress: "Progress") -> Iterator[None]:
-    """When the block ends, a line: '40 lines: 12 done before, 27 served, 1 failed · 1,290 tokens in 8.1 s'."""
+def _run(run: Callable[[], Any], progress: "Progress") -> None:
+    """Run the job, and print a line: '40 lines: 12 done before, 27 served, 1 failed · 1,290 tokens in 8.1 s'."""
     began = time.perf_counter()
 
     def summary() -> str:
@@ -156,12 +128,8 @@ def _said(progress: "Progress") -> Iterator[None]:
         return f"{parts} · {count(progress.tokens, 'token')} in {time.perf_counter() - began:.1f} s"
 
     try:
-        yield
+        asyncio.run(run())
     except KeyboardInterrupt:
         note(f"{summary()}; the same command goes on")
         raise
     typer.echo(summary())
-
-
-def _show(show: Show, progress: "Progress") -> None:
-    show(progress.over / progress.lines, f"{progress.failed:,} failed" if progress.failed else "")

@@ -2,19 +2,19 @@
 
 import dataclasses
 import json
-import shutil
+import random
 import statistics
-import sys
-from typing import TYPE_CHECKING, Annotated, Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import typer
 
-from onward.cli.facts import Fact, as_lines, as_object
-from onward.cli.flags import ModelFlags, SourceArgument, with_source
+from onward.cli.flags import ModelFlags, SourceArgument, flag, with_source
+from onward.cli.info import Fact, as_object, kernel_facts, machine_facts, print_sections
 from onward.cli.loading import load_model
-from onward.cli.machine import kernel_facts, machine_facts
-from onward.cli.speed import Speed, bytes_per_token, measure
-from onward.cli.terminal import is_terminal, waiting
+from onward.cli.terminal import waiting
 from onward.errors import RequestError
 from onward.native import last_level_cache_bytes
 from onward.reprs import in_bytes
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def bench(
     source: SourceArgument = None,
     *,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", metavar="N", help="Prompts of N random ids.")] = 128,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", metavar="N", help="Continue each by N tokens.")] = 64,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Medians over N prompts.")] = 5,
-    profile: Annotated[bool, typer.Option("--profile", help="Print the time by kernel, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    prompt_tokens: int = flag("Prompts of N random tokens.", default=128),
+    new_tokens: int = flag("Continue each by N tokens.", default=64),
+    rounds: int = flag("Medians over N prompts.", default=5),
+    profile: bool = flag("Print the time by kernel, too.", default=False),
+    as_json: bool = flag("Print one JSON object.", "--json", default=False),
     model: ModelFlags,
 ) -> None:
     """Measure tokens per second, beside the memory's speed.
@@ -39,10 +39,13 @@ def bench(
     Decoding one text reads all weights for every token, so no token can take
     less than reading them does: that limit is measured between the runs.
     """
-    for name, value, least in (("prompt", prompt_tokens, 1), ("new", new_tokens, 2), ("rounds", rounds, 1)):
+    for name, value, least in (
+        ("prompt-tokens", prompt_tokens, 1),
+        ("new-tokens", new_tokens, 2),
+        ("rounds", rounds, 1),
+    ):
         if value < least:
-            option = name if name == "rounds" else f"{name}-tokens"
-            raise RequestError(f"--{option} must be {least} or more; got {value}")
+            raise RequestError(f"--{name} must be {least} or more; got {value}")
     model = with_source(model, source)
     lm = load_model(model)
     with waiting("measuring …"):
@@ -55,12 +58,12 @@ def bench(
     }
     reports = {"token": token, "prompt": prompt} if profile else {}
     if as_json:
-        measurements = as_object(sections) | {f"{name}_profile": _as_rows(report) for name, report in reports.items()}
+        measurements = as_object(sections) | {
+            f"{name}_profile": [dataclasses.asdict(row) for row in report.rows] for name, report in reports.items()
+        }
         typer.echo(json.dumps(measurements, ensure_ascii=False).encode())
         return
-    width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
-    for line in as_lines(sections, width):
-        typer.echo(line if line.startswith(" ") else typer.style(line, bold=True))
+    print_sections(sections)
     for name, report in reports.items():
         what = f"a token after {prompt_tokens}" if name == "token" else f"a prompt of {prompt_tokens}"
         typer.echo(f"\n{typer.style(what, bold=True)}\n{report}")
@@ -77,7 +80,7 @@ def _model_facts(lm: "LanguageModel", flags: ModelFlags, report: "Report") -> li
     ]
 
 
-def _speed_facts(lm: "LanguageModel", speed: Speed, prompt: int, new: int) -> list[Fact]:
+def _speed_facts(lm: "LanguageModel", speed: "Speed", prompt: int, new: int) -> list[Fact]:
     prefill, token, bandwidth = map(statistics.median, (speed.prefill, speed.token, speed.bandwidth))
     weights, cache = bytes_per_token(lm, prompt + new // 2)
     fraction = (weights + cache) / token / bandwidth
@@ -97,5 +100,74 @@ def _speed_facts(lm: "LanguageModel", speed: Speed, prompt: int, new: int) -> li
     ]
 
 
-def _as_rows(report: "Report") -> list[dict[str, Any]]:
-    return [dataclasses.asdict(row) for row in report.rows]
+# Larger than any cache, small enough for any machine that holds a model.
+_BUFFER_BYTES = 256 * 2**20
+
+
+@dataclass
+class Speed:
+    """Seconds, one entry a run; a decode run has one for each token.
+
+    first: of the first request, which makes the programs; it is not among the others.
+    bandwidth: bytes per second that the threads read from memory, measured between the runs.
+    """
+
+    first: float
+    prefill: list[float] = field(default_factory=list)
+    token: list[float] = field(default_factory=list)
+    bandwidth: list[float] = field(default_factory=list)
+
+
+def measure(lm: "LanguageModel", prompt_tokens: int, new_tokens: int, rounds: int) -> Speed:
+    """Random prompts of `prompt_tokens`, each continued greedily by `new_tokens`, 2 or more.
+
+    Raises:
+        ContextOverflowError: more tokens than the model's context.
+    """
+    read = _reader()
+
+    def run(seed: int) -> tuple[float, list[float]]:
+        draw = random.Random(seed)
+        prompt = [draw.randrange(lm.model.vocab_size) for _ in range(prompt_tokens)]
+        completion = lm.generate(prompt, max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
+        assert not isinstance(completion, list)
+        timing = completion.timing
+        return timing.prefill_ms / 1e3, [ms / 1e3 for ms in timing.per_token_ms]
+
+    speed = Speed(first=_seconds(lambda: run(0)))
+    for seed in range(1, rounds + 1):
+        speed.bandwidth.append(_BUFFER_BYTES / statistics.median(_seconds(read) for _ in range(3)))
+        prefill, tokens = run(seed)
+        speed.prefill.append(prefill)
+        speed.token += tokens
+    return speed
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def _reader() -> Callable[[], object]:
+    """Reads a buffer of written pages with the threads that the kernels run on."""
+    import torch
+
+    from onward.ops.operators import usable_library
+
+    buffer = torch.full((_BUFFER_BYTES,), 7, dtype=torch.uint8)
+    library = usable_library()
+    if library is None:
+        return buffer.view(torch.int64).sum
+    return lambda: library.onward_probe_read(buffer.data_ptr(), _BUFFER_BYTES, 2**20)
+
+
+def bytes_per_token(lm: "LanguageModel", position: int) -> tuple[int, int]:
+    """(bytes of weights, bytes of cache) that the token at `position` reads."""
+    from torch import Tensor
+    from torch.utils import _pytree as pytree
+
+    cache = pytree.tree_leaves(lm.new_cache(1, position + 1))
+    cached = sum(leaf.nbytes for leaf in cache if isinstance(leaf, Tensor))
+    rows = lm.explain(1, 1, position).rows
+    return sum(row.nbytes for row in rows) or lm.model.nbytes, cached

@@ -4,36 +4,31 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from onward.cli.chat_input import ChatInput, PipedInput, TerminalInput
-from onward.cli.conversation import Conversation
+from onward.cli.chat_session import Answer, ChatSession, Conversation
 from onward.cli.flags import (
+    CHAT,
     AdapterFlags,
     DraftFlags,
     ModelFlags,
     SamplingFlags,
     SourceArgument,
     TemplateFlags,
+    flag,
     options_of,
     with_source,
 )
-from onward.cli.help import CHAT
-from onward.cli.loading import load_model
-from onward.cli.prompt import expanded
-from onward.cli.session import Answer, ChatSession
-from onward.cli.slash import COMMANDS, Retry, run_command
-from onward.cli.streaming import count
-from onward.cli.template import template_variables
-from onward.cli.terminal import TextWriter, columns, fitted, is_terminal, note, report, shortened, write
+from onward.cli.inputs import expanded
+from onward.cli.loading import load_model, template_variables
+from onward.cli.repl import COMMANDS, ChatInput, PipedInput, Retry, TerminalInput, run_command
+from onward.cli.terminal import TextWriter, columns, count, fitted, is_terminal, note, report, shortened, write
 from onward.errors import OnwardError
 
 if TYPE_CHECKING:
     from onward import Piece
-
-_chat = partial(typer.Option, rich_help_panel=CHAT)
 
 # Turns of a resumed chat that are shown again.
 _RECAP = 2
@@ -42,10 +37,8 @@ _RECAP = 2
 def chat(
     source: SourceArgument = None,
     *,
-    system: Annotated[str | None, _chat("--system", metavar="TEXT", help="The system message.")] = None,
-    file: Annotated[
-        Path | None, _chat("--session", metavar="FILE", help="Go on with the chat in FILE, and keep it there.")
-    ] = None,
+    system: str | None = flag("The system message.", group=CHAT),
+    file: Path | None = flag("Continue the chat in FILE, and save it there.", "--session", group=CHAT),
     template: TemplateFlags,
     sampling: SamplingFlags,
     model: ModelFlags,

@@ -1,4 +1,4 @@
-"""`onward eval`: the tasks of lm-evaluation-harness."""
+"""`onward score` and `onward eval`: a text's perplexity, and the tasks of lm-evaluation-harness."""
 
 import json
 from pathlib import Path
@@ -6,30 +6,60 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.flags import AdapterFlags, ModelFlags
-from onward.cli.loading import load_model
-from onward.cli.prompt import expanded
-from onward.cli.terminal import waiting
+from onward.cli.flags import AdapterFlags, ModelFlags, flag
+from onward.cli.inputs import expanded, finite, parse_ids, read_prompt
+from onward.cli.loading import importing, load_model
+from onward.cli.terminal import count, waiting
 from onward.errors import RequestError
+
+
+def score(
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="The text; '-' or none reads standard input.")
+    ] = None,
+    *,
+    file: Path | None = flag("Read the text from FILE.", "-f"),
+    ids: bool = flag("The text is token ids.", default=False),
+    stride: int | None = flag("For a text longer than the context: windows N tokens apart."),
+    as_json: bool = flag("Print one JSON object.", "--json", default=False),
+    model: ModelFlags,
+    adapting: AdapterFlags,
+) -> None:
+    """Print a text's perplexity under a model.
+
+    The first token is given: nothing predicts it, and it counts for nothing.
+    The log-likelihood is the sum of the others' logprobs, in nats; the
+    perplexity is exp of its mean, with the sign turned.
+
+    With --stride N windows as long as the context, each N tokens after the
+    one before, score what is new in them: every token once, given at least
+    context - N tokens before it. A smaller N is nearer the truth and slower.
+    """
+    written = read_prompt(text, file)
+    prompt = parse_ids(written) if ids else written
+    lm = load_model(model, adapting=adapting)
+    with waiting("scoring …"):
+        score = lm.score(prompt, stride=stride, adapter=adapting.first().get("adapter"))
+    assert not isinstance(score, list)
+    scored = len(score.token_ids) - 1
+    if as_json:
+        numbers = {"perplexity": finite(score.perplexity), "log_likelihood": finite(score.log_likelihood)}
+        typer.echo(json.dumps(numbers | {"tokens": scored}))
+    else:
+        typer.echo(
+            f"perplexity {score.perplexity:.6g} · log-likelihood {score.log_likelihood:.6g} · {count(scored, 'token')}"
+        )
 
 
 def evaluate(
     tasks: Annotated[list[str], typer.Argument(metavar="TASK", help="Names of tasks and groups, such as arc_easy.")],
     *,
-    include: Annotated[
-        Path | None, typer.Option("--include", metavar="FOLDER", help="Tasks of your own: a folder of YAML files.")
-    ] = None,
-    shots: Annotated[
-        int | None, typer.Option("--shots", min=0, metavar="N", help="Examples before each prompt; the task's own.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="N", help="The first N documents of each task alone.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Write prompts with the chat template.")] = False,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, metavar="N", help="Prompts that are completed together.")
-    ] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    include: Path | None = flag("Tasks of your own: a folder of YAML files.", metavar="FOLDER"),
+    shots: int | None = flag("Examples before each prompt; else the task's own.", min=0),
+    limit: int | None = flag("The first N documents of each task alone.", min=1),
+    chat: bool = flag("Write prompts with the chat template.", default=False),
+    batch_size: int = flag("Prompts that are completed together.", default=8, min=1),
+    as_json: bool = flag("Print one JSON object.", "--json", default=False),
     model: ModelFlags,
     adapting: AdapterFlags,
 ) -> None:
@@ -44,6 +74,8 @@ def evaluate(
     with waiting("reading tasks …"):
         from lm_eval.tasks import TaskManager
 
+        from onward.integrations.lm_eval import OnwardLM
+
         manager = TaskManager(include_path=None if include is None else str(expanded(include)))
         if unknown := [task for task in tasks if task not in manager.all_tasks]:
             raise RequestError(
@@ -51,7 +83,7 @@ def evaluate(
                 "with its YAML file"
             )
     results = harness.simple_evaluate(
-        _model(lm, batch_size, adapting),
+        OnwardLM(lm, batch_size=batch_size, adapter=adapting.first().get("adapter")),
         tasks=tasks,
         num_fewshot=shots,
         limit=limit,
@@ -67,16 +99,7 @@ def evaluate(
         typer.echo(make_table(results).strip())
 
 
-def _model(lm: Any, batch_size: int, adapting: AdapterFlags) -> Any:
-    from onward.integrations.lm_eval import OnwardLM
-
-    return OnwardLM(lm, batch_size=batch_size, adapter=adapting.first().get("adapter"))
-
-
 def _harness() -> Any:
-    with waiting("starting …"):
-        try:
-            import lm_eval
-        except ModuleNotFoundError as error:
-            raise RequestError(f"tasks need the package {error.name}: pip install 'onward[eval]'") from error
+    with importing("tasks need", "eval"):
+        import lm_eval
     return lm_eval

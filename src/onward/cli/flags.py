@@ -1,20 +1,48 @@
-"""Flags that several commands share, each declared once."""
+"""The options of the commands, each declared once: its name, type, default, help and group.
+
+They stand here and not beside the options of `onward.sampling`, because a command's help must not import torch. A test
+compares the two.
+"""
 
 import dataclasses
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from typer import Argument, Option
+from typer.core import TyperCommand
 
-from onward.cli.help import CHAT, FORM, LENGTH, MODEL, OUTPUT, REPETITION, SAMPLING, TEXTS
-from onward.cli.prompt import read_text
+from onward.cli.inputs import read_text
 from onward.cli.terminal import waiting
 from onward.errors import RequestError
 from onward.text_input import TextError, parse_request_json
+
+PROMPT = "Prompt"
+CHAT = "Chat"
+MODEL = "Model"
+LENGTH = "Length and stops"
+SAMPLING = "Sampling"
+REPETITION = "Repetition and bans"
+FORM = "The form of the text"
+TEXTS = "Several texts"
+OUTPUT = "Output"
+# In the order of the help; a command's own options stand first, without a group.
+GROUPS = (PROMPT, MODEL, CHAT, LENGTH, SAMPLING, REPETITION, FORM, TEXTS, OUTPUT)
+
+# How the help writes a value of each type.
+_METAVARS = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
+
+
+def flag(help: str, *names: str, default: Any = None, group: str | None = None, **settings: Any) -> Any:
+    """Declare an option, as a field of a dataclass or as the default of a command's parameter.
+
+    names: another name than the field's, or a one-letter name beside it. settings: of `typer.Option`.
+    """
+    return field(default=default, metadata={"help": help, "names": names, "rich_help_panel": group, **settings})
 
 
 def _one_of(*names: str) -> Callable[[], list[str]]:
@@ -22,127 +50,59 @@ def _one_of(*names: str) -> Callable[[], list[str]]:
     return lambda: list(names)
 
 
-# An option in a group of the help.
-_chat, _model, _length, _sampling, _repetition, _form, _texts, _output = (
-    partial(Option, rich_help_panel=group) for group in (CHAT, MODEL, LENGTH, SAMPLING, REPETITION, FORM, TEXTS, OUTPUT)
+_length, _sampling, _repetition, _form, _texts, _output, _model, _chat = (
+    partial(flag, group=group) for group in (LENGTH, SAMPLING, REPETITION, FORM, TEXTS, OUTPUT, MODEL, CHAT)
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """The fields of `SamplingParams`, but for those that only code can give well (ids with numbers).
+    """The fields of `SamplingParams`, except those that only code can give well (ids with numbers).
 
-    None, False and [] mean not given: the checkpoint's default holds.
+    None, False and [] leave an option to the checkpoint.
     """
 
-    max_new_tokens: Annotated[
-        int | None, _length("--max-new-tokens", "-n", metavar="N", help="The most tokens to generate.")
-    ] = None
-    temperature: Annotated[
-        float | None,
-        _sampling("--temperature", "-t", metavar="X", help="0 takes the likeliest token; 1 samples freely."),
-    ] = None
-    top_k: Annotated[
-        int | None, _sampling("--top-k", metavar="N", help="Sample among the N likeliest tokens; 0: among all.")
-    ] = None
-    top_p: Annotated[
-        float | None, _sampling("--top-p", metavar="X", help="Sample among the likeliest that add up to X; 1: all.")
-    ] = None
-    min_p: Annotated[
-        float | None, _sampling("--min-p", metavar="X", help="Drop those less than X times as likely as the first.")
-    ] = None
-    typical_p: Annotated[
-        float | None,
-        _sampling(
-            "--typical-p", metavar="X", help="Sample among the ids of most typical surprise that add up to X; 1: all."
-        ),
-    ] = None
-    xtc_probability: Annotated[
-        float | None,
-        _sampling("--xtc-probability", metavar="X", help="With probability X drop the top choices but the last (XTC)."),
-    ] = None
-    xtc_threshold: Annotated[
-        float | None, _sampling("--xtc-threshold", metavar="X", help="What counts as a top choice for XTC.")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        _repetition("--repetition-penalty", metavar="X", help="Make what was said less likely; 1: do not."),
-    ] = None
-    presence_penalty: Annotated[
-        float | None, _repetition("--presence-penalty", metavar="X", help="Taken from the logits of ids in the output.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None,
-        _repetition("--frequency-penalty", metavar="X", help="The same, for each time that an id is there."),
-    ] = None
-    dry_multiplier: Annotated[
-        float | None,
-        _repetition(
-            "--dry-multiplier", metavar="X", help="Strength of the penalty on longer repetitions (DRY); 0: none."
-        ),
-    ] = None
-    dry_base: Annotated[
-        float | None, _repetition("--dry-base", metavar="X", help="How fast that grows with their length.")
-    ] = None
-    dry_allowed_length: Annotated[
-        int | None, _repetition("--dry-allowed-length", metavar="N", help="Repetitions up to this length are free.")
-    ] = None
-    no_repeat_ngram_size: Annotated[
-        int | None,
-        _repetition("--no-repeat-ngram-size", metavar="N", help="No N ids in a row occur twice; 0: they may."),
-    ] = None
-    bad_words: Annotated[
-        list[str] | None, _repetition("--bad-word", metavar="TEXT", help="Never write TEXT. Repeatable.")
-    ] = None
-    min_new_tokens: Annotated[
-        int | None, _length("--min-new-tokens", metavar="N", help="No token ends the text before N.")
-    ] = None
-    seed: Annotated[int | None, _sampling("--seed", metavar="N", help="The same seed gives the same text.")] = None
-    stop: Annotated[
-        list[str] | None, _length("--stop", metavar="TEXT", help="End before TEXT, taken literally. Repeatable.")
-    ] = None
-    eos: Annotated[list[int] | None, _length("--eos", metavar="ID", help="End after token ID. Repeatable.")] = None
-    ignore_eos: Annotated[bool, _length("--ignore-eos", help="Let no token end the text.")] = False
+    max_new_tokens: int | None = _length("Maximum number of tokens to generate.", "-n")
+    temperature: float | None = _sampling("0 takes the likeliest token; 1 samples freely.", "-t")
+    top_k: int | None = _sampling("Sample among the N likeliest tokens; 0: all.")
+    top_p: float | None = _sampling("Sample among the likeliest tokens that add up to X; 1: all.")
+    min_p: float | None = _sampling("Drop tokens less than X times as likely as the first; 0: none.")
+    typical_p: float | None = _sampling("Sample among the most typical tokens that add up to X; 1: all.")
+    xtc_probability: float | None = _sampling("With probability X, drop the top choices but the last (XTC).")
+    xtc_threshold: float | None = _sampling("Probability that makes a token a top choice for XTC.")
+    repetition_penalty: float | None = _repetition("Penalty on tokens already in the text; 1: none.")
+    presence_penalty: float | None = _repetition("Subtract X from the logits of generated tokens; 0: none.")
+    frequency_penalty: float | None = _repetition("The same for each time a token was generated; 0: none.")
+    dry_multiplier: float | None = _repetition("Strength of the penalty on longer repetitions (DRY); 0: none.")
+    dry_base: float | None = _repetition("How fast the DRY penalty grows with the repetition's length.")
+    dry_allowed_length: int | None = _repetition("Repetitions of up to N tokens have no DRY penalty.")
+    no_repeat_ngram_size: int | None = _repetition("No N tokens in a row occur twice; 0: they may.")
+    bad_words: list[str] | None = _repetition("Never write TEXT.", "--bad-word")
+    min_new_tokens: int | None = _length("Let no token end the text before N tokens.")
+    seed: int | None = _sampling("The same seed gives the same text.")
+    stop: list[str] | None = _length("End before TEXT, taken literally.")
+    eos: list[int] | None = _length("End after token ID.", metavar="ID")
+    ignore_eos: bool = _length("Let no token end the text.", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateFlags:
-    """The fields of `GenerateOptions` that a command line can give; None means not given."""
+    """The fields of `GenerateOptions` that a command line can give; None leaves an option to the checkpoint."""
 
-    n: Annotated[
-        int | None, _texts("--samples", metavar="N", min=1, help="N texts, with '---' lines between them.")
-    ] = None
-    beams: Annotated[
-        int | None, _texts("--beams", metavar="N", help="Search with N beams; prints the best text, or --samples.")
-    ] = None
-    length_penalty: Annotated[
-        float | None, _texts("--length-penalty", metavar="X", help="Above 0 long texts rank higher among beams.")
-    ] = None
-    logprobs: Annotated[
-        int | None, _output("--logprobs", metavar="K", help="With --json: each token's, and of the K likeliest ids.")
-    ] = None
-    prompt_logprobs: Annotated[
-        int | None, _output("--prompt-logprobs", metavar="K", help="The same for the prompt's tokens.")
-    ] = None
-    time_limit: Annotated[
-        float | None, _length("--time-limit", metavar="SECONDS", help="End the text after so long.")
-    ] = None
-    json_schema: Annotated[
-        Path | None, _form("--json-schema", metavar="FILE", help="JSON that the JSON Schema in FILE validates.")
-    ] = None
-    regex: Annotated[
-        str | None, _form("--regex", metavar="PATTERN", help="A text that matches PATTERN from end to end.")
-    ] = None
-    grammar: Annotated[
-        Path | None, _form("--grammar", metavar="FILE", help="What the grammar in FILE derives, in Lark's syntax.")
-    ] = None
-    choice: Annotated[list[str] | None, _form("--choice", metavar="TEXT", help="One of several texts. Repeatable.")] = (
-        None
-    )
+    n: int | None = _texts("N texts, with '---' lines between them.", "--samples", min=1)
+    beams: int | None = _texts("Search with N beams; prints the best text, or --samples.")
+    length_penalty: float | None = _texts("Above 0, long texts rank higher among beams.")
+    logprobs: int | None = _output("With --json: logprobs of each token and of the N likeliest.")
+    prompt_logprobs: int | None = _output("The same for the prompt's tokens.")
+    time_limit: float | None = _length("End the text after SECONDS.", metavar="SECONDS")
+    json_schema: Path | None = _form("JSON that the JSON Schema in FILE validates.")
+    regex: str | None = _form("A text that matches PATTERN from end to end.", metavar="PATTERN")
+    grammar: Path | None = _form("A text of the grammar in FILE, in Lark's syntax.")
+    choice: list[str] | None = _form("One of several texts.")
 
 
 def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> dict[str, Any]:
-    """The flags given, as keyword arguments of `LanguageModel.generate`.
+    """The flags in use, as keyword arguments of `LanguageModel.generate`.
 
     Raises:
         RequestError: a value outside its range, or options that contradict each other; here, before a model is
@@ -150,20 +110,15 @@ def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> d
     """
     with waiting("starting …"):  # the first import of torch takes a second
         from onward import GenerateOptions
-    options = _given(sampling) | ({} if texts is None else _given(texts))
+    values = vars(sampling) | ({} if texts is None else vars(texts))
+    options = {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
+    if "grammar" in options:
+        options["grammar"] = read_text(options["grammar"])
+    if "json_schema" in options:
+        options["json_schema"] = _json_of(options["json_schema"])
     # A checkpoint's defaults may sample; they are not known yet.
     GenerateOptions(**({} if options.get("beams", 1) > 1 else {"temperature": 1.0}) | options)
     return options
-
-
-def _given(flags: Any) -> dict[str, Any]:
-    values = {field.name: getattr(flags, field.name) for field in fields(flags)}
-    given = {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
-    if "grammar" in given:
-        given["grammar"] = read_text(given["grammar"])
-    if "json_schema" in given:
-        given["json_schema"] = _json_of(given["json_schema"])
-    return given
 
 
 def _json_of(file: Path) -> Any:
@@ -176,67 +131,40 @@ def _json_of(file: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFlags:
-    """How a model is held: arguments of `onward.load`."""
+    """How a model is loaded: arguments of `onward.load`."""
 
-    dtype: Annotated[
-        str | None,
-        _model(
-            "--dtype",
-            metavar="NAME",
-            autocompletion=_one_of("bfloat16", "float16", "float32"),
-            help="bfloat16, float16 or float32; else the model's own.",
-        ),
-    ] = None
-    device: Annotated[
-        str,
-        _model("--device", metavar="NAME", show_default=False, help="cpu, cuda, …; else CUDA where there is one."),
-    ] = "auto"
-    quantize: Annotated[
-        str | None,
-        _model(
-            "--quantize",
-            metavar="NAME",
-            autocompletion=_one_of("int8", "int4", "iq4_nl"),
-            help="Hold the weights as int8, int4 or iq4_nl.",
-        ),
-    ] = None
-    merge: Annotated[
-        str | None,
-        _model("--merge", metavar="ADAPTER", help="Merge an adapter (a folder or hub id) into the weights."),
-    ] = None
-    name_map: Annotated[
-        Path | None,
-        _model("--name-map", metavar="FILE", help="JSON: a checkpoint's names of weights to Hugging Face's."),
-    ] = None
-    max_seq_len: Annotated[
-        int | None, _model("--max-seq-len", metavar="N", help="Context to use; else what the model was made for.")
-    ] = None
-    compile: Annotated[
-        str,
-        _model(
-            "--compile",
-            metavar="NAME",
-            show_default=False,
-            autocompletion=_one_of("auto", "native", "cuda", "inductor", "eager"),
-            help="What runs it: native, cuda, inductor or eager; auto, the default, takes the best.",
-        ),
-    ] = "auto"
-    pipeline: Annotated[
-        int, _model("--pipeline", metavar="N", show_default=False, help="Spread the layers over N processes.")
-    ] = 1
-    threads: Annotated[
-        int | None, _model("--threads", metavar="N", help="CPU threads; else as many as `onward info` shows.")
-    ] = None
+    dtype: str | None = _model(
+        "bfloat16, float16 or float32; else the model's own.",
+        metavar="NAME",
+        autocompletion=_one_of("bfloat16", "float16", "float32"),
+    )
+    device: str = _model("cpu, cuda, …; else CUDA if available.", default="auto", metavar="NAME", show_default=False)
+    quantize: str | None = _model(
+        "Quantize the weights: int8, int4 or iq4_nl.",
+        metavar="NAME",
+        autocompletion=_one_of("int8", "int4", "iq4_nl"),
+    )
+    merge: str | None = _model("Merge an adapter (a folder or hub id) into the weights.", metavar="ADAPTER")
+    name_map: Path | None = _model("JSON: a checkpoint's names of weights to Hugging Face's.")
+    max_seq_len: int | None = _model("Context length in tokens; else the model's own.")
+    compile: str = _model(
+        "Backend: native, cuda, inductor or eager; auto, the default, takes the best.",
+        default="auto",
+        metavar="NAME",
+        show_default=False,
+        autocompletion=_one_of("auto", "native", "cuda", "inductor", "eager"),
+    )
+    pipeline: int = _model("Spread the layers over N processes.", default=1, show_default=False)
+    threads: int | None = _model("CPU threads; else as many as `onward info` shows.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(LoadFlags):
-    """Which model, and how it is held: the arguments of `onward.load`."""
+    """Which model, and how it is loaded: arguments of `onward.load`."""
 
-    model: Annotated[
-        str,
-        _model("--model", "-m", metavar="SOURCE", show_default=False, help="A folder, a hub id or (default) 'demo'."),
-    ] = "demo"
+    model: str = _model(
+        "A folder, a hub id or (default) 'demo'.", "-m", default="demo", metavar="SOURCE", show_default=False
+    )
 
 
 SourceArgument = Annotated[
@@ -245,10 +173,10 @@ SourceArgument = Annotated[
 
 
 def with_source(flags: ModelFlags, source: str | None) -> ModelFlags:
-    """The flags with the model that was named without --model, if any.
+    """The flags with the model of the argument, if there is one.
 
     Raises:
-        RequestError: it was named twice.
+        RequestError: the model is named twice.
     """
     if source is None:
         return flags
@@ -259,28 +187,18 @@ def with_source(flags: ModelFlags, source: str | None) -> ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateFlags:
-    """Variables of the chat template; None means not given."""
+    """Variables of the chat template; None leaves one to the template."""
 
-    thinking: Annotated[
-        bool | None,
-        _chat(
-            "--thinking/--no-thinking",
-            show_default=False,
-            help="Let the model think before it answers, or not; else as its chat template has it.",
-        ),
-    ] = None
-    template_option: Annotated[
-        list[str] | None,
-        _chat(
-            "--template-option",
-            metavar="NAME=VALUE",
-            help="A variable of the chat template, its value JSON or text. Repeatable.",
-        ),
-    ] = None
+    thinking: bool | None = _chat(
+        "Let the model think before it answers, or not; else as its chat template has it.", show_default=False
+    )
+    template_option: list[str] | None = _chat(
+        "A variable of the chat template, its value JSON or text.", metavar="NAME=VALUE"
+    )
 
     @property
     def is_set(self) -> bool:
-        """Whether one is given."""
+        """Whether a flag is in use."""
         return self.thinking is not None or bool(self.template_option)
 
 
@@ -288,16 +206,13 @@ class TemplateFlags:
 class AdapterFlags:
     """The adapters that requests may name."""
 
-    adapter: Annotated[
-        list[str] | None,
-        _model("--adapter", metavar="NAME=SOURCE", help="Load an adapter (a folder or hub id) by a name. Repeatable."),
-    ] = None
+    adapter: list[str] | None = _model("Load an adapter (a folder or hub id) by a name.", metavar="NAME=SOURCE")
 
     def sources(self) -> dict[str, str]:
-        """The source of each by its name.
+        """The source of each adapter by its name.
 
         Raises:
-            RequestError: what is no NAME=SOURCE, or a name that is given twice.
+            RequestError: a value that is not NAME=SOURCE, or a name that occurs twice.
         """
         sources: dict[str, str] = {}
         for text in self.adapter or ():
@@ -310,56 +225,40 @@ class AdapterFlags:
         return sources
 
     def first(self) -> dict[str, str]:
-        """As an option of requests: the first one, where there is one."""
+        """The first adapter as an option of requests; empty without one."""
         return {"adapter": next(iter(self.sources()))} if self.adapter else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftFlags:
-    """Who guesses tokens ahead."""
+    """The drafter of speculative decoding."""
 
-    draft: Annotated[
-        str | None,
-        _model(
-            "--draft",
-            metavar="SOURCE",
-            help="Who guesses tokens for the model to check; the text is the same. 'lookup', 'suffix', or a model of "
-            "the same vocabulary that is several times smaller.",
-        ),
-    ] = None
+    draft: str | None = _model(
+        "Draft tokens for the model to verify; the text is the same. 'lookup', 'suffix', or a model of the same "
+        "vocabulary that is several times smaller.",
+        metavar="SOURCE",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags:
-    """The limits of an `Engine`; None means its own."""
+    """The limits of an `Engine`; None leaves one to the engine."""
 
-    max_sequences: Annotated[int | None, Option("--max-sequences", metavar="N", help="The most texts at once.")] = None
-    cache_memory: Annotated[
-        float | None,
-        Option(
-            "--cache-memory",
-            metavar="GIB",
-            help="GiB of keys and values, of all models together; else up to a quarter of the memory.",
-        ),
-    ] = None
-    max_waiting: Annotated[
-        int | None, Option("--max-waiting", metavar="N", help="The most requests that wait in the engine.")
-    ] = None
-    max_waiting_tokens: Annotated[
-        int | None, Option("--max-waiting-tokens", metavar="N", help="The most ids of their prompts.")
-    ] = None
-    max_step_ms: Annotated[
-        float | None,
-        Option("--max-step-ms", metavar="MS", show_default=False, help="What prompts may make a step take; else 1000."),
-    ] = 1000.0
-    overcommit: Annotated[
-        float | None,
-        Option(
-            "--overcommit",
-            metavar="X",
-            help="Reserve 1/X of what may be generated; the newest gives way where room is missing.",
-        ),
-    ] = None
+    max_sequences: int | None = flag("Maximum number of texts at once.")
+    cache_memory: float | None = flag(
+        "GiB of KV cache, for all models together; else up to a quarter of the memory.", metavar="GIB"
+    )
+    max_waiting: int | None = flag("Maximum number of requests that wait in the engine.")
+    max_waiting_tokens: int | None = flag("Maximum number of tokens in their prompts.")
+    max_step_ms: float | None = flag(
+        "Target step time in ms while prompts are processed; else 1000.",
+        default=1000.0,
+        metavar="MS",
+        show_default=False,
+    )
+    overcommit: float | None = flag(
+        "Reserve 1/X of the cache that texts may need; the newest is preempted if memory runs short."
+    )
 
     def limits(self) -> dict[str, Any]:
         """As keyword arguments of `Engine`.
@@ -367,54 +266,47 @@ class EngineFlags:
         Raises:
             RequestError: a cache_memory outside its range; the engine checks the others.
         """
-        limits = {field.name: getattr(self, field.name) for field in fields(self)}
+        limits = {name: value for name, value in vars(self).items() if value is not None}
         if self.cache_memory is not None:
             if not 0 < self.cache_memory < 2**20:
                 raise RequestError(f"--cache-memory must be a number of GiB above 0; got {self.cache_memory}")
             limits["cache_memory"] = int(self.cache_memory * 2**30)
-        return {name: value for name, value in limits.items() if value is not None}
+        return limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerEngineFlags(EngineFlags):
-    """The same for somebody who waits for each token, and may leave open how many there are to be."""
+    """The limits of an engine whose clients wait for each token, and may leave the length of their texts open."""
 
-    max_step_ms: Annotated[
-        float | None,
-        Option(
-            "--max-step-ms", metavar="MS", help="What prompts may make a step take; else 2.25 times as long, or 100."
-        ),
-    ] = None
-    overcommit: Annotated[
-        float | None,
-        Option(
-            "--overcommit",
-            metavar="X",
-            show_default=False,
-            help="Reserve 1/X of what may be generated, else a quarter; the newest gives way where room is missing.",
-        ),
-    ] = 4.0
+    max_step_ms: float | None = flag(
+        "Target step time in ms while prompts are processed; else 2.25x a decode step, at least 100.", metavar="MS"
+    )
+    overcommit: float | None = flag(
+        "Reserve 1/X of the cache that texts may need, else a quarter; the newest is preempted if memory runs short.",
+        default=4.0,
+        show_default=False,
+    )
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take a group of flags as one argument.
-
-    Typer sees one option for every field of a parameter that is annotated with a dataclass; the command is called with
-    the dataclass.
-    """
+    """Let Typer see every `flag` among a command's parameters, also those of parameters that are dataclasses."""
     parameters = inspect.signature(command).parameters.values()
     groups: dict[str, Any] = {p.name: p.annotation for p in parameters if dataclasses.is_dataclass(p.annotation)}
 
     @wraps(command)
     def flat(**arguments: Any) -> None:
         for name, group in groups.items():
-            arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
+            arguments[name] = group(**{each.name: arguments.pop(each.name) for each in fields(group)})
         command(**arguments)
 
     seen: list[inspect.Parameter] = []
     for parameter in parameters:
-        group = groups.get(parameter.name)
-        seen += [parameter.replace(kind=parameter.KEYWORD_ONLY)] if group is None else _parameters(group)
+        if parameter.name in groups:
+            seen += _parameters(groups[parameter.name])
+        elif isinstance(parameter.default, Field):
+            seen.append(_parameter(parameter.name, parameter.annotation, parameter.default))
+        else:
+            seen.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
     vars(flat)["__signature__"] = inspect.Signature(seen)
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in seen}
     return flat
@@ -422,8 +314,48 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters(group: type[Any]) -> list[inspect.Parameter]:
     """Its own fields first, then those of the group that it extends."""
-    hints = get_type_hints(group, include_extras=True)
-    kind = inspect.Parameter.KEYWORD_ONLY
+    hints = get_type_hints(group)
     inherited = {f.name for base in group.__bases__ if dataclasses.is_dataclass(base) for f in fields(base)}
-    ordered = sorted(fields(group), key=lambda field: field.name in inherited)
-    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in ordered]
+    ordered = sorted(fields(group), key=lambda each: each.name in inherited)
+    return [_parameter(each.name, hints[each.name], each) for each in ordered]
+
+
+def _parameter(name: str, annotation: Any, declared: "Field[Any]") -> inspect.Parameter:
+    """A parameter as Typer reads it; without names of its own, its flag is called as the parameter."""
+    settings = dict(declared.metadata)
+    names = list(settings.pop("names"))
+    kind = get_args(annotation)[0] if isinstance(annotation, UnionType) else annotation
+    if not any(each.startswith("--") for each in names):
+        own = name.replace("_", "-")
+        names.append(f"--{own}/--no-{own}" if kind is bool and declared.default is not False else f"--{own}")
+    if get_origin(kind) is list:
+        (kind,) = get_args(kind)
+        settings["help"] += " Repeatable."
+    settings.setdefault("metavar", _METAVARS.get(kind))
+    option = Option(*names, **settings)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=declared.default, annotation=Annotated[annotation, option]
+    )
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help has a section for each group of options, in plain text of 80 columns."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *GROUPS, "Last")}
+        for param in self.get_params(ctx):
+            section = getattr(param, "rich_help_panel", None) or "Options"
+            if param.param_type_name == "argument":
+                section = "Arguments"
+            if "--help" in param.opts:
+                section = "Last"
+            if (record := param.get_help_record(ctx)) is not None:
+                sections[section].append(record)
+        # With the last group, for a section of its own would say no more.
+        last = sections.pop("Last")
+        sections = {name: rows for name, rows in sections.items() if rows}
+        sections[list(sections)[-1]] += last
+        width = max(len(name) for rows in sections.values() for name, _ in rows)
+        for name, rows in sections.items():
+            with formatter.section(name):
+                formatter.write_dl([(f"{names:<{width}}", text) for names, text in rows])

@@ -4,34 +4,31 @@ import datetime
 import json
 import sys
 from collections.abc import Generator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onward.cli.flags import (
+    CHAT,
+    OUTPUT,
+    PROMPT,
     AdapterFlags,
     DraftFlags,
     GenerateFlags,
     ModelFlags,
     SamplingFlags,
     TemplateFlags,
+    flag,
     options_of,
 )
-from onward.cli.help import CHAT, OUTPUT, PROMPT
-from onward.cli.json_output import json_fields
-from onward.cli.loading import load_model
-from onward.cli.prompt import parse_ids, read_prompt
-from onward.cli.streaming import follow, summary
-from onward.cli.template import template_variables
-from onward.cli.terminal import TextWriter, is_terminal, note, waiting, write
+from onward.cli.inputs import json_fields, parse_ids, read_prompt
+from onward.cli.loading import load_model, template_variables
+from onward.cli.terminal import TextWriter, follow, is_terminal, note, summary, waiting, write
 from onward.errors import OnwardError, RequestError
 
 if TYPE_CHECKING:
     from onward import Completion, Piece
-
-_prompt, _chat, _output = (partial(typer.Option, rich_help_panel=group) for group in (PROMPT, CHAT, OUTPUT))
 
 
 def generate(
@@ -39,11 +36,13 @@ def generate(
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; '-' or none reads standard input.")
     ] = None,
     *,
-    file: Annotated[Path | None, _prompt("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")] = None,
-    chat: Annotated[bool, _chat("--chat", help="Send the prompt as a user's message of a chat.")] = False,
-    system: Annotated[str | None, _chat("--system", metavar="TEXT", help="The system message of that chat.")] = None,
-    ids: Annotated[bool, _prompt("--ids", help="The prompt is token ids, and so is what is printed.")] = False,
-    as_json: Annotated[bool, _output("--json", help="Print one JSON object: texts, tokens, seeds, timing …")] = False,
+    file: Path | None = flag("Read the prompt from FILE.", "-f", group=PROMPT),
+    chat: bool = flag("Send the prompt as a user's message of a chat.", default=False, group=CHAT),
+    system: str | None = flag("The system message of that chat.", group=CHAT),
+    ids: bool = flag("Prompt and output are token ids.", default=False, group=PROMPT),
+    as_json: bool = flag(
+        "Print one JSON object: texts, tokens, seeds, timing …", "--json", default=False, group=OUTPUT
+    ),
     template: TemplateFlags,
     sampling: SamplingFlags,
     texts: GenerateFlags,

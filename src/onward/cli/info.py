@@ -1,18 +1,52 @@
-"""`onward info`: the machine, and what a checkpoint would take of it."""
+"""`onward info`: the machine, and the memory that a checkpoint takes of it."""
 
+import dataclasses
 import json
+import os
+import platform
+import re
 import shutil
 import sys
-from typing import Annotated
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from onward.cli.facts import as_lines, as_object
-from onward.cli.holdings import Holdings
+from onward import __version__
+from onward.cli.flags import flag
 from onward.cli.loading import find
-from onward.cli.machine import kernel_facts, machine_facts, software_facts
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError
+from onward.reprs import in_bytes
+
+if TYPE_CHECKING:
+    from onward import GenerateOptions
+    from onward.models import Architecture
+
+
+class Fact(NamedTuple):
+    """name: of the JSON field; people see spaces in it and no unit, which is part of the value. value: for JSON.
+    shown: for people, if it differs from the value."""
+
+    name: str
+    value: Any
+    shown: str | None = None
+
+
+Sections = Mapping[str, Sequence[Fact]]
+
+_LABEL_WIDTH = 20
+_UNITS = "_(bytes|gb_s|tokens_s|s)$"
+
+# Instructions that kernels for low precision use, by their names in /proc/cpuinfo.
+_INSTRUCTIONS = [
+    *["avx2", "fma", "f16c", "avx_vnni"],
+    *["avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"],
+    *["amx_tile", "amx_int8", "amx_bf16"],
+    *["asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme"],
+]
 
 
 def info(
@@ -20,14 +54,10 @@ def info(
         str | None, typer.Argument(metavar="SOURCE", help="A folder, a hub id, or the bundled 'demo'.")
     ] = None,
     *,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="SOURCE", help="The same as SOURCE, as elsewhere.")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option("--context", metavar="N", help="Memory for N positions; else the model's context.")
-    ] = None,
-    batch: Annotated[int, typer.Option("--batch", metavar="B", help="Memory for B texts at once.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model: str | None = flag("The same as SOURCE, as elsewhere.", "-m", metavar="SOURCE"),
+    context: int | None = flag("Memory for N positions; else the model's context."),
+    batch: int = flag("Memory for N texts at once.", default=1),
+    as_json: bool = flag("Print one JSON object.", "--json", default=False),
 ) -> None:
     """Show the machine and, of a SOURCE, what the checkpoint holds.
 
@@ -40,16 +70,264 @@ def info(
     if source is None and (context is not None or batch != 1):
         raise RequestError("--context and --batch ask for the memory of a model: name its SOURCE too")
     with waiting("looking …"):
-        sections = {"machine": machine_facts(), "kernels": kernel_facts(), "software": software_facts()}
+        sections = {"machine": machine_facts(), "kernels": kernel_facts(), "software": _software_facts()}
     if source is not None:
         folder = find(source)
         with waiting(f"looking at {source} …"):
-            holdings = Holdings(folder)
-            sections["checkpoint"] = holdings.checkpoint_facts()
-        sections["memory"] = holdings.memory_facts(context, batch)
+            checkpoint = CheckpointSummary(folder)
+            sections["checkpoint"] = checkpoint.facts()
+        sections["memory"] = checkpoint.memory_facts(context, batch)
     if as_json:
         typer.echo(json.dumps(as_object(sections), ensure_ascii=False).encode())
-        return
+    else:
+        print_sections(sections)
+
+
+def as_object(sections: Sections) -> dict[str, dict[str, Any]]:
+    return {section: {fact.name: fact.value for fact in facts} for section, facts in sections.items()}
+
+
+def print_sections(sections: Sections) -> None:
     width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
     for line in as_lines(sections, width):
         typer.echo(line if line.startswith(" ") else typer.style(line, bold=True))
+
+
+def as_lines(sections: Sections, width: int | None) -> list[str]:
+    """Lines of at most `width` columns; of any length for None."""
+    lines: list[str] = []
+    for section, facts in sections.items():
+        lines += [*([""] if lines else []), section]
+        for fact in facts:
+            name = re.sub(_UNITS, "", fact.name).replace("_", " ")
+            label = f"  {name:<{_LABEL_WIDTH - 2}}"
+            # Paths are cut nowhere: a terminal lets one be copied whole.
+            lines += textwrap.wrap(
+                _shown(fact),
+                width or sys.maxsize,
+                initial_indent=label,
+                subsequent_indent=" " * len(label),
+                break_long_words=False,
+                break_on_hyphens=False,
+            ) or [label]
+    return lines
+
+
+def _shown(fact: Fact) -> str:
+    if fact.shown is not None:
+        return fact.shown
+    if isinstance(fact.value, bool):
+        return "yes" if fact.value else "no"
+    if isinstance(fact.value, int):
+        return f"{fact.value:,}"
+    if isinstance(fact.value, list):
+        return ", ".join(map(str, fact.value)) or "none"
+    return "none" if fact.value is None else str(fact.value)
+
+
+def machine_facts() -> list[Fact]:
+    """The processor and its memory."""
+    from onward.native.machine_memory import machine_memory, system_fields
+
+    cpuinfo = system_fields("/proc/cpuinfo")
+    flags = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
+    memory = zip(("memory_bytes", "free_memory_bytes"), machine_memory(), strict=True)
+    return [
+        Fact("processor", cpuinfo.get("model name") or platform.processor() or platform.machine()),
+        Fact("cores", usable_cores(), f"{usable_cores()} of {os.cpu_count()} usable"),
+        Fact("instructions", [name for name in _INSTRUCTIONS if name in flags], None if flags else "unknown"),
+        *(Fact(name, size, "unknown" if size is None else in_bytes(size)) for name, size in memory),
+        Fact("system", f"{platform.system()} {platform.release()}"),
+    ]
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def kernel_facts() -> list[Fact]:
+    """The form of the ops that runs on the CPU."""
+    from onward import native, ops
+
+    built = native.built_isas()
+    if not built:
+        form = "torch's operators: no native library was built (install again where there is a C++ compiler)"
+        return [Fact("form", "definition", form)]
+    choice = ops.choice()
+    return [
+        Fact("form", choice.form, None if choice.form == "native" else "torch's operators, as ONWARD_OPS or _ISA asks"),
+        Fact("instruction_set", choice.isa),
+        Fact("built", built),
+        Fact("usable", native.available_isas()),
+        Fact("threads", native.num_threads(), f"{native.num_threads()} ({native.threads_wanted()[1]})"),
+    ]
+
+
+def _software_facts() -> list[Fact]:
+    """The versions of Onward, Python and PyTorch, and the devices that PyTorch finds."""
+    import torch
+
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        Fact("onward", __version__),
+        Fact("python", platform.python_version()),
+        Fact("torch", torch.__version__),
+        Fact("torch_threads", torch.get_num_threads()),
+        Fact("torch_vectors", torch.backends.cpu.get_cpu_capability()),
+        Fact("cuda_devices", [f"{device.name} ({in_bytes(device.total_memory)})" for device in devices]),
+    ]
+
+
+class CheckpointSummary:
+    """A checkpoint, read as `onward.load` reads it, except the weights, which are mapped and not read."""
+
+    def __init__(self, path: Path) -> None:
+        import torch
+
+        from onward.checkpoint import GgufCheckpoint, open_checkpoint, read_weights
+        from onward.checkpoint.quantized import read_manifest, read_quantized
+        from onward.models import build_model, read_config
+
+        self._folder = folder = open_checkpoint(path)
+        self._config = read_config(folder.config)
+        cpu = torch.device("cpu")
+        self._unknown_keys: list[str] = []
+        if isinstance(folder, GgufCheckpoint):
+            self._format: str | None = ", ".join(folder.types)
+            self._unknown_keys = folder.unknown_keys
+            files = [file.path for file in folder.files]
+            params = folder.read_weights(self._config, dtype=None, device=torch.device("meta"))
+        else:
+            manifest = read_manifest(path, folder.config)
+            self._format = None if manifest is None else manifest.format
+            files = [file for kind in ("safetensors", "distcp") for file in path.glob(f"*.{kind}")]
+            params = (
+                read_weights(path, self._config, dtype=None, device=cpu, keeps_bits=True)
+                if manifest is None
+                else read_quantized(path, manifest, self._config, dtype=None, device=cpu)
+            )
+        self._disk_bytes = sum(file.stat().st_size for file in files)
+        self._dtype = params.embed_tokens.weight.dtype
+        self._model = build_model(self._config, params)
+
+    def facts(self) -> list[Fact]:
+        return [
+            Fact("folder", str(self._folder.path)),
+            Fact("architecture", self._folder.config["architectures"][0]),
+            Fact("parameters", self._model.num_parameters),
+            Fact("dtype", str(self._dtype).removeprefix("torch.")),
+            Fact("quantized", self._format),
+            Fact("disk_bytes", self._disk_bytes, in_bytes(self._disk_bytes)),
+            *_architecture_facts(self._config),
+            *([Fact("ignored_keys", ", ".join(self._unknown_keys))] if self._unknown_keys else []),
+            *self._text_facts(),
+        ]
+
+    def memory_facts(self, context: int | None, batch: int) -> list[Fact]:
+        """Of the weights and of a cache for `batch` rows of `context` positions (the model's own by default)."""
+        trained = self._config.max_position_embeddings
+        positions = trained if context is None else context
+        for name, value in (("--context", positions), ("--batch", batch)):
+            if value < 1:
+                raise RequestError(f"{name} must be 1 or more; got {value}")
+        beyond = f" (the model was made for {trained:,})" if positions > trained else ""
+        weights, cache = self._model.nbytes, self._cache_bytes(positions, batch)
+        return [
+            Fact("context", positions, f"{positions:,}{beyond}"),
+            Fact("batch", batch),
+            Fact("weights_bytes", weights, in_bytes(weights)),
+            Fact("cache_bytes", cache, f"{in_bytes(cache)} ({in_bytes(cache // (positions * batch))} a token)"),
+            Fact("total_bytes", weights + cache, in_bytes(weights + cache)),
+        ]
+
+    def _cache_bytes(self, positions: int, batch: int) -> int:
+        import torch
+
+        from onward.cache.shape import kept_positions, widest_window
+        from onward.cache.states import new_states
+        from onward.models.architecture import states_of
+
+        states = new_states(states_of(self._config), batch, self._dtype, torch.device("meta"))  # shapes alone
+        shapes = self._config.cached
+        window = widest_window(shapes)
+        numbers: int = sum(shape.features * kept_positions(shape, window, positions) for shape in shapes)
+        return sum(state.nbytes for state in states) + batch * numbers * int(self._dtype.itemsize)
+
+    def _text_facts(self) -> list[Fact]:
+        from onward.requests import generation_defaults
+
+        folder, tokenizer = self._folder, self._folder.tokenizer
+        defaults = generation_defaults(
+            folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=folder.path
+        )
+        sampling = _sampling(defaults)
+        brief = [
+            f"{name} of {len(value)}" if isinstance(value, list | tuple) else f"{name} {value}"
+            for name, value in sampling.items()
+        ]
+        return [
+            Fact("tokenizer_size", None if tokenizer is None else tokenizer.vocab_size),
+            Fact("chat_template", folder.chat_template is not None),
+            Fact("eos", list(folder.eos)),
+            Fact("sampling", sampling, ", ".join(brief)),
+        ]
+
+
+def _sampling(defaults: "GenerateOptions") -> dict[str, object]:
+    """The options that differ from Onward's own; the temperature always, eos has a line of its own."""
+    values = {field.name: (getattr(defaults, field.name), field.default) for field in dataclasses.fields(defaults)}
+    changed = {name: value for name, (value, own) in values.items() if value != own and name != "eos"}
+    shown: dict[str, object] = {"temperature": defaults.temperature} | changed
+    if "logit_bias" in shown:  # JSON has no infinity: null bans
+        bias = dict(defaults.logit_bias)
+        shown["logit_bias"] = [[token, None if value == float("-inf") else value] for token, value in bias.items()]
+    return shown
+
+
+def _architecture_facts(config: "Architecture") -> list[Fact]:
+    """Facts that a family's layers lack are left out; one that differs between layers lists its values."""
+    from onward.cache import StateShape
+
+    mixers = [getattr(layer.mixer, "attention", layer.mixer) for layer in config.layers]
+    attending = [mixer for mixer in mixers if not isinstance(getattr(mixer, "cached", None), StateShape)]
+    windows = [getattr(mixer, "window", None) for mixer in mixers]
+    return [
+        Fact("layers", len(config.layers)),
+        Fact("hidden_size", config.hidden_size),
+        *_values("intermediate_size", [layer.feed_forward for layer in config.layers], "intermediate_size"),
+        *_values("heads", attending, "num_heads"),
+        *_values("kv_heads", attending, "num_kv_heads"),
+        *_values("head_dim", attending, "head_dim"),
+        Fact("vocabulary", config.vocab_size),
+        Fact("tied_head", config.tie_word_embeddings),
+        Fact("context", config.max_position_embeddings),
+        Fact("sliding_window", windows, _windows(windows)),
+        *_ropes(mixers),
+    ]
+
+
+def _values(name: str, parts: Sequence[Any], field: str) -> list[Fact]:
+    values = list(dict.fromkeys(getattr(part, field) for part in parts if hasattr(part, field)))
+    return [Fact(name, values[0] if len(values) == 1 else values)] if values else []
+
+
+def _windows(windows: Sequence[int | None]) -> str:
+    sizes = [size for size in windows if size is not None]
+    if not sizes:
+        return "none"
+    return f"{', '.join(f'{size:,}' for size in sorted(set(sizes)))} in {len(sizes)} of {len(windows)} layers"
+
+
+def _ropes(mixers: Sequence[Any]) -> list[Fact]:
+    """The schedules, each once, in order of layers."""
+    ropes = dict.fromkeys(rope for mixer in mixers if (rope := getattr(mixer, "rope", None)) is not None)
+    if not ropes:
+        return []
+    values, texts = [], []
+    for rope in ropes:
+        scaling = rope.scaling
+        values.append({"kind": scaling.kind, "base": rope.base, "factor": scaling.factor})
+        scaled = f", {scaling.kind} x {scaling.factor:g} from {scaling.original_max_position:,}"
+        texts.append(f"base {rope.base:,.0f}{'' if scaling.kind == 'default' else scaled}")
+    return [Fact("rope", values[0] if len(values) == 1 else values, "; ".join(texts))]

@@ -1,25 +1,33 @@
-"""Loading a model as a command does: with something to look at meanwhile."""
+"""Load a model as the flags say, and the variables of its chat template."""
 
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onward
-from onward.cli.flags import AdapterFlags, DraftFlags, ModelFlags
-from onward.cli.prompt import expanded, expanded_source
+from onward.cli.flags import AdapterFlags, DraftFlags, ModelFlags, TemplateFlags
+from onward.cli.inputs import expanded, expanded_source
 from onward.cli.terminal import is_terminal, waiting
+from onward.errors import RequestError, TokenizerError
+from onward.reprs import brief
+from onward.text_input import TextError, parse_request_json
 
 if TYPE_CHECKING:
     from onward import LanguageModel
+
+# Names of the variable that switches a model's thinking, in the templates that have one.
+_THINKING = ("enable_thinking", "thinking")
 
 
 def load_model(
     flags: ModelFlags, drafting: DraftFlags | None = None, adapting: AdapterFlags | None = None
 ) -> "LanguageModel":
-    """`onward.load` of what the flags say."""
+    """`onward.load` with the flags, behind a progress bar."""
     adapters = {} if adapting is None else adapting.sources()
     draft = None if drafting is None or drafting.draft is None else expanded_source(drafting.draft)
-    name_map = None if flags.name_map is None else expanded(flags.name_map)
     if flags.threads is not None:
         _set_threads(flags.threads)
     folder = find(flags.model)
@@ -31,7 +39,7 @@ def load_model(
             progress=show,
             max_seq_len=flags.max_seq_len,
             quantize=flags.quantize,
-            name_map=name_map,
+            name_map=None if flags.name_map is None else expanded(flags.name_map),
             draft=draft,
             compile=flags.compile,
             merge=None if flags.merge is None else expanded_source(flags.merge),
@@ -48,9 +56,66 @@ def _set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
+@contextmanager
+def importing(needs: str, extra: str) -> Iterator[None]:
+    """Import what an extra installs.
+
+    Raises:
+        RequestError: a package is missing.
+    """
+    with waiting("starting …"):
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            if error.name is not None and error.name.startswith("onward"):
+                raise
+            raise RequestError(f"{needs} the package {error.name}: pip install 'onward[{extra}]'") from error
+
+
 def find(source: str) -> Path:
-    """The folder of a source, downloaded if it must be."""
+    """The folder of a source, downloaded if needed."""
     with waiting("starting …"):
         from onward.checkpoint import find_folder
     # Outside the spinner: the hub's client draws bars of its own.
     return find_folder(expanded_source(source), progress=is_terminal(sys.stderr))
+
+
+def template_variables(flags: TemplateFlags, lm: "LanguageModel", model: str) -> dict[str, Any]:
+    """The variables of the chat template that the flags set. model: its name, for errors.
+
+    Raises:
+        TokenizerError: there is no chat template. RequestError: it does not read one of them.
+    """
+    if lm.chat_template is None:
+        raise TokenizerError(f"{model} has no chat template: use `onward generate` with a plain prompt")
+    names = lm.chat_template.variables
+    known = f"it reads {', '.join(sorted(names))}" if names else "it reads none"
+    variables: dict[str, Any] = {}
+    for text in flags.template_option or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise RequestError(f"--template-option wants NAME=VALUE, such as enable_thinking=false; got {text!r}")
+        if name not in names:
+            raise RequestError(f"the chat template of {model} has no variable {name!r}: {known}")
+        variables[name] = as_json_or_text(name, value)
+    if flags.thinking is not None:
+        switch = next((name for name in _THINKING if name in names), None)
+        if switch is None:
+            flag = "--thinking" if flags.thinking else "--no-thinking"
+            raise RequestError(f"the chat template of {model} has no switch for thinking, {flag} is for: {known}")
+        variables[switch] = flags.thinking
+    return variables
+
+
+def as_json_or_text(name: str, value: str) -> Any:
+    """A value as JSON if it is JSON (a number, true, false, null, a list, an object); else as text.
+
+    Raises:
+        RequestError: JSON that no request can hold, with the name.
+    """
+    try:
+        return parse_request_json(value)
+    except TextError as error:
+        if isinstance(error.__cause__, json.JSONDecodeError):
+            return value
+        raise RequestError(f"{name} cannot be {brief(value)}: {error}") from error

@@ -6,7 +6,6 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from io import TextIOWrapper
 from typing import Annotated, Any, NoReturn, TextIO
 
@@ -17,16 +16,12 @@ from onward import __version__
 from onward.cli.batch import batch
 from onward.cli.bench import bench
 from onward.cli.chat import chat
-from onward.cli.convert import convert
-from onward.cli.deploy import deploy
-from onward.cli.evaluate import evaluate
-from onward.cli.flags import with_flags
+from onward.cli.convert import convert, quantize
+from onward.cli.evaluate import evaluate, score
+from onward.cli.flags import GroupedCommand, with_flags
 from onward.cli.generate import generate
-from onward.cli.help import GroupedCommand
 from onward.cli.info import info
-from onward.cli.quantize import quantize
-from onward.cli.score import score
-from onward.cli.serve import serve
+from onward.cli.serve import deploy, serve
 from onward.cli.terminal import is_terminal, report
 from onward.errors import OnwardError, OnwardWarning
 from onward.option_names import REMOVED, meant
@@ -71,18 +66,20 @@ def onward(
         typer.echo(context.get_help())
 
 
-_command = partial(app.command, cls=GroupedCommand)
-_command(epilog='Example: onward generate "Once upon a time" -n 200 -t 0.8 --seed 7')(with_flags(generate))
-_command(epilog='Example: onward chat demo --system "You answer in one sentence."')(with_flags(chat))
-_command(epilog="Example: onward serve Qwen/Qwen3-0.6B --quantize int8 --port 8000")(with_flags(serve))
-_command(epilog="Example: onward deploy Qwen/Qwen3-0.6B --replicas 4 --quantize int8")(with_flags(deploy))
-_command(epilog="Example: onward batch requests.jsonl results.jsonl -m Qwen/Qwen3-0.6B")(with_flags(batch))
-_command(epilog="Example: onward score --file story.txt")(with_flags(score))
-_command("eval", epilog="Example: onward eval arc_easy hellaswag --limit 100 -m Qwen/Qwen3-0.6B")(with_flags(evaluate))
-_command(epilog="Example: onward quantize Qwen/Qwen3-0.6B qwen3-iq4 --format iq4_nl")(quantize)
-_command(epilog="Example: onward convert qwen3-iq4 qwen3.gguf --to gguf")(convert)
-_command(epilog="Example: onward bench Qwen/Qwen3-0.6B --quantize int8 --profile")(with_flags(bench))
-_command(epilog="Example: onward info demo --context 1024 --batch 8")(with_flags(info))
+for _function, _example in (
+    (generate, 'generate "Once upon a time" -n 200 -t 0.8 --seed 7'),
+    (chat, 'chat demo --system "You answer in one sentence."'),
+    (serve, "serve Qwen/Qwen3-0.6B --quantize int8 --port 8000"),
+    (deploy, "deploy Qwen/Qwen3-0.6B --replicas 4 --quantize int8"),
+    (batch, "batch requests.jsonl results.jsonl -m Qwen/Qwen3-0.6B"),
+    (score, "score --file story.txt"),
+    (evaluate, "eval arc_easy hellaswag --limit 100 -m Qwen/Qwen3-0.6B"),
+    (quantize, "quantize Qwen/Qwen3-0.6B qwen3-iq4 --format iq4_nl"),
+    (convert, "convert qwen3-iq4 qwen3.gguf --to gguf"),
+    (bench, "bench Qwen/Qwen3-0.6B --quantize int8 --profile"),
+    (info, "info demo --context 1024 --batch 8"),
+):
+    app.command(_example.split()[0], cls=GroupedCommand, epilog=f"Example: onward {_example}")(with_flags(_function))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

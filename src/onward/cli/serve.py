@@ -1,16 +1,15 @@
-"""`onward serve`: models behind OpenAI's protocol, over HTTP."""
+"""`onward serve` and `onward deploy`: OpenAI's protocol over HTTP, from one process or from replicas on Ray."""
 
 import dataclasses
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 import onward
 from onward.cli.flags import (
+    LENGTH,
+    MODEL,
     AdapterFlags,
     DraftFlags,
     LoadFlags,
@@ -18,18 +17,15 @@ from onward.cli.flags import (
     ServerEngineFlags,
     SourceArgument,
     TemplateFlags,
+    flag,
 )
-from onward.cli.help import LENGTH, MODEL
-from onward.cli.loading import load_model
-from onward.cli.prompt import expanded
-from onward.cli.template import template_variables
-from onward.cli.terminal import note, waiting
+from onward.cli.inputs import expanded, expanded_source
+from onward.cli.loading import find, importing, load_model, template_variables
+from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError, warn
 from onward.text_input import TextError, read_text_file
 
-_length, _model = (partial(typer.Option, rich_help_panel=group) for group in (LENGTH, MODEL))
-
-# What a page of a stranger's cannot call this machine.
+# Names of this machine that no other site's page can have.
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -37,45 +33,19 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class ServerFlags:
     """Where a server listens, and whom it serves how."""
 
-    host: Annotated[str, typer.Option("--host", metavar="NAME", help="Where to listen; 0.0.0.0 is everywhere.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option("--api-key", metavar="KEY", envvar="ONWARD_API_KEY", help="Ask for this key. Repeatable."),
-    ] = None
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Ask for one of these keys, a line each.")
-    ] = None
-    drain: Annotated[
-        float, typer.Option("--drain", metavar="SECONDS", help="What running requests get after SIGTERM.")
-    ] = 30.0
-    keep_alive: Annotated[
-        float, typer.Option("--keep-alive", metavar="SECONDS", help="Silence after which a stream gets a comment.")
-    ] = 10.0
-    idempotency_seconds: Annotated[
-        float,
-        typer.Option("--idempotency-seconds", metavar="SECONDS", help="How long an Idempotency-Key is remembered."),
-    ] = 600.0
-    max_body: Annotated[float, typer.Option("--max-body", metavar="MIB", help="The most MiB of a request.")] = 8.0
-    max_requests: Annotated[
-        int, typer.Option("--max-requests", metavar="N", help="The most requests at once, waiting ones too.")
-    ] = 4096
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option("--allow-origin", metavar="URL", help="Let this site's pages call; * for any. Repeatable."),
-    ] = None
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option("--allow-host", metavar="NAME", help="Answer to this name (Host) too. Repeatable."),
-    ] = None
-    access_log: Annotated[
-        bool, typer.Option("--access-log/--no-access-log", help="A line of JSON on stderr for each request.")
-    ] = True
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write the requests' bodies into those lines.")] = (
-        False
-    )
+    host: str = flag("Address to listen on; 0.0.0.0: all.", default="127.0.0.1", metavar="NAME")
+    port: int = flag("0 takes a free one.", default=8000, min=0, max=65535)
+    api_key: list[str] | None = flag("Ask for this key.", metavar="KEY", envvar="ONWARD_API_KEY")
+    api_key_file: Path | None = flag("Ask for one of these keys, a line each.")
+    drain: float = flag("Time for running requests after SIGTERM.", default=30.0, metavar="SECONDS")
+    keep_alive: float = flag("Silence after which a stream gets a comment.", default=10.0, metavar="SECONDS")
+    idempotency_seconds: float = flag("How long an Idempotency-Key is remembered.", default=600.0, metavar="SECONDS")
+    max_body: float = flag("Maximum size of a request in MiB.", default=8.0, metavar="MIB")
+    max_requests: int = flag("Maximum number of requests at once, waiting ones too.", default=4096)
+    allow_origin: list[str] | None = flag("Let this site's pages call; * for any.", metavar="URL")
+    allow_host: list[str] | None = flag("Answer to this name (Host) too.", metavar="NAME")
+    access_log: bool = flag("A line of JSON on stderr for each request.", default=True)
+    log_prompts: bool = flag("Write the requests' bodies into those lines.", default=False)
 
     def keys(self) -> tuple[str, ...]:
         """All API keys.
@@ -124,21 +94,15 @@ class ServerFlags:
 def serve(
     source: SourceArgument = None,
     *,
-    model: Annotated[
-        list[str] | None,
-        _model(
-            "--model",
-            "-m",
-            metavar="[NAME=]SOURCE",
-            help="A model under a name; after commas options of its own, such as SOURCE,quantize=int8. Repeatable.",
-        ),
-    ] = None,
+    model: list[str] | None = flag(
+        "A model under a name; after commas options of its own, such as SOURCE,quantize=int8.",
+        "-m",
+        group=MODEL,
+        metavar="[NAME=]SOURCE",
+    ),
     server: ServerFlags,
     engine: ServerEngineFlags,
-    max_new_tokens: Annotated[
-        int | None,
-        _length("--max-new-tokens", "-n", metavar="N", help="Of requests without max_tokens; else what fits."),
-    ] = None,
+    max_new_tokens: int | None = flag("Of requests without max_tokens; else what fits.", "-n", group=LENGTH),
     template: TemplateFlags,
     loading: LoadFlags,
     drafting: DraftFlags,
@@ -157,8 +121,7 @@ def serve(
     if len({spec.name for spec in specs}) < len(specs):
         raise RequestError(f"models need names of their own; got {', '.join(spec.name for spec in specs)}")
     limits = engine.limits()
-    with waiting("starting …"):
-        package = _server_package()
+    package = _server_package()
     settings = package.Settings(max_new_tokens=max_new_tokens, **server.settings())
     if len(specs) > 1:
         limits["cache_memory"] = _share(limits.get("cache_memory"), len(specs))
@@ -230,11 +193,69 @@ def _share(cache_memory: int | None, count: int) -> int:
     return max(1, (memory_limit() // 4 if cache_memory is None else cache_memory) // count)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplicaFlags:
+    """How many replicas there are, and where."""
+
+    replicas: int = flag("Number of replicas.", "-r", default=2, min=1)
+    max_replicas: int | None = flag("Up to N replicas when requests wait.")
+    address: str | None = flag("A Ray cluster, or auto; else this machine alone.", metavar="HOST:PORT")
+    cpus: float = flag("CPUs of a replica with all its ranks, in Ray's accounts.", default=1.0, metavar="N")
+    affinity: bool = flag("Send prompts that begin alike to one replica, for its cache.", default=True)
+    attempts: int = flag("How often a request is tried when replicas are lost.", default=3)
+    silence: float = flag("Time after which a silent replica counts as lost.", default=5.0, metavar="SECONDS")
+
+
+def deploy(
+    source: SourceArgument = None,
+    *,
+    name: str | None = flag("Name of the model in requests; else the source.", metavar="NAME"),
+    replicas: ReplicaFlags,
+    server: ServerFlags,
+    engine: ServerEngineFlags,
+    loading: LoadFlags,
+    drafting: DraftFlags,
+    adapting: AdapterFlags,
+) -> None:
+    """Serve a model from several processes or machines, on Ray.
+
+    As serve, and when a replica dies, hangs or leaves in the middle of a
+    text, another one goes on with it: clients get every token once, and the
+    bits that they would have got. Ctrl-C ends it.
+    """
+    with importing("a cluster needs", "cluster"):
+        import onward.cluster.running as package
+    chosen = source or "demo"
+    load = {key: value for key, value in dataclasses.asdict(loading).items() if value is not None}
+    threads = load.pop("threads", None)
+    if "name_map" in load:
+        load["name_map"] = str(expanded(load["name_map"]))
+    if "merge" in load:
+        load["merge"] = expanded_source(load["merge"])
+    if drafting.draft is not None:
+        load["draft"] = expanded_source(drafting.draft)
+    if adapters := adapting.sources():
+        load["adapters"] = {adapter: expanded_source(where) for adapter, where in adapters.items()}
+    options = package.DeployOptions(
+        source=str(find(chosen)) if replicas.address is None else chosen,
+        name=name or chosen,
+        load=load,
+        engine=engine.limits(),
+        settings=server.settings(),
+        replicas=replicas.replicas,
+        max_replicas=replicas.max_replicas,
+        cpus=replicas.cpus,
+        threads=threads,
+        retries={"attempts": replicas.attempts, "silence": replicas.silence},
+        affinity=replicas.affinity,
+    )
+    package.log_to_stderr()
+    with package.running(options, server.host, server.port, replicas.address) as url:
+        note(f"{options.name} at {url}/v1 · {count(options.replicas, 'replica')} · Ctrl-C ends it")
+        package.until_signal()
+
+
 def _server_package() -> Any:
-    try:
+    with importing("a server needs", "serve"):
         import onward.server
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.startswith("onward"):
-            raise
-        raise RequestError(f"a server needs the package {error.name}: pip install 'onward[serve]'") from error
     return onward.server

@@ -1,4 +1,4 @@
-"""What a terminal gets and a pipe does not: spinners, dim notes, and text made safe to show."""
+"""Output: spinners and dim notes on a terminal, text as it is generated, and text made safe to show."""
 
 import os
 import re
@@ -6,9 +6,12 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from onward import Completion, Piece
 
 # Control characters, which untrained models emit and terminals obey, as the pictures that Unicode has for them.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -165,3 +168,32 @@ def waiting(what: str, *, delay_s: float = 0.2) -> Iterator[Show]:
         # A start under way must be over before it can be undone.
         timer.join()
         status.stop()
+
+
+def follow(stream: "Generator[Piece, None, Completion]", emit: "Callable[[Piece], None]") -> "Completion":
+    """Hand every piece to `emit` as it comes; a spinner turns until the first one is there."""
+    try:
+        with waiting("reading the prompt …"):
+            piece = next(stream)
+        while True:
+            emit(piece)
+            piece = next(stream)
+    except StopIteration as end:
+        completion: Completion = end.value
+        return completion
+
+
+def summary(completion: "Completion") -> str:
+    """Such as '64 tokens (cut) · 250 tok/s · prefill 5 in 12 ms · seed 7', which fits 80 columns with any seed."""
+    timing = completion.timing
+    parts = [
+        count(len(completion.token_ids), "token") + (" (cut)" if completion.finish_reason == "length" else ""),
+        f"{timing.tokens_per_second:.0f} tok/s" if timing.per_token_ms else "",
+        f"prefill {completion.prompt_tokens - completion.cached_tokens:,} in {timing.prefill_ms:.0f} ms",
+        "greedy" if completion.seed is None else f"seed {completion.seed}",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,25 +1,68 @@
 """A chat with a model: its conversation, its context, and one answer at a time.
 
-What of the conversation the model has processed stays in the cache of an `onward.Session`, so that a turn costs what
-it adds.
+The part of the conversation that the model has processed stays in the cache of an `onward.Session`, so that a turn
+costs only its new tokens.
 """
 
 import datetime
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onward
-from onward.cli.conversation import Conversation
-from onward.cli.streaming import follow
+from onward.cli.terminal import follow
 from onward.errors import ContextOverflowError, OnwardError, RequestError, SessionError
+from onward.text_input import parse_request_json
 
 if TYPE_CHECKING:
     from onward import Completion, LanguageModel, Piece
 
-# Under which name a saved session holds its conversation.
+# The note of a saved session that has its conversation.
 _NOTE = "conversation"
+
+
+@dataclass
+class Conversation:
+    """The messages of a chat. turns: pairs of question and answer, after the system message."""
+
+    system: str | None = None
+    turns: list[tuple[str, str]] = field(default_factory=list)
+
+    def messages(self, question: str | None = None) -> list[dict[str, str]]:
+        """For the chat template, with a new question at the end."""
+        said = [("system", self.system)] if self.system is not None else []
+        for asked, answered in self.turns:
+            said += [("user", asked), ("assistant", answered)]
+        if question is not None:
+            said.append(("user", question))
+        return [{"role": role, "content": content} for role, content in said]
+
+    def to_json(self) -> str:
+        """An object with the system message, a string or null, and the turns, pairs of strings."""
+        return json.dumps({"system": self.system, "turns": self.turns}, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Conversation":
+        """Parse what `to_json` wrote.
+
+        Raises:
+            RequestError: it is something else.
+        """
+        content = parse_request_json(text)
+        if not isinstance(content, dict) or content.keys() != {"system", "turns"}:
+            raise RequestError("a conversation is an object with 'system' and 'turns'")
+        system, turns = content["system"], content["turns"]
+        if not (system is None or isinstance(system, str)):
+            raise RequestError("the system message of a conversation is a string or null")
+        if not (isinstance(turns, list) and all(map(_is_turn, turns))):
+            raise RequestError("the turns of a conversation are a list of pairs of strings")
+        return cls(system, [(asked, answered) for asked, answered in turns])
+
+
+def _is_turn(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 @dataclass(frozen=True)

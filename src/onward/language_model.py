@@ -76,7 +76,7 @@ class LanguageModel:
         return described(self, *self.model.facts(), text, chat)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the arguments, weights too. The copy reads the adapters anew from where they were loaded."""
+        """Copy and pickle the arguments, weights too. The copy reads the adapters again, from their folders."""
         folders = {name: loaded.folder for name, loaded in self.adapters.items()}
         return type(self), self._arguments(self.model), folders or None
 

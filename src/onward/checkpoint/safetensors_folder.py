@@ -160,7 +160,7 @@ class SafetensorsFolder:
         try:
             if self._keeps():
                 assert self.dtype is not None
-                packed = method.held(read, parts, own, self.dtype)
+                packed = method.as_quantized(read, parts, own, self.dtype)
             weight = method.weight(read, parts, own) if packed is None else None
         except (ValueError, KeyError, StopIteration, IndexError, RuntimeError) as error:
             raise CheckpointError(

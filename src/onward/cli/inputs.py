@@ -27,7 +27,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     same words give the same prompt wherever they come from.
 
     Raises:
-        RequestError: none or two are given, or what is given cannot be read as UTF-8.
+        RequestError: there is no prompt, there are two, or the prompt is not UTF-8.
     """
     from_input = "-" in (argument, str(file))
     if argument is not None and file is not None:

@@ -114,8 +114,8 @@ class DivergedError(Exception):
 class Answer:
     """An answer on its way to a client, from one attempt or several.
 
-    A later attempt goes on with a stream after its last event (`last_event_id`). Any other body it begins anew: what
-    the client has is left out, and has to be what was said before.
+    A later attempt resumes a stream after its last event (`last_event_id`). It sends any other body from the start:
+    the part that the client already has is checked to be equal, and left out.
 
     started: whether the client has its status. ended: whether it has all. emitted: the ids of its texts that are known.
     last_event_id: of the last event that the client has. facts: for the log. whole_reasons: whether these have what the
@@ -188,7 +188,7 @@ class Answer:
             await self._send({"type": "http.response.body", "body": new, "more_body": not over})
 
     def _new_of(self, body: bytes) -> bytes:
-        """What of a body that began anew the client does not have."""
+        """The part of a body, sent again from its start, that the client does not have yet."""
         begin, self._again = self._again, self._again + len(body)
         known = bytes(self._told[begin : self._again])
         if not body.startswith(known):

@@ -190,7 +190,7 @@ class AllTogether:
         sibling = self._siblings.get(sequence)
         if sibling is None or sibling.slot is None:
             return False
-        computed = sibling.output_at - 1  # the last id is processed anew by all texts of the prompt
+        computed = sibling.output_at - 1  # all texts of the prompt process the last id again
         sequence.slot = self._slots.fork(sibling.slot, computed, sequence.longest)
         if sequence.slot is None:
             return False

@@ -221,7 +221,7 @@ def numbers_of_block(shapes: Sequence[LayerShape]) -> int:
 class Tables:
     """A rank's own tables of blocks, filled with what rank 0 says.
 
-    They stay the same tensors from forward to forward, so that a program need not be bound anew.
+    Every forward gets the same tensors, so programs stay bound to them.
     """
 
     def __init__(self) -> None:

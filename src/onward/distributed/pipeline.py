@@ -142,7 +142,7 @@ class PipelineForward:
                 return self._run(whole, cache)
             except BaseException as error:
                 if self._begun:
-                    self.group.broke(f"the ranks are out of step since a forward failed ({error}): load the model anew")
+                    self.group.broke(f"the ranks are out of step since a forward failed ({error}): reload the model")
                 raise
 
     def _run(self, whole: Part, cache: PagedKVCache) -> Tensor:

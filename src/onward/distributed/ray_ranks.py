@@ -50,7 +50,7 @@ class RayRanks:
 
     def check(self) -> None:
         if not self._is_connected():
-            raise RankError("this process has left the cluster that the ranks are in: load the model anew")
+            raise RankError("this process has left the cluster that the ranks are in: reload the model")
         ended, _ = self._ray.wait(self._ends, timeout=0)
         if not ended:
             return

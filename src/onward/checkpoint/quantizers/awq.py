@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers import gptq, held
+from onward.checkpoint.quantizers import gptq, repack
 from onward.checkpoint.quantizers.bits import by_group, unpacked
 from onward.checkpoint.quantizers.settings import Fields, Read, size, words
 from onward.ops import QuantizedWeight
@@ -41,9 +41,11 @@ class Awq:
         offset = by_group(zeros.T.float(), group, shape[1])
         return (codes.T.float() - offset) * by_group(scales.T.float(), group, shape[1])
 
-    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
+    def as_quantized(
+        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
         codes, zeros, scales, group = self._parts(read, shape)
-        return held.integers(codes.T, scales.T, zeros.T, group, dtype)
+        return repack.integers(codes.T, scales.T, zeros.T, group, dtype)
 
     def _parts(self, read: Read, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, int]:
         """Codes [K, N], zeros and scales [K / g, N], and g."""

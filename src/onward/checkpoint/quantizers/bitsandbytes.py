@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers import held
+from onward.checkpoint.quantizers import repack
 from onward.checkpoint.quantizers.settings import Fields, Read, words
 from onward.ops import QuantizedWeight
 
@@ -51,14 +51,16 @@ class BitsAndBytes:
         codes, values, absmax, block = _blocks(read, names, shape)
         return (values[codes.long()] * absmax.repeat_interleave(block)[: codes.numel()]).view(shape)
 
-    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
+    def as_quantized(
+        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
         if "SCB" in names:
             codes, scale = _rows(read, names, shape)
-            return held.integers(codes.to(torch.int16) + 128, scale.unsqueeze(1), 128, shape[1], dtype)
+            return repack.integers(codes.to(torch.int16) + 128, scale.unsqueeze(1), 128, shape[1], dtype)
         codes, values, absmax, block = _blocks(read, names, shape)
         if shape[1] % block:
             return None  # a block goes on in the next row
-        return held.nf4(codes.view(shape), values, absmax.view(shape[0], -1), block, dtype)
+        return repack.nf4(codes.view(shape), values, absmax.view(shape[0], -1), block, dtype)
 
 
 def _rows(read: Read, names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers import held
+from onward.checkpoint.quantizers import repack
 from onward.checkpoint.quantizers.bits import E2M1, by_group, check_blocks, nibbles, unpacked
 from onward.checkpoint.quantizers.settings import Fields, Read, words
 from onward.ops import QuantizedWeight
@@ -61,24 +61,26 @@ class CompressedTensors:
             values = values - self._spread(read("weight_zero_point").float(), shape)
         return values * self._spread(scale, shape)
 
-    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
+    def as_quantized(
+        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
         if "weight_packed" in names:
             packed = read("weight_packed")
             if packed.dtype == torch.uint8:
                 codes, scale = _fp4(read, packed, shape)
                 if scale.dtype == torch.uint8:
-                    return held.mxfp4(codes, scale, dtype)
-                return held.fp4(codes, scale, read("weight_global_scale"), dtype)
+                    return repack.mxfp4(codes, scale, dtype)
+                return repack.fp4(codes, scale, read("weight_global_scale"), dtype)
             codes, zeros, scale, groups = self._packed(read, names, packed, shape)
-            return held.integers_of_groups(codes, scale, zeros, groups, dtype)
+            return repack.integers_of_groups(codes, scale, zeros, groups, dtype)
         codes, scale = self._plain(read, shape)
         by_rows, group = self._by_rows(scale, shape)
         if codes.dtype == torch.float8_e4m3fn:
-            return held.e4m3(codes, by_rows, group, dtype)
+            return repack.e4m3(codes, by_rows, group, dtype)
         zeros = torch.full_like(by_rows, 128)
         if "weight_zero_point" in names:
             zeros = zeros + self._by_rows(read("weight_zero_point").float(), shape)[0]
-        return held.integers(codes.to(torch.int16) + 128, by_rows, zeros, group, dtype)
+        return repack.integers(codes.to(torch.int16) + 128, by_rows, zeros, group, dtype)
 
     def _plain(self, read: Read, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Codes [N, K] that are not packed, and float32 scales of any form."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers import held
+from onward.checkpoint.quantizers import repack
 from onward.checkpoint.quantizers.bits import by_block, check_blocks
 from onward.checkpoint.quantizers.settings import Fields, Read, words
 from onward.ops import QuantizedWeight
@@ -48,13 +48,15 @@ class Fp8:
             scale = by_block(scale, self.block, shape)
         return codes.float() * (scale if scale.dim() == 2 else scale.view(-1, 1))
 
-    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
+    def as_quantized(
+        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
         codes, scale = self._parts(read, names, shape)
         if scale.dim() == 2 and scale.shape != (shape[0], 1):
             rows, group = self.block
             check_blocks(scale, self.block, shape)
-            return held.e4m3(codes, scale.repeat_interleave(rows, dim=0)[: shape[0]], group, dtype)
-        return held.e4m3(codes, scale.view(-1, 1).expand(shape[0], 1), shape[1], dtype)
+            return repack.e4m3(codes, scale.repeat_interleave(rows, dim=0)[: shape[0]], group, dtype)
+        return repack.e4m3(codes, scale.view(-1, 1).expand(shape[0], 1), shape[1], dtype)
 
     def _parts(self, read: Read, names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Codes [N, K], and scales: [N, 1], of blocks, or one or N in a row."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers import held
+from onward.checkpoint.quantizers import repack
 from onward.checkpoint.quantizers.bits import unpacked
 from onward.checkpoint.quantizers.settings import Fields, Overrides, Read, pattern_of, size, words
 from onward.ops import QuantizedWeight
@@ -52,9 +52,11 @@ class Gptq:
         codes, zeros, scales, groups = self._parts(read, names, shape)
         return ((codes.float() - zeros.float()[groups]) * scales.float()[groups]).T
 
-    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
+    def as_quantized(
+        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
         codes, zeros, scales, groups = self._parts(read, names, shape)
-        return held.integers_of_groups(codes.T, scales.T, zeros.T, groups, dtype)
+        return repack.integers_of_groups(codes.T, scales.T, zeros.T, groups, dtype)
 
     def _parts(self, read: Read, names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes [K, N], zeros and scales [K / g, N], and the group of each input, int64 [K]."""

@@ -46,9 +46,11 @@ class Method(Protocol):
         """float32 [N, K]: the weight that the tensors `names` stand for. Raises ValueError with what does not fit."""
         ...
 
-    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
+    def as_quantized(
+        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
         """The same weight in the bits that it has, standing for one of `dtype`; None where no format of ours holds it
-        without loss (`onward.checkpoint.quantizers.held`)."""
+        without loss (`onward.checkpoint.quantizers.repack`)."""
         ...
 
 

@@ -31,7 +31,9 @@ class Mxfp4:
     def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
         return dequantized(read("blocks"), read("scales"), shape)
 
-    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
+    def as_quantized(
+        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
         return packed(read("blocks"), read("scales"), shape, dtype)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.quantizers import held
+from onward.checkpoint.quantizers import repack
 from onward.checkpoint.quantizers.bits import by_block, by_group, nibbles
 from onward.checkpoint.quantizers.settings import Fields, Read, words
 from onward.ops import QuantizedWeight
@@ -55,19 +55,21 @@ class Torchao:
             scale, group, shape[1]
         )
 
-    def held(self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | None:
+    def as_quantized(
+        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | None:
         codes, scale = _codes(read, names, shape), read(_SCALE)
         if codes.shape[1] != shape[1]:
             if bool((read(_ZERO) != 0).any()):
                 return None  # a float, which no format of ours has beside whole numbers
             scale = _by_rows(scale)
-            return held.integers(_fours(codes), scale, 8, _group(scale, shape), dtype)
+            return repack.integers(_fours(codes), scale, 8, _group(scale, shape), dtype)
         if codes.dtype == torch.float8_e4m3fn:
             rows, group = _block(scale, shape)
-            return held.e4m3(codes, scale.repeat_interleave(rows, dim=0)[: shape[0]], group, dtype)
+            return repack.e4m3(codes, scale.repeat_interleave(rows, dim=0)[: shape[0]], group, dtype)
         zeros = _zeros(read, names, scale)
         offset = 8 if int(codes.min()) >= -8 and int(codes.max()) < 8 else 128
-        return held.integers(codes.to(torch.int16) + offset, scale, zeros + offset, _group(scale, shape), dtype)
+        return repack.integers(codes.to(torch.int16) + offset, scale, zeros + offset, _group(scale, shape), dtype)
 
 
 def _codes(read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:

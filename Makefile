@@ -11,7 +11,7 @@ BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-full lint types contracts unit soak clients eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
+.PHONY: help demo docs test test-full lint types contracts structure unit soak clients eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
 	wheel wheel-test workflows
 
 help: ## what there is
@@ -33,8 +33,11 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	@$(BIN)/mypy
 
-contracts: $(VENV)/.installed-dev
+contracts: structure $(VENV)/.installed-dev
 	@$(BIN)/lint-imports
+
+structure: $(VENV)/.installed-dev ## lines, files, layers and import circles of src/onward, held to their limits
+	@$(BIN)/python .ci/structure.py
 
 # A process a core, and one thread in each: the suite takes half the time of one process.
 unit: $(VENV)/.installed-dev

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 import onward
 from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
-from onward.adapters import Adapter, Update
-from onward.adapters.merging import adaptable, part_names
 from onward.models import Linear
+from onward.models.adapters import Adapter, Update
+from onward.models.adapters.merge import adaptable, part_names
 from onward.models.linear import is_marked
 from onward.ops.linear import weight_shape
 

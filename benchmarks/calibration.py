@@ -25,14 +25,8 @@ import onward
 from benchmarks.checkpoints import random_checkpoint
 from benchmarks.machine import description
 from benchmarks.quantization import END_OF_TEXT, HELDOUT
-from onward.quantization import (
-    Calibration,
-    quantize,
-    quantize_folder,
-    quantize_weight,
-    quantize_with_feedback,
-    relative_output_error,
-)
+from onward.language_model import Calibration, quantize, quantize_folder
+from onward.quantization import quantize_weight, quantize_with_feedback, relative_output_error
 
 FORMATS = ("int8", "int4", "iq4_nl")
 ROWS, INPUTS, TOKENS = 512, 1024, 4096

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from onward.models import Scope, parameter_shapes, read_config
+from onward.models import WeightScope, parameter_shapes, read_config
 from onward.models.architecture import states_of
 
 QWEN3_0_6B = {
@@ -125,7 +125,7 @@ def random_checkpoint(name: str = "qwen3-0.6b", config: dict = QWEN3_0_6B) -> Pa
     if not (folder / "config.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         tensors = _RandomTensors()
-        read_config(config).read(Scope(tensors))
+        read_config(config).read(WeightScope(tensors))
         save_file(tensors.made, folder / "model.safetensors", metadata={"format": "pt"})
         # Written last: its presence says that the rest is whole.
         (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.models import Model, Scope, build_model, pack_layer, pack_params, read_config
+from onward.models import Model, WeightScope, build_model, pack_layer, pack_params, read_config
 from onward.quantization import quantize_params
 
 
@@ -34,6 +34,6 @@ def random_model(precision: str, config: dict) -> Model:
     def convert(part: Any) -> Any:
         return part if precision == "bf16" else quantize_params(part, precision)[0]
 
-    params = architecture.read(Scope(_Noise()), lambda layer: pack_layer(convert(layer)))
+    params = architecture.read(WeightScope(_Noise()), lambda layer: pack_layer(convert(layer)))
     rest = convert(params._replace(layers=()))
     return build_model(architecture, pack_params(rest)._replace(layers=params.layers))

@@ -36,9 +36,9 @@ from ray import serve
 
 from benchmarks.machine import description
 from benchmarks.replicas import wait_for_replicas
-from onward.cluster.deploy_options import DeployOptions
 from onward.cluster.deployment import replicas_of
-from onward.cluster.running import running
+from onward.cluster.options import DeployOptions
+from onward.cluster.ray_session import running
 
 REPLICAS = 3
 SILENCE = 3.0

@@ -32,9 +32,10 @@ from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint, weight_bytes_p
 from benchmarks.decode import NEW_TOKENS, PROMPTS, measure, onward_contestant
 from benchmarks.machine import description
 from onward.checkpoint import find_folder, read_weights
-from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.checkpoint import CheckpointFolder
+from onward.language_model import quantize, quantize_folder
 from onward.models import Linear, read_config
-from onward.quantization import quantize, quantize_folder, quantize_weight
+from onward.quantization import quantize_weight
 
 HELDOUT = Path(__file__).parent.parent / "training" / "heldout.txt"
 END_OF_TEXT = "<|endoftext|>"

@@ -19,7 +19,7 @@ import torch
 import onward
 from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
-from onward.speculation import DraftRequest, DraftRow, PromptLookup, Speculator, SuffixLookup
+from onward.decoding.speculation import DraftRequest, DraftRow, PromptLookup, Speculator, SuffixLookup
 
 REPETITIVE = {"max_new_tokens": 256, "temperature": 0.0, "ignore_eos": True}
 UNPREDICTABLE = {"max_new_tokens": 256, "temperature": 1.0, "ignore_eos": True}

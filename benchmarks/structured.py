@@ -17,7 +17,7 @@ from typing import Any
 import onward
 from benchmarks.checkpoints import random_checkpoint, trained_tokenizer
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
-from onward.checkpoint.tokenizer import JsonTokenizer
+from onward.tokenizer.tokenizer import JsonTokenizer
 
 RECORD = {
     "type": "object",

@@ -19,7 +19,7 @@ import torch
 import onward
 from benchmarks.checkpoints import GEMMA3_1B, random_checkpoint
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
-from onward.cache import KVBlocks
+from onward.cache import KVPool
 from onward.engine.engine import engine_slots
 
 NEW, LENGTHS = 24, (512, 4000)
@@ -41,8 +41,8 @@ def keeping_all(model: onward.Model) -> onward.Model:
     """The model with a cache whose layers all keep the whole text."""
     shapes = [shape._replace(window=None) for shape in model.new_blocks(1).shapes]
 
-    def new_blocks(count: int) -> KVBlocks:
-        return KVBlocks.of(shapes, count=count, dtype=torch.bfloat16, device="cpu")
+    def new_blocks(count: int) -> KVPool:
+        return KVPool.of(shapes, count=count, dtype=torch.bfloat16, device="cpu")
 
     return dataclasses.replace(model, new_blocks=new_blocks)
 

@@ -1,4 +1,4 @@
-"""The accounts of `PagedSlots`: each block is free, cached or held, and nobody sees what another may write."""
+"""The accounts of `PagedCacheManager`: each block is free, cached or held, and nobody sees what another may write."""
 
 from collections import Counter
 from itertools import pairwise
@@ -7,7 +7,7 @@ from onward.cache.slot import digest_of
 
 
 def check_accounts(slots):
-    """Assert that the accounts of `PagedSlots` add up, and that no block that a slot may write is seen by others."""
+    """Assert that the accounts of `PagedCacheManager` add up, and that slots share no block that one may write."""
     with slots.lock:
         slots._mend()
         held, budget, states = list(slots._slots), slots._budget, slots._states

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from benchmarks.kernels.common import Run, begin_with_dtype, medians
 from onward import native, ops
-from onward.cache.buffers import lazy_zeros
+from onward.cache.kinds import lazy_zeros
 from onward.ops.gated_delta import state_width
-from onward.ops.state import STATE_BLOCK
+from onward.ops.recurrent_state import STATE_BLOCK
 
 KEY_HEADS, HEADS, DIM, LAYERS = 16, 32, 128, 24
 DRAFTS = (4, 8, 16)

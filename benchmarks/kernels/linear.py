@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.kernels.common import Run, argument_parser, begin, medians
 from onward import native
-from onward.native.interface import DType, Format
+from onward.native.structs import DType, Format
 
 LAYER = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # [outputs, inputs]
 MODEL = LAYER * 28 + [(151_936, 1024)]

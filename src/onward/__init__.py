@@ -6,158 +6,40 @@ print(lm.generate("Once upon a time").text)
 
 import logging
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from onward import ops
-    from onward.cache import KVCache
-    from onward.completion import Completion, Piece, Timing
-    from onward.constraints import Constraint
-    from onward.decoding import (
-        DecodeOutput,
-        FilledCache,
-        Inferencer,
-        ModelInferencer,
-        PrefillOutput,
-        decode,
-        generate,
-        stream,
-    )
-    from onward.engine import Engine, EngineStats, Generation
-    from onward.errors import EngineBusyError, EngineError, OnwardError
-    from onward.language_model import LanguageModel
-    from onward.loading import load
-    from onward.messages import AssistantMessage, MessageDelta, ToolCall
-    from onward.models import Model
-    from onward.native import num_threads, set_num_threads
-    from onward.program import Program, compile
-    from onward.quantization import quantize
-    from onward.requests import ChatOptionsDict, GenerateOptions, GenerateOptionsDict, Request, Score
-    from onward.sampling import Sampler, SamplingParams, greedy, sample
-    from onward.sessions import Session
-    from onward.speculation import Speculation, Speculator
+from typing import Any
 
 __version__ = "0.1.0"
 
 # Quiet unless the application asks: logging.basicConfig(level=logging.INFO), or a level of the logger "onward".
 logging.getLogger("onward").addHandler(logging.NullHandler())
 
-__all__ = [
-    "AssistantMessage",
-    "ChatOptionsDict",
-    "Completion",
-    "Constraint",
-    "DecodeOutput",
-    "Engine",
-    "EngineBusyError",
-    "EngineError",
-    "EngineStats",
-    "FilledCache",
-    "GenerateOptions",
-    "GenerateOptionsDict",
-    "Generation",
-    "Inferencer",
-    "KVCache",
-    "LanguageModel",
-    "MessageDelta",
-    "Model",
-    "ModelInferencer",
-    "OnwardError",
-    "Piece",
-    "PrefillOutput",
-    "Program",
-    "Request",
-    "Sampler",
-    "SamplingParams",
-    "Score",
-    "Session",
-    "Speculation",
-    "Speculator",
-    "Timing",
-    "ToolCall",
-    "__version__",
-    "compile",
-    "decode",
-    "generate",
-    "greedy",
-    "load",
-    "num_threads",
-    "ops",
-    "quantize",
-    "sample",
-    "set_num_threads",
-    "stream",
+# Every public name, by the module that defines it. Importing torch takes a second, and `onward --help` should not; so a
+# name is imported when it is first used. Type checkers read __init__.pyi, which .ci/structure.py writes from here.
+_MODULES = {
+    "cache": "KVCache",
+    "chat": "AssistantMessage MessageDelta ToolCall",
+    "decoding": "decode generate stream",
+    "decoding.speculation": "Speculation Speculator",
+    "engine": "Engine EngineStats Generation",
+    "errors": "EngineBusyError EngineError OnwardError",
+    "language_model": "ChatOptionsDict Completion GenerateOptions GenerateOptionsDict LanguageModel Piece Request "
+    "Score Session Timing quantize",
+    "loading": "load",
+    "models": "Model",
+    "native": "num_threads set_num_threads",
+    "program": "Program compile",
+    "sampling": "Constraint Sampler SamplingParams greedy sample",
+}
+# fmt: off
+_SUBMODULES = [
+    "cache", "chat", "checkpoint", "constraints", "decoding", "engine", "errors", "inferencer", "language_model",
+    "loading", "models", "native", "ops", "program", "protocols", "quantization", "sampling", "server", "testing",
+    "tokenizer",
 ]
+# fmt: on
+_HOMES = {name: f"onward.{module}" for module, names in _MODULES.items() for name in names.split()}
 
-# Importing torch takes a second, and `onward --help` should not. So names are imported when they are first used.
-_HOMES = {
-    "AssistantMessage": "onward.messages",
-    "ChatOptionsDict": "onward.requests",
-    "Completion": "onward.completion",
-    "Constraint": "onward.sampling",
-    "DecodeOutput": "onward.decoding",
-    "Engine": "onward.engine",
-    "EngineBusyError": "onward.errors",
-    "EngineError": "onward.errors",
-    "EngineStats": "onward.engine",
-    "FilledCache": "onward.decoding",
-    "GenerateOptions": "onward.requests",
-    "GenerateOptionsDict": "onward.requests",
-    "Generation": "onward.engine",
-    "Inferencer": "onward.decoding",
-    "KVCache": "onward.cache",
-    "LanguageModel": "onward.language_model",
-    "MessageDelta": "onward.messages",
-    "Model": "onward.models",
-    "ModelInferencer": "onward.decoding",
-    "OnwardError": "onward.errors",
-    "Piece": "onward.completion",
-    "PrefillOutput": "onward.decoding",
-    "Program": "onward.program",
-    "Request": "onward.requests",
-    "Sampler": "onward.sampling",
-    "SamplingParams": "onward.sampling",
-    "Score": "onward.requests",
-    "Session": "onward.sessions",
-    "Speculation": "onward.speculation",
-    "Speculator": "onward.speculation",
-    "Timing": "onward.completion",
-    "ToolCall": "onward.messages",
-    "compile": "onward.program",
-    "decode": "onward.decoding",
-    "generate": "onward.decoding",
-    "greedy": "onward.sampling",
-    "load": "onward.loading",
-    "num_threads": "onward.native",
-    "quantize": "onward.quantization",
-    "sample": "onward.sampling",
-    "set_num_threads": "onward.native",
-    "stream": "onward.decoding",
-}
-_SUBMODULES = {
-    "cache",
-    "checkpoint",
-    "completion",
-    "constraints",
-    "decoding",
-    "engine",
-    "errors",
-    "language_model",
-    "loading",
-    "messages",
-    "models",
-    "native",
-    "openai",
-    "ops",
-    "program",
-    "quantization",
-    "requests",
-    "sampling",
-    "server",
-    "sessions",
-    "speculation",
-    "testing",
-}
+__all__ = ["__version__", "ops", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:

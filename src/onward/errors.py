@@ -7,9 +7,9 @@ Any other exception is a defect in Onward and keeps its traceback. Built-in base
     ├── RequestError (ValueError)            an option, a prompt or an argument cannot be served
     │   ├── ContextOverflowError             a request needs more positions than the context or the cache holds
     │   ├── NothingToDrawError               bans or a constraint leave no id to choose
-    │   ├── TextError                        text is not UTF-8, JSON or Unicode, or nested too deep (onward.text_input)
-    │   ├── NotHostedError                   a module of transformers runs over its own caches alone (onward.models)
-    │   └── BodyError                        a body of OpenAI's format asks for what is not served (onward.openai)
+    │   ├── TextError                        text is not UTF-8, JSON or Unicode, or nested too deep
+    │   ├── UnsupportedModuleError           a module of transformers runs over its own caches alone (onward.models)
+    │   └── BodyError                        a body of OpenAI's format asks for what is not served (onward.protocols)
     ├── ConfigError (ValueError)             config.json is missing, unreadable or contradicts itself
     │   └── UnsupportedArchitectureError     Onward does not have the checkpoint's family
     ├── CheckpointError                      weights are missing, truncated, mis-shaped or of a wrong dtype
@@ -138,3 +138,11 @@ def warn(message: str) -> None:
 
 def _is_internal(file: str) -> bool:
     return file.startswith(_INTERNAL_FILES) or file.endswith(_DECORATORS)
+
+
+class NativeUnavailableError(OnwardError, ValueError):
+    """No native library serves the request: none was built, or the machine lacks the one asked for."""
+
+
+class NativeError(OnwardError):
+    """A kernel refused its arguments, or could not allocate memory."""

@@ -12,22 +12,30 @@ from typing import Any
 
 import torch
 
-from onward.adapters import grown, read_adapter
-from onward.checkpoint import Checkpoint, CheckpointFolder, find_adapter, find_folder, open_checkpoint, page_releaser
-from onward.checkpoint.distributed import NameMapSource
+from onward.chat import MessageFormat, checked_format
+from onward.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    find_adapter,
+    find_folder,
+    open_checkpoint,
+    page_releaser,
+    read_adapter,
+)
+from onward.checkpoint.dcp import NameMapSource
 from onward.checkpoint.module import is_known, read_module
-from onward.checks import check_whole
+from onward.decoding.speculation import LOOKUPS
 from onward.distributed import Settings, load_ranks
 from onward.errors import RequestError, UnsupportedArchitectureError, warn
-from onward.language_model import LanguageModel
-from onward.loading_weights import LayersInPlace, WeightsReader
-from onward.messages import MessageFormat, checked_format
+from onward.language_model import Draft, LanguageModel, generation_defaults, within_vocabulary
+from onward.language_model.weights import LayersInPlace, WeightsReader
 from onward.models import Architecture, Model, build_model, check_backend, pack_params, read_config
-from onward.models.hosted import host
+from onward.models.adapters import grown
+from onward.models.transformers import host
 from onward.native import isa, num_threads
-from onward.option_names import checks_option_names
 from onward.quantization import check_format, quantize_params
-from onward.requests import LOOKUPS, Draft, generation_defaults, within_vocabulary
+from onward.util.checks import check_whole
+from onward.util.option_names import checks_option_names
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +87,7 @@ def load(
             vocabulary. The model is loaded already, or a source to load with the same dtype, device and quantization
             ("demo-draft" for "demo").
         message_format: how the model writes reasoning and calls of tools, where the chat template does not tell:
-            a name in `onward.messages.FORMATS` or a `MessageFormat` (docs/chat.md).
+            a name in `onward.chat.FORMATS` or a `MessageFormat` (docs/chat.md).
         merge: an adapter, a folder that peft wrote or a hub id of one, to merge into the weights before they are
             quantized (docs/adapters.md).
         adapters: by name, those that requests may name (`LanguageModel.load_adapter`): folders that peft wrote, or hub

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from peft_adapters import FORMS, adapted, base, saved
 
 import onward
-from onward.decoding.token import token_logprobs
 from onward.errors import CheckpointError, RequestError, SessionError
+from onward.sampling.logprobs import token_logprobs
 
 IDS = [5, 17, 99, 3, 42, 8]
 # As in test_merging.py: of logprobs too, for a logprob moves by no more than twice what the logits do.
@@ -117,8 +117,8 @@ def test_beside_quantized_weights_an_update_is_that_of_8_bits(folders, format):
     source, by_form = folders
     exact = onward.load(source, adapters={"it": by_form["plain"]})
     rounded = onward.load(source, quantize=format, adapters={"it": by_form["plain"]})
-    from onward.adapters import read_adapter
-    from onward.adapters.beside import row_updates
+    from onward.checkpoint import read_adapter
+    from onward.models.adapters.forward import row_updates
 
     updates = row_updates(exact.model, read_adapter(by_form["plain"]))
     held = rounded._adapters._stacks._updates

@@ -10,7 +10,7 @@ from peft_adapters import ATTENTION, base
 from safetensors.torch import load_file, save_file
 
 import onward
-from onward.adapters.peft_folder import KNOWN_FIELDS
+from onward.checkpoint.peft import KNOWN_FIELDS
 from onward.errors import CheckpointError, RequestError
 
 TOLERANCE = 1e-4  # as in test_merging.py

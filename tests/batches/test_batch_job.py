@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onward.batches import BatchJob, BatchResults, LineResult, Progress, ReplicaDiedError
+from onward.batches import BatchInput, BatchJob, BatchLine, BatchResults, LineResult, Progress, ReplicaDiedError
+from onward.batches.line import result_line
 from onward.errors import EngineError, RequestError
-from onward.openai import BatchInput, BatchLine
-from onward.openai.batch import result_line
 
 PRINT = "a model"
 

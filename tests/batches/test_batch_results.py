@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onward.batches import BatchResults, LineResult
+from onward.batches import BatchInput, BatchResults, LineResult
+from onward.batches.line import result_line
 from onward.errors import OnwardError, RequestError
-from onward.openai import BatchInput
-from onward.openai.batch import result_line
 
 PRINT = "a model"
 

@@ -84,7 +84,7 @@ class RowsInAnyOrder(RuleBasedStateMachine):
 
     @rule(key=st.integers(0, 1))
     def use(self, key):
-        self.slots.use(key)
+        self.slots.set_weights_version(key)
         self.key = key
 
     def found_texts(self):

@@ -8,7 +8,7 @@ from rows_in_any_order import Row, RowsInAnyOrder
 from written_blocks import WrittenBlocks
 
 from block_accounts import check_accounts
-from onward.cache.slots import PagedSlots
+from onward.cache.manager import PagedCacheManager
 from onward.errors import ContextOverflowError
 
 MAX_LEN = 20
@@ -28,7 +28,7 @@ class AnyOrder(RowsInAnyOrder):
     )
     def start(self, count, size, cached, warm):
         self.memory = WrittenBlocks(count, size)
-        self.slots = PagedSlots(self.memory, max_len=MAX_LEN, cached_blocks=cached, warm_blocks=warm, block=size)
+        self.slots = PagedCacheManager(self.memory, max_len=MAX_LEN, cached_blocks=cached, warm_blocks=warm, block=size)
         self.rows, self.key = [], 0
 
     def counts(self):
@@ -129,7 +129,7 @@ class AnyOrder(RowsInAnyOrder):
 
     @rule(key=st.integers(0, 2))
     def use(self, key):
-        self.slots.use(key)
+        self.slots.set_weights_version(key)
         if key != self.key:
             assert not list(self.found_texts())
         self.key = key

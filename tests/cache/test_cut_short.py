@@ -8,7 +8,7 @@ from written_blocks import WrittenBlocks
 
 import onward.cache
 from block_accounts import check_accounts
-from onward.cache import PagedSlots
+from onward.cache import PagedCacheManager
 
 FOLDER = str(Path(onward.cache.__file__).parent)
 SIZE = 4
@@ -55,7 +55,7 @@ class House:
         if window is not None:
             self.memory.windows = WrittenBlocks(9, SIZE)
             self.memory.windows.window = window
-        self.slots = PagedSlots(self.memory, max_len=32, cached_blocks=2, warm_blocks=1, block=SIZE)
+        self.slots = PagedCacheManager(self.memory, max_len=32, cached_blocks=2, warm_blocks=1, block=SIZE)
         cached = self.row([7, 7, 7, 7, 7, 7])
         self.slots.release(cached, [7] * 6)
         self.ids = list(range(11))
@@ -65,7 +65,7 @@ class House:
 
     def row(self, ids):
         slot, reused = self.slots.acquire(ids, len(ids))
-        self.slots.ready([slot], [reused], len(ids) - reused)
+        self.slots.ensure_writable([slot], [reused], len(ids) - reused)
         for at in range(reused, len(ids)):
             self.memory.write(slot, at, tuple(ids[: at + 1]))
             if self.memory.windows is not None:
@@ -88,7 +88,7 @@ CHANGES = {
     "note": lambda house: house.slots.note(house.one, house.ids),
     "release": lambda house: house.slots.release(house.one, house.ids),
     "view": lambda house: house.slots.view([house.two, house.two]),
-    "use": lambda house: house.slots.use("another"),
+    "use": lambda house: house.slots.set_weights_version("another"),
     "clear": lambda house: house.slots.clear(),
 }
 

@@ -6,7 +6,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from rows_in_any_order import MAX_LEN, RowsInAnyOrder
 from written_blocks import WrittenBlocks
 
-from onward.cache.slots import PagedSlots
+from onward.cache.manager import PagedCacheManager
 
 SIZE, PAGE = 4, 2  # positions of a block, and of a page of states
 # Most begin as another does.
@@ -16,8 +16,8 @@ TEXTS = st.builds(
 
 
 class WrittenStates:
-    """A double of `StateMemory`. pages: of each slot two, each with the number of its block of positions, counted from
-    1, the text before it, and the texts up to each of its positions."""
+    """A double of `RecurrentStatePool`. pages: two for each slot, each with the number of its block of positions,
+    counted from 1, the text before it, and the texts up to each of its positions."""
 
     def __init__(self, count, nbytes):
         self.count, self.nbytes, self.block_nbytes = count, nbytes, 1
@@ -40,7 +40,7 @@ class WrittenStates:
         return before, texts[: positions - (number - 1) * PAGE]
 
     def write(self, slot, first, texts):
-        """A piece of a text: what it begins with, and where it ends (`onward.ops.state.places`)."""
+        """A piece of a text: what it begins with, and where it ends (`onward.ops.recurrent_state.places`)."""
         pages, known = self.pages[slot], first == 0 or self.holds(slot, first)
         assert known, "what lay before a piece is there"
         before, last = -(-first // PAGE), -(-(first + len(texts)) // PAGE)
@@ -69,7 +69,7 @@ class AnyOrderOfStates(RowsInAnyOrder):
         self.memory = WrittenBlocks(count, SIZE)
         self.memory.states = WrittenStates(states, price)
         nbytes = round(share * (count + states * price))
-        self.slots = PagedSlots(
+        self.slots = PagedCacheManager(
             self.memory, max_len=MAX_LEN, cached_blocks=cached, warm_blocks=count, block=SIZE, nbytes=nbytes
         )
         self.rows, self.key = [], 0
@@ -101,14 +101,14 @@ class AnyOrderOfStates(RowsInAnyOrder):
 
     def go_on(self, row, count, token, drafted):
         first = len(row.written)
-        piece = self.slots.piece(row.slot, first, count)
+        piece = self.slots.max_chunk(row.slot, first, count)
         assert 1 <= piece <= count
         for at in range(first, first + piece):
             if at == len(row.ids):
                 row.ids.append(token)
             row.written.append(self.text(row.ids[: at + 1]))
             self.memory.write(row.slot, at, row.written[-1])
-        # What may be taken back is at most a page at once (`PagedSlots.room`).
+        # What may be taken back is at most a page at once (`PagedCacheManager.room`).
         wrong = ["a draft"] * max(0, min(drafted, PAGE - piece, row.slot.length - first - piece))
         for at in range(len(wrong)):
             self.memory.write(row.slot, first + piece + at, "a draft")

@@ -7,7 +7,7 @@ from rows_in_any_order import MAX_LEN, RowsInAnyOrder
 from written_blocks import WrittenBlocks
 
 from block_accounts import check_accounts
-from onward.cache.slots import PagedSlots
+from onward.cache.manager import PagedCacheManager
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 
@@ -29,7 +29,7 @@ class AnyOrderOfWindows(RowsInAnyOrder):
         self.memory.windows.window, self.window, self.size = window, window, size
         self.memory.block_nbytes, self.memory.windows.block_nbytes = price
         nbytes = round(share * (count * price[0] + windows * price[1]))
-        self.slots = PagedSlots(
+        self.slots = PagedCacheManager(
             self.memory, max_len=MAX_LEN, cached_blocks=cached, warm_blocks=warm, block=size, nbytes=nbytes
         )
         self.rows, self.key = [], 0
@@ -51,10 +51,12 @@ class AnyOrderOfWindows(RowsInAnyOrder):
         count = min(count, row.slot.length - first)
         if count < 1:
             return
-        piece = self.slots.piece(row.slot, first, count)
+        piece = self.slots.max_chunk(row.slot, first, count)
         assert min(count, self.size) <= piece <= count
-        tokens = min(piece + drafted, max(piece, self.slots.room([row.slot], [first])), row.slot.length - first)
-        self.slots.ready([row.slot], [first], tokens)
+        tokens = min(
+            piece + drafted, max(piece, self.slots.max_step_tokens([row.slot], [first])), row.slot.length - first
+        )
+        self.slots.ensure_writable([row.slot], [first], tokens)
         for at in range(first, first + piece):
             if at == len(row.ids):
                 row.ids.append(token)

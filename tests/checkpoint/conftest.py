@@ -1,4 +1,5 @@
 import pytest
+
 from tiny_checkpoint import make_checkpoint
 
 

@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_hybrids import HYBRIDS, factors_of, of_mamba, write_gate_and_up, write_hybrid_config
 
-from onward.models import Scope, read_config
+from onward.models import WeightScope, read_config
 
 _WINDOW = {"sliding_window": 9}
 _EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 1}
@@ -269,7 +269,7 @@ def write_model(
     if stored == "falcon-h1" and config["tie_word_embeddings"]:
         config["lm_head_multiplier"] = config["embedding_multiplier"]
     drawn = _Drawn(seed)
-    read_config(config).read(Scope(drawn))
+    read_config(config).read(WeightScope(drawn))
     options = {"split_max_tensors": split_after} if split_after else {}
     writer = gguf.GGUFWriter(file, stored, use_temp_file=False, **options)
     _write_config(writer, stored, config)

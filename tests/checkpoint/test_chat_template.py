@@ -13,14 +13,16 @@ import pytest
 from family_templates import FAMILY_TEMPLATES
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_checkpoint import TOKENIZER_CONFIG, change_json, refused, write_json
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import onward
-from onward.checkpoint import ChatTemplate, CheckpointFolder, chat_template, template_sandbox
-from onward.checkpoint.chat_template import strftime
+from onward.chat import ChatTemplate, template_sandbox
+from onward.chat import template as chat_template
+from onward.chat.template import strftime
+from onward.checkpoint import CheckpointFolder
 from onward.errors import OnwardWarning, RequestError, TokenizerError
+from tiny_checkpoint import TOKENIZER_CONFIG, change_json, refused, write_json
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_config_json import JSON, LLAMA3, QWEN, SLIDING, config
-from tiny_checkpoint import CONFIG, refused
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models import FAMILIES, read_config
+from tiny_checkpoint import CONFIG, refused
 
 HUGE = 10**30
 

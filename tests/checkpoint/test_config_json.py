@@ -5,12 +5,12 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_checkpoint import CONFIG, change_json, make_checkpoint, refused
 
 import onward
 from onward.checkpoint import CheckpointFolder
 from onward.errors import CheckpointError, ConfigError, UnsupportedArchitectureError
 from onward.models import FAMILIES, read_config
+from tiny_checkpoint import CONFIG, change_json, make_checkpoint, refused
 
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 8}
 SLIDING = QWEN | {"use_sliding_window": True, "sliding_window": 4}

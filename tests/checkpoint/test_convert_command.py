@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import onward
+from onward.checkpoint import GgufCheckpoint
 from onward.checkpoint.convert import convert
-from onward.checkpoint.gguf import GgufCheckpoint
-from onward.checkpoint.gguf.exporting import WRITTEN as LINES
-from onward.checkpoint.gguf.exporting import export_family as line_of
-from onward.checkpoint.gguf.exporting import model_tensors
+from onward.checkpoint.gguf.export import WRITTEN as LINES
+from onward.checkpoint.gguf.export import export_family as line_of
+from onward.checkpoint.gguf.export import model_tensors
 from onward.checkpoint.stacked_experts import with_stacked_experts
 from onward.errors import ConfigError, RequestError
+from onward.language_model import quantize_folder
 from onward.models import FAMILIES as ARCHITECTURES
-from onward.quantization import quantize_folder
 from onward.testing import random_checkpoint
 
 FAMILIES = [name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES if name.endswith("ForCausalLM")]

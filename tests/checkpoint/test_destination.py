@@ -6,11 +6,11 @@ import os
 import pytest
 
 from onward.checkpoint.convert import convert
-from onward.checkpoint.destination import appears
 from onward.cli.main import run
 from onward.errors import RequestError
-from onward.quantization import quantize_folder
+from onward.language_model import quantize_folder
 from onward.testing import random_checkpoint
+from onward.util.files import appears
 
 
 def everything(folder) -> list[str]:

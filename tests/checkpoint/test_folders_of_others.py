@@ -4,18 +4,18 @@ import json
 
 import pytest
 import torch
-from tiny_checkpoint import change_json, make_checkpoint, read_json, refused, write_json
 
 import onward
+from onward.chat.answer import special_token
 from onward.checkpoint import CheckpointFolder
 from onward.constraints import symbol
 from onward.errors import CheckpointError, ConfigError, RequestError
-from onward.messages.answer import special_token
+from onward.language_model import Calibration, quantize_folder
+from onward.language_model.generation_config import generation_defaults
 from onward.models import FAMILIES
 from onward.models.families import _OF_MODEL_TYPES
 from onward.models.fields import GENERATION_FIELDS, generation_fields
-from onward.quantization import Calibration, quantize_folder
-from onward.requests.generation_config import generation_defaults
+from tiny_checkpoint import change_json, make_checkpoint, read_json, refused, write_json
 
 LAST = 319  # id of the tiny tokenizer
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_checkpoint import change_json, make_checkpoint, refused, write_json
 
 import onward
 from onward.checkpoint import CheckpointFolder
 from onward.errors import ConfigError, OnwardWarning, RequestError
-from onward.requests import GenerateOptions, generation_defaults
+from onward.language_model import GenerateOptions, generation_defaults
+from tiny_checkpoint import change_json, make_checkpoint, refused, write_json
 
 
 def defaults(**config):

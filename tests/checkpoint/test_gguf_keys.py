@@ -6,14 +6,14 @@ import gguf.constants
 import numpy as np
 import pytest
 from gguf_files import MODELS, write_model
-from tiny_checkpoint import refused
 
 import onward
-from onward.checkpoint.gguf import GgufCheckpoint
-from onward.checkpoint.gguf.known_keys import HARMLESS, KNOWN, _never_counts
-from onward.checkpoint.gguf.model import _config_and_keys, config_of, family_of
+from onward.checkpoint import GgufCheckpoint
+from onward.checkpoint.gguf.checkpoint import _config_and_keys, config_of, family_of
+from onward.checkpoint.gguf.keys import HARMLESS, KNOWN, _never_counts
 from onward.errors import ConfigError, OnwardError
 from onward.models import read_config
+from tiny_checkpoint import refused
 
 DOCS = Path(__file__).parents[2] / "docs" / "gguf.md"
 IDS = list(range(5, 45))

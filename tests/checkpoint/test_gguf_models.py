@@ -10,15 +10,15 @@ from gguf_files import MODELS, TYPES, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tiny_checkpoint import refused
 
 import onward
-from onward.checkpoint.gguf import GgufCheckpoint
+from onward.checkpoint import GgufCheckpoint
 from onward.checkpoint.gguf.blocks import dequantized
 from onward.errors import CheckpointError, ConfigError, OnwardWarning, RequestError, UnsupportedArchitectureError
 from onward.models import read_config
 from onward.models.rope_config import rotary_schedule
 from onward.ops import QuantizedWeight
+from tiny_checkpoint import refused
 
 IDS = list(range(5, 45))
 

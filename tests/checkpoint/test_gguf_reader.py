@@ -11,13 +11,13 @@ import torch
 from gguf_files import write_model
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_checkpoint import refused
 
 import onward
-from onward.checkpoint.gguf import GgufCheckpoint
+from onward.checkpoint import GgufCheckpoint
 from onward.checkpoint.gguf.reader import GgufFile
 from onward.errors import CheckpointError, OnwardError, OnwardWarning
 from onward.models import read_config
+from tiny_checkpoint import refused
 
 
 def text(value: str | bytes) -> bytes:

@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 from gguf_files import write_model
-from tiny_checkpoint import refused
 
 import onward
 from onward.checkpoint import find_folder
 from onward.checkpoint.gguf import parts_of
 from onward.errors import CheckpointError, SourceError
+from tiny_checkpoint import refused
 
 
 def logits(source):

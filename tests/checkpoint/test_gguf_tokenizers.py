@@ -6,13 +6,13 @@ from functools import cache
 
 import pytest
 from gguf_files import write_model
-from tiny_checkpoint import SPECIAL, TEXTS, refused, sentencepiece_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import onward
-from onward.checkpoint.gguf import GgufCheckpoint
-from onward.checkpoint.gguf.split_texts import SPLITTINGS
+from onward.checkpoint import GgufCheckpoint
+from onward.checkpoint.gguf.pretokenizer import SPLITTINGS
 from onward.errors import TokenizerError
+from tiny_checkpoint import SPECIAL, TEXTS, refused, sentencepiece_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 LETTERS = [

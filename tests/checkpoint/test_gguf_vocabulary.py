@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from gguf_files import write_model
 from test_gguf_tokenizers import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, write_sentencepiece
-from tiny_checkpoint import refused, sentencepiece_tokenizer
 from tokenizers import Regex, pre_tokenizers
 
+from onward.checkpoint import GgufCheckpoint
+from onward.checkpoint.checkpoint import CheckpointFolder
 from onward.checkpoint.convert import convert
-from onward.checkpoint.folder import CheckpointFolder
-from onward.checkpoint.gguf import GgufCheckpoint
-from onward.checkpoint.gguf.split_texts import SPLITTINGS
+from onward.checkpoint.gguf.pretokenizer import SPLITTINGS
 from onward.checkpoint.gguf.vocabulary import Vocabulary
 from onward.errors import OnwardWarning, TokenizerError
+from tiny_checkpoint import refused, sentencepiece_tokenizer
 
 SAMPLE = "Hello  world\n\n 1234567 don'T 東京abc あア!?x"
 # A name of each rule -> how it cuts the sample: llama.cpp's expressions cut alike.

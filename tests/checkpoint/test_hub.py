@@ -18,11 +18,11 @@ from hub_server import Hub
 from huggingface_hub import constants
 from huggingface_hub.utils import are_progress_bars_disabled, close_session
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import change_json, make_checkpoint, read_json, refused, split_into_shards, write_json
 
 import onward
 from onward.checkpoint import find_folder
 from onward.errors import CheckpointError, SourceError
+from tiny_checkpoint import change_json, make_checkpoint, read_json, refused, split_into_shards, write_json
 
 REPO = "someone/tiny"
 

@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch
-from tiny_checkpoint import make_checkpoint, refused
 
 import onward
 from onward.checkpoint import find_folder
 from onward.errors import ContextOverflowError, OnwardWarning, RequestError, SourceError
+from tiny_checkpoint import make_checkpoint, refused
 
 
 def dtype_of(lm):

@@ -17,14 +17,14 @@ from quantized_forms import (
     scales_of,
 )
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import change_json, read_json, write_json
 
 import onward
-from onward.checkpoint.quantizers import auto_round, bitsandbytes, compressed_tensors, fp8, methods_of
-from onward.checkpoint.quantizers import awq as awq_module
-from onward.checkpoint.quantizers import gptq as gptq_module
-from onward.checkpoint.quantizers.bits import unpacked
+from onward.checkpoint.formats import auto_round, bitsandbytes, compressed_tensors, fp8, methods_of
+from onward.checkpoint.formats import awq as awq_module
+from onward.checkpoint.formats import gptq as gptq_module
+from onward.checkpoint.formats.bits import unpacked
 from onward.errors import CheckpointError, ConfigError
+from tiny_checkpoint import change_json, read_json, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*become floats")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
@@ -306,7 +306,7 @@ def test_every_setting_of_transformers_is_known(name):
 
     from transformers.utils import quantization_config
 
-    from onward.checkpoint.quantizers.settings import known_fields
+    from onward.checkpoint.formats.settings import known_fields
 
     parameters = inspect.signature(getattr(quantization_config, name).__init__).parameters.values()
     theirs = {one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD} - {"self"}

@@ -28,11 +28,11 @@ from safetensors.torch import load_file, save_file
 
 import onward
 from onward.errors import CheckpointError, ConfigError
+from onward.language_model import quantize_folder
 from onward.models import marked_parts
 from onward.ops import QuantizedWeight
-from onward.ops.grouped_formats import NF4
+from onward.ops.formats import NF4
 from onward.ops.linear import stock_weight
-from onward.quantization import quantize_folder
 
 
 @pytest.mark.parametrize("form", FORMS)

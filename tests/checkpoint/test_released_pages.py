@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoint import make_checkpoint, split_into_shards
 
 import onward
+from tiny_checkpoint import make_checkpoint, split_into_shards
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no page is released")
 WIDE = {"hidden_size": 512, "intermediate_size": 2048}

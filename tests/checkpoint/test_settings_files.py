@@ -6,15 +6,15 @@ import pytest
 import torch
 from quantized_forms import CT, IDS, awq, drawn, e4m3, fields, gptq, made, packed_ct, scales_of
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import change_json, make_checkpoint, read_json, refused
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 import onward
 from onward.checkpoint import CheckpointFolder
-from onward.checkpoint.quantizers import methods_of
+from onward.checkpoint.formats import methods_of
 from onward.errors import CheckpointError, ConfigError, OnwardWarning, TokenizerError
 from onward.testing import random_checkpoint
+from tiny_checkpoint import change_json, make_checkpoint, read_json, refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*become floats:onward.errors.OnwardWarning")
 

@@ -12,9 +12,9 @@ import onward
 from onward.checkpoint.convert import convert
 from onward.checkpoint.stacked_experts import stacked_part
 from onward.errors import CheckpointError, OnwardWarning
+from onward.language_model import quantize_folder
 from onward.models import ExpertLinear, marked_parts
 from onward.ops import QuantizedExperts
-from onward.quantization import quantize_folder
 from onward.testing import random_checkpoint
 
 IDS = [(7 * i * i + 3) % 101 for i in range(40)]

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import make_checkpoint, read_json, refused, split_into_shards, write_json
 
 import onward
 from onward.errors import CheckpointError, RequestError
+from tiny_checkpoint import make_checkpoint, read_json, refused, split_into_shards, write_json
 
 IDS = [1, 17, 99, 3]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -10,6 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.utils import _pytree as pytree
+
+import onward
+from onward.checkpoint import read_weights
+from onward.errors import CheckpointError
+from onward.models import read_config
 from tiny_checkpoint import (
     CONFIG,
     change_json,
@@ -21,12 +27,6 @@ from tiny_checkpoint import (
     split_into_shards,
     write_json,
 )
-from torch.utils import _pytree as pytree
-
-import onward
-from onward.checkpoint import read_weights
-from onward.errors import CheckpointError
-from onward.models import read_config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU = torch.device("cpu")

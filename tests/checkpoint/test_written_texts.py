@@ -7,9 +7,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 import onward
+from onward.checkpoint import GgufCheckpoint
+from onward.checkpoint.checkpoint import CheckpointFolder
 from onward.checkpoint.convert import convert
-from onward.checkpoint.folder import CheckpointFolder
-from onward.checkpoint.gguf import GgufCheckpoint
 from onward.errors import CheckpointError, ConfigError, OnwardWarning, RequestError
 from onward.testing import random_checkpoint
 

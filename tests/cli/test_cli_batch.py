@@ -17,8 +17,8 @@ from command_line import ENVIRONMENT, PROGRAM, Cli
 import onward
 from onward.batches import job
 from onward.errors import EngineError
-from onward.openai import Body
-from onward.text_input import LONGEST_LINE
+from onward.protocols import ParsedBody
+from onward.util.text_input import LONGEST_LINE
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -200,7 +200,7 @@ def test_an_answer_that_json_cannot_hold_fails_alone(
 ) -> None:
     answer = job.answer_body
 
-    def answer_one_with_nan(read: Body, *rest: Any) -> dict[str, Any]:
+    def answer_one_with_nan(read: ParsedBody, *rest: Any) -> dict[str, Any]:
         return answer(read, *rest) | ({"seed": math.nan} if read.seed == 13 else {})
 
     monkeypatch.setattr(job, "answer_body", answer_one_with_nan)

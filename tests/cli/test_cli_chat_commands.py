@@ -7,7 +7,7 @@ import pytest
 from command_line import Cli
 
 import onward
-from onward.checkpoint import ChatTemplate
+from onward.chat import ChatTemplate
 from onward.cli.chat import recap
 from onward.cli.chat_session import ChatSession, Conversation
 from onward.cli.repl import run_command

@@ -12,7 +12,7 @@ from command_line import Cli
 
 import onward
 from onward.cli.info import Fact, as_lines
-from onward.reprs import in_bytes
+from onward.util.text import in_bytes
 
 
 def test_the_machine_alone(cli: Cli) -> None:

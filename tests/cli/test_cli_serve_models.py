@@ -7,7 +7,7 @@ from command_line import Cli
 
 import onward
 from onward.cli import serve as command
-from onward.native.machine_memory import memory_limit
+from onward.native.machine import memory_limit
 
 
 @pytest.fixture

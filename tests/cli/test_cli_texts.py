@@ -53,7 +53,7 @@ def test_json_holds_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) 
 
 def test_an_impossible_token_is_null_in_json() -> None:
     from onward.cli.inputs import json_fields
-    from onward.decoding import TokenLogprobs
+    from onward.sampling import TokenLogprobs
 
     timing = onward.Timing(0.0, [], 0.0, 0.0)
     one = onward.Completion("", [1], "length", timing, 1, logprobs=[TokenLogprobs(float("-inf"), ((2, 0.0),))])

@@ -20,9 +20,9 @@ pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
     from ray import serve
 
-    from onward.cluster.deploy_options import DeployOptions
     from onward.cluster.deployment import replicas_of
-    from onward.cluster.running import running
+    from onward.cluster.options import DeployOptions
+    from onward.cluster.ray_session import running
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onward.cluster import ingress as ingress_module
-from onward.cluster.bridge import Outbox, serve_into
-from onward.cluster.call import Call, Item, ReplicaLostError, Route
-from onward.cluster.ingress import Ingress
-from onward.cluster.retries import RetryOptions
+from onward.cluster.call import ProxiedRequest, ReplicaLostError, Reply, RouteAttempt
+from onward.cluster.channel import ReplyQueue, serve_into
+from onward.cluster.ingress import Ingress, RetryOptions
 from onward.server import Settings
-from onward.server.submission import Repeats
+from onward.server.submission import IdempotencyKeys
 
 EVENTS = [f"data: {at}\n\n".encode() for at in range(6)]
 STREAM = b"".join(EVENTS)
@@ -52,16 +51,16 @@ async def busy(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"busy", "more_body": False})
 
 
-async def served(app: Any, call: Call, name: str, fingerprint: str) -> AsyncGenerator[Item, None]:
+async def served(app: Any, call: ProxiedRequest, name: str, fingerprint: str) -> AsyncGenerator[Reply, None]:
     """What a replica brings of a call."""
-    outbox = Outbox(name, fingerprint, gather=0.0)
+    outbox = ReplyQueue(name, fingerprint, gather=0.0)
     serving = asyncio.ensure_future(serve_into(app, call, 0, outbox))
     parcels = outbox.parcels()
     try:
         async for parcel in parcels:
             messages = [message for item in parcel.items for message in item.messages]
             is_last = any(item.is_last for item in parcel.items)
-            yield Item(name, fingerprint, tuple(messages), is_last)
+            yield Reply(name, fingerprint, tuple(messages), is_last)
             if is_last:
                 return
     finally:
@@ -80,7 +79,7 @@ class Fakes:
     ) -> None:
         self.faults, self.all, self.apps = list(faults), names, apps or {}
         self.gone: set[str] = set()
-        self.calls: list[tuple[str, Call]] = []
+        self.calls: list[tuple[str, ProxiedRequest]] = []
         self.fingerprints: dict[str, str] = {}
         self.seeking = 0.0  # seconds until a call has a replica
         self.reading = 0.0  # and from then to its first item
@@ -90,7 +89,7 @@ class Fakes:
     def names(self) -> frozenset[str]:
         return frozenset(self.all) - self.gone
 
-    async def serve(self, call: Call, route: Route) -> AsyncGenerator[Item, None]:
+    async def serve(self, call: ProxiedRequest, route: RouteAttempt) -> AsyncGenerator[Reply, None]:
         name = min(self.names, key=lambda name: (name in route.avoid, name))
         await asyncio.sleep(self.seeking)
         route.found(name)
@@ -373,7 +372,7 @@ def test_what_comes_again_has_the_key_of_its_answer() -> None:
 
 
 def test_repeats_are_forgotten() -> None:
-    repeats = Repeats(10.0)
+    repeats = IdempotencyKeys(10.0)
     headers = {b"idempotency-key": b"k"}
     first = repeats.answer_key(headers, b"a", 0.0)
     assert repeats.answer_key(headers, b"a", 10.0) == first

@@ -20,9 +20,9 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
     from ray.cluster_utils import Cluster
     from ray.serve.context import _set_global_client
 
-    from onward.cluster.deploy_options import DeployOptions
     from onward.cluster.deployment import application
-    from onward.cluster.running import running
+    from onward.cluster.options import DeployOptions
+    from onward.cluster.ray_session import running
     from onward.errors import RequestError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]

@@ -10,15 +10,15 @@ import pytest
 from streams import STORY, ancestors, check_same, free_port, read, signal_it, undisturbed
 
 import onward
-from onward.distributed import ray_ranks
+from onward.distributed import ray as ray_ranks
 from onward.errors import RankError, RequestError
 
 pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
     import ray
 
-    from onward.cluster.deploy_options import DeployOptions
-    from onward.cluster.running import running
+    from onward.cluster.options import DeployOptions
+    from onward.cluster.ray_session import running
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.cluster.retries import Quarantine, RetryBudget, RetryOptions
+from onward.cluster.ingress import Quarantine, RetryBudget, RetryOptions
 from onward.errors import RequestError
 
 

@@ -12,7 +12,7 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
     from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
     from ray.serve._private.request_router.common import PendingRequest
 
-    from onward.cluster.call import ReplicaLostError, Route
+    from onward.cluster.call import ReplicaLostError, RouteAttempt
     from onward.cluster.ray_router import PrefixRouter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -33,7 +33,7 @@ class FakeReplica:
         return 0
 
 
-def pending(route: Route) -> PendingRequest:
+def pending(route: RouteAttempt) -> PendingRequest:
     return PendingRequest(args=[], kwargs={"route": route}, metadata=RequestMetadata("request", "internal"))
 
 
@@ -52,10 +52,10 @@ def test_calls_for_a_dead_replica_fail_at_once_and_hold_up_no_others() -> None:
         router.on_replica_actor_died(ReplicaID("a", DEPLOYMENT))
         for _ in range(20):
             with pytest.raises(ReplicaLostError) as lost:
-                await router._choose_replica_for_request(pending(Route(only="a")))
+                await router._choose_replica_for_request(pending(RouteAttempt(only="a")))
             assert lost.value.died
-        assert (await router._choose_replica_for_request(pending(Route(only="b")))).replica_id.unique_id == "b"
-        route = Route("key")
+        assert (await router._choose_replica_for_request(pending(RouteAttempt(only="b")))).replica_id.unique_id == "b"
+        route = RouteAttempt("key")
         await router._choose_replica_for_request(pending(route))
         assert route.replica == "b"
 
@@ -69,9 +69,11 @@ def test_a_call_for_one_replica_does_not_wait_behind_others() -> None:
 
     async def check(router: PrefixRouter) -> None:
         router.update_replicas([Hanging("a"), FakeReplica("b")])
-        waiting = [asyncio.ensure_future(router._choose_replica_for_request(pending(Route()))) for _ in range(40)]
+        waiting = [
+            asyncio.ensure_future(router._choose_replica_for_request(pending(RouteAttempt()))) for _ in range(40)
+        ]
         await asyncio.sleep(0)
-        replica = await asyncio.wait_for(router._choose_replica_for_request(pending(Route(only="b"))), 0.5)
+        replica = await asyncio.wait_for(router._choose_replica_for_request(pending(RouteAttempt(only="b"))), 0.5)
         assert replica.replica_id.unique_id == "b"
         for task in waiting:
             task.cancel()
@@ -82,7 +84,7 @@ def test_a_call_for_one_replica_does_not_wait_behind_others() -> None:
 
 def test_a_call_that_was_not_accepted_is_sent_again_until_the_replica_is_gone() -> None:
     async def check(router: PrefixRouter) -> None:
-        call = pending(Route(only="a"))
+        call = pending(RouteAttempt(only="a"))
         for _ in range(2):
             assert (await router._choose_replica_for_request(call, is_retry=True)).replica_id.unique_id == "a"
         router.update_replicas([FakeReplica("b")])
@@ -101,7 +103,7 @@ def test_a_dead_replica_is_out_before_the_controller_says_so() -> None:
         router.update_replicas([FakeReplica(name) for name in "abc"])  # it has not noticed yet
         assert router.names == {"b", "c"}
         for _ in range(10):
-            replica = await router._choose_replica_for_request(pending(Route("key")))
+            replica = await router._choose_replica_for_request(pending(RouteAttempt("key")))
             assert replica.replica_id.unique_id in "bc"
 
     routed(check)

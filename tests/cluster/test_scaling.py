@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from streams import STORY, free_port, read
 
-from onward.cluster.routing import LOAD, load_of, wanted_replicas
+from onward.cluster.router import LOAD, load_of, wanted_replicas
 from onward.engine.stats import EngineStats
 
 IDLE = EngineStats(
@@ -52,8 +52,8 @@ def test_a_replica_is_added() -> None:
     with warnings.catch_warnings(action="ignore"):  # of Ray's own
         from ray import serve
 
-        from onward.cluster.deploy_options import DeployOptions
-        from onward.cluster.running import running
+        from onward.cluster.options import DeployOptions
+        from onward.cluster.ray_session import running
     os.environ["RAY_AUTH_MODE"] = "disabled"
     options = DeployOptions(replicas=1, max_replicas=2, threads=1, engine={"max_sequences": 2})
     over = threading.Event()

@@ -12,9 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_ingress import served
 
 import onward
-from onward.cluster.call import Call, Item, ReplicaLostError, Route
-from onward.cluster.ingress import Ingress
-from onward.cluster.retries import RetryOptions
+from onward.cluster.call import ProxiedRequest, ReplicaLostError, Reply, RouteAttempt
+from onward.cluster.ingress import Ingress, RetryOptions
 from onward.server import App, Settings, create_app
 
 BODY = json.dumps({"prompt": "Once", "max_tokens": 3}).encode()
@@ -34,7 +33,7 @@ class Fakes:
     def names(self) -> frozenset[str]:
         return frozenset(self.apps) - self.gone
 
-    async def serve(self, call: Call, route: Route) -> AsyncGenerator[Item, None]:
+    async def serve(self, call: ProxiedRequest, route: RouteAttempt) -> AsyncGenerator[Reply, None]:
         name = route.only or min(self.names - route.avoid or self.names)
         route.found(name)
         if name in self.slow:

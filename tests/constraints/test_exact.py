@@ -12,7 +12,8 @@ from schemas import LISTED
 import onward
 from held_engine import held
 from onward import Speculator
-from onward.constraints import JsonSchema, mask_of
+from onward.constraints import JsonSchema
+from onward.sampling import mask_of
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 MODELS = {

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import onward
 from onward import Speculator
-from onward.constraints import JsonSchema, mask_of
-from onward.speculation.step import paying_length
+from onward.constraints import JsonSchema
+from onward.decoding.speculation.step import paying_length
+from onward.sampling import mask_of
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 LETTERS = {"type": "object", "properties": {"first_name": {"enum": ["Ada"]}, "born": {"type": "integer"}}}

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from schemas import LISTED
 
 import onward
-from onward.checkpoint import JsonTokenizer
 from onward.constraints import Choice, JsonSchema, Lark, Regex
-from onward.constraints.compiled import CompiledGrammars, GrammarConstraint, Vocabulary
+from onward.constraints.compiler import CompiledGrammars, GrammarConstraint, Vocabulary
 from onward.errors import RequestError
 from onward.sampling.constraint import admits
 from onward.testing import ByteTokenizer, tiny_model
+from onward.tokenizer import JsonTokenizer
 
 sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))
 from tiny_checkpoint import byte_level_tokenizer, sentencepiece_tokenizer

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from onward.errors import NothingToDrawError, RequestError
 from onward.sampling import Sampler, SamplingParams
-from onward.sampling.constraint import ConstrainedText, Constraint, admits, mask_logits, mask_of
+from onward.sampling.constraint import Constraint, ConstraintState, admits, mask_logits, mask_of
 
 
 class Rising(Constraint):
@@ -45,7 +45,7 @@ def test_a_mask_leaves_its_ids_as_they_are_and_no_others(ids, vocab):
             return mask_of(ids)
 
     logits = torch.randn(1, 1, vocab)
-    kept, left = mask_logits(logits, [ConstrainedText(Just())])
+    kept, left = mask_logits(logits, [ConstraintState(Just())])
     inside = [token for token in range(vocab) if token in ids]
     outside = [token for token in range(vocab) if token not in ids]
     assert torch.equal(kept[..., inside], logits[..., inside])
@@ -62,10 +62,10 @@ def test_ids_of_a_mask_are_whole():
 @given(st.lists(st.tuples(st.sampled_from(["append", "truncate", "assume"]), st.integers(0, 80)), max_size=30))
 def test_a_text_taken_back_is_as_if_never_gone(steps):
     """After any appends and truncations it is the text of the ids that are left."""
-    text, ids = ConstrainedText(Rising(), {5}), []
+    text, ids = ConstraintState(Rising(), {5}), []
 
     def fresh():
-        other = ConstrainedText(Rising(), {5})
+        other = ConstraintState(Rising(), {5})
         for token in ids:
             other.append(token)
         return other
@@ -96,10 +96,10 @@ def test_drafted_places_are_those_of_plain_steps(drafts, key):
     logits = torch.randn(len(drafts), places, vocab, generator=generator)
     positions = torch.arange(places, dtype=torch.int32).expand(len(drafts), places)
     sampler = Sampler([SamplingParams(temperature=1.0, seed=row) for row in range(len(drafts))])
-    texts = [ConstrainedText(Rising(vocab)) if row % 2 == 0 else None for row in range(len(drafts))]
+    texts = [ConstraintState(Rising(vocab)) if row % 2 == 0 else None for row in range(len(drafts))]
     chosen = sampler(logits, positions, None, drafts, texts).tolist()
     for row, draft in enumerate(drafts):
-        text = ConstrainedText(Rising(vocab)) if row % 2 == 0 else None
+        text = ConstraintState(Rising(vocab)) if row % 2 == 0 else None
         one = sampler.take([row])
         for place in range(len(draft) + 1):
             (plain,) = one(logits[row : row + 1, place], positions[row : row + 1, place], None, None, [text]).tolist()
@@ -120,12 +120,12 @@ def test_bans_and_a_mask_that_leave_nothing_are_an_error(temperature):
             return mask_of([1, 2])
 
     with pytest.raises(NothingToDrawError, match="the constraint admits no id, or none that other options"):
-        Sampler([banned])(torch.zeros(1, 4), torch.zeros(1), None, None, [ConstrainedText(Two())])
+        Sampler([banned])(torch.zeros(1, 4), torch.zeros(1), None, None, [ConstraintState(Two())])
 
 
 def test_probabilities_are_of_what_the_mask_admits():
     rows = [SamplingParams(temperature=1.0, seed=1), SamplingParams(temperature=0.0)]
-    texts = [ConstrainedText(Rising(4)), ConstrainedText(Rising(4))]
+    texts = [ConstraintState(Rising(4)), ConstraintState(Rising(4))]
     for text in texts:
         text.append(1)
     logits = torch.tensor([[9.0, 9.0, 1.0, 1.0, 9.0]]).expand(2, 5)

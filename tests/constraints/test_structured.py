@@ -8,8 +8,9 @@ import pytest
 from pydantic import BaseModel, Field, model_validator
 
 import onward
-from onward.constraints import Choice, JsonSchema, Lark, Regex, mask_of
+from onward.constraints import Choice, JsonSchema, Lark, Regex
 from onward.errors import NothingToDrawError, RequestError, TokenizerError
+from onward.sampling import mask_of
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 PERSON = {

@@ -9,8 +9,8 @@ import pytest
 
 import onward
 from onward.constraints import JsonSchema, Lark, Regex
-from onward.constraints.compiled import CompiledGrammars, Vocabulary
-from onward.constraints.trial import Trials, needs_trial
+from onward.constraints.compiler import CompiledGrammars, Vocabulary
+from onward.constraints.trial import GrammarTrials, needs_trial
 from onward.errors import RequestError
 from onward.testing import ByteTokenizer
 
@@ -30,7 +30,7 @@ def tried(trials, grammar, vocabulary):
 
 def test_what_takes_too_long_is_ended_and_refused(vocabulary, monkeypatch):
     monkeypatch.setattr("onward.constraints.trial.SECONDS", 0.5)
-    trials = Trials()
+    trials = GrammarTrials()
     tried(trials, JsonSchema({"type": "integer", "multipleOf": 5}), vocabulary)
     process = trials._running[0]
     began = time.monotonic()
@@ -46,7 +46,7 @@ def test_what_takes_too_long_is_ended_and_refused(vocabulary, monkeypatch):
 
 
 def test_what_takes_all_the_stack_is_refused(vocabulary):
-    trials = Trials()
+    trials = GrammarTrials()
     with pytest.raises(RequestError, match="cannot be compiled: it nests too deep, or needs too much memory"):
         tried(trials, DEEP, vocabulary)
     tried(trials, Regex("(ab)*"), vocabulary)
@@ -80,7 +80,7 @@ def test_what_is_tried():
 
 
 def test_a_forked_child_starts_a_process_of_its_own(vocabulary):
-    trials = Trials()
+    trials = GrammarTrials()
     tried(trials, Regex("a"), vocabulary)
     parents = trials._running[0]
     child = os.fork()
@@ -96,7 +96,7 @@ def test_a_forked_child_starts_a_process_of_its_own(vocabulary):
 
 
 def test_the_process_ends_with_its_owner(vocabulary):
-    trials = Trials()
+    trials = GrammarTrials()
     tried(trials, Regex("a"), vocabulary)
     process = trials._running[0]
     del trials
@@ -105,7 +105,7 @@ def test_the_process_ends_with_its_owner(vocabulary):
 
 def test_a_vocabulary_that_is_tried_with_is_not_mistaken_for_a_later_one():
     """An object that is freed gives its id to another; the key of the process is kept as long as it counts."""
-    trials, grammar = Trials(), JsonSchema({"type": "integer", "multipleOf": 5})
+    trials, grammar = GrammarTrials(), JsonSchema({"type": "integer", "multipleOf": 5})
     for tokenizer in (ByteTokenizer(), onward.load("demo").tokenizer, ByteTokenizer()):
         vocabulary = Vocabulary.of(tokenizer)
         tried(trials, grammar, vocabulary)

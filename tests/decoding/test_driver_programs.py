@@ -11,8 +11,8 @@ from torch import Tensor
 import onward
 from onward import native
 from onward.cache import KVCache
-from onward.decoding import ModelInferencer
 from onward.errors import ProgramError, RequestError
+from onward.inferencer import ModelInferencer
 from onward.models import Model
 from onward.program import programs_of
 from onward.testing import tiny_model

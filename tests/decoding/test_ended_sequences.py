@@ -7,11 +7,11 @@ import weakref
 import pytest
 
 from onward import LanguageModel, Speculator
-from onward.decoding import SamplingChooser, Sequence
+from onward.decoding import SamplerCache, Sequence
+from onward.decoding.speculation import ModelDrafter, SuffixLookup
 from onward.engine import Engine
-from onward.requests.runner import Steps
+from onward.language_model.runner import StepRouter
 from onward.sampling import SamplingParams
-from onward.speculation import ModelDrafter, SuffixLookup
 from onward.testing import ByteTokenizer, tiny_model
 
 MODEL = tiny_model(seed=3)
@@ -70,7 +70,7 @@ def test_a_language_model_keeps_no_call(kind, sequences):
 
 
 def test_a_chooser_keeps_the_last_sampler_as_long_as_its_sequences_live(sequences):
-    chooser = SamplingChooser(MODEL.device)
+    chooser = SamplerCache(MODEL.device)
     texts = [Sequence([1], 4, sampling=SamplingParams(temperature=1.0)) for _ in range(3)]
     sampler = chooser.sampler(texts)
     assert chooser.sampler(list(texts)) is sampler, "its seeds are drawn once"
@@ -82,7 +82,7 @@ def test_a_chooser_keeps_the_last_sampler_as_long_as_its_sequences_live(sequence
 
 def test_steps_whose_sequences_have_left_keep_none(sequences):
     lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=0)
-    steps = Steps(lm._model_run, None)
+    steps = StepRouter(lm._model_run, None)
     texts = [Sequence([1], 4, sampling=SamplingParams()) for _ in range(3)]
     steps.join(texts, Speculator("lookup"))
     steps.leave(texts)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import onward
-from onward import ModelInferencer, Sampler, SamplingParams, greedy
+from onward import Sampler, SamplingParams, greedy
 from onward.errors import ContextOverflowError, RequestError
+from onward.inferencer import ModelInferencer
 from onward.testing import scripted_model, tiny_model
 
 PROMPTS = torch.tensor([[5, 77, 130, 9], [200, 1, 9, 31]])

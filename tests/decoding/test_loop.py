@@ -5,17 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.decoding import (
-    AllTogether,
-    DecodeStep,
-    DenseSlots,
-    SamplingChooser,
-    Sequence,
-    Token,
-    decode_loop,
-    slots_for,
-)
-from onward.sampling import SamplingParams
+from onward.decoding import BatchSchedule, DecodeStep, RowCacheManager, SamplerCache, Sequence, decode_loop, slots_for
+from onward.sampling import SamplingParams, Token
 from onward.testing import scripted_model, tiny_model
 
 CPU = torch.device("cpu")
@@ -29,8 +20,8 @@ def greedy(prompts, new, eos=()) -> list[Sequence]:
 def run(model, sequences, *, chunk=512, slots=None, room=64):
     """Decode sequences to their end; the emissions."""
     slots = slots_for(model, len(sequences), room) if slots is None else slots
-    step = DecodeStep(model, slots, SamplingChooser(CPU), CPU)
-    return list(decode_loop(step, AllTogether(slots, sequences, chunk), slots))
+    step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
+    return list(decode_loop(step, BatchSchedule(slots, sequences, chunk), slots))
 
 
 def tokens_of(model, prompts, new, sampling=None, **options) -> list[list[int]]:
@@ -78,9 +69,9 @@ def test_rows_that_cannot_be_told_apart_are_padded_and_the_padding_is_never_read
     assert [sequence.token_ids for sequence in sequences] == [by_hand(prompt, 3) for prompt in prompts]
 
 
-def opaque_slots(model, rows, room=64) -> DenseSlots:
+def opaque_slots(model, rows, room=64) -> RowCacheManager:
     """Slots over a cache that does not show which dimension its rows are in."""
-    return DenseSlots(model.new_cache(rows, room), rows, None, None)
+    return RowCacheManager(model.new_cache(rows, room), rows, None, None)
 
 
 def follow_all(tokens):
@@ -103,7 +94,7 @@ def test_what_a_row_says_depends_on_its_own_tokens_alone(prompts, chunk, selects
     model, rows = scripted_model(follow_all, selects_logits=selects_logits), len(prompts)
     slots = {
         "own": lambda: slots_for(model, rows, 17),
-        "given": lambda: DenseSlots.given(model, model.new_cache(rows, 24), rows),
+        "given": lambda: RowCacheManager.given(model, model.new_cache(rows, 24), rows),
         "opaque": lambda: opaque_slots(model, rows, 24),  # a padded chunk may need up to 24 of them
     }[kind]()
     assert tokens_of(model, prompts, 5, chunk=chunk, slots=slots) == [by_hand(prompt, 5) for prompt in prompts]
@@ -173,9 +164,9 @@ def test_the_offset_of_a_sequence_that_has_ended_stands_still():
     sequences = greedy([[3], [9, 6], [1]], 50, {0})
     model = scripted_model(lambda tokens: max(tokens[-1] - 1, 0))
     slots = slots_for(model, 3, 64)
-    step = DecodeStep(model, slots, SamplingChooser(CPU), CPU)
+    step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
     computed = [
-        [sequence.computed for sequence in sequences] for _ in decode_loop(step, AllTogether(slots, sequences), slots)
+        [sequence.computed for sequence in sequences] for _ in decode_loop(step, BatchSchedule(slots, sequences), slots)
     ]
     assert computed == [
         [1, 2, 1],
@@ -192,7 +183,7 @@ def test_what_an_ended_sequence_left_in_the_callers_cache_is_not_disturbed(kind)
     """Rows keep their places in it. The first and the last go on, over the one between them that has ended."""
     model = scripted_model(lambda tokens: max(tokens[-1] - 1, 0))
     cache = model.new_cache(3, 64)
-    slots = DenseSlots.given(model, cache, 3) if kind == "given" else DenseSlots(cache, 3, None, None)
+    slots = RowCacheManager.given(model, cache, 3) if kind == "given" else RowCacheManager(cache, 3, None, None)
     run(model, greedy([[9], [3], [8]], 50, {0}), slots=slots)
     assert cache.tokens[1, :3].tolist() == [3, 2, 1]
     assert cache.tokens[0, :9].tolist() == [9, 8, 7, 6, 5, 4, 3, 2, 1]
@@ -225,8 +216,8 @@ def test_a_sequence_that_ends_in_the_middle_of_a_step_drops_the_rest():
             sequence.computed += len(tokens[sequence])
         return [tokens[sequence] for sequence, _ in work]
 
-    slots = DenseSlots(None, 3, None, None)
-    pieces = [emission.pieces for emission in decode_loop(step, AllTogether(slots, sequences), slots)]
+    slots = RowCacheManager(None, 3, None, None)
+    pieces = [emission.pieces for emission in decode_loop(step, BatchSchedule(slots, sequences), slots)]
     assert [sequence.token_ids for sequence in sequences] == [[5, 6], [8, 9, 8], []]
     assert [[(sequence, token, drafted) for sequence, token, _, drafted in taken] for taken in pieces] == [
         [(first, 5, True), (first, 6, True), (second, 8, True), (second, 9, False)],
@@ -273,7 +264,7 @@ def test_a_slot_is_released_with_the_ids_of_its_first_positions(start, monkeypat
     model = scripted_model([1])
     cache = model.new_cache(1, 64)
     cache.tokens[0, :start] = 5
-    slots = DenseSlots.given(model, cache, 1, [start])
+    slots = RowCacheManager.given(model, cache, 1, [start])
     released = []
     monkeypatch.setattr(slots, "release", lambda slot, ids=(): released.append(ids))
     run(model, [Sequence([7, 8, 9], 2, sampling=GREEDY, start=start)], slots=slots)

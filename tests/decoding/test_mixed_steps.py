@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from block_accounts import check_accounts
 from onward import native
-from onward.cache.slots import PagedSlots
-from onward.decoding import SamplingChooser, Sequence, Work
+from onward.cache.manager import PagedCacheManager
+from onward.decoding import SamplerCache, ScheduledSequence, Sequence
 from onward.decoding.step import DecodeStep
 from onward.models import Model, ModelRun
 from onward.models.linear import pack_params
@@ -45,24 +45,24 @@ class Watched:
         return logits, cache
 
 
-def begun(slots: PagedSlots, prompts: list[list[int]], seed: int) -> list[Sequence]:
+def begun(slots: PagedCacheManager, prompts: list[list[int]], seed: int) -> list[Sequence]:
     sequences = [Sequence(prompt, 20, sampling=SamplingParams(seed=seed + at)) for at, prompt in enumerate(prompts)]
     for sequence in sequences:
         sequence.slot, _ = slots.acquire(sequence.prompt, sequence.longest)
     return sequences
 
 
-def paged(model: Model) -> PagedSlots:
-    return PagedSlots(model.new_blocks(40), max_len=256, cached_blocks=0)
+def paged(model: Model) -> PagedCacheManager:
+    return PagedCacheManager(model.new_blocks(40), max_len=256, cached_blocks=0)
 
 
-def advance(step: DecodeStep, work: list[Work]) -> None:
+def advance(step: DecodeStep, work: list[ScheduledSequence]) -> None:
     for item, tokens in zip(work, step(work), strict=True):
         for token in tokens:
             item.sequence.accept(token.id)
 
 
-def kept(slots: PagedSlots, sequence: Sequence) -> list[torch.Tensor]:
+def kept(slots: PagedCacheManager, sequence: Sequence) -> list[torch.Tensor]:
     cache = slots.read(sequence.slot, sequence.computed)
     return [*cache.keys, *cache.values]
 
@@ -78,18 +78,21 @@ def test_any_chunks_beside_decoding_have_the_bits_of_each_alone(lengths, seed, d
     model, run, chance = MODELS[dtype], RUNS[dtype, kind], random.Random(seed)
     prompts = [[chance.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
     together, alone = paged(model), paged(model)
-    step = DecodeStep(run, together, SamplingChooser(CPU), CPU)
+    step = DecodeStep(run, together, SamplerCache(CPU), CPU)
     sequences = begun(together, prompts, seed)
     for _ in range(12):
         going = [sequence for sequence in sequences if chance.random() < 0.9]
-        work = [Work(each, each.pending if each.has_begun else chance.randint(1, each.pending)) for each in going]
+        work = [
+            ScheduledSequence(each, each.pending if each.has_begun else chance.randint(1, each.pending))
+            for each in going
+        ]
         if work:
             advance(step, work)
     for at, sequence in enumerate(sequences):
-        solo = DecodeStep(run, alone, SamplingChooser(CPU), CPU)
+        solo = DecodeStep(run, alone, SamplerCache(CPU), CPU)
         (other,) = begun(alone, prompts[at : at + 1], seed + at)
         while len(other.token_ids) < len(sequence.token_ids):
-            advance(solo, [Work(other, other.pending)])
+            advance(solo, [ScheduledSequence(other, other.pending)])
         assert other.token_ids == sequence.token_ids
         both = min(sequence.computed, other.computed)
         for mixed, plain in zip(kept(together, sequence), kept(alone, other), strict=True):
@@ -100,11 +103,11 @@ def test_any_chunks_beside_decoding_have_the_bits_of_each_alone(lengths, seed, d
 def test_one_forward_reads_the_weights_for_all_and_its_head_for_those_that_need_logits():
     model = MODELS[torch.float32]
     run, slots = Watched(RUNS[torch.float32, "auto"]), paged(model)
-    step = DecodeStep(run, slots, SamplingChooser(CPU), CPU)
+    step = DecodeStep(run, slots, SamplerCache(CPU), CPU)
     decoding, ending, going_on = begun(slots, [[1, 2], [3] * 30, [4] * 200], 0)
-    advance(step, [Work(decoding, 2)])
+    advance(step, [ScheduledSequence(decoding, 2)])
     run.shapes.clear()
-    advance(step, [Work(going_on, 100), Work(decoding, 1), Work(ending, 30)])
+    advance(step, [ScheduledSequence(going_on, 100), ScheduledSequence(decoding, 1), ScheduledSequence(ending, 30)])
     assert run.shapes == [((131, 1), (8, 1))], "logits of two rows, and of as many more as make a power of two"
     assert [len(each.token_ids) for each in (decoding, ending, going_on)] == [2, 1, 0]
 
@@ -113,6 +116,6 @@ def test_one_forward_reads_the_weights_for_all_and_its_head_for_those_that_need_
 def test_prompts_without_decoding_beside_them_stay_rows_of_many_tokens(prompts):
     model = MODELS[torch.float32]
     run, slots = Watched(RUNS[torch.float32, "auto"]), paged(model)
-    step = DecodeStep(run, slots, SamplingChooser(CPU), CPU)
-    advance(step, [Work(sequence, 9) for sequence in begun(slots, prompts, 0)])
+    step = DecodeStep(run, slots, SamplerCache(CPU), CPU)
+    advance(step, [ScheduledSequence(sequence, 9) for sequence in begun(slots, prompts, 0)])
     assert [shape for shape, _ in run.shapes] == [(len(prompts), 9)]

@@ -29,7 +29,10 @@ def called(node: ast.AST) -> str | None:
 
 def runs_a_step(node: ast.AST) -> bool:
     """`emitted = step(work)`, whatever the step and its work are called."""
-    return called(node) in ("step", "_step") and len(node.args) == 1 and "work" in ast.unparse(node.args[0]).lower()
+    if called(node) not in ("step", "_step") or len(node.args) != 1:
+        return False
+    work = ast.unparse(node.args[0]).lower()
+    return "work" in work or "scheduledsequence" in work
 
 
 def test_only_the_loop_runs_steps_until_texts_end():
@@ -41,24 +44,22 @@ def test_only_the_loop_runs_steps_until_texts_end():
     ]
     drafting = [
         # A draft is so many steps long: no text ends there, and what it emits is only a guess.
-        ("speculation/model_drafter.py", "For"),
+        ("decoding/speculation/model_drafter.py", "For"),
         # It begins with what has been said since the last one.
-        ("speculation/model_drafter.py", "While"),
+        ("decoding/speculation/model_drafter.py", "While"),
     ]
     # One step is made of one step for each kind of sequence, whose tokens are put where they belong.
-    of_kinds = [("requests/runner.py", "For")] * 2
+    of_kinds = [("language_model/runner.py", "For")] * 2
     assert sorted(loops) == sorted([("decoding/loop.py", "While"), *of_kinds, *drafting])
 
 
 def test_every_way_to_decode_consumes_the_loop():
     consumers = {module for module, node in code() if called(node) == "decode_loop"}
     assert consumers >= {
-        "decoding/driver.py",
-        "decoding/inferencer.py",
-        "decoding/tensors.py",
-        "requests/runner.py",
-        "requests/scoring.py",
-        "speculation/inferencers.py",
+        "decoding/api.py",
+        "inferencer.py",
+        "language_model/runner.py",
+        "language_model/scoring.py",
     }
     defined = [module for module, node in code() if isinstance(node, ast.FunctionDef) and node.name == "decode_loop"]
     assert defined == ["decoding/loop.py"]
@@ -86,8 +87,8 @@ def test_sequences_take_tokens_from_the_loop_alone_and_their_forks_from_beams():
     # The texts of a draft model are guesses of its own. What a constrained text's constraint accepts is no sequence's.
     # Ids that a loop elsewhere has emitted are taken again.
     texts = accepting - {"sampling/constraint.py", "decoding/sequence.py"}
-    assert texts == {"decoding/loop.py", "decoding/beam.py", "speculation/model_drafter.py"}
+    assert texts == {"decoding/loop.py", "decoding/beam.py", "decoding/speculation/model_drafter.py"}
     replaying = {module for module, node in code() if called(node) == "replay"}
-    assert replaying - {"program/cuda_graph.py"} == {"requests/job.py", "engine/engine.py"}
+    assert replaying - {"program/cuda_graph.py"} == {"language_model/job.py", "engine/engine.py"}
     taking_over = {module for module, node in code() if called(node) == "take_over"}
     assert taking_over == {"decoding/beam.py"}

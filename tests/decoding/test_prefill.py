@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onward import LanguageModel
-from onward.decoding import AllTogether, DecodeStep, DenseSlots, SamplingChooser, Sequence, Work, decode_loop, slots_for
+from onward.decoding import (
+    BatchSchedule,
+    DecodeStep,
+    RowCacheManager,
+    SamplerCache,
+    ScheduledSequence,
+    Sequence,
+    decode_loop,
+    slots_for,
+)
 from onward.sampling import SamplingParams
 from onward.testing import poison, scripted_model, tiny_model
 
@@ -24,11 +33,11 @@ def sequences_of(prompts, new=5, **options) -> list[Sequence]:
 
 
 def step_over(model, slots) -> DecodeStep:
-    return DecodeStep(model, slots, SamplingChooser(CPU), CPU)
+    return DecodeStep(model, slots, SamplerCache(CPU), CPU)
 
 
 def run(model, slots, sequences, chunk=512, **options) -> list[list[int]]:
-    list(decode_loop(step_over(model, slots), AllTogether(slots, sequences, chunk, **options), slots))
+    list(decode_loop(step_over(model, slots), BatchSchedule(slots, sequences, chunk, **options), slots))
     return [sequence.token_ids for sequence in sequences]
 
 
@@ -41,7 +50,7 @@ def test_the_loop_goes_on_from_prompts_processed_ahead_as_from_fresh_ones(prompt
     for sequence in ahead:
         sequence.slot, reused = slots.acquire(sequence.prompt, sequence.longest)
         assert reused == 0
-    while work := [Work(text, min(text.pending - 1, chunk)) for text in ahead if text.pending > 1]:
+    while work := [ScheduledSequence(text, min(text.pending - 1, chunk)) for text in ahead if text.pending > 1]:
         assert step(work) == [[] for _ in work]
     assert [text.ids(text.computed, text.length) for text in ahead] == [prompt[-1:] for prompt in prompts]
     assert [text.computed for text in ahead] == [len(prompt) - 1 for prompt in prompts]
@@ -67,12 +76,12 @@ def test_siblings_hold_the_past_of_the_one_whose_prompt_they_share(copies):
     model = tiny_model()
     texts = [[1, 2, 3, 4], [9], [5, 6]]
     cache = poison(model.new_cache(3 * copies, 16))
-    slots = DenseSlots.given(model, cache, 3 * copies)
+    slots = RowCacheManager.given(model, cache, 3 * copies)
     groups = [sequences_of([text] * copies) for text in texts]
     sequences = [sequence for group in groups for sequence in group]
     siblings = {sequence: group[0] for group in groups for sequence in group[1:]}
     rows = {}
-    for _ in decode_loop(step_over(model, slots), AllTogether(slots, sequences, siblings=siblings), slots):
+    for _ in decode_loop(step_over(model, slots), BatchSchedule(slots, sequences, siblings=siblings), slots):
         rows.update((sequence, sequence.slot.row) for sequence in sequences if sequence.slot is not None)
     assert sorted(rows.values()) == list(range(3 * copies))
     assert len({tuple(sequence.token_ids) for sequence in sequences}) == 3
@@ -93,7 +102,7 @@ def test_siblings_are_as_if_each_had_processed_the_prompt(rows, chunk):
     sequences = [sequence for group in groups for sequence in group]
     siblings = {sequence: group[0] for group in groups for sequence in group[1:]}
     alone = [run(model, slots_for(model, 1, 16), [sequence])[0] for sequence in sequences_of(texts)]
-    found = run(model, DenseSlots.of(model, rows, 16), sequences, chunk, siblings=siblings)
+    found = run(model, RowCacheManager.of(model, rows, 16), sequences, chunk, siblings=siblings)
     assert found == [ids for ids in alone for _ in range(3)]
 
 
@@ -125,7 +134,7 @@ def test_prompt_logprobs_change_no_token_and_no_logprob_of_another(prompts, chun
     sequences = sequences_of(prompts)
     for sequence in sequences[::2]:
         sequence.prompt_top = 1
-    slots = DenseSlots(model.new_cache(rows, 24), rows, None, None) if opaque else slots_for(model, rows, 16)
+    slots = RowCacheManager(model.new_cache(rows, 24), rows, None, None) if opaque else slots_for(model, rows, 16)
     assert run(model, slots, sequences, chunk) == plain
     for index, sequence in enumerate(sequences):
         assert len(sequence.prompt_logprobs) == (1 if index % 2 else len(sequence.prompt))

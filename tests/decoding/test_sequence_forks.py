@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.decoding import NoText, Sequence, StopStrings, StreamingDetokenizer, TokenLogprobs
+from onward.decoding import Sequence
+from onward.sampling import TokenLogprobs
 from onward.testing import ByteTokenizer
+from onward.tokenizer import NoTextStream, StopStrings, StreamingDetokenizer
 
 TOKENIZER = ByteTokenizer()
 # Letters, and the bytes of a character of three, so that forks part within characters and stop strings.
@@ -66,4 +68,4 @@ def test_a_sequence_takes_over_what_a_fork_of_it_became():
 
 
 def test_where_there_is_no_text_there_is_none_in_a_fork():
-    assert isinstance(NoText().fork(), NoText)
+    assert isinstance(NoTextStream().fork(), NoTextStream)

@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onward.decoding import (
-    AllTogether,
+    BatchSchedule,
     BeamOptions,
+    BeamSearch,
     BeamStep,
     DecodeStep,
-    DenseSlots,
-    SamplingChooser,
-    Search,
+    RowCacheManager,
+    SamplerCache,
     Sequence,
     decode_loop,
 )
+from onward.decoding.speculation import ModelDrafter, PromptLookup, Speculator
 from onward.sampling import SamplingParams
-from onward.speculation import ModelDrafter, PromptLookup, Speculator
 from onward.testing import scripted_model
 
 CPU = torch.device("cpu")
@@ -74,11 +74,11 @@ def outcome(kind: str, prompts, seed: int | None) -> tuple[list, int]:
     ]
     options = {"top_logprobs": 1, "prompt_top": 0}
     if kind == "beams":
-        sequences = [Search(BeamOptions(2), prompt, 6, {0}, sampling=params[0], **options) for prompt in prompts]
+        sequences = [BeamSearch(BeamOptions(2), prompt, 6, {0}, sampling=params[0], **options) for prompt in prompts]
     else:
         sequences = [Sequence(p, 9, {0}, sampling=of_row, **options) for p, of_row in zip(prompts, params, strict=True)]
-    slots = DenseSlots.of(model, 2 * len(prompts), 24)
-    chooser = SamplingChooser(CPU)
+    slots = RowCacheManager.of(model, 2 * len(prompts), 24)
+    chooser = SamplerCache(CPU)
     step = DecodeStep(run, slots, chooser, CPU)
     if kind == "beams":
         step = BeamStep(step, run, slots, CPU)
@@ -91,7 +91,7 @@ def outcome(kind: str, prompts, seed: int | None) -> tuple[list, int]:
     def may_fail(work):
         return step(work) if seed is None else tried(step, run, work)
 
-    for _ in decode_loop(may_fail, AllTogether(slots, sequences, 2, vocab_size=VOCAB), slots):
+    for _ in decode_loop(may_fail, BatchSchedule(slots, sequences, 2, vocab_size=VOCAB), slots):
         pass
     texts = [(each.token_ids, each.finish_reason, each.logprobs, each.prompt_logprobs) for each in sequences]
     return texts, run.failures

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import onward
-from onward import LanguageModel, ModelInferencer, Sampler, SamplingParams
+from onward import LanguageModel, Sampler, SamplingParams
 from onward.errors import RequestError
+from onward.inferencer import ModelInferencer
 from onward.testing import scripted_model, tiny_model
 
 PROMPTS = torch.tensor([[5, 77, 130, 9], [200, 1, 9, 31]])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import onward
-from onward.distributed import processes
+from onward.distributed import launchers as processes
 from onward.distributed.links import Kind
 from onward.errors import CheckpointError, RankError
 from onward.testing import random_checkpoint
@@ -71,14 +71,14 @@ def test_ranks_end_when_one_of_them_cannot_be_told(tmp_path: Path, monkeypatch: 
     lm = onward.load(random_checkpoint(tmp_path, num_hidden_layers=3), pipeline=3)
     pids, forward = pids_of(lm), lm.model.forward
     links = forward.group.links  # type: ignore[attr-defined]
-    tell = links.tell
+    send_ints = links.send_ints
 
     def tell_the_first(numbers: list[int], to: list[int]) -> None:
-        tell(numbers, [rank for rank in to if rank == 1])
+        send_ints(numbers, [rank for rank in to if rank == 1])
         if numbers[0] == Kind.FORWARD:
             raise RankError("rank 0 has lost another rank")
 
-    monkeypatch.setattr(links, "tell", tell_the_first)
+    monkeypatch.setattr(links, "send_ints", tell_the_first)
     for _ in range(2):
         with pytest.raises(RankError, match="has lost another rank"):
             lm.generate(PROMPT)

@@ -5,12 +5,12 @@ import re
 import pytest
 from doc_pages import ROOT
 
-from onward.adapters import peft_folder
-from onward.checkpoint.quantizers import auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
-from onward.checkpoint.quantizers.settings import OF_ALL_METHODS
+from onward.checkpoint import peft as peft_folder
+from onward.checkpoint.formats import auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
+from onward.checkpoint.formats.settings import OF_ALL_METHODS
+from onward.language_model import generation_config
+from onward.language_model.options import OF_BEAMS
 from onward.models.fields import GENERATION_FIELDS
-from onward.requests import generation_config
-from onward.requests.options import OF_BEAMS
 
 PAGE = (ROOT / "docs" / "checkpoint-fields.md").read_text(encoding="utf-8")
 METHODS = {

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 import onward
 from onward.cli.main import app
-from onward.option_names import _ELSEWHERE
+from onward.util.option_names import _ELSEWHERE
 
 MAPS = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 # A name before "=", outside a string, is an option; a bare name in a cell is one, too.
@@ -108,14 +108,14 @@ def test_the_page_on_architecture_has_every_folder_and_the_layers_of_the_import_
     listing = page[page.index("src/onward/") : page.index("\nnative/")]
     listed = {name.rstrip("/") for name in re.findall(r"^  (\S+)", listing, re.MULTILINE)}
     files = {path.name for path in (ROOT / "src" / "onward").iterdir()}
-    assert files - {"__init__.py", "__main__.py", "__pycache__", "py.typed", "completion.py"} <= listed
+    assert files - {"__init__.py", "__main__.py", "__pycache__", "py.typed", "__init__.pyi"} <= listed
     assert listed <= files
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (layers,) = (
         contract["layers"] for contract in settings["tool"]["importlinter"]["contracts"] if "layers" in contract
     )
     assert (
-        re.findall(r"`([\w |]+)`(?: →|\.)", page[page.index("Imports go downwards") :].partition("\n\n")[0]) == layers
+        re.findall(r"`([\w |:]+)`(?: →|\.)", page[page.index("Imports go downwards") :].partition("\n\n")[0]) == layers
     )
 
 

@@ -3,7 +3,7 @@
 import threading
 
 from block_accounts import check_accounts
-from onward.cache.slots import PagedSlots
+from onward.cache.manager import PagedCacheManager
 from onward.engine import Engine
 
 # Those that a test has made and not yet closed.
@@ -57,7 +57,7 @@ class CheckedEngine(Engine):
         assert not serving._policy.running
         assert serving._policy.waiting_tokens == 0
         assert self.slots.available == self.slots.total, "a block is held, and nothing runs"
-        if isinstance(self.slots, PagedSlots):
+        if isinstance(self.slots, PagedCacheManager):
             check_accounts(self.slots)
             assert self.slots.held == 0
             assert self.slots.free + self.slots.cached == self.slots.total

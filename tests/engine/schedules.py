@@ -10,10 +10,10 @@ from checked_engine import CheckedEngine
 
 import onward
 from onward import LanguageModel, Speculator
-from onward.cache import PagedSlots
-from onward.constraints import mask_of
+from onward.cache import PagedCacheManager
 from onward.models import FAMILIES, pack_params
-from onward.ops.blocks import BLOCK
+from onward.ops.kv_write import BLOCK
+from onward.sampling import mask_of
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 REQUESTS = 120  # of each model
@@ -210,7 +210,7 @@ class Schedule:
     def engine(self):
         memory, new_blocks = None, model(self.name).new_blocks
         if self.blocks is not None and new_blocks is not None:
-            one = PagedSlots(new_blocks(1), max_len=256, cached_blocks=0)
+            one = PagedCacheManager(new_blocks(1), max_len=256, cached_blocks=0)
             memory = self.blocks * one.blocks_for(3 * BLOCK) // 3 * one.unit_nbytes  # with windows and states
         return CheckedEngine(
             lm(self.name, self.chunk),

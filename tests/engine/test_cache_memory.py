@@ -8,7 +8,7 @@ from checked_engine import CheckedEngine
 
 from block_accounts import check_accounts
 from onward import LanguageModel
-from onward.cache import KVBlocks
+from onward.cache import KVPool
 from onward.engine.engine import engine_slots
 from onward.testing import ByteTokenizer, tiny_model
 
@@ -28,7 +28,7 @@ def keeping_all(model):
     shapes = [shape._replace(window=None) for shape in model.new_blocks(1).shapes]
 
     def new_blocks(count):
-        return KVBlocks.of(shapes, count=count, dtype=torch.float32, device="cpu")
+        return KVPool.of(shapes, count=count, dtype=torch.float32, device="cpu")
 
     return dataclasses.replace(model, new_blocks=new_blocks)
 

@@ -19,8 +19,8 @@ from onward import LanguageModel
 from onward.cache.slot import Slot
 from onward.decoding import Sequence
 from onward.engine import Generation
-from onward.engine.ticket import Ticket
-from onward.requests.job import Job
+from onward.engine.request import EngineRequest
+from onward.language_model.job import RequestState
 from onward.testing import ByteTokenizer, tiny_model
 
 REQUESTS = int(os.environ.get("ONWARD_REQUESTS", "2500"))
@@ -36,7 +36,7 @@ def held():
 
 def alive():
     gc.collect()
-    kinds = (Ticket, Job, Sequence, Generation, Slot)
+    kinds = (EngineRequest, RequestState, Sequence, Generation, Slot)
     return Counter(kind.__name__ for kind in map(type, gc.get_objects()) if issubclass(kind, kinds))
 
 

@@ -14,7 +14,7 @@ from schedules import CHUNKS, MODELS, REQUESTS, Turns, content, expected_of, lm,
 import onward
 from demo_adapters import demo_adapter
 from onward import LanguageModel, Speculator
-from onward.checkpoint import ChatTemplate
+from onward.chat import ChatTemplate
 from onward.errors import EngineBusyError, RequestError
 from onward.models.architecture import architecture_of
 from onward.testing import ByteTokenizer, scripted_model

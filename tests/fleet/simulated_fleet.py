@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from simulated_replica import SimulatedEngine, StepTime, Text
 
-from onward.cluster.retries import RetryBudget, RetryOptions
-from onward.cluster.routing import Ring
+from onward.cluster.ingress import RetryBudget, RetryOptions
+from onward.cluster.router import HashRing
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Fleet:
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
-        self._ring, self._budget = Ring(), RetryBudget(plan.options)
+        self._ring, self._budget = HashRing(), RetryBudget(plan.options)
         self._at: dict[str, dict[Text, Arrival]] = {}
         self._engines: dict[str, SimulatedEngine] = {}
         self._wake: dict[str, float] = {}

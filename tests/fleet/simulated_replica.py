@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from onward.engine.policy import Policy
+from onward.engine.scheduler import Scheduler
 
 # Positions of a block of the cache.
 BLOCK = 64
@@ -106,7 +106,7 @@ class SimulatedEngine:
         max_waiting: int = 1024,
         blocks: int = 4096,
     ) -> None:
-        self.policy: Policy[Text] = Policy(
+        self.policy: Scheduler[Text] = Scheduler(
             max_sequences=max_sequences,
             max_waiting=max_waiting,
             max_waiting_tokens=1_000_000,

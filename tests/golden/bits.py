@@ -10,7 +10,7 @@ from tests.golden import DEMO
 from torch import Tensor
 
 import onward
-from onward.models import FAMILIES, Model, Scope, build_model, read_config
+from onward.models import FAMILIES, Model, WeightScope, build_model, read_config
 from onward.testing import tiny_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,7 +41,7 @@ def language_model(name: str, dtype: torch.dtype) -> onward.LanguageModel:
 def family_model(family: str, dtype: torch.dtype) -> Model:
     """A tiny model of the family, whose weights are the same bits on every processor."""
     config = read_config(tiny_config(family))
-    return build_model(config, config.read(Scope(_UniformTensors(dtype))))
+    return build_model(config, config.read(WeightScope(_UniformTensors(dtype))))
 
 
 class _UniformTensors:

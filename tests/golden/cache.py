@@ -8,8 +8,8 @@ from tests.golden.bits import family_model
 from tests.held_engine import held
 
 import onward
-from onward.cache import PagedSlots
-from onward.cache.budget import Budget
+from onward.cache import PagedCacheManager
+from onward.cache.budget import CacheBudget
 
 # Whole texts, sliding windows, recurrent states.
 FAMILIES = ("qwen3", "gemma3", "qwen3next")
@@ -30,7 +30,7 @@ def counts(family: str) -> dict[str, float]:
 def _engine(family: str, overcommit: float = 1.0) -> onward.Engine:
     """An engine whose cache holds three texts of full length. Steps are not cut by the clock."""
     model = family_model(family, torch.float32)
-    one = PagedSlots(model.new_blocks(1), max_len=256, cached_blocks=0)
+    one = PagedCacheManager(model.new_blocks(1), max_len=256, cached_blocks=0)
     memory = 3 * one.blocks_for(256) * one.unit_nbytes
     lm = onward.LanguageModel(model, prefill_chunk=64)
     return onward.Engine(lm, max_sequences=8, cache_memory=memory, max_step_ms=1e9, overcommit=overcommit)
@@ -73,15 +73,15 @@ def _together(family: str) -> dict[str, float]:
 def _evictions() -> Iterator[list[None]]:
     """An item for each eviction inside the block."""
     evictions: list[None] = []
-    evict = Budget._evict
+    evict = CacheBudget._evict
 
-    def counted(budget: Budget) -> bool:
+    def counted(budget: CacheBudget) -> bool:
         evicted = evict(budget)
         evictions.extend([None] * evicted)
         return evicted
 
-    Budget._evict = counted
+    CacheBudget._evict = counted
     try:
         yield evictions
     finally:
-        Budget._evict = evict
+        CacheBudget._evict = evict

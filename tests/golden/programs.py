@@ -11,7 +11,7 @@ from tests.golden.bits import DTYPES, models
 
 import onward
 from onward.program import compiled, encode
-from onward.program.calls import TorchCall
+from onward.program.graph import TorchCall
 
 
 class _NumbersByName:
@@ -26,7 +26,7 @@ def recorded() -> Iterator[list[str]]:
     """The hash of each program that is encoded inside the block, in order."""
     hashes: list[str] = []
 
-    def encode_and_hash(calls: Sequence[Any], storages: Sequence[Any], library: Any) -> encode.Image:
+    def encode_and_hash(calls: Sequence[Any], storages: Sequence[Any], library: Any) -> encode.ProgramImage:
         image = encode.encode(calls, storages, _NumbersByName())
         digest = hashlib.blake2b(digest_size=8)
         for words in (image.words, image.places, image.bases, image.offsets, image.slot_bytes):

@@ -185,7 +185,7 @@ def test_an_adapter_is_that_of_every_request(tasks, tmp_path):
 
 def test_all_prompts_have_one_date():
     lm = onward.load("demo")
-    template = onward.checkpoint.ChatTemplate("{{ strftime_now('%X.%f') }} {{ messages[0].content }}", {})
+    template = onward.chat.ChatTemplate("{{ strftime_now('%X.%f') }} {{ messages[0].content }}", {})
     dated = OnwardLM(onward.LanguageModel(lm.model, lm.tokenizer, template))
     chat = [{"role": "user", "content": "Hi"}]
     assert dated.apply_chat_template(chat) == dated.apply_chat_template(chat)

@@ -8,8 +8,8 @@ from transformers_reference import CASES, NEW_TOKENS, PROMPT_LENGTHS, TOLERANCE,
 
 import onward
 from held_engine import held
-from onward.cache import PagedSlots
-from onward.ops.blocks import BLOCK
+from onward.cache import PagedCacheManager
+from onward.ops.kv_write import BLOCK
 from onward.testing import poison
 
 
@@ -82,7 +82,7 @@ def test_greedy_tokens_are_those_of_transformers_from_a_saved_session(judged, tm
 
 def test_greedy_tokens_are_those_of_transformers_after_preemption(judged):
     """Three texts begin in a block each, and there are four blocks for the two that each needs in the end."""
-    one = PagedSlots(judged.lm.model.new_blocks(1), max_len=256, cached_blocks=0)
+    one = PagedCacheManager(judged.lm.model.new_blocks(1), max_len=256, cached_blocks=0)
     begun, another = one.blocks_for(BLOCK), one.blocks_for(2 * BLOCK) - one.blocks_for(BLOCK)
     memory = (3 * begun + another) * one.unit_nbytes
     with onward.Engine(judged.lm, cache_memory=memory, overcommit=100.0) as engine:

@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 import onward
 from onward import ops
 from onward.errors import CheckpointError, ConfigError
+from onward.language_model import quantize_folder
 from onward.models import ExpertLinear, Router, marked_parts, read_config
-from onward.quantization import quantize_folder
 from onward.testing import random_checkpoint, tiny_config
 
 SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}

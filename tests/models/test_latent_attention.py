@@ -11,8 +11,8 @@ import onward
 from onward import native, ops
 from onward.checkpoint import CheckpointFolder, read_weights
 from onward.errors import CheckpointError, ConfigError
+from onward.language_model import quantize_folder
 from onward.models import LatentLinear, marked_parts, read_config
-from onward.quantization import quantize_folder
 from onward.testing import random_checkpoint, tiny_config
 
 FAMILIES = ["deepseekv2", "deepseekv3", "glm4moelite", "mistral4"]

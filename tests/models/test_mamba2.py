@@ -8,9 +8,9 @@ import onward
 from onward import native
 from onward.cache import LayerShape, StateShape
 from onward.errors import ConfigError
+from onward.language_model import quantize_folder
 from onward.models import read_config
-from onward.models.blocks import SideBySide
-from onward.quantization import quantize_folder
+from onward.models.blocks import ParallelMixer
 from onward.testing import random_checkpoint, tiny_config
 
 IDS = [(13 * i) % 258 for i in range(70)]
@@ -46,7 +46,7 @@ def test_heads_of_a_group_share_what_is_kept_of_keys(tmp_path):
 
 def test_a_layer_may_keep_keys_and_a_state():
     decoder = read_config(tiny_config("falconh1"))
-    assert isinstance(decoder.layers[0].mixer, SideBySide)
+    assert isinstance(decoder.layers[0].mixer, ParallelMixer)
     assert [type(kept) for kept in decoder.cached] == [LayerShape] * 2
     assert [type(kept) for kept in decoder.states] == [StateShape] * 2
     assert list(decoder.places()) == [(0, 0), (1, 1)]

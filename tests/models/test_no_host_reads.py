@@ -9,11 +9,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward import native, ops
+from onward.language_model import quantize
 from onward.models import FAMILIES, architecture_of
 from onward.models.architecture import states_of
 from onward.ops import packed, quantized
-from onward.ops.operators import Operator
-from onward.quantization import quantize
+from onward.ops.operator import Operator
 from onward.testing import tiny_model
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "cpu"}

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 import onward
 from block_accounts import check_accounts
 from onward import GenerateOptions, LanguageModel, Session, Speculator, native
-from onward.cache import PagedSlots
+from onward.cache import PagedCacheManager
+from onward.decoding.speculation import ModelDrafter
 from onward.errors import ConfigError, OnwardWarning
 from onward.models import pack_params, read_config
-from onward.speculation import ModelDrafter
 from onward.testing import ByteTokenizer, random_checkpoint, tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(not native.available_isas(), reason="torch's products have no one order")
@@ -205,7 +205,7 @@ def test_programs_are_eager(lm):
 
 def test_states_come_and_go_with_texts(lm):
     blocks = lm.model.new_blocks(8)
-    slots = PagedSlots(blocks, max_len=256, cached_blocks=8)
+    slots = PagedCacheManager(blocks, max_len=256, cached_blocks=8)
     assert not slots.shares_rows
     taken = [slots.acquire([1, 2, 3], 40)[0] for _ in range(8)]
     assert slots.acquire([1], 1) is None

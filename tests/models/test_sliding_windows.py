@@ -12,10 +12,10 @@ from tests.conftest import FULL
 
 from block_accounts import check_accounts
 from onward import GenerateOptions, LanguageModel, Session, Speculator, native
-from onward.cache import KVBlocks
+from onward.cache import KVPool
+from onward.decoding.speculation import ModelDrafter
 from onward.engine import Engine
 from onward.models import pack_params
-from onward.speculation import ModelDrafter
 from onward.testing import ByteTokenizer, tiny_model
 
 pytestmark = pytest.mark.skipif(not native.available_isas(), reason="torch's products have no one order")
@@ -46,7 +46,7 @@ def keeping_all(model):
     shapes = [shape._replace(window=None) for shape in model.new_blocks(1).shapes]
 
     def new_blocks(count):
-        return KVBlocks.of(shapes, count=count, dtype=torch.float32, device="cpu")
+        return KVPool.of(shapes, count=count, dtype=torch.float32, device="cpu")
 
     return dataclasses.replace(model, new_blocks=new_blocks)
 

@@ -7,8 +7,8 @@ from torch import nn
 import onward
 from onward import ops
 from onward.errors import ProgramError
-from onward.models.weights_version import WeightsVersion
-from onward.ops.operators import usable_library
+from onward.models.model import WeightsVersion
+from onward.ops.operator import usable_library
 from onward.ops.packed import pack_into
 from onward.testing import random_checkpoint, tiny_model
 

@@ -9,7 +9,7 @@ from kernel_calls import CODES, call, poisoned
 from torch import Tensor
 
 from onward import native
-from onward.native.interface import Format
+from onward.native.structs import Format
 from onward.ops import quantized_layout
 
 FLOAT_FORMATS = {Format.F32: torch.float32, Format.BF16: torch.bfloat16, Format.F16: torch.float16}

@@ -24,7 +24,7 @@ from kernel_calls import CODES, DTYPES, attention, poisoned
 from torch import Tensor
 
 from onward import native
-from onward.native.errors import NativeError
+from onward.errors import NativeError
 
 U = 2.0**-24
 ROUNDING = {torch.float32: U, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

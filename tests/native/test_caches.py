@@ -17,7 +17,7 @@ def test_the_largest_cache_counts(tmp_path):
 
 @pytest.mark.parametrize(("size", "cached"), [(0, False), (1 << 40, True)])
 def test_a_table_gives_no_rate_of_weights_that_stay_in_the_cache(size, cached, monkeypatch):
-    monkeypatch.setattr("onward.program.explain.last_level_cache_bytes", lambda: size)
+    monkeypatch.setattr("onward.program.program.last_level_cache_bytes", lambda: size)
     report = onward.LanguageModel(tiny_model()).explain()
     if report.rows:
         assert (" cache" in str(report)) == cached

@@ -15,7 +15,7 @@ from kernel_calls import DTYPES, argmax, combine, gather_rows
 from torch import Tensor
 
 from onward import native
-from onward.native.errors import NativeError
+from onward.errors import NativeError
 
 U = 2.0**-24
 ROUNDING = {torch.float32: U, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

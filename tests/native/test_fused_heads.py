@@ -11,7 +11,8 @@ from kernel_calls import CODES, DTYPES, call, poisoned, rms_norm, rotate, stride
 from torch import Tensor
 
 from onward import native
-from onward.native.interface import HeadsArguments
+from onward.errors import NativeError
+from onward.native.structs import HeadsArguments
 
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 EPS = 1e-6
@@ -114,7 +115,7 @@ def test_heads_that_do_not_fit_the_cache_leave_it_alone(isa: str, offsets: tuple
     x = torch.randn(2, 3, 2, 16)
     plain, cache = Part(x, poisoned(x.shape, x.dtype)), Part(x, poisoned((2, 3, 4, 16), x.dtype), to_cache=True)
     cos = sin = torch.ones(2, 2, 8)
-    with pytest.raises(native.NativeError, match="onward_heads failed: bad argument"):
+    with pytest.raises(NativeError, match="onward_heads failed: bad argument"):
         heads([plain, cache], cos, sin, torch.tensor(offsets, dtype=torch.int32), (2, 2, 16))
     assert plain.out.isnan().all()
     assert cache.out.isnan().all()
@@ -123,7 +124,7 @@ def test_heads_that_do_not_fit_the_cache_leave_it_alone(isa: str, offsets: tuple
 @pytest.mark.parametrize(("shape", "pairs"), [((-1, 1, 8), 4), ((1, -1, 8), 4), ((1, 1, -8), 0), ((1, 1, 8), 5)])
 def test_heads_of_a_shape_that_cannot_be_are_refused(isa: str, shape: tuple[int, int, int], pairs: int) -> None:
     angles = torch.ones(1, 1, 8)
-    with pytest.raises(native.NativeError, match="bad argument"):
+    with pytest.raises(NativeError, match="bad argument"):
         call(
             "onward_heads",
             None,
@@ -149,6 +150,6 @@ def test_without_a_rotation_or_a_cache_there_need_be_no_angles_and_offsets(isa: 
 def test_heads_without_the_angles_or_offsets_they_need_are_refused(isa: str, missing: str) -> None:
     x = torch.randn(1, 2, 3, 8)
     part = Part(x, poisoned(x.shape, x.dtype), rotate=missing == "angles", to_cache=missing == "offsets")
-    with pytest.raises(native.NativeError, match="bad argument"):
+    with pytest.raises(NativeError, match="bad argument"):
         call("onward_heads", (HeadsArguments * 1)(part.arguments()), 1, 1, 3, 8, 0, None, None, None, 4, None)
     assert part.out.isnan().all()

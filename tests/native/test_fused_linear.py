@@ -9,7 +9,8 @@ from packed import Packed
 from torch import Tensor
 
 from onward import native
-from onward.native.interface import Format, LinearArguments
+from onward.errors import NativeError
+from onward.native.structs import Format, LinearArguments
 
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 rows = st.sampled_from((0, 1, 15, 16, 17, 100, 700))
@@ -80,12 +81,12 @@ def test_a_matrix_that_cannot_be_is_refused_before_anything_is_written(isa: str,
         )
     )
     setattr(products[1], wrong, value)
-    with pytest.raises(native.NativeError, match="onward_linear_many failed: bad argument"):
+    with pytest.raises(NativeError, match="onward_linear_many failed: bad argument"):
         call("onward_linear_many", products, 2, Format.F32, 1, 4, x.data_ptr(), 0, 4)
     assert outs.isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(-1, 4), (1, -1), (1, 70_000)])
 def test_a_shape_that_cannot_be_is_refused(isa: str, shape: tuple[int, int]) -> None:
-    with pytest.raises(native.NativeError, match="bad argument"):
+    with pytest.raises(NativeError, match="bad argument"):
         call("onward_linear_many", None, 0, Format.INT8, *shape, None, 0, 0)

@@ -13,7 +13,8 @@ from packed import Packed
 from torch import Tensor
 
 from onward import native
-from onward.native.interface import AttentionArguments, DType, Format, LinearArguments
+from onward.errors import NativeError
+from onward.native.structs import AttentionArguments, DType, Format, LinearArguments
 
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
 F32 = DType.F32
@@ -112,7 +113,7 @@ def test_a_program_ends_at_the_instruction_that_fails(isa: str) -> None:
     at = len(program.words)
     program.add("onward_linear_many", (LinearArguments * 1)(LinearArguments(n=-1)), 1, 1, 1, 64, x, F32, 64)
     (after,) = add_linear(program, [weight], x)
-    with pytest.raises(native.NativeError, match=f"instruction at {at} failed: bad argument"):
+    with pytest.raises(NativeError, match=f"instruction at {at} failed: bad argument"):
         program.run()
     assert torch.equal(before, weight.linear(x))
     assert after.isnan().all()
@@ -125,7 +126,7 @@ def test_a_program_with_an_instruction_cut_short_ends_there(isa: str) -> None:
     at = len(program.words)
     add_linear(program, [weight], x)
     del program.words[-1]
-    with pytest.raises(native.NativeError, match=f"instruction at {at} failed: bad argument"):
+    with pytest.raises(NativeError, match=f"instruction at {at} failed: bad argument"):
         program.run()
     assert torch.equal(before, weight.linear(x))
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onward import native
-from onward.native.errors import NativeError
+from onward.errors import NativeError
 
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 seeds = st.integers(0, 2**31)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onward import native
-from onward.native.errors import NativeError
-from onward.native.interface import Binary, Element, Unary
+from onward.errors import NativeError
+from onward.native.structs import Binary, Element, Unary
 
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 seeds = st.integers(0, 2**31)

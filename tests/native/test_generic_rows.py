@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onward import native
-from onward.native.errors import NativeError
-from onward.native.interface import Reduce
+from onward.errors import NativeError
+from onward.native.structs import Reduce
 
 U = 2.0**-24
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)

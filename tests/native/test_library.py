@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onward import native
-from onward.errors import RequestError
+from onward.errors import NativeUnavailableError, RequestError
 from onward.native import loader
 
 
@@ -45,7 +45,7 @@ def test_without_libraries_everything_imports_and_says_so(tmp_path: Path) -> Non
 def test_an_isa_that_the_machine_lacks_is_refused(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "available_isas", lambda: ["portable"])
     monkeypatch.setattr(loader, "built_isas", lambda: list(native.ISAS))
-    with pytest.raises(native.NativeUnavailableError, match="'avx512' cannot be used: this processor cannot run it"):
+    with pytest.raises(NativeUnavailableError, match="'avx512' cannot be used: this processor cannot run it"):
         native.select_isa("avx512")
     assert native.isa() == isa
 
@@ -54,7 +54,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "stub.c"
     source.write_text('const char *onward_isa_name(void) { return "stub"; }')
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(tmp_path / "stub.so"), str(source)], check=True)
-    with pytest.raises(native.NativeUnavailableError, match="it was built from other sources"):
+    with pytest.raises(NativeUnavailableError, match="it was built from other sources"):
         loader.Library(tmp_path / "stub.so")
 
 

@@ -14,7 +14,8 @@ from packed import FLOAT_FORMATS, GROUP, Packed, aligned_bytes
 from torch import Tensor
 
 from onward import native
-from onward.native.interface import Format
+from onward.errors import NativeError
+from onward.native.structs import Format
 
 U = 2.0**-24
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -258,5 +259,5 @@ def test_what_the_library_refuses(isa: str) -> None:
     assert library.onward_linear_packed_bytes(Format.INT8, 16, 65537) == -1
     x = aligned_bytes(4096, fill=0)
     status = library.onward_linear(99, 1, 16, 16, x.data_ptr(), 0, 16, x.data_ptr(), None, 0, x.data_ptr(), 0, 16)
-    with pytest.raises(native.NativeError, match="onward_linear failed: bad argument"):
+    with pytest.raises(NativeError, match="onward_linear failed: bad argument"):
         library.check(status, "onward_linear")

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kernel_calls import DTYPES
 from packed import FLOAT_FORMATS, GROUP, Packed
 
-from onward import native
-from onward.native.interface import Format
+from onward.errors import NativeError
+from onward.native.structs import Format
 
 SIZES = (1, 3, 16, 17, 31, 33, 64, 127, 1000)
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
@@ -77,5 +77,5 @@ def test_the_layout_is_the_documented_one(isa: str) -> None:
 def test_an_id_outside_the_matrix_is_refused(isa: str, fmt: Format) -> None:
     weight = random(fmt, (20, 33, 4))
     for bad in (-1, 20):
-        with pytest.raises(native.NativeError, match="bad argument"):
+        with pytest.raises(NativeError, match="bad argument"):
             weight.take(torch.tensor([0, bad]), 2, torch.float32)

@@ -10,8 +10,8 @@ from kernel_calls import CODES, DTYPES, attention, call, poisoned, strides
 from torch import Tensor
 
 from onward import native
-from onward.native.errors import NativeError
-from onward.native.interface import HeadsArguments
+from onward.errors import NativeError
+from onward.native.structs import HeadsArguments
 
 BLOCK = 64
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_elementwise_kernels import per_isa, seeds, spread
 
 from onward import native, ops
-from onward.native.errors import NativeError
-from onward.sampling.draw import Draw
+from onward.errors import NativeError
+from onward.sampling.draw import GumbelSampler
 
 INF = math.inf
 ROWS = 6
@@ -34,10 +34,10 @@ options = st.tuples(
 )
 
 
-def draw_of(chosen: tuple[list, list, list, list], seed: int) -> Draw:
+def draw_of(chosen: tuple[list, list, list, list], seed: int) -> GumbelSampler:
     temperature, top_k, top_p, min_p = chosen
     keys = torch.randint(-(2**63), 2**63 - 1, (ROWS,), generator=torch.Generator().manual_seed(seed))
-    return Draw(
+    return GumbelSampler(
         keys,
         column(temperature, torch.float32),
         column(top_k, torch.int64),

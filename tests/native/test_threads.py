@@ -8,7 +8,7 @@ import pytest
 from test_library import run_python
 
 from onward.errors import RequestError
-from onward.native import cores
+from onward.native import machine as cores
 
 SAY = "from onward import native; print(native.num_threads(), *native.threads_wanted())"
 

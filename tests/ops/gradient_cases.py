@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onward import ops
-from onward.ops.blocks import BLOCK
+from onward.ops.kv_write import BLOCK
 from onward.quantization import quantize_int8, quantize_iq4_nl
 
 Tensors = Mapping[str, Tensor]
@@ -131,7 +131,9 @@ _WORDS = torch.tensor([[0b1011], [0b1101]], dtype=torch.int32)
 
 
 def _admitted(t: Any) -> Tensor:
-    return ops.admit(t["x"], _WORDS)[0][:, :2].masked_fill(torch.tensor([[False, False], [False, True]]), 0.0)
+    return ops.apply_token_mask(t["x"], _WORDS)[0][:, :2].masked_fill(
+        torch.tensor([[False, False], [False, True]]), 0.0
+    )
 
 
 CASES = {
@@ -276,5 +278,7 @@ CASES = {
         float32=("shares",),
         rounds=True,
     ),
-    "admit": Case(_admitted, lambda t: t["x"][:, :2] * torch.tensor([[1.0, 1.0], [1.0, 0.0]]), {"x": (2, 4)}),
+    "apply_token_mask": Case(
+        _admitted, lambda t: t["x"][:, :2] * torch.tensor([[1.0, 1.0], [1.0, 0.0]]), {"x": (2, 4)}
+    ),
 }

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import onward
 from onward import ops
-from onward.cache import KVBlocks
+from onward.cache import KVPool
 from onward.errors import RequestError
 
 WIDTH, HEADS, LAYERS, VOCAB = 16, 2, 2, 11
@@ -45,7 +45,7 @@ def _cache(dtype: torch.dtype, *, paged: bool):
     size = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": WIDTH // HEADS, "dtype": dtype, "device": "cpu"}
     if not paged:
         return onward.KVCache.new(batch=2, max_len=32, **size)
-    return KVBlocks.new(count=2, **size).view(torch.tensor([[1], [0]], dtype=torch.int32))
+    return KVPool.new(count=2, **size).view(torch.tensor([[1], [0]], dtype=torch.int32))
 
 
 IDS = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onward import ops
 from onward.errors import RequestError
-from onward.ops.operators import FAKES, Operator
+from onward.ops.operator import FAKES, Operator
 from onward.quantization import quantize_int4, quantize_int8, quantize_iq4_nl
 from onward.sampling import History, Sampler, SamplingParams, logprobs
 

@@ -11,8 +11,8 @@ from rounding import DTYPES, same_bits
 from torch import Tensor
 
 from onward import native
+from onward.language_model import quantize
 from onward.models import Model, pack_params
-from onward.quantization import quantize
 from onward.testing import tiny_model
 
 # As in test_bit_exactness: the definitions promise nothing of the kind.

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from rounding import random
 
 from onward import ops
-from onward.cache import KVBlocks, KVCache, LayerShape, NamedDims, PagedKVCache, SizedCache
+from onward.cache import KVCache, KVPool, LayerShape, PagedKVCache, SizedCache
 from onward.errors import RequestError
-from onward.ops.blocks import BLOCK
+from onward.ops.kv_write import BLOCK
+from onward.program import NamedDims
 from onward.testing import tiny_model
 
 SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "device": "cpu"}
@@ -23,7 +24,7 @@ SHAPES = [LayerShape(2, 8, 8)] * 2
 
 def shuffled(batch, blocks_a_row, dtype=torch.float32, seed=0, spare=2):
     """A cache over blocks in an order drawn by lot, full of NaN."""
-    blocks = KVBlocks.new(count=batch * blocks_a_row + spare, dtype=dtype, **SHAPE)
+    blocks = KVPool.new(count=batch * blocks_a_row + spare, dtype=dtype, **SHAPE)
     order = torch.randperm(blocks.count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     cache = blocks.view(order[: batch * blocks_a_row].view(batch, blocks_a_row))
     for leaf in (*cache.keys, *cache.values):
@@ -121,7 +122,7 @@ def test_under_autocast_only_the_rows_blocks_are_cast():
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(table, message):
-    paged = KVBlocks.new(count=6, dtype=torch.float32, **SHAPE).view(torch.tensor(table, dtype=torch.int32))
+    paged = KVPool.new(count=6, dtype=torch.float32, **SHAPE).view(torch.tensor(table, dtype=torch.int32))
     k, at = random(1, 2, 2, 8), torch.tensor([63], dtype=torch.int32)
     with pytest.raises(RequestError, match=message):
         paged.attend(0, k, k, k, at)
@@ -133,7 +134,7 @@ def test_a_table_that_does_not_fit_is_refused(table, message):
 @pytest.mark.parametrize("table", [torch.zeros(2, 2), torch.zeros(2, dtype=torch.int32), torch.zeros(3, 2).int().T])
 def test_a_view_needs_a_table_of_int32_rows(table):
     with pytest.raises(RequestError, match=r"int32 \[B, M\] with contiguous rows"):
-        KVBlocks.new(count=6, dtype=torch.float32, **SHAPE).view(table)
+        KVPool.new(count=6, dtype=torch.float32, **SHAPE).view(table)
 
 
 def test_dense_blocks_that_are_not_of_64_positions_are_refused():
@@ -146,7 +147,7 @@ def test_dense_blocks_that_are_not_of_64_positions_are_refused():
 
 
 def test_views_share_tensors_and_say_how_large_they_are():
-    blocks = KVBlocks.new(count=5, dtype=torch.bfloat16, **SHAPE)
+    blocks = KVPool.new(count=5, dtype=torch.bfloat16, **SHAPE)
     one, other = (blocks.view(torch.zeros(rows, 3, dtype=torch.int32)) for rows in (2, 4))
     assert one.keys is other.keys
     assert one.values is other.values
@@ -161,7 +162,7 @@ def test_views_share_tensors_and_say_how_large_they_are():
 @pytest.mark.parametrize("positions", [0, 1, 63, 64])
 def test_a_copy_is_of_the_first_positions_and_all_layers(positions):
     cache = shuffled(1, 1)
-    blocks = KVBlocks(cache.keys[0]._base, SHAPES)
+    blocks = KVPool(cache.keys[0]._base, SHAPES)
     source, to = cache.table[0, 0].item(), (cache.table[0, 0].item() + 1) % blocks.count
     for layer, leaf in enumerate((*cache.keys, *cache.values)):
         leaf[source] = random(2, 64, 8, seed=layer)
@@ -173,7 +174,7 @@ def test_a_copy_is_of_the_first_positions_and_all_layers(positions):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_blocks_take_memory_as_they_are_written_and_give_it_back():
-    blocks = KVBlocks.new(num_layers=2, count=1 << 22, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device="cpu")
+    blocks = KVPool.new(num_layers=2, count=1 << 22, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device="cpu")
     assert blocks.count * blocks.block_nbytes == 1 << 38  # more than the machine has
     before = _resident_bytes()
     cache = blocks.view(torch.arange(512, dtype=torch.int32).view(1, -1) + 3)
@@ -191,14 +192,14 @@ def test_blocks_take_memory_as_they_are_written_and_give_it_back():
 
 def test_giving_back_blocks_without_a_map_of_their_own_does_nothing():
     cache = shuffled(1, 1)
-    KVBlocks(cache.keys[0]._base, SHAPES).give_back(range(3))
+    KVPool(cache.keys[0]._base, SHAPES).give_back(range(3))
     assert cache.keys[0].isnan().all()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how large a map may be is the system's to say")
 def test_memory_that_the_system_refuses_is_a_clear_error():
     with pytest.raises(RequestError, match=r"the system gives no .*TB for a cache"):
-        KVBlocks.new(num_layers=8, count=1 << 40, num_kv_heads=8, head_dim=128, dtype=torch.float32, device="cpu")
+        KVPool.new(num_layers=8, count=1 << 40, num_kv_heads=8, head_dim=128, dtype=torch.float32, device="cpu")
 
 
 def _resident_bytes() -> int:
@@ -207,7 +208,7 @@ def _resident_bytes() -> int:
 
 
 def test_models_of_the_families_make_blocks_also_when_quantized_and_pickled():
-    from onward.quantization import quantize
+    from onward.language_model import quantize
 
     model = tiny_model("qwen3", hidden_size=64, intermediate_size=96)
     for each in (model, quantize(model, "int8"), pickle.loads(pickle.dumps(model))):

@@ -10,8 +10,8 @@ import onward
 from onward import native, ops
 from onward.errors import RequestError
 from onward.ops.gated_delta import state_width
+from onward.ops.recurrent_state import STATE_BLOCK
 from onward.ops.ssd import ssd_state_width
-from onward.ops.state import STATE_BLOCK
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 24, 40
 TAPS = 4

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from onward import native, ops
-from onward.ops.grouped_formats import E2M1, GROUPED_FORMATS, NF4, Parts
-from onward.ops.grouped_layout import pack_parts, unpack_parts
+from onward.ops.formats import E2M1, GROUPED_FORMATS, NF4, Parts, pack_parts, unpack_parts
 from onward.ops.quantized import round_activations
 from onward.ops.quantized_layout import row_values
 

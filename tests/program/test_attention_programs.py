@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 import onward
 from onward import native
-from onward.cache import KVBlocks, KVCache, PagedKVCache
-from onward.cache.shape import LayerShape
-from onward.ops.blocks import BLOCK
+from onward.cache import KVCache, KVPool, PagedKVCache
+from onward.cache.kinds import LayerShape
+from onward.ops.kv_write import BLOCK
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library was built")
 HEADS, GROUPS, DIM, VOCAB, MAX_LEN = 4, 2, 24, 31, 2 * BLOCK
@@ -35,7 +35,7 @@ def dense(batch: int, value_dim: int) -> KVCache:
 
 def paged(batch: int, value_dim: int) -> PagedKVCache:
     count = batch * MAX_LEN // BLOCK
-    blocks = KVBlocks.of([LayerShape(GROUPS, DIM, value_dim)], count=count, dtype=torch.float32, device="cpu")
+    blocks = KVPool.of([LayerShape(GROUPS, DIM, value_dim)], count=count, dtype=torch.float32, device="cpu")
     return blocks.view(torch.arange(count, dtype=torch.int32).flip(0).view(batch, -1))
 
 

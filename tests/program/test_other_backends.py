@@ -18,7 +18,7 @@ from onward.cache import KVCache
 from onward.errors import ProgramError
 from onward.models import Model
 from onward.models.run import ModelRun
-from onward.program import CudaGraphs, Program
+from onward.program import CudaGraphExecutable, Program
 from onward.testing import tiny_model
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -47,9 +47,9 @@ class Capture:
         return replay, logits
 
 
-def graphs(model: Model) -> tuple[CudaGraphs, Capture]:
+def graphs(model: Model) -> tuple[CudaGraphExecutable, Capture]:
     capture = Capture()
-    return CudaGraphs(model.forward, model.params, model.selects_logits, capture=capture), capture
+    return CudaGraphExecutable(model.forward, model.params, model.selects_logits, capture=capture), capture
 
 
 def tokens(*rows: list[int]) -> Tensor:
@@ -121,7 +121,7 @@ def test_a_forward_that_makes_a_new_cache_is_refused(model: Model) -> None:
         return logits, pytree.tree_map(torch.clone, cache)
 
     with pytest.raises(ProgramError, match="must write its cache in place and return that cache"):
-        CudaGraphs(forward, model.params, False, capture=Capture())(tokens([1]), at(0), model.new_cache(1, 8))
+        CudaGraphExecutable(forward, model.params, False, capture=Capture())(tokens([1]), at(0), model.new_cache(1, 8))
 
 
 def test_what_cannot_be_captured_runs_eagerly_where_that_is_allowed(model: Model) -> None:
@@ -129,14 +129,14 @@ def test_what_cannot_be_captured_runs_eagerly_where_that_is_allowed(model: Model
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
     run = ModelRun(model, "auto")
-    run._program = Program("cuda", CudaGraphs(model.forward, model.params, True, capture=refuse))
+    run._program = Program("cuda", CudaGraphExecutable(model.forward, model.params, True, capture=refuse))
     ours, _ = run(tokens([1]), at(0), model.new_cache(1, 8))
     assert torch.equal(ours, model(tokens([1]), at(0), model.new_cache(1, 8))[0])
     assert run.why_eager == (
         "the forward cannot be captured as a CUDA graph: operation not permitted when stream is capturing"
     )
     run = ModelRun(model, "cuda")
-    run._program = Program("cuda", CudaGraphs(model.forward, model.params, True, capture=refuse))
+    run._program = Program("cuda", CudaGraphExecutable(model.forward, model.params, True, capture=refuse))
     with pytest.raises(ProgramError, match="cannot be captured as a CUDA graph"):
         run(tokens([1]), at(0), model.new_cache(1, 8))
 

@@ -14,7 +14,7 @@ from onward.cache import PagedKVCache
 from onward.errors import ProgramError
 from onward.models import Model
 from onward.models.linear import pack_params
-from onward.ops.blocks import BLOCK
+from onward.ops.kv_write import BLOCK
 from onward.program.shapes import MOST_ROWS
 from onward.testing import tiny_model
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 import onward
 from onward import Sampler, SamplingParams, native
-from onward.decoding.driver import chooser_of
+from onward.decoding.api import chooser_of
 from onward.models.run import ModelRun
-from onward.program import Pick
+from onward.program import SamplingKernel
 from onward.sampling import greedy
 from onward.sampling.draw import GREEDY
 from onward.testing import ByteTokenizer, tiny_model
@@ -28,7 +28,7 @@ rows = st.builds(
 RUNS = {dtype: ModelRun(tiny_model("qwen3", dtype=dtype)) for dtype in DTYPES}
 
 
-def picked(run: ModelRun, pick: Pick, seed: int, batch: int) -> tuple[Tensor, Tensor | None, Tensor]:
+def picked(run: ModelRun, pick: SamplingKernel, seed: int, batch: int) -> tuple[Tensor, Tensor | None, Tensor]:
     """Logits [B, V], ids, and positions, after a random token a row."""
     drawn = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, run.model.vocab_size, (batch, 1), generator=drawn).int()

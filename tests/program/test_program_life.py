@@ -19,7 +19,7 @@ import onward
 from onward import native
 from onward.models import Model
 from onward.models.run import ModelRun
-from onward.program import Programs
+from onward.program import ProgramCache
 from onward.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library was built")
@@ -52,7 +52,7 @@ def test_many_tokens_take_no_more_memory_than_some() -> None:
     """Prompts of every length and batches that shrink, over and over."""
     most = 100_000 if FULL else 20_000
     model = small()
-    programs = Programs()
+    programs = ProgramCache()
     lm = onward.LanguageModel(model)
     lm._model_run = ModelRun(model, "native", programs)
 
@@ -139,15 +139,14 @@ def test_an_interrupt_leaves_model_and_program_usable(where: str) -> None:
 @pytest.mark.parametrize("inside", ["bind", "run", "point_logits"])
 def test_an_interrupt_within_a_step(inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever in the call of a program it comes, the next call is right and the lock is free."""
-    from onward.program.memory import Addresses
-    from onward.program.native import NativeProgram
+    from onward.program.executable import Addresses, NativeExecutable
 
     params = gpt2_params()
     program = onward.compile(gpt2, params=params, cache=new_cache(1, 16))
     token = torch.ones((1, 1), dtype=torch.int32)
     cache = new_cache(1, 16)
     expected, _ = program(token, ZERO, new_cache(1, 16))
-    owner, name = (NativeProgram, "_run") if inside == "run" else (Addresses, inside)
+    owner, name = (NativeExecutable, "_run") if inside == "run" else (Addresses, inside)
     original = getattr(owner, name)
     with monkeypatch.context() as patched:
 

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 import onward
 from onward.errors import RequestError
+from onward.language_model import Calibration, GenerateOptions, calibration_ids, quantize
 from onward.models import FAMILIES as ARCHITECTURES
-from onward.quantization import Calibration, calibration_ids, quantize, watch
-from onward.quantization.watch import Stream
-from onward.requests import GenerateOptions
+from onward.quantization import watch
+from onward.quantization.watch import LayerwiseRunner
 from onward.testing import scripted_model, tiny_model
 
 HELDOUT = Path(__file__).parents[2] / "training" / "heldout.txt"
@@ -27,7 +27,7 @@ def test_every_family_runs_layer_by_layer_as_its_forward_runs_it(family, monkeyp
     model = tiny_model(family)
     params, ids = model.params, IDS.to(torch.int32)
     with torch.no_grad():
-        texts = Stream(model, ids, params)
+        texts = LayerwiseRunner(model, ids, params)
         texts.advance_from(0, params.layers)
         logprobs = torch.stack(list(texts.logprobs(params)))
         expected = [onward.LanguageModel(model).logits(row) for row in IDS.tolist()]

@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 
 import onward
 from onward.errors import RequestError
+from onward.language_model import quantize
 from onward.models import pack_params
 from onward.ops import QuantizedWeight
-from onward.quantization import quantize, quantize_params, quantize_weight, relative_rms_error
+from onward.quantization import quantize_params, quantize_weight, relative_rms_error
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 HELDOUT = Path(__file__).parents[2] / "training" / "heldout.txt"

@@ -11,13 +11,15 @@ from torch.utils import _pytree as pytree
 
 import onward
 from onward import ops
-from onward.checkpoint import CheckpointFolder, quantized, read_weights
+from onward.checkpoint import CheckpointFolder, read_weights
+from onward.checkpoint import quantized_folder as quantized
 from onward.checkpoint.convert import convert
-from onward.checkpoint.quantized import read_manifest, read_quantized, write_quantized
+from onward.checkpoint.quantized_folder import read_manifest, read_quantized, write_quantized
 from onward.errors import CheckpointError, ConfigError, OnwardError, RequestError
+from onward.language_model import Calibration, quantize, quantize_folder
 from onward.models import Linear, build_model, read_config
 from onward.ops import QuantizedWeight
-from onward.quantization import Calibration, quantize, quantize_folder, quantize_params, quantize_weight
+from onward.quantization import quantize_params, quantize_weight
 from onward.testing import random_checkpoint
 
 # Sizes that fill no block, no group and no line.

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from onward.language_model import Calibration, quantize
 from onward.models import ExpertLinear, map_marked
-from onward.quantization import Calibration, quantize
-from onward.quantization.watch import Watch
+from onward.quantization.watch import InputRecorder
 from onward.testing import tiny_model
 
 WIDTH, INNER = 16, 8
@@ -28,7 +28,7 @@ def test_each_expert_has_the_hessians_of_what_it_gets(activation):
     if activation == "swiglu":
         params["gate"] = layers(INNER, WIDTH)
     x, shares = torch.randn(40, WIDTH, generator=generator), torch.rand(40, 2, generator=generator)
-    watch = Watch()
+    watch = InputRecorder()
     watched = map_marked(watch.watched, params)
     results = [
         each["down"].sum_of(x, CHOSEN, shares, each.get("gate"), each["up"], activation=activation)

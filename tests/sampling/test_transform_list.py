@@ -12,9 +12,9 @@ import transformers
 
 from onward import Sampler, SamplingParams
 from onward.errors import RequestError
-from onward.requests import generation_config
+from onward.language_model import generation_config
 from onward.sampling import History
-from onward.sampling.draw import Draw
+from onward.sampling.draw import GumbelSampler
 from onward.sampling.params import UnseededOptionsDict, option_names
 from onward.sampling.transforms import Adjustment, Filter, ban, transforms_of
 
@@ -61,8 +61,8 @@ def test_the_reference_has_them_in_their_order():
 
 
 def test_the_kernel_does_neighbouring_filters_in_their_order():
-    first = FILTERS.index(Draw.filters[0])
-    assert tuple(FILTERS[first : first + len(Draw.filters)]) == Draw.filters
+    first = FILTERS.index(GumbelSampler.filters[0])
+    assert tuple(FILTERS[first : first + len(GumbelSampler.filters)]) == GumbelSampler.filters
 
 
 def test_no_option_that_transformers_has_too_is_left_out_of_a_checkpoints_defaults():

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import httpx2
+import openai
 
 import onward
-import openai
 from onward.server import App, Settings, create_app
 from onward.server.lifecycle import Server, address_of, bound, config_of
 

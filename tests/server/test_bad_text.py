@@ -8,7 +8,7 @@ import httpx2
 import pytest
 from live_server import MESSAGES, SECONDS, LiveServer
 
-from onward.text_input import MAX_DEPTH
+from onward.util.text_input import MAX_DEPTH
 
 HERE = "<here>"
 CHAT = {"messages": MESSAGES, "max_tokens": 1, "temperature": 1}

@@ -5,12 +5,12 @@ import json
 import math
 from typing import Any, Literal
 
+import openai
 import pydantic
 import pytest
 from live_server import MESSAGES, SECONDS, LiveServer, deltas, text_of
 
 import onward
-import openai
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

@@ -10,7 +10,7 @@ from live_server import SECONDS, LiveServer
 
 import onward
 from onward.engine import Generation
-from onward.openai import AnswerKey
+from onward.protocols import ResponseKey
 from onward.server.metrics import ModelMetrics
 from onward.server.service import Service
 
@@ -133,7 +133,7 @@ DATED = "{{ strftime_now('%A %d %B %Y %X.%f %Z') }} {{ today }} {{ messages[-1].
 
 @pytest.fixture(scope="module")
 def dated(lm: onward.LanguageModel) -> onward.LanguageModel:
-    return onward.LanguageModel(lm.model, lm.tokenizer, onward.checkpoint.ChatTemplate(DATED, {}))
+    return onward.LanguageModel(lm.model, lm.tokenizer, onward.chat.ChatTemplate(DATED, {}))
 
 
 def test_tokenize_has_the_ids_that_a_chat_of_that_time_reads(start: Start, dated: onward.LanguageModel) -> None:
@@ -168,6 +168,6 @@ def test_a_variable_replaces_no_date_in_silence(start: Start, dated: onward.Lang
 
 @pytest.mark.parametrize("created", [-(2**31), -1, 0, 1_770_282_000, 2**38, 2**60])
 def test_a_file_of_any_time_has_a_key(created: int) -> None:
-    key = AnswerKey.new(created)
+    key = ResponseKey.new(created)
     assert key.time.timestamp() == key.created == min(max(0, created), key.created)
     assert json.loads(json.dumps({"created": key.created}))["created"] >= 0

@@ -8,11 +8,11 @@ import threading
 import pytest
 
 from onward import LanguageModel
-from onward.checkpoint import ChatTemplate
+from onward.chat import ChatTemplate
 from onward.engine import Engine
 from onward.server import Settings, create_app
-from onward.server.routes import answering
-from onward.server.submission import Recipient
+from onward.server import generate as answering
+from onward.server.submission import Subscriber
 from onward.testing import ByteTokenizer, tiny_model
 
 SECONDS = 60
@@ -75,7 +75,7 @@ def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, u
     if broken == "events":
         monkeypatch.setattr(answering, events, fails)
     elif broken == "teller":
-        monkeypatch.setattr(Recipient, "teller", fails)
+        monkeypatch.setattr(Subscriber, "teller", fails)
     elif broken == "begin":
         monkeypatch.setattr(getattr(answering, events), "begin", fails)
     else:

@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from hypothesis import strategies as st
 from live_server import MESSAGES, LiveServer
 
-from onward.openai.body import field_options
+from onward.protocols.schema import field_options
 from onward.server.openapi import document
 
 

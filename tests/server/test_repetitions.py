@@ -16,9 +16,9 @@ from live_server import SECONDS, LiveServer
 from test_operations import LONG, leave, opened, until
 
 import onward
-from onward.batches import EngineReplica, LineResult
-from onward.openai import AnswerKey, BatchInput, BatchLine, BodyReader
-from onward.server.submission import KeptAnswers
+from onward.batches import BatchInput, BatchLine, EngineReplica, LineResult
+from onward.protocols import BodyReader, ResponseKey
+from onward.server.submission import ResponseStore
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -36,7 +36,7 @@ def sent(server: LiveServer, url: str, body: Any, key: str, **headers: str) -> h
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("url", "body"), BODIES)
 def test_the_same_body_gets_the_same_answer(server: LiveServer, url: str, body: dict[str, Any], stream: bool) -> None:
-    body, key = {**body, "stream": stream}, AnswerKey.new().text
+    body, key = {**body, "stream": stream}, ResponseKey.new().text
     tokens = server.engines["demo"].stats().tokens
     first = sent(server, url, body, key)
     assert first.status_code == 200
@@ -63,7 +63,7 @@ def ids_of(text: str) -> set[str]:
 
 
 def test_it_joins_one_that_runs(server: LiveServer) -> None:
-    key = AnswerKey.new().text
+    key = ResponseKey.new().text
     with ThreadPoolExecutor() as pool:
         together = [pool.submit(sent, server, TEXT, {**LONG, "max_tokens": 300}, key) for _ in range(5)]
         answers = {future.result(SECONDS).content for future in together}
@@ -99,7 +99,7 @@ def test_a_refused_body_may_be_mended(server: LiveServer) -> None:
 
 def test_who_left_finds_the_rest(server: LiveServer) -> None:
     """A client that leaves cancels its request; it comes again, and what was emitted is not decoded again."""
-    key = AnswerKey.new().text
+    key = ResponseKey.new().text
     engine = server.engines["demo"]
     with httpx2.stream(
         "POST",
@@ -136,7 +136,7 @@ def test_a_stream_that_was_cut_is_taken_up_without_decoding_it_again(server: Liv
 
 
 def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
-    key = AnswerKey.new().text
+    key = ResponseKey.new().text
     body = {**LONG, "max_tokens": 400, "stream": True}
     with httpx2.stream(
         "POST", f"{server.url}{TEXT}", json=body, headers={"idempotency-key": key}, timeout=SECONDS
@@ -157,13 +157,13 @@ def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
 def test_what_is_kept_is_bounded_and_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("onward.server.submission.time", SimpleNamespace(monotonic=lambda: now[0]))
-    kept = KeptAnswers(10.0)
-    key = AnswerKey.new()
+    kept = ResponseStore(10.0)
+    key = ResponseKey.new()
     assert kept.of("a", key).key == key
     now[0] = 9.0
-    assert kept.of("a", AnswerKey.new()).key == key
+    assert kept.of("a", ResponseKey.new()).key == key
     now[0] = 11.0
-    assert kept.of("a", AnswerKey.new()).key != key
+    assert kept.of("a", ResponseKey.new()).key != key
     for number in range(3000):
         kept.of(str(number), key)
     assert len(kept) <= 1025
@@ -183,20 +183,20 @@ DATED = "{{ strftime_now('%A %d %B %Y %X.%f %Z') }} {{ messages[-1].content }}"
 
 @pytest.fixture(scope="module")
 def dated(lm: onward.LanguageModel) -> onward.LanguageModel:
-    return onward.LanguageModel(lm.model, lm.tokenizer, onward.checkpoint.ChatTemplate(DATED, {}))
+    return onward.LanguageModel(lm.model, lm.tokenizer, onward.chat.ChatTemplate(DATED, {}))
 
 
 def test_a_prompt_has_the_time_at_which_the_request_was_taken(dated: onward.LanguageModel) -> None:
     assert dated.tokenizer is not None
     reader = BodyReader(dated, "m")
-    key = AnswerKey.new(1_770_282_000)
+    key = ResponseKey.new(1_770_282_000)
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     request = reader.read(CHAT, body, key).requests[0]
     assert dated.decode(request.prompt) == "Thursday 05 February 2026 09:00:00.000000 UTC Hi"
     assert reader.read(CHAT, body, key).requests[0].prompt == request.prompt
     assert dated.chat_prompt(body["messages"], now=key.time) == list(request.prompt)
     assert dated.chat_request(body["messages"], now=key.time).prompt == request.prompt
-    assert reader.read(CHAT, body, AnswerKey("f" * 32)).requests[0].prompt, "a key of the year 10889"
+    assert reader.read(CHAT, body, ResponseKey("f" * 32)).requests[0].prompt, "a key of the year 10889"
 
 
 @pytest.mark.parametrize(("url", "body"), [BODIES[0], BODIES[2]])
@@ -222,7 +222,7 @@ def test_lines_of_a_batch_have_the_date_of_their_file(dated: onward.LanguageMode
     with onward.Engine(dated) as engine:
         first, second = (json.loads(served(engine, line).text) for _ in range(2))
     assert first == second
-    prompt = dated.chat_prompt(body["messages"], now=AnswerKey.new(1_770_282_000).time)
+    prompt = dated.chat_prompt(body["messages"], now=ResponseKey.new(1_770_282_000).time)
     assert first["response"]["body"]["usage"]["prompt_tokens"] == len(prompt)
 
 

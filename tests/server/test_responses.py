@@ -9,13 +9,13 @@ import pytest
 from live_server import SECONDS, LiveServer
 
 import onward
-from onward.completion import Piece
-from onward.decoding import TokenLogprobs
-from onward.decoding.text import token_texts
-from onward.messages import AnswerReading, AssistantMessage, ToolCall
-from onward.messages.formats import FORMATS
-from onward.openai import Body, BodyError, BodyReader, ResponseStream, read_response
-from onward.openai.answer import SaidLogprobs
+from onward.chat import AnswerFormat, AssistantMessage, ToolCall
+from onward.chat.formats import FORMATS
+from onward.language_model import Piece
+from onward.protocols import BodyError, BodyReader, ParsedBody, ResponseStream, read_response
+from onward.protocols.chat import ContentLogprobs
+from onward.sampling import TokenLogprobs
+from onward.tokenizer.text_stream import token_texts
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
@@ -82,11 +82,11 @@ def test_logprobs_are_of_the_content_alone(
     """Every token with a character of the content is told once, in order, and no other."""
     thinking = True if "</think>" in text else None
     request = lm.request([1])
-    request = dataclasses.replace(request, answer=AnswerReading(FORMATS["hermes"], tools, thinking))
+    request = dataclasses.replace(request, answer=AnswerFormat(FORMATS["hermes"], tools, thinking))
     ids = lm.encode(text)
     entries = [TokenLogprobs(-float(at), ()) for at in range(len(ids))]
     completion: Any = SimpleNamespace(token_ids=ids, logprobs=entries)
-    found = SaidLogprobs(request, 1, lm.tokenizer)
+    found = ContentLogprobs(request, 1, lm.tokenizer)
     told = [] if whole else found.push([Piece("", *token) for token in zip(ids, entries, strict=True)])
     told += found.rest(completion)
     places = [-int(entry["logprob"]) for entry in told]
@@ -106,10 +106,10 @@ def test_logprobs_are_of_the_content_alone(
 
 @pytest.mark.parametrize("said", ["é🦊b", "🦊", "t é"])
 def test_logprobs_of_the_content_have_all_of_its_bytes(lm: onward.LanguageModel, said: str) -> None:
-    request = dataclasses.replace(lm.request([1]), answer=AnswerReading(FORMATS["hermes"], None, True))
+    request = dataclasses.replace(lm.request([1]), answer=AnswerFormat(FORMATS["hermes"], None, True))
     ids = lm.encode(f"Hm é.</think>{said}")
     completion: Any = SimpleNamespace(token_ids=ids, logprobs=[TokenLogprobs(-1.0, ())] * len(ids))
-    told = SaidLogprobs(request, 1, lm.tokenizer).rest(completion)
+    told = ContentLogprobs(request, 1, lm.tokenizer).rest(completion)
     assert bytes(byte for entry in told for byte in entry["bytes"]).decode() == said
 
 
@@ -123,7 +123,7 @@ def test_openais_stream_helper_follows_it(server: LiveServer) -> None:
 
 def test_items_of_the_input_are_messages(lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    reader, read = BodyReader(lm, "demo", streams=True), Body("chat.completion", "demo", ())
+    reader, read = BodyReader(lm, "demo", streams=True), ParsedBody("chat.completion", "demo", ())
     monkeypatch.setattr(BodyReader, "read", lambda self, url, body, key: seen.append((url, body)) or read)
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "How is "}, {"type": "input_text", "text": "it?"}]},

@@ -11,7 +11,7 @@ import pytest
 from live_server import SECONDS, LiveServer
 
 import onward
-from onward.openai import AnswerKey
+from onward.protocols import ResponseKey
 from onward.server import App, Settings, create_app
 from onward.testing import ByteTokenizer, tiny_model
 
@@ -144,7 +144,7 @@ def test_ids_of_events_are_all_different_and_short(server: LiveServer) -> None:
         ids = [frames.id(at) for at in range(len(frames))]
         assert len(set(ids)) == len(ids)
         assert max(map(len, ids)) < 80
-        key = AnswerKey(ids[0].split(".")[0])
+        key = ResponseKey(ids[0].split(".")[0])
         head = frames.data[0].get("response", frames.data[0])
         assert head["id"].endswith(key.text)
         assert head.get("created", head.get("created_at")) == key.created
@@ -270,7 +270,7 @@ def test_whoever_calls_in_process_hands_an_answer_from_one_to_another(lm: onward
         apps = [Caller(create_app({"demo": engine}, Settings(access_log=False))) for engine in (one, other)]
 
         async def handed_over() -> None:
-            key = AnswerKey.new().text
+            key = ResponseKey.new().text
             whole = await apps[0].messages(url, asked, {"answer": key})
             bodies = [message for message in whole if message["type"] == "http.response.body"]
             for stop in range(len(bodies)):
@@ -296,7 +296,7 @@ def test_whoever_calls_in_process_is_told_of_the_ids_that_the_application_has_ke
     asked = {"messages": ASKED, "max_tokens": 200, "ignore_eos": True, "stream": True}
     with onward.Engine(lm) as engine:
         app = create_app({"demo": engine}, Settings(access_log=False))
-        caller, key = Caller(app), AnswerKey.new().text
+        caller, key = Caller(app), ResponseKey.new().text
 
         async def told(stop: int | None = None, **given: Any) -> list[Any]:
             messages = await caller.messages(CHAT, asked, {"answer": key, **given}, stop)
@@ -305,7 +305,7 @@ def test_whoever_calls_in_process_is_told_of_the_ids_that_the_application_has_ke
         async def taken_up_again() -> None:
             whole = await told()
             cut = await told(stop=20)
-            kept = app.service.kept.emitted(AnswerKey(key))
+            kept = app.service.kept.emitted(ResponseKey(key))
             assert kept is not None
             assert 0 < len(kept[0]) < 200
             rest = await told(last_event_id=cut[-1]["id"])
@@ -321,7 +321,7 @@ def test_the_same_key_gives_the_same_answer_in_one_piece(lm: onward.LanguageMode
         caller = Caller(create_app({"demo": engine}, Settings(access_log=False)))
         for body in ("chat", "texts", "response"):
             url, asked = BODIES[body]
-            given = {"answer": AnswerKey.new().text}
+            given = {"answer": ResponseKey.new().text}
             answers = []
             for emitted in ({}, {"emitted": [[]] * (4 if body == "texts" else 1)}):
                 _, message = asyncio.run(caller.messages(url, asked, {**given, **emitted}))

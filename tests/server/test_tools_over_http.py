@@ -7,7 +7,7 @@ import pytest
 from live_server import LiveServer
 
 import onward
-from onward.checkpoint import ChatTemplate
+from onward.chat import ChatTemplate
 
 # In the manner of Qwen3's.
 TEMPLATE = """\

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from onward import Completion, GenerateOptions, LanguageModel, Model, Session, ops
-from onward.cache import PagedSlots
+from onward.cache import PagedCacheManager
 from onward.models import pack_params
-from onward.ops.blocks import BLOCK
+from onward.ops.kv_write import BLOCK
 from onward.testing import ByteTokenizer, tiny_model
 
 TOKENIZER = ByteTokenizer()
@@ -27,7 +27,7 @@ def tiny(seed: int = 7, **config: Any) -> LanguageModel:
 
 
 @lru_cache
-def _tiny(form: ops.Choice, seed: int, **config: Any) -> LanguageModel:
+def _tiny(form: ops.OpsBackend, seed: int, **config: Any) -> LanguageModel:
     return LanguageModel(
         packed(tiny_model("qwen3", seed=seed, **WINDOWED, **config)),
         TOKENIZER,
@@ -60,7 +60,7 @@ def counting(model: Model) -> tuple[Model, list[int]]:
 def spoil(session: Session) -> None:
     """NaN wherever the session's slot holds nothing: what reads it shows in the tokens, or raises."""
     slots, slot = session._text._slots, session._text._slot
-    assert isinstance(slots, PagedSlots)
+    assert isinstance(slots, PagedCacheManager)
     cache = slots.view([slot])
     slides = [slots._memory.windows is not None and shape.window is not None for shape in slots._memory.shapes]
     for layer, of_window in zip((*cache.keys, *cache.values), slides * 2, strict=True):

@@ -165,7 +165,7 @@ def test_a_session_may_be_saved_in_the_midst_of_a_stream(tmp_path: Path) -> None
     assert contents(saved.generate("Hello", **SAMPLED)) == contents(want)
 
 
-@pytest.mark.parametrize("fails", ["onward.sessions.file.save_file", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("fails", ["onward.language_model.session_file.save_file", "os.fsync", "os.replace"])
 def test_a_save_that_fails_leaves_what_was_saved_before(
     file: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -249,7 +249,7 @@ def test_a_changed_byte_is_noticed(file: Path, at: float, mask: int) -> None:
 
 def rewritten(file: Path, **metadata: str) -> Path:
     """The file with other metadata, and a sum that agrees with them."""
-    from onward.sessions.file import _digest
+    from onward.language_model.session_file import _digest
 
     with safe_open(file, "pt") as content:
         changed = {**content.metadata(), **metadata}
@@ -303,7 +303,7 @@ def test_metadata_of_another_kind_is_refused_and_not_converted(file: Path, metad
     ids=["float", "int64", "2-D", "negative", "beyond"],
 )
 def test_tokens_are_ids_of_the_vocabulary(file: Path, change: Any) -> None:
-    from onward.sessions.file import _digest
+    from onward.language_model.session_file import _digest
 
     with safe_open(file, "pt") as content:
         metadata = content.metadata()
@@ -334,7 +334,7 @@ def test_a_cache_that_no_memory_holds_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_made_up_cache_is_an_error_and_no_crash(file: Path) -> None:
-    from onward.sessions.file import _digest
+    from onward.language_model.session_file import _digest
 
     with safe_open(file, "pt") as content:
         metadata = content.metadata()

@@ -13,10 +13,10 @@ from session_cases import GREEDY, PENALISED, SAMPLED, TOKENIZER, contents, count
 
 import onward
 from onward import GenerateOptions, LanguageModel, Model, Session
-from onward.checkpoint import ChatTemplate
-from onward.decoding.held import HeldText
+from onward.chat import ChatTemplate
+from onward.decoding.pinned_prefix import PinnedPrefix
+from onward.decoding.speculation import ModelDrafter, PromptLookup, Speculator
 from onward.errors import ContextOverflowError, RequestError
-from onward.speculation import ModelDrafter, PromptLookup, Speculator
 from onward.testing import scripted_model, tiny_model
 
 few = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -310,7 +310,7 @@ def test_a_cache_grows_by_doubling_on_every_device() -> None:
     model = Model(
         lambda *_: None, (), lambda batch, max_len: torch.zeros(batch, max_len), 32, device=torch.device("cuda")
     )
-    text, capacities = HeldText(), []
+    text, capacities = PinnedPrefix(), []
     for length in (10, 11, 20, 21, 100):
         text.begin(model, [1], length)
         assert text.held is not None

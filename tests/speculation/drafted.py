@@ -4,9 +4,9 @@ import random
 
 import torch
 
-from onward.decoding import AllTogether, DecodeStep, DenseSlots, SamplingChooser, Sequence, decode_loop
-from onward.decoding.dense_slots import dims_of
-from onward.speculation import Speculator
+from onward.decoding import BatchSchedule, DecodeStep, RowCacheManager, SamplerCache, Sequence, decode_loop
+from onward.decoding.row_cache import dims_of
+from onward.decoding.speculation import Speculator
 
 CPU = torch.device("cpu")
 
@@ -47,22 +47,22 @@ def slots_over(model, rows, room, kind="own"):
     """Slots over a cache of `room` positions: one whose rows move, a caller's, or one that does not show its rows."""
     cache = model.new_cache(rows, room)
     if kind == "given":
-        return DenseSlots.given(model, cache, rows)
+        return RowCacheManager.given(model, cache, rows)
     if kind == "opaque":
-        return DenseSlots(cache, rows, room, None)
-    return DenseSlots(cache, rows, room, dims_of(model, cache, rows), model)
+        return RowCacheManager(cache, rows, room, None)
+    return RowCacheManager(cache, rows, room, dims_of(model, cache, rows), model)
 
 
 def decode(model, sequences, *, speculator=None, room=64, kind="own", run=None):
     """Run sequences to their end. kind: see `slots_over`. run: the model by default."""
     run = model if run is None else run
     slots = slots_over(model, len(sequences), room, kind)
-    chooser = SamplingChooser(CPU)
+    chooser = SamplerCache(CPU)
     step = DecodeStep(run, slots, chooser, CPU)
     if speculator is not None:
         step = speculator.step(step, run, slots, chooser, CPU)
         speculator.join(sequences, model.vocab_size, CPU)
-    for _ in decode_loop(step, AllTogether(slots, sequences), slots):
+    for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
         pass
 
 

@@ -9,20 +9,20 @@ from drafted import CPU, Guess, decode, fixed, sequences_of, texts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.errors import DraftError, RequestError, TokenizerError
-from onward.sampling import Sampler, SamplingParams, greedy
-from onward.speculation import (
+from onward.decoding.speculation import (
     DraftRequest,
     DraftRow,
     ModelDrafter,
-    PredictedText,
+    PredictedOutput,
     PromptLookup,
     SuffixLookup,
     check_same_tokens,
 )
-from onward.speculation.drafter import continued
-from onward.speculation.step import speculation_of
-from onward.speculation.suffix import SuffixAutomaton
+from onward.decoding.speculation.drafter import continued
+from onward.decoding.speculation.step import speculation_of
+from onward.decoding.speculation.suffix import SuffixAutomaton
+from onward.errors import DraftError, RequestError, TokenizerError
+from onward.sampling import Sampler, SamplingParams, greedy
 from onward.testing import ByteTokenizer, scripted_model
 
 REQUEST = DraftRequest(rows=4, max_len=100, longest=15, vocab_size=100, device=CPU, select=lambda x, at: greedy(x))
@@ -46,7 +46,7 @@ texts_of_few_ids = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def test_a_prediction_is_proposed_and_taken_up_again_after_a_difference():
-    predicted = PredictedText([1, 2, 3, 4, 5, 6, 7, 8])
+    predicted = PredictedOutput([1, 2, 3, 4, 5, 6, 7, 8])
     assert proposed(predicted, [9, 9], prompt=2) == [1, 2, 3, 4]
     assert proposed(predicted, [9, 1, 2], prompt=1) == [3, 4, 5, 6]
     assert proposed(predicted, [9, 1, 2, 3, 4, 5, 6, 7], prompt=1) == [8]
@@ -54,18 +54,18 @@ def test_a_prediction_is_proposed_and_taken_up_again_after_a_difference():
     assert proposed(predicted, [9, 1, 0], prompt=1) == []  # another id
     assert proposed(predicted, [9, 1, 0, 3, 4, 5], prompt=1) == [6, 7, 8]  # three that agree again
     assert proposed(predicted, [9, 1, 0, 4, 5], prompt=1) == []  # two are too few
-    assert proposed(PredictedText([]), [9], prompt=1) == []
+    assert proposed(PredictedOutput([]), [9], prompt=1) == []
 
 
 def test_a_prediction_goes_on_after_where_it_was():
-    predicted = PredictedText([1, 2, 3, 4, 0, 1, 2, 3, 5])
+    predicted = PredictedOutput([1, 2, 3, 4, 0, 1, 2, 3, 5])
     assert proposed(predicted, [9, 1, 2, 3, 4, 7, 1, 2, 3], prompt=1) == [5]
     assert proposed(predicted, [9, 7, 1, 2, 3], prompt=1) == [4, 0, 1, 2]
 
 
 @given(texts_of_few_ids, texts_of_few_ids, st.lists(st.integers(1, 4), min_size=1, max_size=40))
 def test_a_prediction_says_the_same_however_often_it_is_asked(ids, output, asks):
-    drafting, whole = PredictedText(ids).start(REQUEST), PredictedText(ids)
+    drafting, whole = PredictedOutput(ids).start(REQUEST), PredictedOutput(ids)
     grown: list[int] = []
     for count in asks:
         grown += output[len(grown) : len(grown) + count]

@@ -3,8 +3,8 @@
 import pytest
 
 from onward import LanguageModel, Speculator
+from onward.decoding.speculation import ModelDrafter, PromptLookup, SuffixLookup
 from onward.errors import RequestError
-from onward.speculation import ModelDrafter, PromptLookup, SuffixLookup
 from onward.testing import tiny_model
 
 

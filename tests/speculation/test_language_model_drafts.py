@@ -7,8 +7,8 @@ from drafted import Guess
 
 import onward
 from onward import GenerateOptions, LanguageModel, Session
+from onward.decoding.speculation import ModelDrafter, PromptLookup, Speculator
 from onward.errors import DraftError, RequestError, SourceError, TokenizerError
-from onward.speculation import ModelDrafter, PromptLookup, Speculator
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 

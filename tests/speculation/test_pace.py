@@ -7,11 +7,11 @@ from drafted import Guess, decode, oracle, sequences_of, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onward.decoding.speculation import Speculator
+from onward.decoding.speculation.pace import AcceptanceRate, DraftLengthController, RowAcceptance, expected_tokens
+from onward.decoding.speculation.step import speculation_of
 from onward.models import Model
 from onward.sampling import SamplingParams
-from onward.speculation import Speculator
-from onward.speculation.pace import Acceptance, Pace, RowPace, expected_tokens
-from onward.speculation.step import speculation_of
 from onward.testing import scripted_model
 
 PLAIN = 0.010
@@ -190,37 +190,37 @@ def test_the_length_follows_acceptance_and_cost(period, cost, longest, shortest)
 
 def test_rows_share_a_length_that_is_best_for_all():
     """One row in four is predictable: its gain is weighed against the cost of all."""
-    pace = Pace()
+    pace = DraftLengthController()
     for _ in range(3):
         pace.note_plain(4, 0.010)
         pace.note_round(4, 1, 8, 0.0105)
         pace.note_round(4, 4, 20, 0.012)
         pace.note_round(4, 15, 64, 0.0256)
-    one, all_right = [RowPace(0.98, 99), *[RowPace(0.02, 99)] * 3], [RowPace(0.98, 99)] * 4
+    one, all_right = [RowAcceptance(0.98, 99), *[RowAcceptance(0.02, 99)] * 3], [RowAcceptance(0.98, 99)] * 4
     assert 0 < pace.choose(one, 15) < pace.choose(all_right, 15)
-    assert pace.choose([RowPace(0.02, 99)] * 4, 15) == 0 or pace._probing
+    assert pace.choose([RowAcceptance(0.02, 99)] * 4, 15) == 0 or pace._probing
 
 
 def test_no_more_is_chosen_than_there_is_room_for():
-    pace = Pace()
+    pace = DraftLengthController()
     for _ in range(3):
         pace.note_plain(1, 0.010)
         pace.note_round(1, 8, 9, 0.010)
-    assert pace.choose([RowPace(1.0, 15)], 15) > 5
-    assert pace.choose([RowPace(1.0, 15)], 5) in range(1, 6)
+    assert pace.choose([RowAcceptance(1.0, 15)], 15) > 5
+    assert pace.choose([RowAcceptance(1.0, 15)], 5) in range(1, 6)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=60))
 @settings(max_examples=50)
 def test_a_rate_of_acceptance_is_a_rate(outcomes):
-    acceptance = Acceptance()
+    acceptance = AcceptanceRate()
     for drafted, accepted in outcomes:
         acceptance.note(drafted, min(drafted, accepted))
         assert 0 <= acceptance.rate <= 1
 
 
 def test_a_rate_of_acceptance_follows_what_is_accepted():
-    acceptance = Acceptance()
+    acceptance = AcceptanceRate()
     for _ in range(60):
         acceptance.note(4, 4)
     assert acceptance.rate > 0.97

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from onward.speculation import DraftRow, SuffixLookup
-from onward.speculation.pace import LENGTHS, Pace, RowPace
+from onward.decoding.speculation import DraftRow, SuffixLookup
+from onward.decoding.speculation.pace import LENGTHS, DraftLengthController, RowAcceptance
 
 SECONDS = 60  # a thread that takes longer never ends
 
@@ -45,13 +45,13 @@ def test_a_pace():
         for _ in range(40):
             rows = chance.randint(1, 40)
             pace.note_plain(rows, 0.010)
-            assert 0 <= pace.choose([RowPace(0.95, 15)] * rows, 15) <= 15
+            assert 0 <= pace.choose([RowAcceptance(0.95, 15)] * rows, 15) <= 15
             pace.note_round(rows, chance.choice(LENGTHS), 3 * rows, 0.012)
             pace.note_time(0.010)
             assert pace.rest >= 0
 
     for _ in range(20):
-        pace = Pace()
+        pace = DraftLengthController()
         assert at_once(rounds) == []
 
 

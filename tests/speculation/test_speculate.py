@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from onward.decoding import FilledCache, ModelInferencer, PrefillOutput
 from onward.errors import RequestError
+from onward.inferencer import FilledCache, ModelInferencer, PrefillOutput, speculate
 from onward.sampling import Sampler, SamplingParams, greedy
-from onward.speculation import speculate
 from onward.testing import scripted_model, tiny_model
 
 PROMPTS = torch.tensor([[1, 2, 3], [7, 8, 9]])

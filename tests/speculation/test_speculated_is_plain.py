@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 import onward
 from onward import native, ops
-from onward.decoding import Sequence, StopStrings, StreamingDetokenizer
+from onward.decoding import Sequence
+from onward.decoding.speculation import ModelDrafter, PromptLookup, SuffixLookup
+from onward.decoding.speculation.step import speculation_of
 from onward.errors import OnwardError
 from onward.models import ModelRun
 from onward.sampling import SamplingParams
-from onward.speculation import ModelDrafter, PromptLookup, SuffixLookup
-from onward.speculation.step import speculation_of
 from onward.testing import poison, scripted_model, tiny_model
+from onward.tokenizer import StopStrings, StreamingDetokenizer
 
 VOCAB = 12
 

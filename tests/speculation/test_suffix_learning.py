@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onward import LanguageModel, Speculator
+from onward.decoding.speculation import DraftRow, SuffixLookup
+from onward.decoding.speculation.suffix import SuffixAutomaton
 from onward.engine import Engine
-from onward.ops.blocks import BLOCK
-from onward.speculation import DraftRow, SuffixLookup
-from onward.speculation.suffix import SuffixAutomaton
+from onward.ops.kv_write import BLOCK
 from onward.testing import ByteTokenizer, tiny_model
 
 SECONDS = 60  # a wait that takes longer never ends

@@ -4,11 +4,11 @@ import pytest
 import torch
 from drafted import Guess, decode, fixed, sequences_of, texts
 
-from onward.decoding import FilledCache, PrefillOutput
+from onward.decoding.speculation import ModelDrafter, Speculator
+from onward.decoding.speculation.step import speculation_of
 from onward.errors import OnwardError, RequestError
+from onward.inferencer import FilledCache, PrefillOutput, speculate
 from onward.sampling import SamplingParams, greedy
-from onward.speculation import ModelDrafter, Speculator, speculate
-from onward.speculation.step import speculation_of
 from onward.testing import scripted_model
 
 V = 5

@@ -161,7 +161,7 @@ def test_rows_that_end_leave_the_others_as_they_were(module):
 
 
 def test_tokens_are_taken_back_row_by_row(module):
-    inferencer = onward.ModelInferencer(onward.Model.from_module(module))
+    inferencer = onward.inferencer.ModelInferencer(onward.Model.from_module(module))
     prompts = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
     held = inferencer.new_cache(2, 40)
     first = inferencer.prefill(prompts, held, onward.greedy)

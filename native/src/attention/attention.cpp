@@ -211,7 +211,7 @@ Status attend(const Problem& p) {
 
 }  // namespace onward::attention
 
-// The arguments of onward_attention; Python's copy: AttentionArguments in onward/native/interface.py.
+// The arguments of onward_attention; Python's copy: AttentionArguments in onward/native/structs.py.
 struct OnwardAttention {
   int64_t batch, heads, kv_heads, queries, positions;
   int64_t dim, value_dim;         // D, E

@@ -2,7 +2,7 @@
 #pragma once
 #include "../linear/kernel_table.h"
 
-// Python's copy: ExpertsArguments in onward/native/interface.py.
+// Python's copy: ExpertsArguments in onward/native/structs.py.
 struct OnwardExperts {
   int64_t tokens, width, inner, experts, chosen;
   const void* x;  // [tokens, width]

@@ -6,7 +6,7 @@
 #include "../team.h"
 #include "kernel_table.h"
 
-// One matrix of a call; Python's copy: LinearArguments in onward/native/interface.py.
+// One matrix of a call; Python's copy: LinearArguments in onward/native/structs.py.
 struct OnwardLinear {
   int64_t n;
   const void *packed, *bias;  // bias or null

@@ -7,7 +7,7 @@
 #include "simd_math.h"
 #include "team.h"
 
-// One matrix of a call; Python's copy: LoraArguments in onward/native/interface.py.
+// One matrix of a call; Python's copy: LoraArguments in onward/native/structs.py.
 struct OnwardLora {
   int64_t outputs, rank, y_stride, a_stride, b_stride, out_stride;
   const void *y, *a, *b;

@@ -16,7 +16,7 @@
 #include "../team.h"
 #include "blocks.h"
 
-// Python's copy: GatedDeltaArguments in onward/native/interface.py.
+// Python's copy: GatedDeltaArguments in onward/native/structs.py.
 struct OnwardGatedDelta {
   int64_t batch, queries, key_heads, value_heads, key_dim, value_dim;
   const void* qkv;         // [B, T, queries | keys | values], of dtype; heads side by side

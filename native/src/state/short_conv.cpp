@@ -6,7 +6,7 @@
 #include "../team.h"
 #include "places.h"
 
-// Python's copy: ShortConvArguments in onward/native/interface.py.
+// Python's copy: ShortConvArguments in onward/native/structs.py.
 struct OnwardShortConv {
   int64_t batch, queries, channels, taps;
   const void* x;         // [B, T, C] of dtype; channels are contiguous

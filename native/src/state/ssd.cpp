@@ -15,7 +15,7 @@
 #include "../team.h"
 #include "blocks.h"
 
-// Python's copy: SsdArguments in onward/native/interface.py.
+// Python's copy: SsdArguments in onward/native/structs.py.
 struct OnwardSsd {
   int64_t batch, queries, groups, heads, state_dim, head_dim;
   const void* mixed;         // [B, T, x of all heads | b of all groups | c of all groups], of dtype

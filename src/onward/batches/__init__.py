@@ -6,10 +6,13 @@ replicas.py  replicas as actors of Ray
 """
 
 from onward.batches.job import BatchJob, EngineReplica, Progress, Replica, ReplicaDiedError, fingerprint_of
+from onward.batches.line import BatchInput, BatchLine
 from onward.batches.results import BatchResults, LineResult
 
 __all__ = [
+    "BatchInput",
     "BatchJob",
+    "BatchLine",
     "BatchResults",
     "EngineReplica",
     "LineResult",

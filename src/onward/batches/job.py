@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import onward
+from onward.batches.line import BatchInput, BatchLine, result_line
 from onward.batches.results import BatchResults, LineResult
 from onward.engine import Engine, Generation
 from onward.engine.fingerprint import bits_fingerprint
 from onward.errors import EngineBusyError, EngineError, OnwardError, RequestError, one_line
-from onward.openai import AnswerKey, BatchInput, BatchLine, BodyReader, answer_body
-from onward.openai.batch import result_line
-from onward.requests import Request
+from onward.language_model import Request
+from onward.protocols import BodyReader, ResponseKey, answer_body
 
 # Lines of a chunk, and chunks that a replica has at a time.
 _CHUNK, _AHEAD = 32, 3
@@ -76,7 +76,7 @@ class EngineReplica:
         id = line.id(self._fingerprint)
         generations: list[Generation] = []
         try:
-            body = self._reader.read(line.url, line.body, AnswerKey.new(line.created), line.seed)
+            body = self._reader.read(line.url, line.body, ResponseKey.new(line.created), line.seed)
             for request in body.requests:
                 generations.append(await self._submitted(request))
             completions = [await generation for generation in generations]

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
+from onward.batches.line import BatchInput, BatchLine, result_line, rows_of, write_rows
 from onward.errors import RequestError
-from onward.files import write_whole
-from onward.openai.batch import BatchInput, BatchLine, result_line, rows_of, write_rows
+from onward.util.files import write_whole
 
 _MANIFEST, _LOCK, _JOURNALS = "_manifest.json", "lock", "*.jsonl"
 

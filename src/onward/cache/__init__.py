@@ -1,21 +1,18 @@
 """Caches: where the keys and values of past positions are kept."""
 
-from onward.cache.blocks import KVBlocks, PagedKVCache
-from onward.cache.kv import KVCache
-from onward.cache.positions import NamedDims, SizedCache, length_of
-from onward.cache.shape import LayerShape
-from onward.cache.slot import RowAdapter, Slot
-from onward.cache.slots import PagedSlots
-from onward.cache.states import StateShape
+from onward.cache.dense import KVCache, SizedCache, length_of
+from onward.cache.kinds import LayerShape, StateShape
+from onward.cache.manager import PagedCacheManager
+from onward.cache.paged import KVPool, PagedKVCache
+from onward.cache.slot import AdapterRef, Slot
 
 __all__ = [
-    "KVBlocks",
+    "AdapterRef",
     "KVCache",
+    "KVPool",
     "LayerShape",
-    "NamedDims",
+    "PagedCacheManager",
     "PagedKVCache",
-    "PagedSlots",
-    "RowAdapter",
     "SizedCache",
     "Slot",
     "StateShape",

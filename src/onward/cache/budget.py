@@ -1,23 +1,62 @@
-"""How much memory all that is held and kept may take, where a text has blocks of two sizes and recurrent states.
+"""One memory budget for full-attention blocks, sliding-window blocks and recurrent states.
 
-Blocks of the layers that keep the whole text, blocks of sliding layers and states lie in memories of their own. On the
-CPU memory that was never written is not taken, so each may have what the others leave. One number bounds them all, in
-the largest unit that divides the sizes of both kinds of blocks. Where there is one kind the unit is a block.
+Each kind has a pool of its own. On the CPU, memory that was never written takes no space, so each pool may use what the
+others leave. One number bounds them all, in the largest unit that divides both block sizes; with a single kind of block
+the unit is a block.
 """
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from onward.cache.block_pool import BlockPool
-    from onward.cache.blocks import KVBlocks
-    from onward.cache.states import StatePool
-    from onward.cache.windows import WindowPool
+from onward.cache.paged import KVPool
+from onward.cache.prefix_index import PrefixNode
 
 
-class Prices(NamedTuple):
+class AccountedBlocks(Protocol):
+    """A pool of blocks, as far as the budget and the states know it: `onward.cache.allocator.BlockAccounts`."""
+
+    @property
+    def nodes(self) -> Sequence[PrefixNode | None]: ...
+
+    @property
+    def cached(self) -> Collection[PrefixNode]: ...
+
+    @property
+    def used(self) -> int: ...
+
+    @property
+    def held(self) -> int: ...
+
+    @property
+    def oldest(self) -> int: ...
+
+    def evict(self) -> None: ...
+
+    def cool(self) -> None: ...
+
+
+class AccountedWindows(AccountedBlocks, Protocol):
+    """`onward.cache.windows.WindowPool`."""
+
+    @property
+    def reserved(self) -> int: ...
+
+
+class AccountedStates(Protocol):
+    """`onward.cache.states.StatePool`."""
+
+    @property
+    def kept(self) -> Collection[PrefixNode]: ...
+
+    @property
+    def used(self) -> int: ...
+
+    def drop(self, node: PrefixNode) -> None: ...
+
+
+class BlockCosts(NamedTuple):
     """What a thing takes in units. unit: the bytes of one. block: of the layers that keep the whole text. window: of
     the sliding layers. state: a slot of recurrent states."""
 
@@ -27,7 +66,7 @@ class Prices(NamedTuple):
     state: int
 
     @classmethod
-    def of(cls, memory: "KVBlocks") -> "Prices":
+    def of(cls, memory: KVPool) -> "BlockCosts":
         block = memory.block_nbytes
         window = 0 if memory.windows is None else memory.windows.block_nbytes
         unit = math.gcd(block, window)
@@ -36,7 +75,7 @@ class Prices(NamedTuple):
         )
 
 
-class Budget:
+class CacheBudget:
     """The accounts of all pools of one memory together.
 
     total: how many units there are. most_cached: how many the blocks may take that nobody holds.
@@ -45,17 +84,17 @@ class Budget:
     clock: counts; says what was used before what.
     """
 
-    def __init__(self, prices: Prices, total: int, most_cached: int) -> None:
+    def __init__(self, prices: BlockCosts, total: int, most_cached: int) -> None:
         self.prices, self.total, self.most_cached = prices, total, most_cached
         self.clock: Iterator[int] = itertools.count()
-        self.blocks: BlockPool
-        self.windows: WindowPool
-        self.states: StatePool
+        self.blocks: AccountedBlocks
+        self.windows: AccountedWindows
+        self.states: AccountedStates
 
     @classmethod
-    def of(cls, memory: "KVBlocks", most_cached: int, nbytes: int | None) -> "Budget":
+    def of(cls, memory: KVPool, most_cached: int, nbytes: int | None) -> "CacheBudget":
         """For so many bytes of a memory; by default for all of it."""
-        prices = Prices.of(memory)
+        prices = BlockCosts.of(memory)
         total = memory.count * prices.block
         if memory.windows is not None:
             total += memory.windows.count * prices.window

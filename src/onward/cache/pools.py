@@ -1,16 +1,16 @@
 """The pools of one memory, and how much of them a text takes.
 
 Room is counted in blocks. Where there are sliding layers or recurrent states a block is a unit of memory, and a text
-takes as many as all that it holds is worth (`onward.cache.budget`).
+takes as many as all that it holds is worth (`onward.cache.allocator`).
 """
 
 from collections.abc import Sequence
 
-from onward.cache.block_pool import BlockPool
-from onward.cache.block_trie import NO_MATCH, BlockNode, Match
-from onward.cache.blocks import KVBlocks
-from onward.cache.budget import Budget
-from onward.cache.slot import RowAdapter, Slot, digest_of
+from onward.cache.allocator import BlockPool
+from onward.cache.budget import CacheBudget
+from onward.cache.paged import KVPool
+from onward.cache.prefix_index import NO_MATCH, PrefixMatch, PrefixNode
+from onward.cache.slot import AdapterRef, Slot, digest_of
 from onward.cache.states import StatePool
 from onward.cache.windows import WindowPool
 
@@ -25,11 +25,11 @@ class Pools:
         nbytes: the most memory that all together take; by default as much as there is.
     """
 
-    def __init__(self, memory: KVBlocks, block: int, cached_blocks: int, warm_blocks: int, nbytes: int | None) -> None:
+    def __init__(self, memory: KVPool, block: int, cached_blocks: int, warm_blocks: int, nbytes: int | None) -> None:
         if memory.states is not None:
             cached_blocks = -(-cached_blocks // 2)  # their states may take as much
         self.block = block
-        self.budget = Budget.of(memory, cached_blocks, nbytes)
+        self.budget = CacheBudget.of(memory, cached_blocks, nbytes)
         self.states = StatePool(memory.states, cached_blocks, self.budget)
         self.windows = WindowPool(memory.windows, block, warm_blocks, self.budget)
         self.blocks = BlockPool(memory, block, warm_blocks, self.budget, self.windows, self.states)
@@ -72,7 +72,7 @@ class Pools:
         prices = self.budget.prices
         return blocks * prices.block + windows * prices.window + states * prices.state <= self.budget.available
 
-    def fit_after(self, match: Match, count: int) -> bool:
+    def fit_after(self, match: PrefixMatch, count: int) -> bool:
         """Whether a slot of so many blocks can be had now that begins with a match."""
         # What is only cached now will be held, and one more window block as long as it is copied from.
         cached = sum(not self.blocks.holders[node.block] for node in match.path)
@@ -80,13 +80,15 @@ class Pools:
         return self.fit(count - len(match.path) + cached, self.windows.most(count) + copied, 1)
 
 
-class Texts:
+class PrefixIndex:
     """The blocks that can be found, with what sliding layers and recurrent states keep at their nodes."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
 
-    def match(self, ids: Sequence[int], limit: int, adapter: RowAdapter | None) -> tuple[Match, BlockNode | None]:
+    def match(
+        self, ids: Sequence[int], limit: int, adapter: AdapterRef | None
+    ) -> tuple[PrefixMatch, PrefixNode | None]:
         """What there is of the first `limit` ids that a text can go on from, if there is room for what it copies.
 
         Returns:
@@ -96,17 +98,17 @@ class Texts:
             return self.reusable(NO_MATCH)
         return self.reusable(self._pools.blocks.trie.match(ids, limit, digest_of(adapter)))
 
-    def branch(self, ids: Sequence[int], limit: int, adapter: RowAdapter | None) -> int:
+    def branch(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> int:
         """Up to which block's end an earlier text has the first `limit` of these ids; 0 without recurrent layers."""
         if self._pools.states.memory is None or limit <= 0:
             return 0
         return len(self._found(ids, limit, adapter)) * self._pools.block
 
-    def _found(self, ids: Sequence[int], limit: int, adapter: RowAdapter | None) -> list[BlockNode]:
+    def _found(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> list[PrefixNode]:
         """The nodes of the full blocks that hold the first `limit` of these ids, as far as there are any."""
         return self._pools.blocks.trie.match(ids, limit, digest_of(adapter)).path
 
-    def reusable(self, match: Match) -> tuple[Match, BlockNode | None]:
+    def reusable(self, match: PrefixMatch) -> tuple[PrefixMatch, PrefixNode | None]:
         """The longest part of a match that a text can go on from, and the node that keeps recurrent states of it."""
         while True:
             seen = self._pools.windows.reusable(match)
@@ -114,11 +116,11 @@ class Texts:
             if match == seen:
                 return match, kept
 
-    def nodes(self, slot: Slot) -> list[BlockNode | None]:
+    def nodes(self, slot: Slot) -> list[PrefixNode | None]:
         """The nodes of the slot's noted blocks."""
         return [self._pools.blocks.nodes[block] for block in slot.blocks[: slot.noted]]
 
-    def last_noted(self, slot: Slot) -> BlockNode:
+    def last_noted(self, slot: Slot) -> PrefixNode:
         """The node of the slot's last noted block; the root of its adapter's texts before there is one."""
         pool = self._pools.blocks
         node = pool.nodes[slot.blocks[slot.noted - 1]] if slot.noted else pool.trie.root(digest_of(slot.adapter))
@@ -156,7 +158,7 @@ class Texts:
         if path and path[0].state is None:
             states.snapshot(path[0], slot.state, end)
 
-    def leave(self, slot: Slot, ids: Sequence[int]) -> list[BlockNode]:
+    def leave(self, slot: Slot, ids: Sequence[int]) -> list[PrefixNode]:
         """Let the blocks after the noted ones be found, unless a slot holds them; return the nodes of these ids.
 
         Where there is a block with the same text already, the trie's path leads over that one.
@@ -176,7 +178,7 @@ class Texts:
             parent = node
         return path
 
-    def leave_states(self, slot: Slot, count: int, path: list[BlockNode]) -> None:
+    def leave_states(self, slot: Slot, count: int, path: list[PrefixNode]) -> None:
         """Let the node of the last of `count` positions keep the slot's states, or give them back. path: the nodes
         after the noted ones."""
         states = self._pools.states

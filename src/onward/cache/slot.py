@@ -1,4 +1,4 @@
-"""A slot: the place of one row in a memory of blocks."""
+"""Slots: one row of a paged cache each."""
 
 import itertools
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 
-class View(NamedTuple):
+class CacheView(NamedTuple):
     """The cache that a forward gets, and which of its rows are those of the slots.
 
     rows: the row of each slot asked for. offsets: for every row of the cache the position from which a forward may
@@ -23,7 +23,7 @@ NEVER = sys.maxsize
 _stamps = itertools.count(1)
 
 
-class RowAdapter(Protocol):
+class AdapterRef(Protocol):
     """What changes the weights for a row.
 
     index: its number among those that a forward reads, from 1 on; 0 is that of rows without one. digest: of its
@@ -37,18 +37,18 @@ class RowAdapter(Protocol):
     def digest(self) -> str: ...
 
 
-def index_of(adapter: RowAdapter | None) -> int:
+def index_of(adapter: AdapterRef | None) -> int:
     """What a forward knows a row's adapter by."""
     return 0 if adapter is None else adapter.index
 
 
-def digest_of(adapter: RowAdapter | None) -> str:
+def digest_of(adapter: AdapterRef | None) -> str:
     """What the texts of an adapter are told apart by; "" for those without one."""
     return "" if adapter is None else adapter.digest
 
 
 class Slot:
-    """A row's place in the memory. Made by `PagedSlots.acquire` and `fork`, and theirs to change.
+    """A row's place in the memory. Made by `PagedCacheManager.acquire` and `fork`, and theirs to change.
 
     blocks: in order of position. length: positions reserved. sealed: how many of the first blocks are final: others may
     see them, and the slot does not write them. noted: how many of the first blocks can be found. note_at: the number of
@@ -75,7 +75,7 @@ class Slot:
         "windows",
     )
 
-    def __init__(self, blocks: list[int], length: int, sealed: int, adapter: RowAdapter | None = None) -> None:
+    def __init__(self, blocks: list[int], length: int, sealed: int, adapter: AdapterRef | None = None) -> None:
         self.adapter = adapter
         self.blocks, self.length, self.sealed = blocks, length, sealed
         self.noted = 0

@@ -1,117 +1,12 @@
-"""Recurrent states: what a layer keeps of a text in one piece, however long the text is.
-
-Each slot has two places, for the states of two blocks of 16 positions, and `held` says of which (`onward.ops.state`).
-So the states of the last 16 positions at least are there, and taking tokens back lowers an offset as it does elsewhere.
-"""
+"""Which recurrent states are free, in use, or kept by nodes of the prefix index."""
 
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from onward.cache.block_trie import NO_MATCH, BlockNode, Match
-from onward.cache.budget import Budget
-from onward.cache.buffers import lazy_zeros
-from onward.ops.state import STATE_BLOCK
-
-# The most slots of a memory, on a device where they take memory only as they are written, and on another.
-_MOST_LAZY, _MOST = 1024, 32
-
-
-class StateShape(NamedTuple):
-    """What a layer keeps of a text: the inputs of a convolution of `taps` weights over `channels`, in the model's
-    dtype, and for each of `heads` heads `width` numbers in float32."""
-
-    channels: int
-    taps: int
-    heads: int
-    width: int
-
-
-class LayerState(NamedTuple):
-    """The states of one layer, as the ops take them: inputs [N, 2, K - 1 + 16, C], state float32 [N, 2, H, width], held
-    int32 [N, 2], rows int32 [B] or None."""
-
-    inputs: Tensor
-    state: Tensor
-    held: Tensor
-    rows: Tensor | None
-
-
-def new_states(
-    shapes: Sequence[StateShape], slots: int, dtype: torch.dtype, device: torch.device | str
-) -> tuple[Tensor, ...]:
-    """Empty states of `slots` slots: inputs and state of each layer, then `held`; nothing without layers."""
-    if not shapes:
-        return ()
-    device = torch.device(device)
-    inputs = [(shape.taps - 1 + STATE_BLOCK, shape.channels) for shape in shapes]
-    states = [(shape.heads, shape.width) for shape in shapes]
-    parts = zip(_parts(inputs, slots, dtype, device), _parts(states, slots, torch.float32, device), strict=True)
-    held = torch.zeros(slots, 2, dtype=torch.int32, device=device)
-    return *(part for layer in parts for part in layer), held
-
-
-def _parts(sizes: Sequence[tuple[int, int]], slots: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """[N, 2, *size] for each size, over one buffer in which a slot is one run of memory."""
-    widths = [rows * columns for rows, columns in sizes]
-    buffer = lazy_zeros((slots, 2, sum(widths)), dtype, device)
-    return [part.view(slots, 2, *size) for part, size in zip(torch.split(buffer, widths, -1), sizes, strict=True)]
-
-
-def of_layer(states: Sequence[Tensor], layer: int, rows: Tensor | None) -> LayerState:
-    """The states of one layer among those of `new_states`."""
-    return LayerState(states[2 * layer], states[2 * layer + 1], states[-1], rows)
-
-
-def holds(states: Sequence[Tensor], slot: int, positions: int) -> bool:
-    """Whether a slot has the states after so many positions."""
-    return not states or positions == 0 or -(-positions // STATE_BLOCK) in states[-1][slot].tolist()
-
-
-class StateMemory:
-    """Recurrent states of N slots, which texts take and give back. On the CPU they take memory when first written.
-
-    count: N. tensors: as `new_states` makes them. nbytes: of one slot. block_nbytes: of the keys and values of a block.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[StateShape],
-        count: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        block_nbytes: int,
-    ) -> None:
-        self.block_nbytes = block_nbytes
-        self.shapes = tuple(shapes)
-        self.count = min(count, _MOST_LAZY if torch.device(device).type == "cpu" else _MOST)
-        self.tensors = new_states(shapes, self.count, dtype, device)
-        self.nbytes = sum(tensor[:1].nbytes for tensor in self.tensors)
-
-    def clear(self, slot: int) -> None:
-        """Let a slot hold nothing."""
-        self.tensors[-1][slot] = 0
-
-    def copy(self, source: int, to: int) -> None:
-        for tensor in self.tensors:
-            tensor[to] = tensor[source]
-
-    def holds(self, slot: int, positions: int) -> bool:
-        """Whether a slot has the states after so many positions."""
-        return holds(self.tensors, slot, positions)
-
-    def read(self, slot: int) -> tuple[Tensor, ...]:
-        """A copy of one slot."""
-        return tuple(tensor[slot : slot + 1].clone() for tensor in self.tensors)
-
-    def write(self, slot: int, states: Sequence[Tensor]) -> None:
-        """Take the states of one slot, as `read` gives them."""
-        for tensor, new in zip(self.tensors, states, strict=True):
-            tensor[slot] = new[0]
+from onward.cache.budget import CacheBudget
+from onward.cache.kinds import RecurrentStatePool
+from onward.cache.prefix_index import NO_MATCH, PrefixMatch, PrefixNode
 
 
 class StatePool:
@@ -123,14 +18,14 @@ class StatePool:
     lets go of them first.
     """
 
-    def __init__(self, memory: StateMemory | None, cached_blocks: int, budget: Budget) -> None:
+    def __init__(self, memory: RecurrentStatePool | None, cached_blocks: int, budget: CacheBudget) -> None:
         self.memory = memory
         self._budget = budget
         budget.states = weakref.proxy(self)
         self.free = list(range(0 if memory is None else memory.count))[::-1]
         affordable = 0 if memory is None else cached_blocks * memory.block_nbytes // memory.nbytes
         self.most_kept = 0 if memory is None else min(affordable, memory.count // 2)
-        self.kept: OrderedDict[BlockNode, None] = OrderedDict()
+        self.kept: OrderedDict[PrefixNode, None] = OrderedDict()
 
     @property
     def used(self) -> int:
@@ -170,7 +65,7 @@ class StatePool:
 
     # What nodes keep
 
-    def keep(self, node: BlockNode, slot: int, end: int) -> None:
+    def keep(self, node: PrefixNode, slot: int, end: int) -> None:
         """Let a node keep the states in `slot`, which have seen `end` positions, in place of those that it has."""
         self.drop(node)
         node.state, node.state_end = slot, end
@@ -178,7 +73,7 @@ class StatePool:
         while len(self.kept) > self.most_kept:
             self.drop(next(iter(self.kept)))
 
-    def snapshot(self, node: BlockNode, source: int, end: int) -> None:
+    def snapshot(self, node: PrefixNode, source: int, end: int) -> None:
         """Let a node keep a copy of the states of a text, if there is room for one."""
         if self.most_kept and self._can_copy and self.memory is not None:
             slot = self.fork(source)
@@ -188,7 +83,7 @@ class StatePool:
             else:  # it made room for the copy
                 self.free.append(slot)
 
-    def fork_kept(self, node: BlockNode) -> int:
+    def fork_kept(self, node: PrefixNode) -> int:
         """A slot that holds what a node keeps; the very one of the node where there is no room for another."""
         source = node.state
         assert source is not None
@@ -205,21 +100,21 @@ class StatePool:
             self.free.append(source)
         return copy
 
-    def _is_found(self, node: BlockNode) -> bool:
+    def _is_found(self, node: PrefixNode) -> bool:
         return self._budget.blocks.nodes[node.block] is node
 
     @property
     def _can_copy(self) -> bool:
         return not self.is_full and self._budget.available >= self._budget.prices.state
 
-    def drop(self, node: BlockNode) -> None:
+    def drop(self, node: PrefixNode) -> None:
         """Let a node keep no states."""
         if node.state is not None:
             del self.kept[node]
             self.free.append(node.state)
             node.state = None
 
-    def reusable(self, match: Match, size: int) -> tuple[Match, BlockNode | None]:
+    def reusable(self, match: PrefixMatch, size: int) -> tuple[PrefixMatch, PrefixNode | None]:
         """The longest part of a match whose states a node keeps, and that node. size: positions of a block."""
         if self.memory is None:
             return match, None
@@ -228,10 +123,10 @@ class StatePool:
             return match, partial
         for depth in range(len(path), 0, -1):
             if self._keeps(path[depth - 1], depth * size):
-                return Match(path[:depth], None, 0), path[depth - 1]
+                return PrefixMatch(path[:depth], None, 0), path[depth - 1]
         return NO_MATCH, None
 
-    def _keeps(self, node: BlockNode, positions: int) -> bool:
+    def _keeps(self, node: PrefixNode, positions: int) -> bool:
         return node.state is not None and positions <= node.state_end and self.holds(node.state, positions)
 
     def forget(self, held: Sequence[int | None]) -> None:

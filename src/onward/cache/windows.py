@@ -12,11 +12,11 @@ Longer pieces of prompts take more for as long as they run, if there are more.
 import weakref
 from collections.abc import Mapping, Sequence
 
-from onward.cache.block_pool import BlockAccounts
-from onward.cache.block_trie import BlockNode, Match
-from onward.cache.blocks import WindowBlocks
-from onward.cache.budget import Budget
-from onward.cache.shape import first_seen, window_blocks
+from onward.cache.allocator import BlockAccounts
+from onward.cache.budget import CacheBudget
+from onward.cache.kinds import first_seen, window_blocks
+from onward.cache.paged import WindowBlocks
+from onward.cache.prefix_index import PrefixMatch, PrefixNode
 from onward.cache.slot import Slot
 
 
@@ -28,7 +28,7 @@ class WindowPool(BlockAccounts):
     reserved: how many blocks slots may have, all together. Slots may share some, so they hold no more than that.
     """
 
-    def __init__(self, memory: WindowBlocks | None, size: int, warm_blocks: int, budget: Budget) -> None:
+    def __init__(self, memory: WindowBlocks | None, size: int, warm_blocks: int, budget: CacheBudget) -> None:
         super().__init__(memory, budget.prices.window, warm_blocks, budget)
         self.memory = memory
         self.reserved = 0
@@ -64,13 +64,13 @@ class WindowPool(BlockAccounts):
         indices = range(first // self._size, min(-(-last // self._size), len(slot.blocks)))
         return [index for index in indices if index not in slot.windows]
 
-    def holds(self, slot: Slot, positions: int, nodes: Sequence[BlockNode | None]) -> bool:
+    def holds(self, slot: Slot, positions: int, nodes: Sequence[PrefixNode | None]) -> bool:
         """Whether a token at `positions` would find all that it sees. nodes: those of the first blocks of the slot."""
         return self.memory is None or all(
             index in slot.windows or _kept(nodes, index) is not None for index in self.seen(positions)
         )
 
-    def reusable(self, match: Match) -> Match:
+    def reusable(self, match: PrefixMatch) -> PrefixMatch:
         """The longest part of a match after which a token finds all that it sees."""
         if self.memory is None:
             return match
@@ -80,8 +80,8 @@ class WindowPool(BlockAccounts):
             return match
         for depth in range(len(path), 0, -1):
             if all(path[index].window is not None for index in self.seen(depth * self._size)):
-                return Match(path[:depth], None, 0)
-        return Match([], None, 0)
+                return PrefixMatch(path[:depth], None, 0)
+        return PrefixMatch([], None, 0)
 
     # What slots hold
 
@@ -93,7 +93,7 @@ class WindowPool(BlockAccounts):
             self.hold(shared.values())
             slot.place_windows(shared)
 
-    def fork(self, slot: Slot, fork: Slot, positions: int, nodes: Sequence[BlockNode | None]) -> None:
+    def fork(self, slot: Slot, fork: Slot, positions: int, nodes: Sequence[PrefixNode | None]) -> None:
         """Let a fork have what a token at `positions` sees: full blocks are shared, the part of one is copied."""
         if self.memory is not None:
             found = {index: _kept(nodes, index) for index in self.seen(positions)}
@@ -124,7 +124,7 @@ class WindowPool(BlockAccounts):
             self._let_go_of(slot, [index for index in slot.windows if index < first])
             self.reserve(slot, max(self.most(len(slot.blocks)), len(slot.windows)))
 
-    def cut(self, slot: Slot, positions: int, nodes: Sequence[BlockNode | None]) -> None:
+    def cut(self, slot: Slot, positions: int, nodes: Sequence[PrefixNode | None]) -> None:
         """Let go of the blocks past `positions`, and take again those before that a token there sees and nodes have."""
         if self.memory is None:
             return
@@ -160,20 +160,20 @@ class WindowPool(BlockAccounts):
 
     # What can be found
 
-    def publish(self, slot: Slot, index: int, node: BlockNode) -> None:
+    def publish(self, slot: Slot, index: int, node: PrefixNode) -> None:
         """Let a node have the slot's block of this index, unless it has one."""
         block = slot.windows.get(index)
         if block is not None and node.window is None and self.nodes[block] is None:
             node.window, self.nodes[block] = block, node
 
-    def lose(self, node: BlockNode) -> None:
+    def lose(self, node: PrefixNode) -> None:
         """A node can be found no more, and its block neither."""
         if node.window is not None:
             if self.cached.pop(node, None) is not None:
                 self.warm.append(node.window)
             self._unlink(node)
 
-    def release(self, slot: Slot, path: Sequence[BlockNode]) -> None:
+    def release(self, slot: Slot, path: Sequence[PrefixNode]) -> None:
         """Let go of all that a slot has. path: the last nodes of its text, which were used just now."""
         for node in path:
             self.touch(node)
@@ -190,14 +190,14 @@ class WindowPool(BlockAccounts):
         self.recount([slot.windows.values() for slot in slots])
         self.reserved = sum(slot.most_windows for slot in slots)
 
-    def _unlink(self, node: BlockNode) -> int:
+    def _unlink(self, node: PrefixNode) -> int:
         block = node.window
         assert block is not None, "a node has the block that is taken from it"
         node.window = self.nodes[block] = None
         return block
 
 
-def _kept(nodes: Sequence[BlockNode | None], index: int) -> int | None:
+def _kept(nodes: Sequence[PrefixNode | None], index: int) -> int | None:
     """The window block that the node of a block has."""
     node = nodes[index] if index < len(nodes) else None
     return None if node is None else node.window

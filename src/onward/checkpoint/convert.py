@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onward.checkpoint.destination import appears, check_destination
-from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.checkpoint import CheckpointFolder
+from onward.checkpoint.formats import methods_of
 from onward.checkpoint.gguf import GgufCheckpoint, parts_of
-from onward.checkpoint.gguf.exporting import export_family, model_metadata, model_tensors, write_gguf
-from onward.checkpoint.gguf.exporting_texts import texts_metadata
-from onward.checkpoint.quantized import (
+from onward.checkpoint.gguf.export import export_family, model_metadata, model_tensors, write_gguf
+from onward.checkpoint.gguf.export_tokenizer import texts_metadata
+from onward.checkpoint.quantized_folder import (
     MANIFEST,
     copy_small_files,
     read_manifest,
@@ -27,7 +27,6 @@ from onward.checkpoint.quantized import (
     without_methods,
     write_safetensors,
 )
-from onward.checkpoint.quantizers import methods_of
 from onward.checkpoint.shards import WEIGHTS
 from onward.checkpoint.source import Checkpoint, find_folder, open_checkpoint
 from onward.checkpoint.stacked_experts import with_stacked_experts
@@ -35,6 +34,7 @@ from onward.checkpoint.weights import read_weights
 from onward.errors import RequestError, warn
 from onward.models import Architecture, read_config
 from onward.ops import QuantizedWeight
+from onward.util.files import appears, check_destination
 
 FORMATS = ("safetensors", "gguf")
 _CPU = torch.device("cpu")

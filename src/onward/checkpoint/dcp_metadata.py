@@ -45,7 +45,7 @@ class StoredTensor(NamedTuple):
     chunks: tuple[StoredChunk, ...]
 
 
-class Record:
+class PickledRecord:
     """Stands for an instance of an admitted class: its state without behaviour."""
 
     kind = ""
@@ -86,7 +86,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
         ) from error
 
 
-def _storage(index: Record, info: Record) -> tuple[_ChunkName, tuple[str, int, int]]:
+def _storage(index: PickledRecord, info: PickledRecord) -> tuple[_ChunkName, tuple[str, int, int]]:
     """One entry of the storage data: the chunk's name, and (file, start, length) of its bytes."""
     key, place = index.fields("MetadataIndex"), info.fields("_StorageInfo")
     if place.get("transform_descriptors"):
@@ -179,7 +179,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
 
 
 def _unpickle(file: Path) -> Any:
-    """The root object: `Record`s, dtypes and Python's own containers."""
+    """The root object: `PickledRecord`s, dtypes and Python's own containers."""
     try:
         if (length := file.stat().st_size) > _LONGEST:
             raise ValueError(f"it has {length} bytes, and {_LONGEST} are the most")
@@ -194,7 +194,7 @@ def _unpickle(file: Path) -> Any:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if global_name in _RECORDS.get(module_name, ()):
-            return type(global_name, (Record,), {"kind": global_name})
+            return type(global_name, (PickledRecord,), {"kind": global_name})
         if (module_name, global_name) in _PLAIN:
             return _PLAIN[module_name, global_name]
         raise CheckpointError(

@@ -18,8 +18,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
+from onward.checkpoint.formats import SETTINGS_FILES
 from onward.checkpoint.gguf import parts_of
-from onward.checkpoint.quantizers import SETTINGS_FILES
 from onward.checkpoint.shards import INDEX, TEXT_FILES, WEIGHTS, lies_outside, weight_files
 from onward.errors import OnwardError, SourceError, one_line
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onward.checkpoint.dcp_metadata import StoredTensor
 from onward.checkpoint.name_map import NameMap, is_rotated, proposed_map
-from onward.checkpoint.safetensors_folder import SafetensorsFolder
+from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.checkpoint.shards import check_float, placed
 from onward.checkpoint.stored_names import tied_twin
 from onward.errors import CheckpointError, RequestError

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from onward.checkpoint.folder import CheckpointFolder
-from onward.checkpoint.quantizers import methods_of
-from onward.checkpoint.safetensors_folder import SafetensorsFolder
+from onward.checkpoint.checkpoint import CheckpointFolder
+from onward.checkpoint.formats import methods_of
+from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.errors import CheckpointError, ConfigError, UnsupportedArchitectureError, one_line
-from onward.models.hosted import library
+from onward.models.transformers import library
 
 # What transformers reports of weights that do not fit, and how we say it.
 _REPORTS = (

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from onward.errors import CheckpointError, OnwardError, one_line
-from onward.text_input import read_json_file
+from onward.util.text_input import read_json_file
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from onward.checkpoint.folder import CheckpointFolder
+from onward.checkpoint.checkpoint import CheckpointFolder
 from onward.checkpoint.gguf import GgufCheckpoint, is_gguf, parts_of
 from onward.errors import SourceError
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.checkpoint.distributed import DistributedFolder, NameMapSource, is_distributed
+from onward.checkpoint.dcp import DcpFolder, NameMapSource, is_distributed
 from onward.checkpoint.mapped_tensors import MappedSafetensors, MappedTensors
 from onward.checkpoint.name_map import NameMap
-from onward.checkpoint.safetensors_folder import SafetensorsFolder
+from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.checkpoint.stored_names import is_buffer
 from onward.errors import CheckpointError
-from onward.models import Architecture, Scope
+from onward.models import Architecture, WeightScope
 from onward.models.architecture import is_unread
 from onward.ops import QuantizedWeight
 
@@ -47,12 +47,12 @@ def read_weights(
     """
     tensors: SafetensorsFolder | MappedTensors
     if is_distributed(folder):
-        tensors = DistributedFolder(folder, config, dtype, device, name_map)
+        tensors = DcpFolder(folder, config, dtype, device, name_map)
     elif name_map is not None:
         tensors = MappedSafetensors(folder, config, dtype, device, NameMap.of(name_map, folder))
     else:
         tensors = SafetensorsFolder(folder, dtype, device, keeps_bits=keeps_bits, own_dtypes=own_dtypes, config=config)
-    params = config.read(Scope(tensors), each_layer)
+    params = config.read(WeightScope(tensors), each_layer)
     _check_left(folder, config, tensors, params)
     if isinstance(tensors, SafetensorsFolder):
         show_in_floats(tensors.in_floats)

@@ -20,7 +20,7 @@ from onward.errors import RequestError
 
 if TYPE_CHECKING:
     from onward.batches import Progress, Replica
-    from onward.openai import BodyReader
+    from onward.protocols import BodyReader
 
 # The fewest lines that an engine has to choose from at a time, beside as many that are on their way.
 _FEWEST = 32
@@ -57,8 +57,7 @@ def batch(
     custom_id gives one.
     """
     with waiting("starting …"):
-        from onward.batches import BatchJob, BatchResults, EngineReplica
-        from onward.openai import BatchInput
+        from onward.batches import BatchInput, BatchJob, BatchResults, EngineReplica
     source, destination = expanded(source), expanded(destination)
     if replicas is None and address is not None:
         raise RequestError("--address is of a cluster: give --replicas, too")
@@ -85,7 +84,7 @@ def batch(
                 replica = EngineReplica(here, reader)
                 progress = serve(lambda: replica, chunk=1, ahead=3 * most)
         else:
-            from onward.batches.replicas import RayReplica
+            from onward.batches.ray import RayReplica
             from onward.cluster.ray_session import connected
 
             find(model.model)  # before replicas ask for it
@@ -108,8 +107,8 @@ def _reader(
     max_new_tokens: int | None,
 ) -> "BodyReader":
     """Load the model, here or in a replica."""
-    from onward.openai import BodyReader
-    from onward.requests.request import needed_tokenizer
+    from onward.language_model.request import needed_tokenizer
+    from onward.protocols import BodyReader
 
     lm = load_model(model, drafting, adapting)
     needed_tokenizer(lm.tokenizer, "a batch")

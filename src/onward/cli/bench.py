@@ -17,10 +17,10 @@ from onward.cli.loading import load_model
 from onward.cli.terminal import waiting
 from onward.errors import RequestError
 from onward.native import last_level_cache_bytes
-from onward.reprs import in_bytes
+from onward.util.text import in_bytes
 
 if TYPE_CHECKING:
-    from onward import LanguageModel
+    from onward.language_model import LanguageModel
     from onward.program import Report
 
 
@@ -153,7 +153,7 @@ def _reader() -> Callable[[], object]:
     """Reads a buffer of written pages with the threads that the kernels run on."""
     import torch
 
-    from onward.ops.operators import usable_library
+    from onward.ops.operator import usable_library
 
     buffer = torch.full((_BUFFER_BYTES,), 7, dtype=torch.uint8)
     library = usable_library()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from onward.cli.chat_session import Answer, ChatSession, Conversation
+from onward.cli.chat_session import ChatAnswer, ChatSession, Conversation
 from onward.cli.flags import (
     CHAT,
     AdapterFlags,
@@ -28,7 +28,7 @@ from onward.cli.terminal import TextWriter, columns, count, fitted, is_terminal,
 from onward.errors import OnwardError
 
 if TYPE_CHECKING:
-    from onward import Piece
+    from onward.language_model import Piece
 
 # Turns of a resumed chat that are shown again.
 _RECAP = 2
@@ -107,7 +107,7 @@ def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bo
             note("Ctrl-D or /exit leaves")
 
 
-def _answer(session: ChatSession, ask: "Callable[[Callable[[Piece], None]], Answer]", on_terminal: bool) -> None:
+def _answer(session: ChatSession, ask: "Callable[[Callable[[Piece], None]], ChatAnswer]", on_terminal: bool) -> None:
     writer = TextWriter()
     try:
         answer = ask(AnswerWriter(writer).write)
@@ -149,7 +149,7 @@ def recap(conversation: Conversation, width: int) -> str:
     return "\n".join(lines)
 
 
-def _remark(session: ChatSession, answer: Answer) -> str:
+def _remark(session: ChatSession, answer: ChatAnswer) -> str:
     """What should be known of an answer that did not end by itself."""
     if answer.completion is None:
         return "stopped; what is shown stays in the chat" if answer.text else "stopped; the message is not kept"

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import onward
 from onward.cli.terminal import follow
 from onward.errors import ContextOverflowError, OnwardError, RequestError, SessionError
-from onward.text_input import parse_request_json
+from onward.util.text_input import parse_request_json
 
 if TYPE_CHECKING:
-    from onward import Completion, LanguageModel, Piece
+    from onward.language_model import Completion, LanguageModel, Piece
 
 # The note of a saved session that has its conversation.
 _NOTE = "conversation"
@@ -66,7 +66,7 @@ def _is_turn(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """text: what was emitted, and stays in the conversation. completion: None for an answer that was interrupted.
     same_as_before: of an answer that was asked for again."""
 
@@ -169,7 +169,7 @@ class ChatSession:
             self.conversation = before
             raise
 
-    def ask(self, question: str, emit: "Callable[[Piece], None]") -> Answer:
+    def ask(self, question: str, emit: "Callable[[Piece], None]") -> ChatAnswer:
         """Answer a question, a piece at a time; both join the conversation.
 
         An answer that is interrupted joins it as far as it was emitted; if that is nothing, the conversation stays
@@ -181,7 +181,7 @@ class ChatSession:
         self._retries = 0
         return self._answer(question, emit, {})
 
-    def retry(self, emit: "Callable[[Piece], None]") -> Answer:
+    def retry(self, emit: "Callable[[Piece], None]") -> ChatAnswer:
         """Answer the last question again, in the place of the answer it has; with a seed, with one derived from it.
 
         An answer that is interrupted before it began leaves the one that was there.
@@ -216,7 +216,7 @@ class ChatSession:
         seed = self.options.get("seed")
         return {} if seed is None else {"seed": sample_seed(seed, self._retries)}
 
-    def _answer(self, question: str, emit: "Callable[[Piece], None]", changes: Mapping[str, Any]) -> Answer:
+    def _answer(self, question: str, emit: "Callable[[Piece], None]", changes: Mapping[str, Any]) -> ChatAnswer:
         messages = self.conversation.messages(question)
         prompt = self.lm.chat_prompt(messages, self.variables, self._now)
         room = self.context - len(prompt)
@@ -244,7 +244,7 @@ class ChatSession:
         if text or completion is not None:
             self.conversation.turns.append((question, text))
         self.last = completion or self.last
-        return Answer(text, completion)
+        return ChatAnswer(text, completion)
 
     def is_full(self, completion: "Completion") -> bool:
         """Whether an answer ended because the context did."""

@@ -82,7 +82,7 @@ def quantize(
     if seed is not None and not calibrate:
         raise RequestError("--seed is that of the texts of --calibrate: give that too, or leave out --seed")
     with waiting("starting …"):
-        from onward.quantization import Calibration, quantize_folder
+        from onward.language_model import Calibration, quantize_folder
 
     with waiting(f"quantizing {source} …") as show:
         reports = quantize_folder(

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from onward.cli.inputs import read_text
 from onward.cli.terminal import waiting
 from onward.errors import RequestError
-from onward.text_input import TextError, parse_request_json
+from onward.util.text_input import TextError, parse_request_json
 
 PROMPT = "Prompt"
 CHAT = "Chat"
@@ -109,7 +109,7 @@ def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> d
             loaded for nothing.
     """
     with waiting("starting …"):  # the first import of torch takes a second
-        from onward import GenerateOptions
+        from onward.language_model import GenerateOptions
     values = vars(sampling) | ({} if texts is None else vars(texts))
     options = {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
     if "grammar" in options:

@@ -28,7 +28,7 @@ from onward.cli.terminal import TextWriter, follow, is_terminal, note, summary, 
 from onward.errors import OnwardError, RequestError
 
 if TYPE_CHECKING:
-    from onward import Completion, Piece
+    from onward.language_model import Completion, Piece
 
 
 def generate(

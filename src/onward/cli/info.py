@@ -19,10 +19,10 @@ from onward.cli.flags import flag
 from onward.cli.loading import find
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError
-from onward.reprs import in_bytes
+from onward.util.text import in_bytes
 
 if TYPE_CHECKING:
-    from onward import GenerateOptions
+    from onward.language_model import GenerateOptions
     from onward.models import Architecture
 
 
@@ -127,7 +127,7 @@ def _shown(fact: Fact) -> str:
 
 def machine_facts() -> list[Fact]:
     """The processor and its memory."""
-    from onward.native.machine_memory import machine_memory, system_fields
+    from onward.native.machine import machine_memory, system_fields
 
     cpuinfo = system_fields("/proc/cpuinfo")
     flags = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
@@ -186,7 +186,7 @@ class CheckpointSummary:
         import torch
 
         from onward.checkpoint import GgufCheckpoint, open_checkpoint, read_weights
-        from onward.checkpoint.quantized import read_manifest, read_quantized
+        from onward.checkpoint.quantized_folder import read_manifest, read_quantized
         from onward.models import build_model, read_config
 
         self._folder = folder = open_checkpoint(path)
@@ -244,8 +244,7 @@ class CheckpointSummary:
     def _cache_bytes(self, positions: int, batch: int) -> int:
         import torch
 
-        from onward.cache.shape import kept_positions, widest_window
-        from onward.cache.states import new_states
+        from onward.cache.kinds import kept_positions, new_states, widest_window
         from onward.models.architecture import states_of
 
         states = new_states(states_of(self._config), batch, self._dtype, torch.device("meta"))  # shapes alone
@@ -255,7 +254,7 @@ class CheckpointSummary:
         return sum(state.nbytes for state in states) + batch * numbers * int(self._dtype.itemsize)
 
     def _text_facts(self) -> list[Fact]:
-        from onward.requests import generation_defaults
+        from onward.language_model import generation_defaults
 
         folder, tokenizer = self._folder, self._folder.tokenizer
         defaults = generation_defaults(

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from onward.cli.terminal import is_terminal
 from onward.errors import RequestError
-from onward.text_input import TextError, decode_text
+from onward.util.text_input import TextError, decode_text
 
 if TYPE_CHECKING:
-    from onward import Completion
-    from onward.checkpoint import Tokenizer
-    from onward.decoding import TokenLogprobs
+    from onward.language_model import Completion
+    from onward.sampling import TokenLogprobs
+    from onward.tokenizer import Tokenizer
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
@@ -138,7 +138,7 @@ def _tokens(
     tokenizer: "Tokenizer | None",
 ) -> list[dict[str, Any]]:
     """Ids with their texts, which add up to the whole: a character of several tokens is in the last of them."""
-    from onward.decoding.text import token_texts
+    from onward.tokenizer.text_stream import token_texts
 
     texts = None if tokenizer is None else token_texts(ids, logprobs, before, tokenizer)
     tokens = []

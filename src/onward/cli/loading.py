@@ -12,11 +12,11 @@ from onward.cli.flags import AdapterFlags, DraftFlags, ModelFlags, TemplateFlags
 from onward.cli.inputs import expanded, expanded_source
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError, TokenizerError
-from onward.reprs import brief
-from onward.text_input import TextError, parse_request_json
+from onward.util.text import brief
+from onward.util.text_input import TextError, parse_request_json
 
 if TYPE_CHECKING:
-    from onward import LanguageModel
+    from onward.language_model import LanguageModel
 
 # Names of the variable that switches a model's thinking, in the templates that have one.
 _THINKING = ("enable_thinking", "thinking")

@@ -24,7 +24,7 @@ from onward.cli.info import info
 from onward.cli.serve import deploy, serve
 from onward.cli.terminal import is_terminal, report
 from onward.errors import OnwardError, OnwardWarning
-from onward.option_names import REMOVED, meant
+from onward.util.option_names import REMOVED, meant
 
 # Typer carries a click of its own since 0.2x; this is the one name for its usage errors that old and new share.
 _UsageError: Any = typer.BadParameter.__base__

@@ -14,7 +14,7 @@ from onward.cli.chat_session import ChatSession, Conversation
 from onward.cli.loading import as_json_or_text
 from onward.cli.terminal import count, shortened, summary
 from onward.errors import RequestError, warn
-from onward.option_names import check_option_names
+from onward.util.option_names import check_option_names
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -272,7 +272,7 @@ def _show_all(session: ChatSession) -> str:
 
 def _options() -> dict[str, Any]:
     """The options of a chat, with Onward's own values."""
-    from onward import GenerateOptions
+    from onward.language_model import GenerateOptions
 
     neutral = GenerateOptions()
     names = [field.name for field in dataclasses.fields(neutral) if field.name not in _NOT_OF_A_CHAT]

@@ -23,7 +23,7 @@ from onward.cli.inputs import expanded, expanded_source
 from onward.cli.loading import find, importing, load_model, template_variables
 from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError, warn
-from onward.text_input import TextError, read_text_file
+from onward.util.text_input import TextError, read_text_file
 
 # Names of this machine that no other site's page can have.
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -188,7 +188,7 @@ class _Spec:
 
 def _share(cache_memory: int | None, count: int) -> int:
     """Bytes of cache for each of several engines. cache_memory: for all of them; None for a quarter of the memory."""
-    from onward.native.machine_memory import memory_limit
+    from onward.native.machine import memory_limit
 
     return max(1, (memory_limit() // 4 if cache_memory is None else cache_memory) // count)
 
@@ -224,7 +224,7 @@ def deploy(
     bits that they would have got. Ctrl-C ends it.
     """
     with importing("a cluster needs", "cluster"):
-        import onward.cluster.running as package
+        import onward.cluster.ray_session as package
     chosen = source or "demo"
     load = {key: value for key, value in dataclasses.asdict(loading).items() if value is not None}
     threads = load.pop("threads", None)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from onward import Completion, Piece
+    from onward.language_model import Completion, Piece
 
 # Control characters, which untrained models emit and terminals obey, as the pictures that Unicode has for them.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}

@@ -5,11 +5,11 @@ What needs Ray is imported where it is used (extra `onward[cluster]`).
 
 from typing import TYPE_CHECKING, Any
 
-from onward.cluster.retries import RetryOptions
+from onward.cluster.ingress import RetryOptions
 
 if TYPE_CHECKING:
-    from onward.cluster.deploy_options import DeployOptions
     from onward.cluster.deployment import build_app
+    from onward.cluster.options import DeployOptions
 
 __all__ = ["DeployOptions", "RetryOptions", "build_app"]
 
@@ -17,6 +17,7 @@ __all__ = ["DeployOptions", "RetryOptions", "build_app"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from onward.cluster import deploy_options, deployment
+    from onward.cluster import deployment
+    from onward.cluster import options as deploy_options
 
     return getattr(deploy_options if name == "DeployOptions" else deployment, name)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 
 from onward.errors import OnwardError
-from onward.openai import error_fields
+from onward.protocols import error_fields
 from onward.server.errors import error_answer
 from onward.server.log import refusal
 
@@ -20,11 +20,11 @@ Emitted = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Call:
+class ProxiedRequest:
     """An HTTP request as it came, and what makes its answer the same wherever it is made.
 
     answer_key: fixes the answer's id, time and seed. emitted: what its texts have emitted in attempts before; None:
-    nothing, or nobody knows. last_event_id: of what the client has of a stream. See `onward.server.handover`.
+    nothing, or nobody knows. last_event_id: of what the client has of a stream. See `onward.server.resume`.
     """
 
     method: str
@@ -42,7 +42,7 @@ class Call:
         return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.headers}
 
 
-class Item(NamedTuple):
+class Reply(NamedTuple):
     """What an answer brought since its last item; a replica that is well sends one every half second, maybe empty.
 
     replica: its name. fingerprint: what the bits of its texts depend on. messages: of ASGI. is_last: whether they end
@@ -56,17 +56,17 @@ class Item(NamedTuple):
     number: int = 0
 
 
-class Parcel(NamedTuple):
+class ReplyBatch(NamedTuple):
     """The items of all answers of a replica for an ingress. is_beat: whether it also says that the replica is well."""
 
     replica: str
     fingerprint: str
-    items: tuple[Item, ...]
+    items: tuple[Reply, ...]
     is_beat: bool
 
 
 @dataclass
-class Route:
+class RouteAttempt:
     """Where a call is to go, and where it went.
 
     key: what requests of one beginning have in common; None: nothing. avoid: replicas that failed it. only: the replica
@@ -93,7 +93,7 @@ class ReplicaLostError(Exception):
         self.died = died
 
 
-def close_later(items: AsyncGenerator[Item, None]) -> None:
+def close_later(items: AsyncGenerator[Reply, None]) -> None:
     """Close a generator of items without waiting: a replica that hangs does not answer."""
     closing = asyncio.ensure_future(items.aclose())
     _closing.add(closing)
@@ -111,7 +111,7 @@ class DivergedError(Exception):
     """An attempt makes another answer than the one that was begun."""
 
 
-class Answer:
+class ProxiedResponse:
     """An answer on its way to a client, from one attempt or several.
 
     A later attempt resumes a stream after its last event (`last_event_id`). It sends any other body from the start:
@@ -137,7 +137,7 @@ class Answer:
         """Another attempt begins."""
         self._again = 0
 
-    async def tell(self, item: Item) -> None:
+    async def tell(self, item: Reply) -> None:
         """Hand on what an item brings beyond what the client has. Raises `DivergedError`: it is another answer than the
         one that was begun."""
         if self.started and item.fingerprint != self._fingerprint:
@@ -198,7 +198,7 @@ class Answer:
         return new
 
     def _note(self, told: Mapping[str, Any]) -> None:
-        """What a message of a stream says of itself (`onward.server.handover`)."""
+        """What a message of a stream says of itself (`onward.server.resume`)."""
         if told:
             self.last_event_id = told["id"]
             new: Sequence[Sequence[int]] = told["emitted"]

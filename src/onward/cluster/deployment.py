@@ -12,20 +12,18 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
-from onward.cluster import routing
-from onward.cluster.bridge import LISTENING
-from onward.cluster.call import Call, Parcel, ReplicaLostError, Route
-from onward.cluster.channels import ChanneledReplicas
-from onward.cluster.deploy_options import DeployOptions
-from onward.cluster.ingress import Ingress
+from onward.cluster import router as routing
+from onward.cluster.call import ProxiedRequest, ReplicaLostError, ReplyBatch, RouteAttempt
+from onward.cluster.channel import LISTENING, ChannelReplicaSet
+from onward.cluster.ingress import Ingress, RetryOptions
+from onward.cluster.options import DeployOptions
 from onward.cluster.replica import Replica
-from onward.cluster.retries import RetryOptions
 from onward.errors import EngineBusyError, EngineError
 from onward.server import Settings, log_to_stderr
 
 
 class RayReplicas:
-    """`Remote` behind a handle of Serve's."""
+    """`ReplicaTransport` behind a handle of Serve's."""
 
     def __init__(self, handle: Any) -> None:
         self._calls = handle.options(method_name="serve")
@@ -39,12 +37,14 @@ class RayReplicas:
         router = routing.ROUTERS.get(self._deployment)
         return frozenset() if router is None else router.names
 
-    def call(self, call: Call, route: Route, ingress: str, number: int) -> tuple[Awaitable[None], Callable[[], None]]:
+    def call(
+        self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int
+    ) -> tuple[Awaitable[None], Callable[[], None]]:
         response = self._calls.remote(call, route=route, ingress=ingress, number=number)
         return _ended(response), lambda: _cancel(response)
 
-    async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[Parcel, None]:
-        response = self._parcels.remote(route=Route(only=replica), ingress=ingress)
+    async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
+        response = self._parcels.remote(route=RouteAttempt(only=replica), ingress=ingress)
         ended = asyncio.Event()
         listening = asyncio.create_task(self._say_that_it_listens(replica, ingress, ended))
         self._listening.add(listening)
@@ -62,7 +62,7 @@ class RayReplicas:
         """Say so from time to time, until the channel has ended. Where a replica is lost the channel tells of it."""
         while not ended.is_set():
             with contextlib.suppress(Exception):
-                await self._listens.remote(route=Route(only=replica), ingress=ingress)
+                await self._listens.remote(route=RouteAttempt(only=replica), ingress=ingress)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), LISTENING)
 
@@ -101,7 +101,7 @@ _ONGOING = 4096
 
 # How soon Ray looks at what replicas report, and how long more of it has to last until there are more of them.
 _SCALING = {
-    "policy": {"policy_function": "onward.cluster.routing:wanted_replicas"},
+    "policy": {"policy_function": "onward.cluster.router:wanted_replicas"},
     "metrics_interval_s": 2.0,
     "look_back_period_s": 10.0,
     "upscale_delay_s": 10.0,
@@ -110,7 +110,7 @@ _SCALING = {
 
 def ingress_of(handle: Any, options: DeployOptions) -> Ingress:
     """The ingress of replicas. handle: of theirs."""
-    replicas = ChanneledReplicas(RayReplicas(handle))
+    replicas = ChannelReplicaSet(RayReplicas(handle))
     return Ingress(replicas, RetryOptions(**options.retries), Settings(**options.settings))
 
 

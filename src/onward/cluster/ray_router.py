@@ -1,4 +1,4 @@
-"""Ray Serve's choice of a replica, made by `Ring`."""
+"""Ray Serve's choice of a replica, made by `HashRing`."""
 
 import asyncio
 from collections import deque
@@ -7,9 +7,9 @@ from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-from onward.cluster import routing
-from onward.cluster.call import ReplicaLostError, Route
-from onward.cluster.routing import Ring
+from onward.cluster import router as routing
+from onward.cluster.call import ReplicaLostError, RouteAttempt
+from onward.cluster.router import HashRing
 
 # Replicas that are asked in turn whether they take a call, before it waits a little and the router chooses anew.
 _ASKED = 16
@@ -20,14 +20,14 @@ _DEAD = 64
 
 
 class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
-    """Sends a call to the replica that `Ring` names for its `Route`, an argument of the call called `route`.
+    """Sends a call to the replica that `HashRing` names for its `RouteAttempt`, an argument of the call called `route`.
 
     It runs in the process of the ingress, and writes there into the route who has the call. Of Ray's router for
     sessions it keeps how calls wait and are tried again where a replica takes no more.
 
-    A call for one replica alone (`Route.only`) does not enter Ray's queue. Ray looks for replicas in two tasks for each
-    replica that is left, and a task that looks for a dead one never ends: a few such calls would keep all others
-    waiting, those to healthy replicas too.
+    A call for one particular replica (`RouteAttempt.only`) does not enter Ray's queue. Ray searches with two tasks for
+    each remaining replica, and a task that searches for a dead one never ends: a few such calls would block all others,
+    including those to healthy replicas.
     """
 
     # A replica whose processor is busy takes longer than a tenth of a second to say how much it has to do.
@@ -36,7 +36,7 @@ class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
 
     def initialize_state(self, affinity: bool = True, **others: Any) -> None:
         super().initialize_state(**others)
-        self._ring, self._affinity = Ring(), affinity
+        self._ring, self._affinity = HashRing(), affinity
         self._dead: deque[str] = deque(maxlen=_DEAD)
         self._ring.update([_name(replica) for replica in self._replica_id_set])
         routing.ROUTERS[str(self._deployment_id)] = self
@@ -91,6 +91,6 @@ def _name(replica_id: Any) -> str:
     return str(replica_id.unique_id)
 
 
-def _route_of(pending_request: Any) -> Route | None:
+def _route_of(pending_request: Any) -> RouteAttempt | None:
     route = None if pending_request is None else pending_request.kwargs.get("route")
-    return route if isinstance(route, Route) else None
+    return route if isinstance(route, RouteAttempt) else None

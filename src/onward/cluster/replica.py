@@ -11,10 +11,10 @@ import torch
 from ray import serve
 
 import onward
-from onward.cluster.bridge import Outbox, serve_into
-from onward.cluster.call import Call, Parcel, Route
-from onward.cluster.deploy_options import DeployOptions
-from onward.cluster.routing import LOAD, load_of
+from onward.cluster.call import ProxiedRequest, ReplyBatch, RouteAttempt
+from onward.cluster.channel import ReplyQueue, serve_into
+from onward.cluster.options import DeployOptions
+from onward.cluster.router import LOAD, load_of
 from onward.engine.engine import probe
 from onward.errors import EngineError, OnwardWarning
 from onward.server import Settings, create_app
@@ -41,9 +41,9 @@ class Replica:
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._limit = self._engine.max_sequences
         self._fingerprint = f"{self._engine.fingerprint}-{probe(self._engine)}"
-        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes: dict[str, ReplyQueue] = {}
 
-    async def serve(self, call: Call, route: Route, ingress: str, number: int) -> None:
+    async def serve(self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int) -> None:
         """Serve a call of an ingress, which gets what the answer brings from `parcels`."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._app.streams.watch())
@@ -55,10 +55,10 @@ class Replica:
             if outbox.is_closed:
                 self._drop(ingress, outbox)
 
-    async def parcels(self, route: Route, ingress: str) -> AsyncGenerator[Parcel, None]:
+    async def parcels(self, route: RouteAttempt, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
         """All that the calls of an ingress bring, as long as it listens."""
         if route.only != self._name:  # its words are not for a channel of another replica
-            yield Parcel(self._name, self._fingerprint, (), is_beat=True)
+            yield ReplyBatch(self._name, self._fingerprint, (), is_beat=True)
             return
         outbox = self._outbox(ingress)
         try:
@@ -67,7 +67,7 @@ class Replica:
         finally:
             self._drop(ingress, outbox)
 
-    async def listens(self, route: Route, ingress: str) -> None:
+    async def listens(self, route: RouteAttempt, ingress: str) -> None:
         """An ingress says that it still listens to `parcels`."""
         if route.only == self._name and ingress in self._outboxes:
             self._outboxes[ingress].hear()
@@ -76,12 +76,12 @@ class Replica:
         """What loading the model warned of."""
         return self._warned
 
-    def _outbox(self, ingress: str) -> Outbox:
+    def _outbox(self, ingress: str) -> ReplyQueue:
         if ingress not in self._outboxes:
-            self._outboxes[ingress] = Outbox(self._name, self._fingerprint)
+            self._outboxes[ingress] = ReplyQueue(self._name, self._fingerprint)
         return self._outboxes[ingress]
 
-    def _drop(self, ingress: str, outbox: Outbox) -> None:
+    def _drop(self, ingress: str, outbox: ReplyQueue) -> None:
         if self._outboxes.get(ingress) is outbox:
             del self._outboxes[ingress]
 

@@ -17,12 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
 from onward import __version__
-from onward.cluster.call import Call, ReplicaLostError, Route, close_later
-from onward.cluster.channels import ChanneledReplicas
+from onward.cluster.call import ProxiedRequest, ReplicaLostError, RouteAttempt, close_later
+from onward.cluster.channel import ChannelReplicaSet
 from onward.engine import EngineStats
 from onward.errors import OnwardError
-from onward.openai import BodyError
-from onward.server.errors import JsonAnswer, plain_error
+from onward.protocols import BodyError
+from onward.server.errors import CompactJSONResponse, plain_error
 from onward.server.metrics import CONTENT_TYPE
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -102,7 +102,7 @@ _Sample = tuple[str, str, tuple[tuple[str, str], ...]]
 class State:
     """The state of all replicas together. patience: seconds that one of them has to answer."""
 
-    def __init__(self, replicas: ChanneledReplicas, patience: float = PATIENCE) -> None:
+    def __init__(self, replicas: ChannelReplicaSet, patience: float = PATIENCE) -> None:
         self._replicas, self._patience = replicas, patience
         self._metrics: Totals[_Sample] = Totals(_kind_of_metric)
         self._stats: Totals[tuple[str, ...]] = Totals(_kind_of_stat)
@@ -110,11 +110,11 @@ class State:
         self._answers = {"/metrics": self._metrics_of, "/stats": self._stats_of}
         self._answers |= {"/health": _health_of, "/ready": _health_of}
 
-    def has(self, call: Call) -> bool:
+    def has(self, call: ProxiedRequest) -> bool:
         """Whether a call asks for the state."""
         return call.method in ("GET", "HEAD") and call.path in self._answers
 
-    async def answer(self, call: Call) -> Response:
+    async def answer(self, call: ProxiedRequest) -> Response:
         """Ask all replicas, and answer for all. A refusal of theirs, such as for a wrong key, is the answer. Raises
         `BodyError`: the query asks for something unknown."""
         by = parse_qs(call.query.decode("latin-1"), keep_blank_values=True).get("by", [""])[-1]
@@ -171,7 +171,7 @@ class State:
     def _stats_of(self, bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
         stats = {name: json.loads(body) for name, body in bodies.items()}
         merged = _unflat(self._stats.merged({name: dict(_flat(of_one)) for name, of_one in stats.items()}, names))
-        return JsonAnswer(stats if by_replica else merged)
+        return CompactJSONResponse(stats if by_replica else merged)
 
 
 class _Answer:
@@ -193,10 +193,10 @@ class _Answer:
         return self.status in (200, 503)
 
 
-async def _asked(replicas: ChanneledReplicas, call: Call, name: str, patience: float) -> _Answer | None:
+async def _asked(replicas: ChannelReplicaSet, call: ProxiedRequest, name: str, patience: float) -> _Answer | None:
     """What one replica answers; None where it does not within its time."""
     answer = _Answer()
-    items = replicas.serve(call, Route(only=name))
+    items = replicas.serve(call, RouteAttempt(only=name))
     try:
         async with asyncio.timeout(patience):
             async for item in items:
@@ -219,7 +219,7 @@ def _health_of(bodies: Mapping[str, bytes], names: list[str], by_replica: bool) 
         return plain_error(503, "no replica is there", "no_replica", {"retry-after": "5"})
     models: Mapping[str, Any] = next((state["models"] for state in [*well, *each.values()] if "models" in state), {})
     content = {"status": "ok" if well else "failing", "models": models, "replicas": each, "version": __version__}
-    return JsonAnswer(content, 200 if well else 503)
+    return CompactJSONResponse(content, 200 if well else 503)
 
 
 def _kind_of_metric(key: _Sample) -> Kind:

@@ -8,12 +8,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import llguidance
 
-from onward.checkpoint import Tokenizer
-from onward.checks import as_tuple
-from onward.constraints.compiled import GrammarConstraint, compiled
+from onward.constraints.compiler import GrammarConstraint, compiled
 from onward.errors import RequestError, TokenizerError, one_line
 from onward.schemas import Spacing, check_schema, has_large_numbers, json_rules, lark_string, normalized
-from onward.text_input import parse_json
+from onward.tokenizer import Tokenizer
+from onward.util.checks import as_tuple
+from onward.util.text_input import parse_json
 
 
 class Grammar:
@@ -94,7 +94,7 @@ class Choice(Grammar):
 
 
 @dataclass(frozen=True)
-class After(Grammar):
+class AfterText(Grammar):
     """The text is a beginning, and then what another grammar says.
 
     beginning: rules in Lark's syntax, of which `beginning` is one. grammar: of what follows.

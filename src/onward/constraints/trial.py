@@ -20,7 +20,7 @@ from typing import Any
 import llguidance
 
 from onward.errors import RequestError
-from onward.forks import renew_in_forks
+from onward.util.process import renew_in_forks
 
 SECONDS = 10.0
 _PROGRAM = Path(__file__).with_name("trial_process.py")
@@ -35,7 +35,7 @@ def needs_trial(source: str) -> bool:
     return len(source) > _LONGEST_UNTRIED or "multipleOf" in source or may_hide
 
 
-class Trials:
+class GrammarTrials:
     """The process that compiles first. It begins with the first grammar that needs it, and serves one at a time."""
 
     def __init__(self) -> None:

@@ -1,51 +1,36 @@
 """The one decode loop: its sequences, slots, steps and schedule; and drivers for a forward of the user's own."""
 
-from onward.decoding.beam import BeamOptions, BeamStep, Search
-from onward.decoding.dense_slots import DenseSlots
-from onward.decoding.driver import decode, stream
-from onward.decoding.forward import Work
-from onward.decoding.inferencer import DecodeOutput, FilledCache, Inferencer, ModelInferencer, PrefillOutput
-from onward.decoding.kept_slots import KeptSlots, slots_for
-from onward.decoding.loop import AllTogether, Emission, Schedule, decode_loop
+from onward.decoding.api import decode, generate, stream
+from onward.decoding.batch import ScheduledSequence
+from onward.decoding.beam import BeamOptions, BeamSearch, BeamStep
+from onward.decoding.cache_manager import CacheManager
+from onward.decoding.loop import BatchSchedule, Schedule, StepOutput, decode_loop
+from onward.decoding.row_cache import RowCacheManager
 from onward.decoding.sequence import FinishReason, Sequence, StoppedBy, StopWhen
-from onward.decoding.slots import Slots
-from onward.decoding.step import Chooser, DecodeStep, SamplingChooser, Select, SelectChooser, Step
-from onward.decoding.tensors import generate
-from onward.decoding.text import NoText, StopStrings, StreamingDetokenizer, TextStream
-from onward.decoding.token import Token, TokenLogprobs
+from onward.decoding.shared_cache import SharedCache, slots_for
+from onward.decoding.step import DecodeStep, FunctionSampler, SamplerCache, Select, Step, TokenSampler
 
 __all__ = [
-    "AllTogether",
+    "BatchSchedule",
     "BeamOptions",
+    "BeamSearch",
     "BeamStep",
-    "Chooser",
-    "DecodeOutput",
+    "CacheManager",
     "DecodeStep",
-    "DenseSlots",
-    "Emission",
-    "FilledCache",
     "FinishReason",
-    "Inferencer",
-    "KeptSlots",
-    "ModelInferencer",
-    "NoText",
-    "PrefillOutput",
-    "SamplingChooser",
+    "FunctionSampler",
+    "RowCacheManager",
+    "SamplerCache",
     "Schedule",
-    "Search",
+    "ScheduledSequence",
     "Select",
-    "SelectChooser",
     "Sequence",
-    "Slots",
+    "SharedCache",
     "Step",
-    "StopStrings",
+    "StepOutput",
     "StopWhen",
     "StoppedBy",
-    "StreamingDetokenizer",
-    "TextStream",
-    "Token",
-    "TokenLogprobs",
-    "Work",
+    "TokenSampler",
     "decode",
     "decode_loop",
     "generate",

@@ -15,15 +15,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from onward.decoding.forward import Run, Work, batches, processed
+from onward.decoding.batch import Run, ScheduledSequence, batches, processed
+from onward.decoding.cache_manager import CacheManager
 from onward.decoding.loop import Failed
 from onward.decoding.sequence import FinishReason, Sequence
-from onward.decoding.slots import Slots
 from onward.decoding.step import Emitted, Step
-from onward.decoding.token import TokenLogprobs, not_finite, token_logprobs
 from onward.errors import RequestError
 from onward.sampling.constraint import mask_logits, nothing_left
-from onward.sampling.sampler import Adjustments
+from onward.sampling.logprobs import TokenLogprobs, not_finite, token_logprobs
+from onward.sampling.sampler import AdjustmentPass
 
 # How many of the likeliest continuations of a text that has a constraint may all end it.
 _MOST_ENDED = 15
@@ -31,7 +31,7 @@ _MOST_ENDED = 15
 
 @dataclass(frozen=True)
 class BeamOptions:
-    """width: beams of a prompt. length_penalty, early_stopping: see `onward.requests.GenerateOptions`."""
+    """width: beams of a prompt. length_penalty, early_stopping: see `onward.language_model.GenerateOptions`."""
 
     width: int
     length_penalty: float = 1.0
@@ -42,7 +42,7 @@ class BeamOptions:
         return float(total / length**self.length_penalty)
 
 
-class Candidate(NamedTuple):
+class BeamCandidate(NamedTuple):
     """A running beam, by index, and a token that may follow it; `total` is the sum of logprobs with that token."""
 
     beam: int
@@ -58,7 +58,7 @@ class Beam(NamedTuple):
     total: float
 
 
-class Search(Sequence):
+class BeamSearch(Sequence):
     """The search for the best texts of one prompt. Its prompt is processed like that of any sequence.
 
     It takes no tokens itself, and its last id stays pending: the running texts go on from there. When the search is
@@ -96,7 +96,7 @@ class Search(Sequence):
         super().restart()
         self.running, self.ended, self.tokens = [Beam(self._first.fork(), 0.0)], [], 0
 
-    def advance(self, candidates: abc.Sequence[Candidate]) -> list[int]:
+    def advance(self, candidates: abc.Sequence[BeamCandidate]) -> list[int]:
         """Go on with the best candidates, which are given best first.
 
         Returns:
@@ -161,7 +161,7 @@ class BeamStep:
         self,
         plain: Step,
         run: Run,
-        slots: Slots,
+        slots: CacheManager,
         device: torch.device,
         failed: Failed | None = None,
     ) -> None:
@@ -169,21 +169,21 @@ class BeamStep:
         self._failed = failed
 
     @torch.no_grad()
-    def __call__(self, work: abc.Sequence[Work]) -> Emitted:
+    def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
         prompts = []
         deciding = []
         for search, count in work:
-            assert isinstance(search, Search), "a step of beams advances searches"
+            assert isinstance(search, BeamSearch), "a step of beams advances searches"
             if count == search.pending and not search.is_over:
                 deciding.append(search)
                 count -= 1
             if count:
-                prompts.append(Work(search, count))
+                prompts.append(ScheduledSequence(search, count))
         before = [(search, search.computed, len(search.prompt_logprobs)) for search, _ in prompts]
         try:
             if prompts:
                 self._plain(prompts)
-            items = [Work(sequence, 1) for search in deciding for sequence in _last_ids(search)]
+            items = [ScheduledSequence(sequence, 1) for search in deciding for sequence in _last_ids(search)]
             logits = self._logits(items) if items else None
             decisions = []
             first_row = 0
@@ -206,7 +206,7 @@ class BeamStep:
                 self._failed(search, error)
         return [[] for _ in work]
 
-    def _logits(self, items: abc.Sequence[Work]) -> Tensor:
+    def _logits(self, items: abc.Sequence[ScheduledSequence]) -> Tensor:
         """The logits [N, V] after the last id of each text."""
         rows: list[Tensor | None] = [None] * len(items)
         for indices, needs in batches(items, self._slots):
@@ -219,7 +219,7 @@ class BeamStep:
                 rows[index] = logits[place, 0]
         return torch.stack([row for row in rows if row is not None])
 
-    def _advance(self, search: Search, candidates: abc.Sequence[Candidate]) -> None:
+    def _advance(self, search: BeamSearch, candidates: abc.Sequence[BeamCandidate]) -> None:
         """Go on with the best texts. The first child of a text goes on in its slot, others get copies of it."""
         search.slot = None
         before = [beam.sequence for beam in search.running]
@@ -249,7 +249,7 @@ class BeamStep:
             self._slots.advance(sequence.slot, computed, sequence.ids)
 
 
-def _last_ids(search: Search) -> list[Sequence]:
+def _last_ids(search: BeamSearch) -> list[Sequence]:
     """The texts whose last ids are processed next. The first of a search takes the slot of the prompt."""
     sequences = [beam.sequence for beam in search.running]
     if search.slot is not None:
@@ -257,12 +257,12 @@ def _last_ids(search: Search) -> list[Sequence]:
     return sequences
 
 
-def _best_candidates(search: Search, logits: Tensor) -> list[Candidate]:
+def _best_candidates(search: BeamSearch, logits: Tensor) -> list[BeamCandidate]:
     """The best continuations of the running texts, best first, from the logits [N, V] after each."""
     assert search.sampling is not None
     running = search.running
     logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1)
-    adjust = Adjustments([search.sampling] * len(running), logits.device)
+    adjust = AdjustmentPass([search.sampling] * len(running), logits.device)
     if adjust.any:
         histories = [beam.sequence.read_history() for beam in running] if adjust.needs_history else None
         logprobs = adjust(logprobs.unsqueeze(1), histories, None).squeeze(1)
@@ -288,6 +288,6 @@ def _best_candidates(search: Search, logits: Tensor) -> list[Candidate]:
         rows = logits[[beam for beam, _ in choices]]
         reports = list(token_logprobs([token for _, token in choices], rows, search.top_logprobs))
     return [
-        Candidate(beam, token, total, report)
+        BeamCandidate(beam, token, total, report)
         for (beam, token), total, report in zip(choices, best_totals, reports, strict=True)
     ]

@@ -5,19 +5,19 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from onward.decoding.forward import Work
+from onward.decoding.batch import ScheduledSequence
+from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
-from onward.decoding.slots import Slots
 from onward.decoding.step import Emitted, Step
 from onward.errors import ContextOverflowError
 
 # The work of the next step; none when all is done. It may admit sequences and remove them.
-Schedule = Callable[[], abc.Sequence[Work]]
+Schedule = Callable[[], abc.Sequence[ScheduledSequence]]
 # Is told of a sequence that cannot go on, and why.
 Failed = Callable[[Sequence, BaseException], None]
 
 
-class Emission(NamedTuple):
+class StepOutput(NamedTuple):
     """What one step emitted.
 
     pieces: (sequence, token id, text that became final, whether it was drafted) for every token that a sequence
@@ -28,10 +28,12 @@ class Emission(NamedTuple):
 
     pieces: list[tuple[Sequence, int, str, bool]]
     seconds: float
-    work: abc.Sequence[Work]
+    work: abc.Sequence[ScheduledSequence]
 
 
-def decode_loop(step: Step, schedule: Schedule, slots: Slots, failed: Failed | None = None) -> Iterator[Emission]:
+def decode_loop(
+    step: Step, schedule: Schedule, slots: CacheManager, failed: Failed | None = None
+) -> Iterator[StepOutput]:
     """Step as long as there is work.
 
     Sequences alone say whether they have ended, and one that has ended takes no more tokens.
@@ -43,12 +45,12 @@ def decode_loop(step: Step, schedule: Schedule, slots: Slots, failed: Failed | N
         began = time.perf_counter()
         emitted = step(work)
         seconds = time.perf_counter() - began
-        yield Emission(_accepted(work, emitted, slots, failed), seconds, work)
+        yield StepOutput(_accepted(work, emitted, slots, failed), seconds, work)
         del work, emitted  # a schedule may wait for long, and must not keep ended sequences alive
 
 
 def _accepted(
-    work: abc.Sequence[Work], emitted: Emitted, slots: Slots, failed: Failed | None
+    work: abc.Sequence[ScheduledSequence], emitted: Emitted, slots: CacheManager, failed: Failed | None
 ) -> list[tuple[Sequence, int, str, bool]]:
     """Give each sequence its tokens, and tell the cache how far each text is computed."""
     pieces = []
@@ -82,7 +84,7 @@ def scored_chunk(vocab_size: int) -> int:
     return max(1, _MOST_LOGITS // vocab_size)
 
 
-class AllTogether:
+class BatchSchedule:
     """A `Schedule` that begins with all sequences at once, or with as many as there is room for.
 
     sequences: those to run. siblings: for some of them one of the same prompt; they begin with what that one computed.
@@ -92,7 +94,7 @@ class AllTogether:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: CacheManager,
         sequences: abc.Sequence[Sequence],
         chunk: int = 512,
         *,
@@ -111,7 +113,7 @@ class AllTogether:
         self._first: set[Sequence] = set()  # whose prompts others wait for
         self._kept = {sequence for sequence in sequences if keep and sequence.slot is not None}
 
-    def __call__(self) -> list[Work]:
+    def __call__(self) -> list[ScheduledSequence]:
         self._let_go()
         if self._waiting:
             self._begin()
@@ -121,14 +123,16 @@ class AllTogether:
                 raise ContextOverflowError(f"there is no room in the cache for a text of {longest} positions")
             return []
         prompts = [
-            Work(sequence, count) for sequence in self._running if (count := self._prompt_ids(sequence)) is not None
+            ScheduledSequence(sequence, count)
+            for sequence in self._running
+            if (count := self._prompt_ids(sequence)) is not None
         ]
-        return prompts or [Work(sequence, 1) for sequence in self._running]
+        return prompts or [ScheduledSequence(sequence, 1) for sequence in self._running]
 
     def close(self) -> None:
         """Let go of all slots. A stream that nobody holds any more is closed by the garbage collector."""
         for sequence in self._running:
-            self._release(sequence, self._slots.leave)
+            self._release(sequence, self._slots.release_later)
         self._running = []
 
     def _prompt_ids(self, sequence: Sequence) -> int | None:
@@ -142,7 +146,7 @@ class AllTogether:
 
     def _piece(self, sequence: Sequence, pending: int) -> int:
         most = self._chunk if sequence.prompt_top is None else self._scored_chunk
-        return self._slots.piece(sequence.slot, sequence.computed, min(pending, most))
+        return self._slots.max_chunk(sequence.slot, sequence.computed, min(pending, most))
 
     def _begin(self) -> None:
         """Give slots to those that wait, in order, as long as there is room."""

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onward.checks import check_whole, plain, plain_items
-from onward.decoding.forward import PickingRun
+from onward.decoding.batch import PickingRun
 from onward.errors import ContextOverflowError, ProgramError, RequestError
 from onward.models import Cache
-from onward.program import Pick
+from onward.program import SamplingKernel
+from onward.util.checks import check_whole, plain, plain_items
 
 # A list or a tuple, or one dimension of an array or a tensor of whole numbers.
 PromptIds = Sequence[int] | NDArray[np.integer] | Tensor
@@ -64,7 +64,7 @@ class VocabularyCheck:
         return logits, cache
 
     def picked(
-        self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: Pick, positions: Tensor
+        self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: SamplingKernel, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Cache]:
         if self._checked:
             return self._run.picked(tokens, offsets, cache, pick, positions)

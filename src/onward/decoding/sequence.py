@@ -8,11 +8,11 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal, Self
 
-from onward.cache import RowAdapter
-from onward.decoding.text import Mark, NoText, TextStream
-from onward.decoding.token import TokenLogprobs
+from onward.cache import AdapterRef
 from onward.errors import RequestError
-from onward.sampling import ConstrainedText, History, SamplingParams
+from onward.sampling import ConstraintState, History, SamplingParams
+from onward.sampling.logprobs import TokenLogprobs
+from onward.tokenizer.text_stream import NoTextStream, SpecialTokenMark, TextStream
 
 FinishReason = Literal["stop", "length", "time", "cancelled"]
 # (ids so far, text so far) -> whether to end
@@ -61,8 +61,8 @@ class Sequence:
         *,
         start: int = 0,
         sampling: SamplingParams | None = None,
-        adapter: RowAdapter | None = None,
-        constraint: ConstrainedText | None = None,
+        adapter: AdapterRef | None = None,
+        constraint: ConstraintState | None = None,
         top_logprobs: int | None = None,
         prompt_top: int | None = None,
         stop_when: StopWhen | None = None,
@@ -93,7 +93,7 @@ class Sequence:
         self.stopped_by: StoppedBy | None = None
         self._max_new_tokens = max_new_tokens
         self._eos = eos
-        self._stream = NoText() if text is None else text
+        self._stream = NoTextStream() if text is None else text
         self._stop_when = stop_when
         self._deadline = deadline
         self._cancel = cancel
@@ -121,7 +121,7 @@ class Sequence:
         return self._max_new_tokens - len(self.token_ids)
 
     @property
-    def marks(self) -> abc.Sequence[Mark]:
+    def marks(self) -> abc.Sequence[SpecialTokenMark]:
         """The special tokens among `token_ids` that say something, and where in the text each stands."""
         return self._stream.marks
 

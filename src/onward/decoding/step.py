@@ -9,19 +9,29 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onward.decoding.forward import Needs, PickingRun, Run, Work, batches, forward, inputs, needs_of, processed
+from onward.decoding.batch import (
+    LogitsNeeded,
+    PickingRun,
+    Run,
+    ScheduledSequence,
+    batches,
+    forward,
+    inputs,
+    needs_of,
+    processed,
+)
+from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
-from onward.decoding.slots import Slots
-from onward.decoding.token import Token, TokenLogprobs, checked_ids, not_finite, token_logprobs, tokens_of
 from onward.models.contract import check_logits
-from onward.program import Pick
-from onward.sampling import ConstrainedText, History, Sampler, SamplingParams
+from onward.program import SamplingKernel
+from onward.sampling import ConstraintState, History, Sampler, SamplingParams
+from onward.sampling.logprobs import Token, TokenLogprobs, checked_ids, not_finite, token_logprobs, tokens_of
 
 # (logits [B, V], positions int32 [B] of the tokens to choose) -> int64 [B]
 Select = Callable[[Tensor, Tensor], Tensor]
 
 
-class Chooser(Protocol):
+class TokenSampler(Protocol):
     """Chooses the next id of sequences from their logits."""
 
     def __call__(
@@ -38,12 +48,12 @@ class Chooser(Protocol):
         """
         ...
 
-    def kernel(self, sequences: abc.Sequence[Sequence]) -> Pick | None:
+    def kernel(self, sequences: abc.Sequence[Sequence]) -> SamplingKernel | None:
         """The kernel that does it for these sequences; None where none does."""
         ...
 
 
-class SamplingChooser:
+class SamplerCache:
     """Chooses as each sequence's own `sampling` says, from its own history. device: where the logits are."""
 
     def __init__(self, device: torch.device) -> None:
@@ -75,11 +85,11 @@ class SamplingChooser:
         if last is not None and sequence in last[0]:
             self._last = None
 
-    def kernel(self, sequences: abc.Sequence[Sequence]) -> Pick | None:
+    def kernel(self, sequences: abc.Sequence[Sequence]) -> SamplingKernel | None:
         return self.sampler(sequences).pick if constraints_of(sequences) is None else None
 
 
-class SelectChooser:
+class FunctionSampler:
     """Chooses with a function of logits and positions that is the same for all sequences.
 
     select: may have an attribute `pick`, the kernel that does it.
@@ -87,7 +97,7 @@ class SelectChooser:
 
     def __init__(self, select: Select) -> None:
         self._select = select
-        self._kernel: Pick | None = getattr(select, "pick", None)
+        self._kernel: SamplingKernel | None = getattr(select, "pick", None)
 
     def __call__(
         self,
@@ -99,7 +109,7 @@ class SelectChooser:
         assert drafts is None, "a function chooses at one place at a time"
         return self._select(logits, positions)
 
-    def kernel(self, sequences: abc.Sequence[Sequence]) -> Pick | None:
+    def kernel(self, sequences: abc.Sequence[Sequence]) -> SamplingKernel | None:
         return self._kernel
 
 
@@ -108,7 +118,7 @@ def histories_of(sampler: Sampler, sequences: abc.Sequence[Sequence]) -> list[Hi
     return [sequence.read_history() for sequence in sequences] if sampler.needs_history else None
 
 
-def constraints_of(sequences: abc.Sequence[Sequence]) -> list[ConstrainedText | None] | None:
+def constraints_of(sequences: abc.Sequence[Sequence]) -> list[ConstraintState | None] | None:
     """The constraints of sequences; None where none has any."""
     constraints = [sequence.constraint for sequence in sequences]
     return constraints if any(constraint is not None for constraint in constraints) else None
@@ -116,7 +126,7 @@ def constraints_of(sequences: abc.Sequence[Sequence]) -> list[ConstrainedText | 
 
 def sampling_of(sequence: Sequence) -> SamplingParams:
     """How a sequence's tokens are chosen."""
-    assert sequence.sampling is not None, "a sequence without sampling wants a SelectChooser"
+    assert sequence.sampling is not None, "a sequence without sampling wants a FunctionSampler"
     return sequence.sampling
 
 
@@ -133,7 +143,7 @@ class Step(Protocol):
     A step that fails has changed nothing that counts: the same work may be tried again, whole or in parts.
     """
 
-    def __call__(self, work: abc.Sequence[Work]) -> Emitted: ...
+    def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted: ...
 
 
 class DecodeStep:
@@ -142,12 +152,12 @@ class DecodeStep:
     run: the model. slots: where the sequences' keys and values are. chooser: logits to ids.
     """
 
-    def __init__(self, run: Run, slots: Slots, chooser: Chooser, device: torch.device) -> None:
+    def __init__(self, run: Run, slots: CacheManager, chooser: TokenSampler, device: torch.device) -> None:
         self.run, self.slots, self.chooser, self.device = run, slots, chooser, device
         self._picking = run if isinstance(run, PickingRun) else None
 
     @torch.no_grad()
-    def __call__(self, work: abc.Sequence[Work]) -> Emitted:
+    def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
         emitted: Emitted = [[] for _ in work]
         scored = []
         for indices, needs in batches(work, self.slots):
@@ -155,11 +165,11 @@ class DecodeStep:
             logits, ids = self._processed(items, needs)
             if logits is None:
                 continue
-            if needs is Needs.ALL:
+            if needs is LogitsNeeded.ALL:
                 scored += [
                     (item.sequence, *missing_logprobs(item, logits[place]))
                     for place, item in enumerate(items)
-                    if needs_of(item) is Needs.ALL
+                    if needs_of(item) is LogitsNeeded.ALL
                 ]
             for index, token in self._tokens(indices, items, logits, ids):
                 emitted[index].append(token)
@@ -170,7 +180,9 @@ class DecodeStep:
             sequence.computed += count
         return emitted
 
-    def _processed(self, items: abc.Sequence[Work], needs: Needs) -> tuple[Tensor | None, Tensor | None]:
+    def _processed(
+        self, items: abc.Sequence[ScheduledSequence], needs: LogitsNeeded
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The logits of items, and their ids where the run picks them in the same call."""
         with self.slots.lock:
             if self._picking is None or not all(map(_decodes, items)):
@@ -182,11 +194,11 @@ class DecodeStep:
                 return given.of_items(forward(self.run, self.slots, given, None)), None
             logits, ids, cache = self._picking.picked(*given[:2], given.view.cache, pick, given.offsets + 1)
             check_logits(logits, given.tokens.shape)
-            self.slots.put(given.view, cache)
+            self.slots.check_written(given.view, cache)
             return logits, ids
 
     def _tokens(
-        self, indices: abc.Sequence[int], items: abc.Sequence[Work], logits: Tensor, ids: Tensor | None
+        self, indices: abc.Sequence[int], items: abc.Sequence[ScheduledSequence], logits: Tensor, ids: Tensor | None
     ) -> list[tuple[int, Token]]:
         """The tokens of the items whose text goes on, each with its index."""
         going_on = [place for place, item in enumerate(items) if _goes_on(item)]
@@ -204,17 +216,17 @@ class DecodeStep:
         return [(indices[place], token) for place, token in zip(going_on, tokens, strict=True)]
 
 
-def _decodes(item: Work) -> bool:
+def _decodes(item: ScheduledSequence) -> bool:
     """Whether the id to process is a new one. (A prompt's ids are for calls that look whether weights have moved.)"""
     sequence = item.sequence
     return item.tokens == sequence.pending == 1 and sequence.has_begun and sequence.finish_reason is None
 
 
-def _goes_on(item: Work) -> bool:
+def _goes_on(item: ScheduledSequence) -> bool:
     return item.sequence.finish_reason is None and item.tokens == item.sequence.pending
 
 
-def missing_logprobs(item: Work, logits: Tensor) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
+def missing_logprobs(item: ScheduledSequence, logits: Tensor) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
     """The logprobs that a sequence lacks, of its prompt's ids and of ids emitted elsewhere, as far as logits [T, V]
     after the processed ids tell them."""
     sequence, count = item

@@ -2,4 +2,8 @@
 
 from onward.distributed.ranks import Settings, load_ranks, run_rank
 
-__all__ = ["Settings", "load_ranks", "run_rank"]
+__all__ = [
+    "Settings",
+    "load_ranks",
+    "run_rank",
+]

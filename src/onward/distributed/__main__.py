@@ -2,7 +2,7 @@
 
 import sys
 
-from onward.distributed.processes import end_with_parent
+from onward.distributed.launchers import end_with_parent
 from onward.distributed.ranks import run_rank
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onward.cache import KVBlocks, LayerShape, Slot
+from onward.cache import KVPool, LayerShape, Slot
 from onward.distributed.group import Tables, empty_like_row
 from onward.distributed.links import Forward, Kind, Links
+from onward.distributed.stage import rows_of_table
 from onward.models import ModelRun
 
 
-class Follower:
+class RankWorker:
     """The loop of a rank.
 
     run: its part of the model, over a table of hidden states. shapes: what its layers cache. width: the most blocks of
@@ -24,13 +25,13 @@ class Follower:
         self._links, self._run, self._hidden = links, run, hidden
         self._shapes, self._width, self._to = tuple(shapes), width, to
         self._tables = Tables()
-        self._memories: dict[int, KVBlocks] = {}
+        self._memories: dict[int, KVPool] = {}
 
     @torch.no_grad()
     def serve(self) -> None:
         """Do what is told until the end."""
         while True:
-            kind, *numbers = self._links.told()
+            kind, *numbers = self._links.recv_ints()
             if kind == Kind.END:
                 return
             self._do(Kind(kind), numbers)
@@ -41,7 +42,7 @@ class Follower:
             return
         number, *rest = numbers
         if kind is Kind.NEW:
-            self._memories[number] = KVBlocks.of(self._shapes, count=rest[0], dtype=self._hidden.dtype, device="cpu")
+            self._memories[number] = KVPool.of(self._shapes, count=rest[0], dtype=self._hidden.dtype, device="cpu")
         elif kind is Kind.FORGET:
             del self._memories[number]
         elif kind is Kind.COPY:
@@ -69,8 +70,3 @@ class Follower:
         out, _ = self._run(rows_of_table(given.rows, given.tokens), given.offsets, view, at)
         if self._to != 0 or given.has_result:
             self._links.send(out, self._to)
-
-
-def rows_of_table(rows: int, tokens: int) -> Tensor:
-    """int32 [B, T]: where a forward's hidden states lie in the table."""
-    return torch.arange(rows * tokens, dtype=torch.int32).view(rows, tokens)

@@ -11,14 +11,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from onward.cache import KVBlocks, KVCache, LayerShape
-from onward.cache.buffers import lazy_zeros
+from onward.cache import KVCache, KVPool, LayerShape
+from onward.cache.kinds import lazy_zeros
 from onward.cache.slot import Slot
+from onward.distributed.launchers import HeartbeatMonitor
 from onward.distributed.links import Kind, Links
-from onward.distributed.processes import Watch
-from onward.distributed.ray_ranks import Started
+from onward.distributed.ray import RankHandles
 from onward.errors import RankError
-from onward.ops.blocks import BLOCK
+from onward.ops.kv_write import BLOCK
 
 
 def empty_like_row(shapes: Sequence[LayerShape], positions: int, dtype: torch.dtype) -> KVCache:
@@ -41,7 +41,7 @@ def parts(row: KVCache, shapes: Sequence[Sequence[LayerShape]]) -> list[KVCache]
     return found
 
 
-class Group:
+class RankGroup:
     """All ranks, as rank 0 has them. They end when nobody holds it any more.
 
     shapes: what each rank's layers cache. memories: the number of each memory of blocks, by the address of its keys.
@@ -54,7 +54,7 @@ class Group:
         links: Links,
         shapes: Sequence[tuple[LayerShape, ...]],
         dtype: torch.dtype,
-        processes: Started | None,
+        processes: RankHandles | None,
     ) -> None:
         self.links, self.shapes, self.dtype, self.processes = links, shapes, dtype, processes
         self.lock = threading.RLock()
@@ -64,8 +64,8 @@ class Group:
         self._count = 0
         self._forgotten: deque[int] = deque()
         self._pid = os.getpid()
-        hung = _Hung(links, processes)
-        self._hung, self._watch = hung, Watch(links.store, self.others, hung)
+        hung = _RankTimeout(links, processes)
+        self._hung, self._watch = hung, HeartbeatMonitor(links.store, self.others, hung)
         self.close = weakref.finalize(self, _close, links, self.others, processes, self._pid, self._watch)
 
     def __reduce__(self) -> NoReturn:
@@ -83,8 +83,8 @@ class Group:
             self.check()
             try:
                 while self._forgotten:
-                    self.links.tell([Kind.FORGET, self._forgotten.popleft()], self.others)
-                self.links.tell([kind, *numbers], self.others)
+                    self.links.send_ints([Kind.FORGET, self._forgotten.popleft()], self.others)
+                self.links.send_ints([kind, *numbers], self.others)
             except RankError as error:  # some were told, and others were not
                 self.broke(str(error))
                 raise
@@ -149,10 +149,10 @@ class Group:
         return own
 
 
-class _Hung:
+class _RankTimeout:
     """Ends the waiting for a rank that hangs: connections close. why: is known before they do; "" while all is well."""
 
-    def __init__(self, links: Links, processes: Started | None) -> None:
+    def __init__(self, links: Links, processes: RankHandles | None) -> None:
         self._links, self._processes, self.why = links, processes, ""
 
     def __call__(self, why: str) -> None:
@@ -163,20 +163,22 @@ class _Hung:
             self._links.abort()
 
 
-def _close(links: Links, others: Sequence[int], processes: Started | None, pid: int, watch: Watch) -> None:
+def _close(
+    links: Links, others: Sequence[int], processes: RankHandles | None, pid: int, watch: HeartbeatMonitor
+) -> None:
     if os.getpid() != pid:  # the parent's connections are not a forked child's to close
         return
     watch.close()
     with suppress(RankError):  # one may have ended, and then all do
-        links.tell([Kind.END], others)
+        links.send_ints([Kind.END], others)
     if processes is not None:
         processes.end()
 
 
-class SplitBlocks(KVBlocks):
+class ShardedKVPool(KVPool):
     """Rank 0's blocks, which have the same numbers on every rank. What is done to them here is done there."""
 
-    def __init__(self, buffer: Tensor, group: Group) -> None:
+    def __init__(self, buffer: Tensor, group: RankGroup) -> None:
         """buffer: of rank 0's layers."""
         super().__init__(buffer, group.shapes[0])
         self._group = group
@@ -202,13 +204,13 @@ class SplitBlocks(KVBlocks):
         super().write(place, self._group.write(self.number, place.blocks, positions, cache), positions)
 
 
-def new_blocks(group: Group, count: int) -> SplitBlocks:
+def new_blocks(group: RankGroup, count: int) -> ShardedKVPool:
     """Memory for so many blocks on every rank. Raises `RequestError`: the system refuses so much."""
     features = numbers_of_block(group.shapes[0])
-    return SplitBlocks(lazy_zeros((count + 1, features), group.dtype, torch.device("cpu"), huge_pages=True), group)
+    return ShardedKVPool(lazy_zeros((count + 1, features), group.dtype, torch.device("cpu"), huge_pages=True), group)
 
 
-def new_cache(group: Group, batch: int, max_len: int) -> KVCache:
+def new_cache(group: RankGroup, batch: int, max_len: int) -> KVCache:
     """A dense cache of all ranks' layers, for rows that are saved or restored; no forward takes it."""
     return KVCache.of(group.row_shapes, batch=batch, max_len=max_len, dtype=group.dtype, device="cpu")
 

@@ -47,7 +47,7 @@ class Links:
             self._group: Any = dist.ProcessGroupGloo(store, rank, world, options)
         self._unsettled: deque[Any] = deque()
 
-    def tell(self, numbers: Sequence[int], to: Sequence[int]) -> None:
+    def send_ints(self, numbers: Sequence[int], to: Sequence[int]) -> None:
         """Send integers to some ranks."""
         first, rest = numbers[: _PIECE - 1], numbers[_PIECE - 1 :]
         piece = torch.zeros(_PIECE, dtype=torch.int64)
@@ -57,7 +57,7 @@ class Links:
             for each in pieces:
                 self._send(each, rank, _NUMBERS)
 
-    def told(self, by: int = 0) -> list[int]:
+    def recv_ints(self, by: int = 0) -> list[int]:
         """Wait for the integers that a rank tells next."""
         piece = self._receive(torch.empty(_PIECE, dtype=torch.int64), by, _NUMBERS).tolist()
         count, numbers = piece[0], piece[1:]

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from onward.cache import PagedKVCache
-from onward.distributed.follower import rows_of_table
-from onward.distributed.group import Group, Tables
+from onward.distributed.group import RankGroup, Tables
 from onward.distributed.links import Forward, Kind
-from onward.distributed.stage import MOST_TOKENS, HeadParams, Stage, hidden_states
+from onward.distributed.stage import MOST_TOKENS, HeadParams, Stage, hidden_states, rows_of_table
 from onward.errors import RequestError
 from onward.models import Embedding, Model, ModelRun
 from onward.models.blocks import DecoderParams
-from onward.ops.blocks import BLOCK
+from onward.ops.kv_write import BLOCK
 
 # The fewest tokens of a prompt, and the fewest rows, of which a part pays: each part reads all weights of a rank. Eight
 # rows of a 0.6B model in two parts took twice as long as in one process (benchmarks/LOG.md).
@@ -24,7 +23,7 @@ _LEAST_TOKENS = 32
 _LEAST_ROWS = 16
 
 
-class Part(NamedTuple):
+class Microbatch(NamedTuple):
     """Some rows of a forward, or some tokens of its only row.
 
     tokens: int32 [B, T]. offsets: int32 [B]. table: int32 [B, M]. at: int64 [R, N], the positions
@@ -47,7 +46,7 @@ class Part(NamedTuple):
         return self.at is None or self.at.numel() > 0
 
 
-def parts_of(whole: Part, most: int) -> list[Part]:
+def parts_of(whole: Microbatch, most: int) -> list[Microbatch]:
     """At most `most` parts, which together are the forward. Their results in order are its logits.
 
     A row that another row reads goes with it: a layer stores the keys and values of all rows before it reads any.
@@ -65,12 +64,12 @@ def parts_of(whole: Part, most: int) -> list[Part]:
     most = min(most, rows // _LEAST_ROWS)
     cuts = [rows * index // most for index in range(most + 1)]
     return [
-        Part(tokens[a:b], offsets[a:b], table[a:b], None if at is None else at[a:b])
+        Microbatch(tokens[a:b], offsets[a:b], table[a:b], None if at is None else at[a:b])
         for a, b in itertools.pairwise(cuts)
     ]
 
 
-def _of_tokens(whole: Part, most: int) -> list[Part]:
+def _of_tokens(whole: Microbatch, most: int) -> list[Microbatch]:
     """The tokens of a row cut into runs. The positions that are wanted must lie in the last one."""
     count = whole.tokens.shape[1]
     cuts = [count * index // most for index in range(most + 1)]
@@ -104,7 +103,7 @@ class PipelineForward:
     before. A row's bits do not depend on its neighbours nor on the chunk, so no bit depends on the parts.
     """
 
-    def __init__(self, group: Group, stage: Stage, params: DecoderParams, compile: str) -> None:
+    def __init__(self, group: RankGroup, stage: Stage, params: DecoderParams, compile: str) -> None:
         self.group = group
         self._tables = Tables()
         self._begun = False
@@ -131,11 +130,11 @@ class PipelineForward:
             )
         self.group.check()
         # The caller may write the table again after an interrupt.
-        whole = Part(tokens, offsets, cache.table.clone(), logits_at)
+        whole = Microbatch(tokens, offsets, cache.table.clone(), logits_at)
         return self._thread.submit(self._checked, whole, cache).result(), cache
 
     @torch.no_grad()
-    def _checked(self, whole: Part, cache: PagedKVCache) -> Tensor:
+    def _checked(self, whole: Microbatch, cache: PagedKVCache) -> Tensor:
         with self.group.exchanging():
             self._begun = False
             try:
@@ -145,7 +144,7 @@ class PipelineForward:
                     self.group.broke(f"the ranks are out of step since a forward failed ({error}): reload the model")
                 raise
 
-    def _run(self, whole: Part, cache: PagedKVCache) -> Tensor:
+    def _run(self, whole: Microbatch, cache: PagedKVCache) -> Tensor:
         parts = parts_of(whole, self.group.links.world)
         for place, part in enumerate(parts):
             # What is wrong with the ids is found here, before anybody is told of them.
@@ -158,18 +157,18 @@ class PipelineForward:
         self.group.links.settle()
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _end(self, part: Part) -> Tensor:
+    def _end(self, part: Microbatch) -> Tensor:
         """The logits of a part, when it has come back."""
         rows, each = part.wanted
         self.group.links.receive(self._hidden[: rows * each], self.group.links.world - 1)
         logits, _ = self._back(rows_of_table(rows, each), torch.zeros(rows, dtype=torch.int32), (), None)
         return logits
 
-    def _view(self, part: Part, cache: PagedKVCache, place: int) -> PagedKVCache:
+    def _view(self, part: Microbatch, cache: PagedKVCache, place: int) -> PagedKVCache:
         """Rank 0's cache of a part's rows."""
         return cache._replace(table=self._tables.filled(part.table, part.table.shape[1], place))
 
-    def _announce(self, part: Part, cache: PagedKVCache) -> None:
+    def _announce(self, part: Microbatch, cache: PagedKVCache) -> None:
         """Tell the others of a forward."""
         count = part.tokens.shape[1]
         used = (int(part.offsets.max()) + count - 1) // BLOCK + 1

@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 import torch
 
 from onward import native
-from onward.cache.shape import without_windows
+from onward.cache.kinds import without_windows
 from onward.checkpoint import GgufCheckpoint, open_checkpoint
-from onward.distributed.follower import Follower
-from onward.distributed.group import Group, new_blocks, new_cache
+from onward.distributed.follower import RankWorker
+from onward.distributed.group import RankGroup, new_blocks, new_cache
+from onward.distributed.launchers import Processes, beating
 from onward.distributed.links import Links, await_all, meet
 from onward.distributed.pipeline import PipelineForward, rank_run
-from onward.distributed.processes import Processes, beating
-from onward.distributed.ray_ranks import RayRanks, Started, address_here
+from onward.distributed.ray import RankHandles, RayRanks, address_here
 from onward.distributed.stage import Stage, StageParams, hidden_states, stage_of
 from onward.errors import RequestError
-from onward.loading_weights import LayersInPlace, WeightsReader
+from onward.language_model.session_fingerprint import fingerprint
+from onward.language_model.weights import LayersInPlace, WeightsReader
 from onward.models import Embedding, Model, read_config
 from onward.models.architecture import num_parameters
-from onward.ops.blocks import BLOCK
-from onward.sessions.fingerprint import fingerprint
+from onward.ops.kv_write import BLOCK
 
 
 @dataclass(frozen=True)
@@ -84,22 +84,24 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
     ]
     store, where = meet(0, settings.pipeline, address_here() if address == "ray" else address)
     store.set("settings", json.dumps(asdict(settings)))
-    processes: Started | None = None  # somebody else starts them
-    if address in (None, "ray"):
-        processes = (Processes if address is None else RayRanks)(settings.pipeline, where)
+    processes: RankHandles | None = None  # somebody else starts them
+    if address is None:
+        processes = Processes(settings.pipeline, where)
+    elif address == "ray":
+        processes = RayRanks(settings.pipeline, where, run_rank)
     try:
         await_all(store, settings.pipeline, lambda: None if processes is None else processes.check())
         links = Links(0, settings.pipeline, store, _interface(where))
         stage = stage_of(architecture, 0, settings.pipeline)
         params = _read(settings, stage, layers)
         dtype = params.embed_tokens.weight.dtype
-        links.tell([_DTYPES.index(dtype)], range(1, settings.pipeline))
-        digests = [links.told(rank)[0] for rank in range(1, settings.pipeline)]  # they are ready
+        links.send_ints([_DTYPES.index(dtype)], range(1, settings.pipeline))
+        digests = [links.recv_ints(rank)[0] for rank in range(1, settings.pipeline)]  # they are ready
     except BaseException:
         if processes is not None:
             processes.end()
         raise
-    group = Group(links, shapes, dtype, processes)
+    group = RankGroup(links, shapes, dtype, processes)
     return Model(
         forward=PipelineForward(group, stage, params, settings.compile),
         params=RankParams(params, torch.tensor(digests)),
@@ -147,14 +149,14 @@ def _follow(settings: Settings, links: Links) -> None:
     architecture = read_config(open_checkpoint(settings.path).config).serving(settings.context)
     stage = stage_of(architecture, links.rank, settings.pipeline)
     params = _read(settings, stage, _unseen)
-    dtype = _DTYPES[links.told()[0]]
+    dtype = _DTYPES[links.recv_ints()[0]]
     if _dtype_of(params) != dtype:  # this rank's part begins with a tensor of another dtype than the model
         params = _read(replace(settings, dtype=str(dtype).removeprefix("torch.")), stage, _unseen)
     hidden = hidden_states(stage.hidden_size, dtype)
     run = rank_run(stage.hidden, params._replace(embed_tokens=Embedding(hidden)), stage.hidden_size, settings.compile)
-    links.tell([_digest(run.model)], [0])
+    links.send_ints([_digest(run.model)], [0])
     to = (links.rank + 1) % links.world
-    Follower(links, run, hidden, without_windows(stage.cached), -(-settings.context // BLOCK), to).serve()
+    RankWorker(links, run, hidden, without_windows(stage.cached), -(-settings.context // BLOCK), to).serve()
 
 
 def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlace]) -> Any:

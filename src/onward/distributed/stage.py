@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onward.cache.buffers import lazy_zeros
+from onward.cache.kinds import lazy_zeros
 from onward.errors import RequestError
-from onward.models import Architecture, Embedding, Scope
+from onward.models import Architecture, Embedding, WeightScope
 from onward.models.architecture import parameter_shapes
 from onward.models.blocks import Decoder, DecoderParams, LayerParams
 from onward.models.contract import take_positions
@@ -84,7 +84,7 @@ class Stage(Decoder):
         """Whether it is rank 0's."""
         return self.first == 0
 
-    def read(self, scope: Scope, each_layer: Callable[[LayerParams], LayerParams] = lambda layer: layer) -> Any:
+    def read(self, scope: WeightScope, each_layer: Callable[[LayerParams], LayerParams] = lambda layer: layer) -> Any:
         if self.begins:
             return super().read(scope, each_layer)
         below = scope.under(self.names.layers)
@@ -147,3 +147,8 @@ def _mixers(decoder: Decoder) -> str:
 def hidden_states(width: int, dtype: torch.dtype) -> Tensor:
     """A table for the hidden states of a forward's tokens, which takes memory as it is written."""
     return lazy_zeros((MOST_TOKENS, width), dtype, torch.device("cpu"))
+
+
+def rows_of_table(rows: int, tokens: int) -> Tensor:
+    """int32 [B, T]: where a forward's hidden states lie in the table."""
+    return torch.arange(rows * tokens, dtype=torch.int32).view(rows, tokens)

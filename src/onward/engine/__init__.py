@@ -4,4 +4,8 @@ from onward.engine.engine import Engine
 from onward.engine.generation import Generation
 from onward.engine.stats import EngineStats
 
-__all__ = ["Engine", "EngineStats", "Generation"]
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "Generation",
+]

@@ -8,30 +8,29 @@ from typing import Any, NoReturn, Self, Unpack, overload
 
 from torch import Tensor
 
+from onward.cache.manager import PagedCacheManager
 from onward.cache.slot import digest_of
-from onward.cache.slots import PagedSlots
-from onward.checks import check_whole, is_finite
-from onward.decoding import DenseSlots, Slots
-from onward.decoding.dense_slots import dims_of
-from onward.decoding.kept_slots import MOST_BLOCKS, blocks_within
+from onward.decoding import CacheManager, RowCacheManager
+from onward.decoding.row_cache import dims_of
+from onward.decoding.shared_cache import MOST_BLOCKS, blocks_within
 from onward.engine.fingerprint import bits_fingerprint, check_same_bits
 from onward.engine.generation import Generation
-from onward.engine.policy import Policy
-from onward.engine.serving import Serving
+from onward.engine.request import EngineRequest
+from onward.engine.scheduler import Scheduler
 from onward.engine.stats import EngineStats
-from onward.engine.ticket import Ticket
+from onward.engine.worker import EngineWorker
 from onward.errors import ContextOverflowError, EngineError, RequestError
-from onward.language_model import LanguageModel, Messages
+from onward.language_model import ChatOptionsDict, GenerateOptionsDict, LanguageModel, Messages, Prompt, Request
+from onward.language_model.job import RequestState
+from onward.language_model.request import Emitted, as_list, checked_emitted
 from onward.models import Model
-from onward.models.weights_version import computation
-from onward.native.machine_memory import memory_limit
-from onward.ops.blocks import BLOCK
-from onward.option_names import checks_option_names
+from onward.models.model import computation
+from onward.native.machine import memory_limit
+from onward.ops.kv_write import BLOCK
 from onward.program.leaves import leaves_of
-from onward.reprs import described, in_bytes
-from onward.requests import ChatOptionsDict, GenerateOptionsDict, Prompt, Request
-from onward.requests.job import Job
-from onward.requests.request import Emitted, as_list, checked_emitted
+from onward.util.checks import check_whole, is_finite
+from onward.util.option_names import checks_option_names
+from onward.util.text import described, in_bytes
 
 # The share of the machine's memory that a cache takes at most where nothing else is asked for.
 _SHARE = 0.25
@@ -39,7 +38,7 @@ _SHARE = 0.25
 _UNKNOWN_CONTEXT = 4096
 
 
-def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> Slots:
+def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> CacheManager:
     """Slots for an engine.
 
     cache_memory: bytes of keys, values and recurrent states; None takes what all sequences of full length need, and at
@@ -54,7 +53,7 @@ def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> 
     context = _UNKNOWN_CONTEXT if model.max_seq_len is None else model.max_seq_len
     if model.new_blocks is None:
         return _dense(model, max_sequences, context, limit, cache_memory)
-    one = PagedSlots(model.new_blocks(1), max_len=context, cached_blocks=0)
+    one = PagedCacheManager(model.new_blocks(1), max_len=context, cached_blocks=0)
     unit = one.unit_nbytes
     limit = min(limit, max_sequences * one.blocks_for(context) * unit)
     if limit < (least := one.blocks_for(BLOCK) * unit):
@@ -64,10 +63,10 @@ def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> 
         )
     most = min(MOST_BLOCKS, max_sequences * -(-context // BLOCK))
     blocks = blocks_within(model.new_blocks, limit, most, model.device)
-    return PagedSlots(blocks, max_len=context, cached_blocks=limit // unit, nbytes=limit)
+    return PagedCacheManager(blocks, max_len=context, cached_blocks=limit // unit, nbytes=limit)
 
 
-def _dense(model: Model, rows: int, context: int, limit: int, cache_memory: int | None) -> Slots:
+def _dense(model: Model, rows: int, context: int, limit: int, cache_memory: int | None) -> CacheManager:
     """Rows of one dense cache, as long as fit into the memory."""
     least = min(BLOCK, context)
     position = _bytes_of(model.new_cache(1, least)) // least
@@ -78,7 +77,7 @@ def _dense(model: Model, rows: int, context: int, limit: int, cache_memory: int 
             f"{in_bytes(position)}: give more, or lower max_sequences"
         )
     cache = model.new_cache(rows, length)  # no longer than that, for the memory is a bound
-    return DenseSlots(cache, rows, length, dims_of(model, cache, rows), model)
+    return RowCacheManager(cache, rows, length, dims_of(model, cache, rows), model)
 
 
 def _bytes_of(cache: object) -> int:
@@ -147,7 +146,7 @@ class Engine:
         slots = engine_slots(lm.model, max_sequences, cache_memory)
         if slots.whole:
             raise RequestError("this model's cache does not show its rows: an engine serves it with max_sequences=1")
-        policy: Policy[Ticket] = Policy(
+        policy: Scheduler[EngineRequest] = Scheduler(
             max_sequences=max_sequences,
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
@@ -156,7 +155,7 @@ class Engine:
             overcommit=overcommit,
             ageing=ageing,
         )
-        self._serving = Serving(lm._model_run, slots, policy)
+        self._serving = EngineWorker(lm._model_run, slots, policy)
         self._fingerprints: tuple[object, dict[str, str]] | None = None  # of a state of the weights, by adapter
         weakref.finalize(self, self._serving.abandon).atexit = False
 
@@ -268,11 +267,11 @@ class Engine:
         check_whole("priority", priority, low=-_MOST_PRIORITY)
         if priority > _MOST_PRIORITY:
             raise RequestError(f"priority must be {_MOST_PRIORITY} or less; got {priority}")
-        job = Job(request, self.lm.tokenizer, self.lm.adapters)
+        job = RequestState(request, self.lm.tokenizer, self.lm.adapters)
         if emitted is not None:
             job.replay(emitted)
         vocab_size = self.lm.model.vocab_size
-        ticket = Ticket(job, priority, serving.slots, vocab_size, serving.cancel, serving.watches)
+        ticket = EngineRequest(job, priority, serving.slots, vocab_size, serving.cancel, serving.watches)
         self._check_fits(ticket)
         if replayed := job.replayed_pieces():
             ticket.generation.add(replayed, None)
@@ -351,7 +350,7 @@ class Engine:
             raise RequestError(f"submit takes one prompt; got a list of {len(prompts)}: submit each")
         return self.lm.request(prompt, **options)
 
-    def _check_fits(self, ticket: Ticket) -> None:
+    def _check_fits(self, ticket: EngineRequest) -> None:
         if ticket.sequences > self.max_sequences:
             raise RequestError(
                 f"the request runs {ticket.sequences} texts at once, and the engine {self.max_sequences}: ask for "

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from onward import native
-from onward.cache import RowAdapter
+from onward.cache import AdapterRef
 from onward.errors import RequestError
+from onward.language_model.session_fingerprint import computed_by, fingerprint
 from onward.models import Model
-from onward.sessions.fingerprint import computed_by, fingerprint
 
 # The parts of a fingerprint, in order, as an error calls them.
 PARTS = (
@@ -30,31 +30,29 @@ PROBE = "what they compute of one text"
 # The folders and modules of Onward on which the ids and logprobs of a request depend, from its options, its weights and
 # its prompt to its text. The others (servers, commands, schedules of engines, files of sessions) change no bits.
 COMPUTING = (
-    "adapters",
     "cache",
-    "checkpoint",  # reads weights, and makes ids of texts
+    "chat",  # renders prompts, and makes grammars of tools
+    "checkpoint",
     "constraints",
     "decoding",
     "distributed",
+    "language_model",
     "loading.py",
-    "loading_weights.py",
-    "messages",  # makes grammars of tools
     "models",
     "native",
     "ops",
     "program",
     "quantization",
-    "requests",  # seeds of samples, options to sampling
     "sampling",
-    "schemas",  # makes grammars
-    "speculation",
+    "schemas",
+    "tokenizer",
 )
 _DIGITS = 8  # of each part
 _BEGAN = time.time()
 _FINGERPRINT = re.compile("-".join([f"[0-9a-f]{{{_DIGITS}}}"] * len(PARTS)))
 
 
-def bits_fingerprint(model: Model, adapter: RowAdapter | None = None) -> str:
+def bits_fingerprint(model: Model, adapter: AdapterRef | None = None) -> str:
     """A short text that is the same where the same requests give the same bits.
 
     Of each of `PARTS` 8 hexadecimal digits, joined by "-". All bytes of the weights count (`sessions.fingerprint`).

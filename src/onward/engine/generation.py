@@ -6,13 +6,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import NamedTuple
 
-from onward.completion import Completion, Piece
 from onward.errors import EngineError
-from onward.forks import renew_in_forks
-from onward.requests import Request
+from onward.language_model import Completion, Piece, Request
+from onward.util.process import renew_in_forks
 
 
-class Watch(NamedTuple):
+class Listener(NamedTuple):
     """Who wants `changed()` called in a loop. pieces: also for new pieces, not for the end alone."""
 
     loop: asyncio.AbstractEventLoop
@@ -20,7 +19,7 @@ class Watch(NamedTuple):
     pieces: bool
 
 
-class Watches:
+class LoopNotifier:
     """What the engine's thread has to tell when a step is over. Only that thread uses it.
 
     A call into a loop wakes its thread, which then competes with this one for the interpreter. So there is one a step,
@@ -30,13 +29,13 @@ class Watches:
     def __init__(self) -> None:
         self._due: dict[asyncio.AbstractEventLoop, dict[Callable[[], None], None]] = {}
 
-    def note(self, watches: Iterable[Watch], *, ended: bool) -> None:
+    def note(self, watches: Iterable[Listener], *, ended: bool) -> None:
         """Something has changed for these. ended: it was the end."""
         for loop, changed, pieces in watches:
             if pieces or ended:
                 self._due.setdefault(loop, {})[changed] = None
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Call all that are due."""
         if not self._due:
             return
@@ -69,7 +68,7 @@ class Generation:
     arrivals: (when, how many tokens) for each step that brought it tokens, on the same clock.
     """
 
-    def __init__(self, request: Request, cancel: Callable[[], None], watches: Watches | None = None) -> None:
+    def __init__(self, request: Request, cancel: Callable[[], None], watches: LoopNotifier | None = None) -> None:
         self.request = request
         self.submitted = time.monotonic()
         self.arrivals: list[tuple[float, int]] = []
@@ -78,8 +77,8 @@ class Generation:
         self._pieces: list[Piece] = []
         self._completion: Completion | None = None
         self._error: BaseException | None = None
-        self._watches = Watches() if watches is None else watches
-        self._watching: list[Watch] = []
+        self._watches = LoopNotifier() if watches is None else watches
+        self._watching: list[Listener] = []
         renew_in_forks(self)
 
     def __repr__(self) -> str:
@@ -145,7 +144,7 @@ class Generation:
         Returns:
             A function that ends the watch.
         """
-        watch = Watch(asyncio.get_running_loop(), changed, pieces)
+        watch = Listener(asyncio.get_running_loop(), changed, pieces)
         with self._changed:
             self._watching.append(watch)
             if self.done:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from onward.decoding import Slots
+from onward.decoding import CacheManager
 
 
 @dataclass
@@ -46,7 +46,7 @@ class EngineStats:
     seconds: Seconds = field(default_factory=Seconds)
 
 
-def block_counts(slots: Slots) -> dict[str, Any]:
+def block_counts(slots: CacheManager) -> dict[str, Any]:
     """The fields of `EngineStats` that tell of the cache."""
     return {
         "blocks": slots.total,

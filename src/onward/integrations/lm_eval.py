@@ -22,11 +22,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 import onward
-from onward.checkpoint import JsonTokenizer
-from onward.checks import check_whole
-from onward.completion import Completion
 from onward.errors import RequestError
-from onward.language_model import LanguageModel
+from onward.language_model import Completion, LanguageModel
+from onward.tokenizer import JsonTokenizer
+from onward.util.checks import check_whole
 
 _MAX_NEW_TOKENS = 256  # where a task does not say; of the harness's class for transformers
 

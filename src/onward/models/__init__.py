@@ -2,6 +2,8 @@
 
 from onward.models.architecture import (
     Architecture,
+    Tensors,
+    WeightScope,
     architecture_of,
     build_model,
     named_params,
@@ -24,7 +26,6 @@ from onward.models.linear import (
 )
 from onward.models.model import Cache, Forward, Model, NewBlocks, Params
 from onward.models.run import ModelRun, check_backend, padded_length, reused_run
-from onward.models.scope import Scope, Tensors
 
 __all__ = [
     "FAMILIES",
@@ -40,9 +41,9 @@ __all__ = [
     "NewBlocks",
     "Params",
     "Router",
-    "Scope",
     "ShortConv",
     "Tensors",
+    "WeightScope",
     "architecture_of",
     "build_model",
     "check_backend",

@@ -1,16 +1,83 @@
-"""What a family makes of a config.json: the numbers of a model, how its weights are read, and its forward."""
+"""What a family makes of a config.json: a model's dimensions, how its weights are read, and its forward.
+
+A `WeightScope` names the weights of a block below a prefix.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from onward.cache import KVBlocks, KVCache, LayerShape, StateShape
-from onward.cache.shape import without_useless_windows
+from onward import ops
+from onward.cache import KVCache, KVPool, LayerShape, StateShape
+from onward.cache.kinds import without_useless_windows
+from onward.models.linear import Embedding, ExpertLinear, LatentLinear, Linear, Router, ShortConv
 from onward.models.model import Cache, Model, Params
-from onward.models.scope import Scope
+
+
+class Tensors(Protocol):
+    """The weights of a checkpoint by their stock names; raises `CheckpointError` for one it cannot give.
+
+    dtype: for one that does not follow the dtype of the model.
+    """
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any: ...
+
+
+class WeightScope(NamedTuple):
+    """The weights whose names begin with a prefix. prefix: "" or one that ends with a dot."""
+
+    tensors: Tensors
+    prefix: str = ""
+
+    def under(self, name: str | int) -> "WeightScope":
+        """The weights below a module, such as "self_attn"; "" is this scope itself."""
+        return self if name == "" else WeightScope(self.tensors, f"{self.prefix}{name}.")
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor of this name and shape, in floats."""
+        weight = self.matrix(name, *shape)
+        return weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight
+
+    def matrix(self, name: str, *shape: int) -> Any:
+        """The same as the checkpoint gives it: in floats, or packed in few bits."""
+        return self.tensors.take(self.prefix + name, shape)
+
+    def take_float32(self, name: str, *shape: int) -> Tensor:
+        """The tensor of this name and shape in float32, whatever the dtype of the model."""
+        tensor: Tensor = self.tensors.take(self.prefix + name, shape, torch.float32)
+        return tensor
+
+    def linear(self, name: str, out: int, into: int, bias: bool = False) -> Linear:
+        """The linear layer `name`: weight [out, into], and bias [out] if it has one."""
+        below = self.under(name)
+        return Linear(below.matrix("weight", out, into), below.take("bias", out) if bias else None)
+
+    def router(self, name: str, out: int, into: int, bias: bool = False) -> Router:
+        """The router `name`: weight [out, into], and bias [out] if it has one."""
+        below = self.under(name)
+        return Router(below.take("weight", out, into), below.take("bias", out) if bias else None)
+
+    def short_conv(self, name: str, channels: int, taps: int, bias: bool = False) -> ShortConv:
+        """The convolution `name`: weight [channels, 1, taps], and bias [channels] if it has one."""
+        below = self.under(name)
+        return ShortConv(below.take("weight", channels, 1, taps), below.take("bias", channels) if bias else None)
+
+    def experts(self, name: str, count: int, out: int, into: int, bias: bool = False) -> ExpertLinear:
+        """The linear layers `0.name` … of `count` experts: a weight [out, into] each, and `name`.bias [count, out]."""
+        weights = tuple(self.under(i).under(name).matrix("weight", out, into) for i in range(count))
+        return ExpertLinear(weights, self.under(name).take("bias", count, out) if bias else None)
+
+    def latent(self, name: str, num_heads: int, key_dim: int, value_dim: int, rank: int) -> LatentLinear:
+        """The linear layer `name`, which makes keys and values of latents: weight [H (K + V), R]."""
+        weight = self.under(name).take("weight", num_heads * (key_dim + value_dim), rank)
+        return LatentLinear(weight, num_heads, key_dim, value_dim)
+
+    def embedding(self, name: str, rows: int, width: int) -> Embedding:
+        """The table `name`: weight [rows, width]."""
+        return Embedding(self.under(name).matrix("weight", rows, width))
 
 
 @runtime_checkable
@@ -50,7 +117,7 @@ class Architecture(Protocol):
         """The same for texts of up to `max_seq_len` positions."""
         ...
 
-    def read(self, scope: Scope, each_layer: Callable[[Any], Any] = ...) -> Any:
+    def read(self, scope: WeightScope, each_layer: Callable[[Any], Any] = ...) -> Any:
         """Take every weight from a checkpoint; each_layer converts each item of the params' `layers`."""
         ...
 
@@ -89,7 +156,7 @@ def states_of(architecture: Architecture) -> tuple[StateShape, ...]:
 def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """The shape of every weight that `read` takes, under its name; no memory is used."""
     shapes = _Shapes()
-    architecture.read(Scope(shapes))
+    architecture.read(WeightScope(shapes))
     return shapes.by_name
 
 
@@ -143,14 +210,14 @@ def new_blocks(
     device: torch.device,
     count: int,
     windows: int | None = None,
-) -> KVBlocks:
+) -> KVPool:
     """With all but the last two arguments given, the `new_blocks` of a `Model`."""
-    return KVBlocks.of(shapes, count=count, dtype=dtype, device=device, states=states, windows=windows)
+    return KVPool.of(shapes, count=count, dtype=dtype, device=device, states=states, windows=windows)
 
 
 def named_params(architecture: Architecture) -> Any:
     """The params of this architecture with the stock name of each tensor in its place."""
-    return architecture.read(Scope(_Names()))
+    return architecture.read(WeightScope(_Names()))
 
 
 class _Names:

@@ -8,7 +8,7 @@ from onward.errors import ConfigError, warn_once
 from onward.models.blocks import Attention, Decoder, DecoderLayer, DecoderNames, FeedForward, RMSNorm
 from onward.models.blocks.feed_forward import Activation
 from onward.models.blocks.layer import Mixer, TokenBlock
-from onward.models.fields import Overlaid, ReadFields, flag, json_object, positive_int, positive_number
+from onward.models.fields import FieldOverlay, TrackedFields, flag, json_object, positive_int, positive_number
 from onward.models.rope import RotarySchedule
 from onward.models.rope_config import rotary_schedule
 
@@ -275,9 +275,9 @@ def read_text_part(
         )
     for field in (*other_fields, *_SHARED):
         config.get(field)
-    fields = ReadFields(text)
+    fields = TrackedFields(text)
     shared = {field: config[field] for field in _SHARED if config.get(field) is not None}
-    decoder = read(Overlaid(shared, fields))
+    decoder = read(FieldOverlay(shared, fields))
     fields.check_unread(f"the text of {name}")
     warn_once(f"{name}: the text part is loaded, and what reads images is left out: prompts are texts alone")
     return replace(

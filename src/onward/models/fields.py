@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from onward.checks import is_finite
 from onward.errors import ConfigError
+from onward.util.checks import is_finite
 
 # How texts are chosen, which files said here before there was generation_config.json: the attributes of
 # `transformers.GenerationConfig`, without those of its own bookkeeping.
@@ -148,7 +148,7 @@ _NO_SAY = {
     *("chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention", "pruned_heads", "prefix"),
     *("cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task", "task_specific_params"),
     *("problem_type", "id2label", "label2id", "num_labels", "tf_legacy_loss"),
-    *GENERATION_FIELDS,  # which `onward.checkpoint.folder` reads
+    *GENERATION_FIELDS,  # which `onward.checkpoint.checkpoint` reads
     *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "base_model_tp_plan"),
     *("unsloth_version", "unsloth_fixed", "onward_quantization", "quantization_config", "compression_config"),
     # The four oldest families: config files of one carry fields that only another's forward reads.
@@ -158,7 +158,7 @@ _NO_SAY = {
 }
 
 
-class Overlaid(Mapping[str, Any]):
+class FieldOverlay(Mapping[str, Any]):
     """Fields over others: each name has the value of the first mapping in which it is not null."""
 
     def __init__(self, *layers: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class Overlaid(Mapping[str, Any]):
         return len(set(chain(*self._layers)))
 
 
-class ReadFields(Mapping[str, Any]):
+class TrackedFields(Mapping[str, Any]):
     """A config.json that remembers which of its fields were asked for."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:

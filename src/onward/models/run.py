@@ -10,10 +10,10 @@ from torch import Tensor
 from onward import native
 from onward.cache import KVCache, PagedKVCache
 from onward.errors import ProgramError, RequestError, warn_once
-from onward.forks import call_in_forks
 from onward.models.model import Cache, Model, run_plain
-from onward.program import BACKENDS, Pick, Program, Programs, Report, TraceError, programs_of
+from onward.program import BACKENDS, Program, ProgramCache, Report, SamplingKernel, TraceError, programs_of
 from onward.program import compile as compile_forward
+from onward.util.process import call_in_forks
 
 
 class ModelRun:
@@ -26,7 +26,7 @@ class ModelRun:
     adapted: runs rows with adapters, the same model with updates beside its weights; None where it has none.
     """
 
-    def __init__(self, model: Model, compile: str = "auto", programs: Programs | None = None) -> None:
+    def __init__(self, model: Model, compile: str = "auto", programs: ProgramCache | None = None) -> None:
         if not isinstance(model, Model):
             raise RequestError(
                 f"a model is an onward.Model; got {type(model).__name__}: onward.load reads a checkpoint, and "
@@ -37,7 +37,7 @@ class ModelRun:
         self.model = model
         self.compile = compile
         self.adapted: ModelRun | None = None
-        self._programs = Programs() if programs is None else programs
+        self._programs = ProgramCache() if programs is None else programs
         self.why_eager = self._programs.refused if model.compiles else model.why_eager
         self._eager = compile == "eager" or (compile == "auto" and bool(self.why_eager))
         self._program: Program | None = None
@@ -55,7 +55,7 @@ class ModelRun:
         return self.model(tokens, offsets, cache, logits_at)
 
     def picked(
-        self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: Pick, positions: Tensor
+        self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: SamplingKernel, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Cache]:
         """Process one token a row and choose the next with `pick` (`Program.picked`).
 

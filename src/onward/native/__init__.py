@@ -4,9 +4,6 @@ Without a compiler at installation there are no libraries. Then everything here 
 `library()` is None. The sources are in native/, whose README says how to add a kernel.
 """
 
-from onward.native.caches import last_level_cache_bytes
-from onward.native.errors import NativeError, NativeUnavailableError
-from onward.native.interface import DType, Format, Status
 from onward.native.loader import (
     ISAS,
     Library,
@@ -20,15 +17,14 @@ from onward.native.loader import (
     set_num_threads,
     threads_wanted,
 )
-from onward.native.memory import advise_huge_pages, give_back_pages
+from onward.native.machine import advise_huge_pages, give_back_pages, last_level_cache_bytes
+from onward.native.structs import DType, Format, Status
 
 __all__ = [
     "ISAS",
     "DType",
     "Format",
     "Library",
-    "NativeError",
-    "NativeUnavailableError",
     "Status",
     "advise_huge_pages",
     "available_isas",

@@ -14,11 +14,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from onward.errors import RequestError
-from onward.forks import call_in_forks
-from onward.native.cores import MOST_THREADS, default_threads
-from onward.native.errors import NativeError, NativeUnavailableError
-from onward.native.interface import SIGNATURES, Status
+from onward.errors import NativeError, NativeUnavailableError, RequestError
+from onward.native.machine import MOST_THREADS, default_threads
+from onward.native.structs import SIGNATURES, Status
+from onward.util.process import call_in_forks
 
 ISAS = ("avx512", "avx2", "portable")  # best first
 _FEATURE_BITS = {"portable": 0, "avx2": 1, "avx512": 2}  # of onward_cpu_features

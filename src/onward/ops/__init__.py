@@ -6,41 +6,36 @@ Where a gradient is wanted the definition runs, or an op that has none raises. C
 `choice()` says which form runs; `choose()` and the variables ONWARD_OPS and ONWARD_ISA decide it.
 """
 
-from onward.ops.add import add
-from onward.ops.admit import admit
-from onward.ops.argmax import argmax
+from onward.ops.activation import add, geglu, sigmoid_gate, swiglu
 from onward.ops.attention import cached_attention, scaled_dot_product_attention
-from onward.ops.cache_write import write_cache
-from onward.ops.einsum import einsum
-from onward.ops.embedding import Table, embedding
 from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, pack_experts
 from onward.ops.experts import experts
-from onward.ops.gated import geglu, sigmoid_gate, swiglu
 from onward.ops.gated_delta import gated_delta
-from onward.ops.linear import Weight, linear, pack
+from onward.ops.kv_write import write_cache
+from onward.ops.linear import Table, Weight, einsum, embedding, linear, pack
 from onward.ops.linear_by_head import linear_by_head
 from onward.ops.lora import lora
 from onward.ops.norm import layer_norm, rms_norm
-from onward.ops.operators import Choice, choice, choose
+from onward.ops.operator import OpsBackend, choice, choose
 from onward.ops.packed import NativeWeight
 from onward.ops.quantized import QuantizedWeight
-from onward.ops.rope import angles as rotary_angles
-from onward.ops.rope import rope, rotate
+from onward.ops.rope import rope, rotary_angles, rotate
 from onward.ops.router import top_experts
 from onward.ops.short_conv import short_conv
 from onward.ops.ssd import ssd
+from onward.ops.token_mask import apply_token_mask, argmax
 
 __all__ = [
-    "Choice",
     "ExpertWeights",
     "NativeExperts",
     "NativeWeight",
+    "OpsBackend",
     "QuantizedExperts",
     "QuantizedWeight",
     "Table",
     "Weight",
     "add",
-    "admit",
+    "apply_token_mask",
     "argmax",
     "cached_attention",
     "choice",

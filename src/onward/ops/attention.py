@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.native.interface import AttentionArguments
-from onward.ops.autocast import autocast_dtype, lowered, off
-from onward.ops.blocks import BLOCK, check_blocks, check_table, dense_rows, side_by_side
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.native.structs import AttentionArguments
+from onward.ops.kv_write import BLOCK, check_blocks, check_table, dense_rows, side_by_side
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, lowered, off, shapes
 
 
 def scaled_dot_product_attention(

@@ -14,7 +14,7 @@ from onward.errors import RequestError
 from onward.native import advise_huge_pages
 from onward.ops import quantized_layout as layout
 from onward.ops.linear import Weight
-from onward.ops.operators import check_no_gradient, shapes, usable_library
+from onward.ops.operator import check_no_gradient, shapes, usable_library
 from onward.ops.packed import FORMATS, NativeWeight, empty_packed, pack_into
 from onward.ops.quantized import QuantizedWeight, register_packed
 

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.native.interface import ExpertsArguments, Format, Status
+from onward.native.structs import ExpertsArguments, Format, Status
 from onward.ops import quantized
-from onward.ops.autocast import autocast_dtype, lowered, off
 from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, matrix, pack_experts
-from onward.ops.operators import DTYPES, Operator, like_first, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, lowered, off, shapes
 from onward.ops.packed import FORMATS as PACKED_FORMATS
 
 ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2"]

@@ -23,11 +23,19 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.native.interface import GatedDeltaArguments
-from onward.ops.autocast import autocast_dtype
-from onward.ops.operators import DTYPES, Operator, shapes
-from onward.ops.state import STATE_BLOCK, TRAIN_WITHOUT_STATE, arguments, check_rows, check_state, places
-from onward.ops.state_blocks import state_at_end, sums_of_decays, through_blocks
+from onward.native.structs import GatedDeltaArguments
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, shapes
+from onward.ops.recurrent_state import (
+    STATE_BLOCK,
+    TRAIN_WITHOUT_STATE,
+    arguments,
+    check_rows,
+    check_state,
+    places,
+    state_at_end,
+    sums_of_decays,
+    through_blocks,
+)
 
 _WIDEST = 256  # K and V at most (native/src/state/gated_delta.cpp)
 EPS = 1e-6
@@ -58,7 +66,7 @@ def gated_delta(
         beta: float [B, T, H] of qkv's dtype, before its sigmoid.
         log_rate, decay_bias: float32 [H].
         state: float32 [N, 2, H, `state_width(K, V)`]. Changed in place.
-        held, offsets, rows: as in `onward.ops.state`; held is changed in place.
+        held, offsets, rows: as in `onward.ops.recurrent_state`; held is changed in place.
         key_heads, key_dim: G and K.
 
     Returns:

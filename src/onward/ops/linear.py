@@ -1,12 +1,11 @@
-"""The product with a weight matrix of one row an output, and the layouts in which the product is fastest."""
+"""Products with weight matrices [outputs, inputs] and their fastest layouts; embedding lookups; and einsum."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
-from onward.ops.autocast import autocast_dtype, lowered, off
-from onward.ops.operators import check_no_gradient, shapes
+from onward.ops.operator import autocast_dtype, check_no_gradient, lowered, off, shapes
 from onward.ops.packed import NativeWeight, native_linear, pack_native
 from onward.ops.quantized import QuantizedWeight, quantized_linear
 
@@ -95,3 +94,35 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The definition: products and sums in float32, one rounding at the end."""
     y = x.to(torch.float32) @ weight.to(torch.float32).T
     return (y if bias is None else y + bias.to(torch.float32)).to(x.dtype)
+
+
+Table = Tensor | NativeWeight | QuantizedWeight
+
+
+def embedding(tokens: Tensor, table: Table) -> Tensor:
+    """int [B, T] ids and a [V, D] table, stock, packed or quantized -> [B, T, D] in the table's dtype."""
+    if isinstance(table, QuantizedWeight):
+        return table.rows(tokens)
+    return table.take(tokens) if isinstance(table, NativeWeight) else F.embedding(tokens, table)
+
+
+def einsum(subscripts: str, *operands: Tensor) -> Tensor:
+    """Products summed over the indices that the result of `subscripts` leaves out, such as j of "bij,bjk->bik".
+
+    Three operands or more are contracted pair by pair: in an optimised order where opt_einsum is installed (torch
+    takes it by itself), else from left to right. The results differ in rounding only.
+
+    Args:
+        subscripts: as in `torch.einsum`: letters, "...", repeated indices for diagonals.
+        operands: at least one, of one dtype.
+
+    Raises:
+        RequestError: subscripts that do not fit the operands.
+    """
+    if not operands:
+        raise RequestError(f"einsum {subscripts!r} wants at least one operand; got none")
+    try:
+        return torch.einsum(subscripts, *operands)
+    except (RuntimeError, ValueError) as error:
+        operand_shapes = ", ".join(str(list(t.shape)) for t in operands)
+        raise RequestError(f"einsum {subscripts!r} does not fit operands {operand_shapes}: {error}") from error

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.ops.autocast import autocast_dtype, lowered, off
 from onward.ops.expert_weights import NativeExperts
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, lowered, off, shapes
 from onward.ops.packed import FORMATS, NativeWeight
 
 HeadWeights = Tensor | NativeExperts

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.native.interface import LoraArguments
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.native.structs import LoraArguments
+from onward.ops.operator import DTYPES, Operator, shapes
 
 
 def lora(

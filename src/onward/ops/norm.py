@@ -7,8 +7,7 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.ops.autocast import autocast_dtype, normed, off
-from onward.ops.operators import DTYPES, Operator, like_first, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, normed, off, shapes
 
 
 def rms_norm(

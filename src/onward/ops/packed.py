@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library, advise_huge_pages
-from onward.native.interface import Format
-from onward.ops.operators import DTYPES, Operator, shapes, usable_library
+from onward.native.structs import Format
+from onward.ops.operator import DTYPES, Operator, shapes, usable_library
 
 BLOCK = 16
 FORMATS = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}

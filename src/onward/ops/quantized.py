@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.native.interface import Format
+from onward.native.structs import Format
 from onward.ops import quantized_layout as layout
-from onward.ops.grouped_formats import GROUPED_FORMATS
-from onward.ops.operators import DTYPES, Operator, may_want_gradient, shapes
+from onward.ops.formats import GROUPED_FORMATS
+from onward.ops.operator import DTYPES, Operator, may_want_gradient, shapes
 from onward.ops.packed import check_id_dtype, check_ids, native_rows
 
 # Those that floats are rounded to, and all: the others hold what was quantized elsewhere.
@@ -38,7 +38,7 @@ class QuantizedWeight:
     """A weight [N, K] in few bits, packed. A pytree of its tensors.
 
     data: uint8, laid out as `quantized_layout` says; contiguous. The kernels are fast where it is 64-byte aligned.
-    format: "int8", "int4", or one of `onward.ops.grouped_formats`: "iq4_nl", and those that others quantize to.
+    format: "int8", "int4", or one of `onward.ops.formats`: "iq4_nl", and those that others quantize to.
     shape: (N, K).
     dtype: the dtype of the weight that this one stands for; `rows` and `dequantize` return it.
     order: int64 [K], a permutation: column j of what is packed multiplies input order[j]. None: input j.
@@ -55,7 +55,7 @@ class QuantizedWeight:
         """Pack int8 q [N, K] and scales [N, groups], which are float32 for int8 and else float16.
 
         q are the integers of int8 and int4, and of iq4_nl the places 0 … 15 in the table
-        (`onward.ops.grouped_formats.IQ4`).
+        (`onward.ops.formats.IQ4`).
 
         Integers outside the format's range are not noticed.
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from onward.ops.grouped_formats import GROUPED_FORMATS
-from onward.ops.grouped_layout import block_bytes, packed_values
+from onward.ops.formats import GROUPED_FORMATS, block_bytes, packed_values
 
 BLOCK = 16  # rows
 GROUP = 32  # inputs that share a scale of int4 or iq4_nl

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.ops.operators import DTYPES, Operator, like_first, shapes
+from onward.ops.operator import DTYPES, Operator, like_first, shapes
 
 
 def rope(
@@ -58,7 +58,7 @@ def rope(
     return rotate(x, cos, sin, interleaved=interleaved)
 
 
-def angles(radians: Tensor, *, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+def rotary_angles(radians: Tensor, *, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """float32 [B, T, R] radians -> the cos and sin that `rotate` takes, each float32 [B, T, 2R].
 
     Both features of a pair need the values, the first with its sin negated. They are laid out once here, for all layers

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.ops.operators import DTYPES, Operator, shapes
+from onward.ops.operator import DTYPES, Operator, shapes
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 MOST_EXPERTS = 4096

@@ -9,10 +9,9 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.native.interface import ShortConvArguments
-from onward.ops.autocast import autocast_dtype
-from onward.ops.operators import DTYPES, Operator, like_first, shapes
-from onward.ops.state import STATE_BLOCK, TRAIN_WITHOUT_STATE, arguments, check_rows, check_state, places
+from onward.native.structs import ShortConvArguments
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, shapes
+from onward.ops.recurrent_state import STATE_BLOCK, TRAIN_WITHOUT_STATE, arguments, check_rows, check_state, places
 
 
 def short_conv(
@@ -35,7 +34,7 @@ def short_conv(
         x: float [B, T, C].
         weight: float [K, C], of x's dtype; the last is that of the token itself.
         state: [N, 2, K - 1 + 16, C] of x's dtype: the inputs from K - 1 before each place's block on. Changed in place.
-        held, offsets, rows: as in `onward.ops.state`; held is changed in place.
+        held, offsets, rows: as in `onward.ops.recurrent_state`; held is changed in place.
         bias: float [C], of x's dtype.
         silu: whether silu is applied to the sum.
 

@@ -23,11 +23,19 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.native.interface import SsdArguments
-from onward.ops.autocast import autocast_dtype
-from onward.ops.operators import DTYPES, Operator, shapes
-from onward.ops.state import STATE_BLOCK, TRAIN_WITHOUT_STATE, arguments, check_rows, check_state, places
-from onward.ops.state_blocks import state_at_end, sums_of_decays, through_blocks
+from onward.native.structs import SsdArguments
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, shapes
+from onward.ops.recurrent_state import (
+    STATE_BLOCK,
+    TRAIN_WITHOUT_STATE,
+    arguments,
+    check_rows,
+    check_state,
+    places,
+    state_at_end,
+    sums_of_decays,
+    through_blocks,
+)
 
 WIDEST = 256  # N and P at most (native/src/state/blocks.h)
 
@@ -56,7 +64,7 @@ def ssd(
         step: float [B, T, H] of mixed's dtype.
         log_rate, step_bias, skip: float32 [H]; skip is D.
         state: float32 [N slots, 2, G, `ssd_state_width(H / G, N, P)`]. Changed in place.
-        held, offsets, rows: as in `onward.ops.state`; held is changed in place.
+        held, offsets, rows: as in `onward.ops.recurrent_state`; held is changed in place.
         groups, state_dim: G and N.
         limits: the least and the greatest dt.
 

@@ -1,22 +1,23 @@
 """Programs: a model's forward as one native call (or CUDA graph) a step."""
 
-from onward.program.compiled import Programs
-from onward.program.cuda_graph import CudaGraphs
-from onward.program.explain import Missing, Report, Row
-from onward.program.native import Pick
-from onward.program.program import BACKENDS, Program, compile
-from onward.program.reuse import programs_of
-from onward.program.source_lines import TraceError
+from onward.program.compiled import ProgramCache
+from onward.program.cuda_graph import CudaGraphExecutable
+from onward.program.executable import SamplingKernel
+from onward.program.leaves import NamedDims
+from onward.program.program import BACKENDS, Missing, Program, Report, Row, compile
+from onward.program.recorder import TraceError
+from onward.program.store import programs_of
 
 __all__ = [
     "BACKENDS",
-    "CudaGraphs",
+    "CudaGraphExecutable",
     "Missing",
-    "Pick",
+    "NamedDims",
     "Program",
-    "Programs",
+    "ProgramCache",
     "Report",
     "Row",
+    "SamplingKernel",
     "TraceError",
     "compile",
     "programs_of",

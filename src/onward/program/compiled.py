@@ -11,21 +11,16 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from onward.errors import ProgramError
-from onward.forks import renew_in_forks
-from onward.garbage import without_collections
 from onward.native import Library
-from onward.program.arrays import Kind
-from onward.program.calls import KernelCall, TorchCall
-from onward.program.encode import Image, encode
-from onward.program.leaves import CacheLeaves, KnownLeaves, without_memory
-from onward.program.lower import fallbacks, is_whole, lower
-from onward.program.lowering import INFER
-from onward.program.lowering.builder import contiguous_strides
-from onward.program.memory import Arena
-from onward.program.native import NativeProgram, Pick, Signature
-from onward.program.packed_params import PackedParams
+from onward.program.builder import contiguous_strides
+from onward.program.encode import ProgramImage, encode
+from onward.program.executable import Arena, NativeExecutable, SamplingKernel, Signature
+from onward.program.graph import KernelCall, Kind, PackedParams, TorchCall
+from onward.program.leaves import CacheLeaves, LeafCache, without_memory
+from onward.program.lower import INFER, fallbacks, is_whole, lower
 from onward.program.shapes import MOST_ROWS, Grid, Shape, TraceShape, make_grid
 from onward.program.trace import trace
+from onward.util.process import renew_in_forks, without_collections
 
 Forward = Callable[..., tuple[Tensor, Any]]
 T = TypeVar("T")
@@ -42,7 +37,7 @@ class MissingKernelsError(ProgramError):
     """A forward uses operators that have no kernel, and the caller refused to let torch run them."""
 
 
-class Wanted(NamedTuple):
+class LogitsSpec(NamedTuple):
     """Which logits a program computes: so many of `each` row, of the first `rows` rows; None: of all."""
 
     rows: int | None
@@ -60,13 +55,13 @@ class _Family:
     were tried.
     """
 
-    traced: dict[Shape, tuple[Image, Signature]] = field(default_factory=dict)
+    traced: dict[Shape, tuple[ProgramImage, Signature]] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)
     tried: set[Hashable] = field(default_factory=set)
 
 
-class Programs:
-    """The programs of one forward and its params. They hold neither: `CompiledForward` or the caller does.
+class ProgramCache:
+    """The programs of one forward and its params. They hold neither: `TracedForward` or the caller does.
 
     All share one arena, so `lock` lets one run at a time. refused: why the forward could not be traced, if so.
     """
@@ -87,13 +82,13 @@ class Programs:
         self.arena = Arena()
         self.packed = PackedParams()
         self.families: OrderedDict[Hashable, _Family] = OrderedDict()
-        self.by_shape: OrderedDict[Hashable, NativeProgram] = OrderedDict()
-        self.leaves = KnownLeaves()
+        self.by_shape: OrderedDict[Hashable, NativeExecutable] = OrderedDict()
+        self.leaves = LeafCache()
         # What ran last, by leaves and shape: a key of `by_shape` has all layers' layouts, to be hashed at every step.
-        self.recent: OrderedDict[Hashable, NativeProgram] = OrderedDict()
+        self.recent: OrderedDict[Hashable, NativeExecutable] = OrderedDict()
 
 
-class CompiledForward:
+class TracedForward:
     """Callable as (tokens int32 [B, T], offsets int32 [B], cache, logits_at or None) -> (logits, cache).
 
     forward, params: as `onward.models.model` describes them.
@@ -114,7 +109,7 @@ class CompiledForward:
         fallback: str = "eager",
         most_tokens: int = 512,
         frozen: bool = False,
-        programs: Programs | None = None,
+        programs: ProgramCache | None = None,
     ) -> None:
         self._forward = forward
         self._params = params
@@ -123,7 +118,7 @@ class CompiledForward:
         self._fallback = fallback
         self._most_tokens = most_tokens
         self._frozen = frozen
-        self._programs = Programs() if programs is None else programs
+        self._programs = ProgramCache() if programs is None else programs
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
@@ -135,7 +130,7 @@ class CompiledForward:
             return program(tokens, offsets, leaves, logits_at if self._selects_logits else None), cache
 
     def picked(
-        self, tokens: Tensor, offsets: Tensor, cache: Any, pick: Pick, positions: Tensor
+        self, tokens: Tensor, offsets: Tensor, cache: Any, pick: SamplingKernel, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Any]:
         """Call it for one token a row; also return the ids int64 [B] that `pick` picks, or None if it cannot."""
         with self._programs.lock:
@@ -153,38 +148,38 @@ class CompiledForward:
             leaves = self._programs.leaves.of(cache)
             # Traced for exactly this shape: the calls of a grid's program know the sizes of its largest shape only.
             image, signature = self._traced(Shape(*tokens.shape), None, cache)
-            program = NativeProgram(image, signature, self._library, self._programs.arena)
+            program = NativeExecutable(image, signature, self._library, self._programs.arena)
             return program.timed(tokens, offsets, leaves, rounds)
 
-    def prepare(self, batch: int, tokens: int, cache: Any) -> NativeProgram:
+    def prepare(self, batch: int, tokens: int, cache: Any) -> NativeExecutable:
         """The program for these shapes; it is made if there is none."""
         with self._programs.lock:
             return self._program(batch, tokens, cache, self._programs.leaves.of(cache))
 
     def _program(
         self, batch: int, tokens: int, cache: Any, leaves: CacheLeaves, logits_at: Tensor | None = None
-    ) -> NativeProgram:
+    ) -> NativeExecutable:
         wanted = None
         if logits_at is not None and self._selects_logits:
             rows, each = logits_at.shape
-            wanted = Wanted(None if rows == batch else rows, each)
+            wanted = LogitsSpec(None if rows == batch else rows, each)
         shape = batch, tokens, wanted
 
-        def make() -> NativeProgram:
+        def make() -> NativeExecutable:
             with without_collections():
                 return self._make(Shape(batch, tokens), wanted, cache, leaves)
 
-        def by_shape() -> NativeProgram:
+        def by_shape() -> NativeExecutable:
             return _get_or_make(self._programs.by_shape, (*shape, leaves.signature), make)
 
         return _get_or_make(self._programs.recent, (leaves, shape), by_shape)
 
-    def _make(self, shape: Shape, wanted: Wanted | None, cache: Any, leaves: CacheLeaves) -> NativeProgram:
+    def _make(self, shape: Shape, wanted: LogitsSpec | None, cache: Any, leaves: CacheLeaves) -> NativeExecutable:
         several = shape.batch > 1
         layouts = leaves.for_any_rows(shape.batch)
         family = _get_or_make(self._programs.families, (several, shape.tokens > 1, wanted, layouts), _Family)
 
-        def trace_shape(shape: Shape) -> tuple[Image, Signature]:
+        def trace_shape(shape: Shape) -> tuple[ProgramImage, Signature]:
             return self._traced(shape, wanted, without_memory(cache, layouts, shape.batch))
 
         grid = self._grid(family, shape, trace_shape)
@@ -194,7 +189,7 @@ class CompiledForward:
             image, signature = family.traced.get(shape) or trace_shape(shape)
             if len(family.traced) < _MOST_TRACED:
                 family.traced[shape] = image, signature
-        return NativeProgram(image, signature, self._library, self._programs.arena)
+        return NativeExecutable(image, signature, self._library, self._programs.arena)
 
     def _grid(self, family: _Family, shape: Shape, trace_shape: TraceShape) -> Grid | None:
         """A grid of the family that covers the shape. It is made when a second shape of the family is asked for."""
@@ -214,7 +209,7 @@ class CompiledForward:
                     return new_grid
         return None
 
-    def _traced(self, shape: Shape, wanted: Wanted | None, cache: Any) -> tuple[Image, Signature]:
+    def _traced(self, shape: Shape, wanted: LogitsSpec | None, cache: Any) -> tuple[ProgramImage, Signature]:
         began = time.perf_counter()
         logits_at = None if wanted is None else wanted.shape(shape.batch)
         traced = trace(self._forward, self._params, cache, *shape, logits_at, whole=is_whole, infer=INFER)
@@ -237,7 +232,7 @@ def _free_axes(family: _Family, shape: Shape) -> list[tuple[bool, bool]]:
     return sorted((differing | both) - {(False, False)}, reverse=True)
 
 
-def _resized(largest: Signature, shape: Shape, wanted: Wanted | None) -> Signature:
+def _resized(largest: Signature, shape: Shape, wanted: LogitsSpec | None) -> Signature:
     """The signature of a grid's largest program, changed to another shape."""
     logits = tuple(shape) if wanted is None else wanted.shape(shape.batch)
     sizes = {Kind.TOKENS: shape, Kind.OFFSETS: (shape.batch,), Kind.LOGITS_AT: logits}

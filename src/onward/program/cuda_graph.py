@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.errors import one_line
-from onward.forks import renew_in_forks
-from onward.program.source_lines import TraceError
+from onward.program.recorder import TraceError
+from onward.util.process import renew_in_forks
 
 Forward = Callable[..., tuple[Tensor, Any]]
 _WARM_UP = 3
@@ -29,7 +29,7 @@ class _Captured:
     logits: Tensor
 
 
-class CudaGraphs:
+class CudaGraphExecutable:
     """Callable as a program. It captures a graph for every shape of tokens and every cache.
 
     A graph holds addresses, so it belongs to the cache tensors it was captured with: another cache needs another

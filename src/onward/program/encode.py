@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from onward.native import Library
-from onward.native.interface import SIGNATURES
-from onward.program.arrays import Kind, Storage
-from onward.program.calls import Address, Call, KernelCall, TorchCall
+from onward.native.structs import SIGNATURES
+from onward.program.graph import Address, KernelCall, Kind, ProgramCall, Storage, TorchCall
 
-Words = npt.NDArray[np.int64]
+ImageWords = npt.NDArray[np.int64]
 _ALIGNMENT = 64
 
 
@@ -33,7 +32,7 @@ class Segment:
 
 
 @dataclass(eq=False)
-class Image:
+class ProgramImage:
     """A program without its addresses.
 
     words: code and data. places, bases, offsets: words[places[i]] is to hold the address of bases[i] plus offsets[i].
@@ -41,15 +40,15 @@ class Image:
     slot_bytes: the size of each slot; temporaries share slots. slots: the slot of each temporary, by storage index.
     """
 
-    words: Words
-    places: Words
-    bases: Words
-    offsets: Words
-    slot_bytes: Words
+    words: ImageWords
+    places: ImageWords
+    bases: ImageWords
+    offsets: ImageWords
+    slot_bytes: ImageWords
     slots: dict[int, int]
     storages: list[Storage]
     segments: list[Segment]
-    calls: list[Call]
+    calls: list[ProgramCall]
 
     def base_of(self, storage: Storage) -> int:
         if storage.kind is Kind.TEMPORARY:
@@ -57,14 +56,14 @@ class Image:
         return 1 + len(self.slot_bytes) + storage.index
 
     @property
-    def numbers(self) -> Words:
+    def numbers(self) -> ImageWords:
         """All numbers that may depend on the numbers of rows and tokens."""
         return np.concatenate((self.words, self.offsets, self.slot_bytes))
 
-    def with_numbers(self, numbers: Words) -> "Image":
+    def with_numbers(self, numbers: ImageWords) -> "ProgramImage":
         """The same program for other numbers of rows and tokens."""
         words, offsets, slots = np.split(numbers, np.cumsum((len(self.words), len(self.offsets))))
-        return Image(
+        return ProgramImage(
             words, self.places, self.bases, offsets, slots, self.slots, self.storages, self.segments, self.calls
         )
 
@@ -73,7 +72,7 @@ class Image:
 ROOM_AT_END = 16
 
 
-def encode(calls: Sequence[Call], storages: list[Storage], library: Library) -> Image:
+def encode(calls: Sequence[ProgramCall], storages: list[Storage], library: Library) -> ProgramImage:
     """Lay out the code of `calls` and plan the memory of their temporaries."""
     slots, slot_bytes = plan_slots(calls)
     image = _Encoder(library, slots, len(slot_bytes))
@@ -83,7 +82,7 @@ def encode(calls: Sequence[Call], storages: list[Storage], library: Library) -> 
         else:
             image.cut(call)
     image.finish()
-    return Image(
+    return ProgramImage(
         words=np.array(image.words, dtype=np.int64),
         places=np.array(image.places, dtype=np.int64),
         bases=np.array(image.bases, dtype=np.int64),
@@ -96,7 +95,7 @@ def encode(calls: Sequence[Call], storages: list[Storage], library: Library) -> 
     )
 
 
-def plan_slots(calls: Sequence[Call]) -> tuple[dict[int, int], list[int]]:
+def plan_slots(calls: Sequence[ProgramCall]) -> tuple[dict[int, int], list[int]]:
     """Give every temporary a slot from its first call to its last: (slot by storage index, bytes of each slot).
 
     Only temporaries of one size share a slot, so that the plan is the same for every number of rows and tokens.
@@ -211,7 +210,7 @@ def _structure(structure: type[ctypes.Structure], fields: Mapping[str, Any]) -> 
     ]
 
 
-def arena_offsets(slot_bytes: Words) -> tuple[Words, int]:
+def arena_offsets(slot_bytes: ImageWords) -> tuple[ImageWords, int]:
     """(offset of each slot in one block of memory, bytes of the block). Slots are aligned to cache lines."""
     padded = (slot_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
     ends = np.cumsum(padded)

@@ -2,24 +2,39 @@
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.cache import NamedDims
 from onward.errors import ProgramError
 
-# Names of dimensions, from `onward.cache.NamedDims`.
+# Names of dimensions, from `NamedDims`.
 _ROWS, _BLOCKS = "rows", "blocks"
 # The number of blocks in every signature: any, but of one the stride would mean nothing.
 _SOME_BLOCKS = 2
 # How many caches are known: an engine has one for each number of rows that it runs.
 _MOST_KNOWN = 32
+
+
+@runtime_checkable
+class NamedDims(Protocol):
+    """A cache that says what the dimensions of its tensors count, so that a program need not guess.
+
+    leaf_dims: for each leaf the names of its dimensions. "rows" counts the rows of a call. "blocks" counts memory that
+    rows share: its number makes no difference to a program. Sizes of any other name belong to a program's shape.
+    """
+
+    @property
+    def leaf_dims(self) -> Sequence[tuple[str, ...]]: ...
+
+    def blank(self) -> Any:
+        """An empty cache of as many rows and positions, over memory of its own."""
+        ...
 
 
 class Layout(NamedTuple):
@@ -73,7 +88,7 @@ class CacheLeaves:
         return leaves  # type: ignore[return-value]
 
 
-class KnownLeaves:
+class LeafCache:
     """The `CacheLeaves` of the last caches. A step over tensors that were seen before costs a look-up of their ids."""
 
     def __init__(self) -> None:

@@ -1,17 +1,22 @@
-"""Turn a trace into the calls of a program."""
+"""Turn a trace into kernel calls, with one rule for each operator."""
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch._ops import OpOverload
 
-from onward.program.arrays import Array, Kind
-from onward.program.calls import Call, TorchCall
-from onward.program.lowering import RULES, Builder, Unsupported
-from onward.program.nodes import Node, Trace
-from onward.program.packed_params import PackedParams
-from onward.program.rewrite import Item, Joined, rewrite
+from onward.ops.operator import FAKES
+
+# The rules of a file are there once it is imported.
+from onward.program import aten_matrices, aten_pointwise, aten_shapes, fused_calls, op_calls  # noqa: F401
+from onward.program.builder import RULES, Builder, Unsupported
+from onward.program.fuse import FusedNode, FuseItem, rewrite
+from onward.program.graph import Array, Infer, Kind, Node, PackedParams, ProgramCall, TorchCall, Trace
+
+# Shapes and dtypes of results, for the recorder: of torch's operators and of ours.
+INFER: Mapping[OpOverload, Infer] = ChainMap(aten_pointwise.INFER, FAKES)
 
 aten = torch.ops.aten
 
@@ -21,7 +26,7 @@ def is_whole(op: OpOverload) -> bool:
     return op in RULES
 
 
-def lower(trace: Trace, packed: PackedParams | None = None) -> list[Call]:
+def lower(trace: Trace, packed: PackedParams | None = None) -> list[ProgramCall]:
     """The calls of a traced forward, in order; the logits end up contiguous in a storage of kind LOGITS.
 
     packed: packed copies of params that will not change; None where they may.
@@ -35,8 +40,8 @@ def lower(trace: Trace, packed: PackedParams | None = None) -> list[Call]:
     return builder.calls
 
 
-def _lower(builder: Builder, item: Item) -> None:
-    if isinstance(item, Joined):
+def _lower(builder: Builder, item: FuseItem) -> None:
+    if isinstance(item, FusedNode):
         builder.node = item.nodes[0]
         item.lower(builder)
         return
@@ -87,5 +92,5 @@ def _return_node(array: Array) -> Node:
     return Node(aten.copy_.default, (array, array), {}, (), (array,), "what the forward returns")
 
 
-def fallbacks(calls: Sequence[Call]) -> list[TorchCall]:
+def fallbacks(calls: Sequence[ProgramCall]) -> list[TorchCall]:
     return [call for call in calls if isinstance(call, TorchCall)]

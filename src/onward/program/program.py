@@ -1,21 +1,119 @@
-"""`onward.compile`: turn a forward into a program, one call a step."""
+"""`onward.compile`: turn a forward into a program, one call a step; and `explain`, which shows where its time goes."""
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NoReturn, Protocol, get_args
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from onward.errors import ProgramError, RequestError
-from onward.native import NativeUnavailableError
-from onward.ops.operators import usable_library
-from onward.program.compiled import CompiledForward, MissingKernelsError, Programs
-from onward.program.cuda_graph import CudaGraphs
-from onward.program.explain import Report, explain_native
-from onward.program.leaves import leaves_of
-from onward.program.native import Pick
-from onward.reprs import described
+from onward.errors import NativeUnavailableError, ProgramError, RequestError
+from onward.native import last_level_cache_bytes
+from onward.ops.operator import usable_library
+from onward.program.compiled import MissingKernelsError, ProgramCache, TracedForward
+from onward.program.cuda_graph import CudaGraphExecutable
+from onward.program.executable import SamplingKernel
+from onward.program.graph import KernelCall, Kind, TorchCall
+from onward.program.leaves import NamedDims, leaves_of
+from onward.util.text import described
+
+_ROUNDS = 5
+_WIDTH = 80
+# Kernels that read some rows of a table, not all of it.
+_LOOKUPS = ("onward_gather_rows", "onward_linear_rows")
+
+
+@dataclass(frozen=True)
+class Row:
+    """All calls of one kernel for one operator. nbytes, seconds: params read and time spent by all of them."""
+
+    op: str
+    kernel: str
+    calls: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Missing:
+    """An operator that torch runs, where it stands in the user's source, and why."""
+
+    op: str
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """backend: the one that runs. rows: those with most time first. missing: operators that torch runs. note: why
+    another backend was not taken."""
+
+    backend: str
+    rows: Sequence[Row]
+    missing: Sequence[Missing]
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return sum(row.seconds for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"backend {self.backend}" + (f" ({self.note})" if self.note else "")]
+        if self.rows:
+            lines.append(f"{'op':<24} {'kernel':<16} {'calls':>5} {'MB':>8} {'us':>9} {'share':>6} {'GB/s':>6}")
+            total = self.seconds or 1.0
+            # Params that stay in the processor's cache are not read from memory: their rate says nothing about it.
+            cached = sum(row.nbytes for row in self.rows) <= last_level_cache_bytes()
+            for row in self.rows:
+                rate = f"{row.nbytes / row.seconds / 1e9:6.1f}" if row.nbytes and row.seconds else " " * 6
+                rate = " cache" if cached and row.nbytes else rate
+                lines.append(
+                    f"{row.op:<24.24} {row.kernel:<16.16} {row.calls:>5} {row.nbytes / 1e6:>8.2f} "
+                    f"{row.seconds * 1e6:>9.1f} {row.seconds / total:>6.1%} {rate}"
+                )
+            lines.append(f"{'sum':<24} {'':<16} {sum(r.calls for r in self.rows):>5} "
+                         f"{sum(r.nbytes for r in self.rows) / 1e6:>8.2f} {self.seconds * 1e6:>9.1f}")  # fmt: skip
+        for m in self.missing:
+            text = f"run by torch: {m.op} at {m.where}: {m.why}"
+            lines += textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 4, break_long_words=False)
+        return "\n".join(lines)
+
+
+def explain_native(run: TracedForward, cache: Any, batch: int, tokens: int, offset: int) -> Report:
+    """Run the program of these shapes a few times, on a scratch cache, and time its calls."""
+    scratch = cache.blank() if isinstance(cache, NamedDims) else pytree.tree_map(_zeros_like, cache)
+    ids = torch.zeros((batch, tokens), dtype=torch.int32)
+    offsets = torch.full((batch,), offset, dtype=torch.int32)
+    times = run.timed(ids, offsets, scratch, _ROUNDS)
+    return _report(times)
+
+
+def _zeros_like(leaf: Any) -> Any:
+    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _report(times: Sequence[tuple[KernelCall | TorchCall, float]]) -> Report:
+    groups: dict[tuple[str, str], list[tuple[KernelCall | TorchCall, float]]] = {}
+    for call, seconds in times:
+        kernel = call.kernel.removeprefix("onward_") if isinstance(call, KernelCall) else "(torch)"
+        groups.setdefault((call.node.name.removeprefix("onward."), kernel), []).append((call, seconds))
+    rows = [
+        Row(op, kernel, len(calls), sum(_nbytes(call) for call, _ in calls), sum(seconds for _, seconds in calls))
+        for (op, kernel), calls in groups.items()
+    ]
+    missing = [Missing(c.node.name, c.node.where, c.why) for c, _ in times if isinstance(c, TorchCall)]
+    return Report("native", sorted(rows, key=lambda row: -row.seconds), missing)
+
+
+def _nbytes(call: KernelCall | TorchCall) -> int:
+    """The bytes of weights that the call reads."""
+    if isinstance(call, KernelCall) and call.kernel in _LOOKUPS:
+        return sum(array.nbytes for array in call.node.outputs)
+    return sum(storage.nbytes for storage in set(call.storages()) if storage.kind is Kind.PARAM)
+
 
 Forward = Callable[..., tuple[Tensor, Any]]
 Backend = Literal["auto", "native", "cuda", "inductor", "eager"]
@@ -67,7 +165,7 @@ class Program:
         return self._run(tokens, offsets, cache, logits_at)
 
     def picked(
-        self, tokens: Tensor, offsets: Tensor, cache: Any, pick: Pick, positions: Tensor
+        self, tokens: Tensor, offsets: Tensor, cache: Any, pick: SamplingKernel, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Any]:
         """Run a step of one token a row and, in the same native call, let `pick` pick the next ids from its logits.
 
@@ -81,7 +179,7 @@ class Program:
             logits [B, 1, V]; the ids int64 [B], or None where a backend other than native runs; the cache.
         """
         _check_inputs(tokens, offsets)
-        if isinstance(self._run, CompiledForward):
+        if isinstance(self._run, TracedForward):
             return self._run.picked(tokens, offsets, cache, pick, positions)
         logits, cache = self._run(tokens, offsets, cache, None)
         return logits, None, cache
@@ -91,7 +189,7 @@ class Program:
 
         It is run a few times on a scratch cache, at position `offset` of every row. Print the report for a table.
         """
-        if isinstance(self._run, CompiledForward):
+        if isinstance(self._run, TracedForward):
             return explain_native(self._run, cache, batch, tokens, offset)
         return Report(self.backend, [], [], self.fell_back)
 
@@ -119,7 +217,7 @@ def compile(
     fallback: Fallback = "eager",
     selects_logits: bool = False,
     frozen: bool = False,
-    programs: Programs | None = None,
+    programs: ProgramCache | None = None,
 ) -> Program:
     """A forward as a program: on the CPU a flat list of native kernel calls, on CUDA a graph.
 
@@ -159,7 +257,7 @@ def compile(
     if backend == "inductor":
         return Program("inductor", partial(_run_eager, torch.compile(forward, fullgraph=True), params, selects_logits))
     if backend == "cuda":
-        return Program("cuda", CudaGraphs(forward, params, selects_logits))
+        return Program("cuda", CudaGraphExecutable(forward, params, selects_logits))
     return _native_program(forward, params, cache, batch, tokens, fallback, selects_logits, frozen, programs)
 
 
@@ -172,7 +270,7 @@ def _native_program(
     fallback: Fallback,
     selects_logits: bool,
     frozen: bool,
-    programs: Programs | None,
+    programs: ProgramCache | None,
 ) -> Program:
     library = usable_library()
     if library is None:
@@ -180,7 +278,7 @@ def _native_program(
             "no native kernels are in use here: install onward where there is a compiler, unset ONWARD_OPS, or choose "
             "another backend"
         )
-    run = CompiledForward(
+    run = TracedForward(
         forward,
         params,
         library,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from onward.errors import OnwardError
-from onward.program.arrays import Kind, Storage
-from onward.program.encode import Image, Words
-from onward.program.native import Signature
+from onward.program.encode import ImageWords, ProgramImage
+from onward.program.executable import Signature
+from onward.program.graph import Kind, Storage
 
 
 class Shape(NamedTuple):
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     tokens: int
 
 
-TraceShape = Callable[[Shape], tuple[Image, Signature]]
+TraceShape = Callable[[Shape], tuple[ProgramImage, Signature]]
 
 # Shapes to trace programs at. Odd and coprime to the sizes of models, so that no two sizes are equal by chance.
 _LOW = Shape(17, 11)
@@ -37,14 +37,16 @@ MOST_ROWS = 1031
 class Grid:
     """A program for every shape that differs from `base` along the free axes only. `make_grid` makes it."""
 
-    def __init__(self, image: Image, signature: Signature, free: tuple[bool, bool], base: Shape, most: Shape) -> None:
+    def __init__(
+        self, image: ProgramImage, signature: Signature, free: tuple[bool, bool], base: Shape, most: Shape
+    ) -> None:
         self.signature = signature  # of `most`
         self._image = image
         self._free = free
         self._base = base
         self._most = most
         # (power of B - base B, power of T - base T, coefficient for each number of the program)
-        self._coefficients: list[tuple[int, int, Words]] = []
+        self._coefficients: list[tuple[int, int, ImageWords]] = []
 
     def covers(self, shape: Shape) -> bool:
         """Whether the shape lies in the confirmed range.
@@ -56,17 +58,17 @@ class Grid:
             for size, free, base, most in zip(shape, self._free, self._base, self._most, strict=True)
         )
 
-    def image(self, shape: Shape) -> Image:
+    def image(self, shape: Shape) -> ProgramImage:
         return self._image.with_numbers(self._numbers(shape))
 
-    def _numbers(self, shape: Shape) -> Words:
+    def _numbers(self, shape: Shape) -> ImageWords:
         rows, tokens = shape.batch - self._base.batch, shape.tokens - self._base.tokens
         total = np.zeros_like(self._coefficients[0][2])
         for by_rows, by_tokens, numbers in self._coefficients:
             total += rows**by_rows * tokens**by_tokens * numbers
         return total
 
-    def fit(self, corners: dict[tuple[int, int], Words]) -> bool:
+    def fit(self, corners: dict[tuple[int, int], ImageWords]) -> bool:
         """Compute the coefficients from the numbers at the corners, each at (0 or 1, 0 or 1).
 
         Returns whether all are whole numbers.
@@ -82,13 +84,17 @@ class Grid:
         self._coefficients = [(*powers, numbers) for powers, numbers in differences.items()]
         return True
 
-    def confirms(self, shape: Shape, image: Image) -> bool:
+    def confirms(self, shape: Shape, image: ProgramImage) -> bool:
         """Whether the grid's numbers for the shape are those of `image`, a program that was traced for it."""
         return _differ_in_numbers_only(image, self._image) and np.array_equal(self._numbers(shape), image.numbers)
 
 
 def make_grid(
-    trace_shape: TraceShape, fixed: Shape, free: tuple[bool, bool], most_tokens: int, traced: Mapping[Shape, Image]
+    trace_shape: TraceShape,
+    fixed: Shape,
+    free: tuple[bool, bool],
+    most_tokens: int,
+    traced: Mapping[Shape, ProgramImage],
 ) -> Grid | None:
     """A program for all shapes along the free axes (rows, tokens); None where one program cannot serve them.
 
@@ -102,7 +108,7 @@ def make_grid(
     base, between = _along(free, _LOW, fixed), _along(free, _BETWEEN, fixed)
     if free[1] and most_tokens <= _BETWEEN.tokens:
         return None
-    images: dict[tuple[int, int], Image] = {}
+    images: dict[tuple[int, int], ProgramImage] = {}
     try:
         for at in product(range(1 + free[0]), range(1 + free[1])):
             shape = Shape(*(high if end else low for end, low, high in zip(at, base, most, strict=True)))
@@ -125,7 +131,7 @@ def _along(free: tuple[bool, bool], varied: Shape, fixed: Shape) -> Shape:
     return Shape(*(new if axis else old for axis, new, old in zip(free, varied, fixed, strict=True)))
 
 
-def _differ_in_numbers_only(image: Image, largest: Image) -> bool:
+def _differ_in_numbers_only(image: ProgramImage, largest: ProgramImage) -> bool:
     """Whether two programs have the same calls, differ in their numbers only, and let torch run no operator."""
     return (
         all(len(each.segments) == 1 and each.segments[0].then is None for each in (image, largest))

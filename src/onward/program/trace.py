@@ -9,10 +9,8 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from onward.errors import OnwardError, ProgramError, one_line
-from onward.program.arrays import Kind
-from onward.program.nodes import Infer, Trace
-from onward.program.recorder import Recorder
-from onward.program.source_lines import TraceError, line_of, run
+from onward.program.graph import Infer, Kind, Trace
+from onward.program.recorder import Recorder, TraceError, line_of, run
 
 
 def trace(

@@ -1,12 +1,10 @@
 """Quantize weights to 8 and 4 bits. `onward.ops.linear` multiplies with them.
 
 small = onward.quantize(lm, "iq4_nl")
-onward.quantization.quantize_folder("Qwen/Qwen3-0.6B", "qwen3-iq4", "iq4_nl")    # then onward.load("qwen3-iq4")
+onward.language_model.quantize_folder("Qwen/Qwen3-0.6B", "qwen3-iq4", "iq4_nl")    # then onward.load("qwen3-iq4")
 """
 
-from onward.quantization.calibration import Calibration, calibration_ids
-from onward.quantization.feedback import quantize_with_feedback, relative_output_error
-from onward.quantization.model import quantize, quantize_folder
+from onward.quantization.gptq import quantize_with_feedback, relative_output_error
 from onward.quantization.params import Progress, TensorReport, count_matrices, quantize_params
 from onward.quantization.rounding import (
     check_format,
@@ -18,14 +16,10 @@ from onward.quantization.rounding import (
 )
 
 __all__ = [
-    "Calibration",
     "Progress",
     "TensorReport",
-    "calibration_ids",
     "check_format",
     "count_matrices",
-    "quantize",
-    "quantize_folder",
     "quantize_int4",
     "quantize_int8",
     "quantize_iq4_nl",

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.checkpoint.quantized import parameter_name
+from onward.checkpoint.quantized_folder import parameter_name
 from onward.errors import RequestError
 from onward.models import ExpertLinear, LatentLinear, Router, ShortConv, map_marked, marked_parts
 from onward.ops import QuantizedExperts, QuantizedWeight, Weight
 from onward.ops.linear import stock_weight
 from onward.ops.quantized import ROUNDED_FORMATS
-from onward.quantization.feedback import quantize_with_feedback
+from onward.quantization.gptq import quantize_with_feedback
 from onward.quantization.rounding import check_format, quantize_and_measure
 
 
@@ -67,7 +67,7 @@ def quantize_params(
     return quantizer.quantized(params), quantizer.reports
 
 
-class Choice(NamedTuple):
+class FormatChoice(NamedTuple):
     """The format of a matrix. divergence: what iq4_nl alone costs there, where that was measured (`TensorReport`)."""
 
     format: str
@@ -81,7 +81,7 @@ class ParamsQuantizer:
     def __init__(
         self,
         params: Any,
-        format: str | Mapping[str, Choice],
+        format: str | Mapping[str, FormatChoice],
         progress: Progress | None = None,
         release: Callable[[], None] = lambda: None,
         keep: bool = False,
@@ -103,7 +103,7 @@ class ParamsQuantizer:
         self, params: Any, under: tuple[Any, ...] = (), hessians: Mapping[tuple[Any, ...], Tensor] | None = None
     ) -> Any:
         """The params, at the path `under` in those of the model, with their matrices quantized. hessians: for paths of
-        `Linear` in these params the Hessian of the inputs, for error feedback (`onward.quantization.feedback`); an
+        `Linear` in these params the Hessian of the inputs, for error feedback (`onward.quantization.gptq`); an
         expert's path ends in its number."""
         known = {} if hessians is None else hessians
 
@@ -129,10 +129,12 @@ class ParamsQuantizer:
 
         return map_marked(convert, params)
 
-    def _choice(self, name: str) -> Choice:
-        return Choice(self._format) if isinstance(self._format, str) else self._format[name]
+    def _choice(self, name: str) -> FormatChoice:
+        return FormatChoice(self._format) if isinstance(self._format, str) else self._format[name]
 
-    def _quantize(self, name: str, weight: Weight, choice: Choice, hessian: Tensor | None = None) -> QuantizedWeight:
+    def _quantize(
+        self, name: str, weight: Weight, choice: FormatChoice, hessian: Tensor | None = None
+    ) -> QuantizedWeight:
         of_outputs = None
         try:
             if hessian is None:

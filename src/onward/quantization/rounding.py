@@ -10,9 +10,9 @@ from torch.nn.functional import pad
 from onward.errors import RequestError
 from onward.native import Library, advise_huge_pages
 from onward.ops import quantized_layout as layout
-from onward.ops.operators import DTYPES, check_no_gradient, usable_library
+from onward.ops.operator import DTYPES, check_no_gradient, usable_library
 from onward.ops.quantized import ROUNDED_FORMATS, QuantizedWeight, rounded_formats
-from onward.quantization.groups import CODEBOOKS, best_scale
+from onward.quantization.scales import CODEBOOKS, best_scale
 
 
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:

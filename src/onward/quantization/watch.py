@@ -18,7 +18,7 @@ from onward.ops.experts import activated
 Path = tuple[Any, ...]
 
 
-class Watch:
+class InputRecorder:
     """Sums the Hessians of inputs, by the paths of their layers; an expert's path ends in its number."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _WatchedLinear(NamedTuple):
 
     part: Linear
     path: Path
-    watch: Watch
+    watch: InputRecorder
 
     def __call__(self, x: Tensor) -> Tensor:
         self.watch.see(self.path, x)
@@ -81,7 +81,7 @@ class _WatchedExperts(ExpertLinear):
     """The last layers of experts, which show what each expert's layers get to a watch."""
 
     path: Path
-    watch: Watch
+    watch: InputRecorder
 
     def sum_of(
         self, x: Tensor, chosen: Tensor, shares: Tensor, gate: ExpertLinear | None, up: ExpertLinear, **activation: Any
@@ -125,7 +125,7 @@ class Batch(NamedTuple):
     cache: Any
 
 
-class Stream:
+class LayerwiseRunner:
     """The hidden states of all texts, int32 [count, length], before some layer, some rows at a time. params: whose
     embeddings look them up. batches: of the layer that is next."""
 
@@ -141,7 +141,7 @@ class Stream:
             for part, start in zip(parts, starts, strict=True)
         ]
 
-    def copy(self) -> "Stream":
+    def copy(self) -> "LayerwiseRunner":
         """Another that goes on from here; both run in the same caches, of which a layer reads what it has written."""
         return copy(self)
 
@@ -157,9 +157,9 @@ class Stream:
     def hessians(self, index: int, params: Any) -> dict[tuple[Any, ...], Tensor]:
         """The Hessian of the inputs of each `Linear` of the layer, by its path. Those of the same input share one.
 
-        Of experts by the path and the expert's number, of those that got tokens enough (`Watch.hessians`).
+        Of experts by the path and the expert's number, of those that got tokens enough (`InputRecorder.hessians`).
         """
-        watch = Watch()
+        watch = InputRecorder()
         watched = map_marked(watch.watched, params)
         for batch in self.batches:
             self._run(index, watched, batch)
@@ -168,7 +168,7 @@ class Stream:
 
     def hessian_of_head(self, params: Any) -> dict[tuple[Any, ...], Tensor]:
         """The same of the head, behind the last layer."""
-        watch = Watch()
+        watch = InputRecorder()
         for batch in self.batches:
             watch.see((), self._decoder.norm(params.norm, batch.hidden))
             watch.end_forward()

@@ -26,7 +26,7 @@ class Constraint(Protocol):
     """
 
     def mask(self) -> Mask:
-        """The ids that may follow, a new array; `onward.constraints.mask_of` makes it of ids. An id that ends the text
+        """The ids that may follow, a new array; `onward.sampling.mask_of` makes it of ids. An id that ends the text
         is among them where the text may end. It is not asked where `is_done`."""
         ...
 
@@ -77,7 +77,7 @@ def _checked(mask: object) -> Mask:
     raise RequestError(f"a constraint's mask must be int32 [N], 32 ids a word (onward.constraints.mask_of); got {got}")
 
 
-class ConstrainedText:
+class ConstraintState:
     """A constraint at work on one text: ids are appended and taken back, as in its `History`.
 
     Drafted ids may run past the end of the text, or the constraint may refuse them. What stands after these is never
@@ -166,7 +166,7 @@ class ConstrainedText:
 
 
 def mask_logits(
-    logits: Tensor, texts: Sequence[ConstrainedText | None], drafts: Sequence[Sequence[int]] | None = None
+    logits: Tensor, texts: Sequence[ConstraintState | None], drafts: Sequence[Sequence[int]] | None = None
 ) -> tuple[Tensor, Tensor]:
     """-inf for what may not follow: float [B, K, V] -> the same; all other logits as they are, bit for bit. And whether
     a place has any id left that is not -inf: bool [B, K].
@@ -179,7 +179,7 @@ def mask_logits(
     each = [()] * len(texts) if drafts is None else drafts
     masks = [mask for text, draft in zip(texts, each, strict=True) for mask in _masks(text, draft, logits.shape[1])]
     flat = logits.reshape(len(masks), -1)
-    kept, left = ops.admit(flat, _words(masks, flat.shape[1]).to(flat.device))
+    kept, left = ops.apply_token_mask(flat, _words(masks, flat.shape[1]).to(flat.device))
     return kept.view_as(logits), left.view(logits.shape[:2])
 
 
@@ -190,7 +190,7 @@ def nothing_left() -> NothingToDrawError:
     )
 
 
-def _masks(text: ConstrainedText | None, draft: Sequence[int], places: int) -> list[Mask | None]:
+def _masks(text: ConstraintState | None, draft: Sequence[int], places: int) -> list[Mask | None]:
     """What may follow at each place; None for everything, as at places past the draft, which nobody reads."""
     if text is None:
         return [None] * places
@@ -204,7 +204,7 @@ def _masks(text: ConstrainedText | None, draft: Sequence[int], places: int) -> l
 
 
 def _words(masks: Sequence[Mask | None], vocab: int) -> Tensor:
-    """The masks as `ops.admit` takes them: int32 [N, W]."""
+    """The masks as `ops.apply_token_mask` takes them: int32 [N, W]."""
     words = np.full((len(masks), -(-vocab // 32)), -1, dtype=np.int32)
     for row, mask in enumerate(masks):
         if mask is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onward import ops
 from onward.native import Library
-from onward.ops.operators import DTYPES, usable_library
+from onward.ops.operator import DTYPES, usable_library
 from onward.sampling.noise import gumbel_noise
 from onward.sampling.transforms.min_p import MinP, apply_min_p, lowest_score
 from onward.sampling.transforms.temperature import Temperature, apply_temperature
@@ -21,7 +21,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 class Greedy:
-    """`greedy` as a choice that is given positions, and for the end of a program (`onward.program.Pick`)."""
+    """`greedy` as a choice that is given positions, and for the end of a program (`onward.program.SamplingKernel`)."""
 
     kernel, most_ids = "onward_argmax", 2**62
 
@@ -39,7 +39,7 @@ class Greedy:
 GREEDY = Greedy()
 
 
-class Draw:
+class GumbelSampler:
     """Rows' temperatures, filters and seeds, tensors [B]; logits float [B, V] of any float dtype -> ids int64 [B].
 
     filters: the transforms that it does, in their order.

@@ -7,25 +7,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
-from onward.checks import PYTHONS_OWN, check_whole, plain
 from onward.errors import RequestError
-from onward.option_names import check_option_names
 from onward.sampling.transforms.bad_words import BadWords, BadWordsDict
 from onward.sampling.transforms.dry import Dry, DryDict
-from onward.sampling.transforms.frequency_penalty import FrequencyPenalty, FrequencyPenaltyDict
 from onward.sampling.transforms.logit_bias import LogitBias, LogitBiasDict
 from onward.sampling.transforms.min_new_tokens import MinNewTokens, MinNewTokensDict
 from onward.sampling.transforms.min_p import MinP, MinPDict
 from onward.sampling.transforms.no_repeat_ngram import NoRepeatNgram, NoRepeatNgramDict
-from onward.sampling.transforms.presence_penalty import PresencePenalty, PresencePenaltyDict
-from onward.sampling.transforms.repetition_penalty import RepetitionPenalty, RepetitionPenaltyDict
+from onward.sampling.transforms.penalties import (
+    FrequencyPenalty,
+    FrequencyPenaltyDict,
+    PresencePenalty,
+    PresencePenaltyDict,
+    RepetitionPenalty,
+    RepetitionPenaltyDict,
+)
 from onward.sampling.transforms.temperature import Temperature, TemperatureDict
 from onward.sampling.transforms.top_k import TopK, TopKDict
 from onward.sampling.transforms.top_p import TopP, TopPDict
 from onward.sampling.transforms.transform import Adjustment, Filter, transforms_of
 from onward.sampling.transforms.typical_p import TypicalP, TypicalPDict
 from onward.sampling.transforms.xtc import Xtc, XtcDict
-from onward.text_input import check_value
+from onward.util.checks import PYTHONS_OWN, check_whole, plain
+from onward.util.option_names import check_option_names
+from onward.util.text_input import check_value
 
 
 class UnseededOptionsDict(

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from onward.errors import NothingToDrawError, RequestError
-from onward.reprs import brief_list
-from onward.sampling.constraint import ConstrainedText, mask_logits, nothing_left
-from onward.sampling.draw import GREEDY, Draw, Greedy, greedy
+from onward.sampling.constraint import ConstraintState, mask_logits, nothing_left
+from onward.sampling.draw import GREEDY, Greedy, GumbelSampler, greedy
 from onward.sampling.history import History
 from onward.sampling.params import SamplingParams
-from onward.sampling.transforms import Adjustment, Changes, Columns, Draws, Entries, Filter, transforms_of
+from onward.sampling.transforms import Adjustment, Changes, Columns, Draws, Filter, LogitEntries, transforms_of
 from onward.sampling.transforms.temperature import Temperature
 from onward.sampling.transforms.transform import columns
+from onward.util.text import brief_list
 
 
-class Adjustments:
+class AdjustmentPass:
     """What is done to logits before temperature and filters, in the order of docs/sampling.md.
 
     An option that no row uses costs nothing. needs_history: whether some row's options look at what came before.
@@ -69,7 +69,7 @@ class Adjustments:
                 changes[kind].append((place, (ids.copy(), values)))  # a history's arrays change with it
         flat = adjusted = logits.reshape(batch * positions, vocab)
         for kind, of_places in changes.items():
-            adjusted = kind.adjust(adjusted, Entries.of(of_places, self._device))
+            adjusted = kind.adjust(adjusted, LogitEntries.of(of_places, self._device))
         self._check_some_left(adjusted, flat)
         return adjusted.view(logits.shape)
 
@@ -119,10 +119,10 @@ class Sampler:
         self.seeds = tuple(fresh_seed() if row.seed is None else row.seed for row in rows)
         self._rows = tuple(rows)
         self._device = device
-        self._adjust = Adjustments(self._rows, device)
+        self._adjust = AdjustmentPass(self._rows, device)
         self.needs_history = self._adjust.needs_history
         signed = [seed - 2**64 if seed >= 2**63 else seed for seed in self.seeds]
-        self._draw = Draw(
+        self._draw = GumbelSampler(
             keys=torch.tensor(signed, dtype=torch.int64, device=device),
             temperature=self._column("temperature"),
             top_k=torch.tensor([min(row.top_k, 2**62) for row in rows], dtype=torch.int64, device=device),
@@ -141,7 +141,7 @@ class Sampler:
         positions: Tensor,
         histories: Sequence[History] | None = None,
         drafts: Sequence[Sequence[int]] | None = None,
-        constraints: Sequence[ConstrainedText | None] | None = None,
+        constraints: Sequence[ConstraintState | None] | None = None,
     ) -> Tensor:
         """The next token of each row; or, for a draft, the token after each of several positions of each row.
 
@@ -177,7 +177,7 @@ class Sampler:
         positions: Tensor | None = None,
         histories: Sequence[History] | None = None,
         drafts: Sequence[Sequence[int]] | None = None,
-        constraints: Sequence[ConstrainedText | None] | None = None,
+        constraints: Sequence[ConstraintState | None] | None = None,
     ) -> Tensor:
         """Tempered and filtered logits, float32 in the shape of `logits`; softmax of them is what a sampled row draws
         from. The arguments are those of a call; positions may be left out where no row uses XTC.
@@ -191,7 +191,7 @@ class Sampler:
         logits: Tensor,
         positions: Tensor,
         histories: Sequence[History] | None = None,
-        constraints: Sequence[ConstrainedText | None] | None = None,
+        constraints: Sequence[ConstraintState | None] | None = None,
     ) -> Tensor:
         """What each row draws from: float64 [B, V], of logits [B, V] and positions int [B].
 
@@ -207,7 +207,7 @@ class Sampler:
         return torch.where(greedy_rows.unsqueeze(1), picked.to(torch.float64), probabilities)
 
     @property
-    def pick(self) -> Greedy | Draw | None:
+    def pick(self) -> Greedy | GumbelSampler | None:
         """The kernel that does all of it without constraints, for a program to call at its end; None where it takes
         more than one."""
         if self._adjust.any or self._filters:
@@ -232,8 +232,8 @@ class Sampler:
         logits: Tensor,
         histories: Sequence[History] | None,
         drafts: Sequence[Sequence[int]] | None,
-        constraints: Sequence[ConstrainedText | None] | None,
-    ) -> tuple[Tensor, Draw, Tensor | None]:
+        constraints: Sequence[ConstraintState | None] | None,
+    ) -> tuple[Tensor, GumbelSampler, Tensor | None]:
         """Adjusted and masked logits [N, V], the options of each of the N = B K rows, and which of the B it is (None:
         N = B)."""
         batch = len(self._rows)
@@ -256,7 +256,7 @@ class Sampler:
         rows = torch.arange(batch, device=logits.device).repeat_interleave(several.shape[1])
         return flat, self._draw.take(rows), rows
 
-    def _scores(self, logits: Tensor, positions: Tensor | None, draw: Draw, rows: Tensor | None) -> Tensor:
+    def _scores(self, logits: Tensor, positions: Tensor | None, draw: GumbelSampler, rows: Tensor | None) -> Tensor:
         """Tempered and filtered logits, float32 [N, V]."""
         if not self._filters:
             return draw.scores(logits)
@@ -271,10 +271,10 @@ class Sampler:
 
 
 def _filters(rows: Sequence[SamplingParams], device: torch.device | None) -> list[tuple[type[Filter], Columns]]:
-    """The filters that rows ask for, with their options; none where `Draw` does all of it."""
+    """The filters that rows ask for, with their options; none where `GumbelSampler` does all of it."""
     kinds = dict.fromkeys(kind for of in {type(row): None for row in rows} for kind in transforms_of(of, Filter))
     on = [kind for kind in kinds if any(isinstance(row, kind) and kind.is_on(row) for row in rows)]
-    if all(kind in Draw.filters for kind in on):
+    if all(kind in GumbelSampler.filters for kind in on):
         return []
     # Scores are beside the row's best, as Temperature leaves them, in batches of greedy rows too.
     return [(kind, columns(rows, kind, device)) for kind in kinds if kind is Temperature or kind in on]

@@ -5,4 +5,11 @@ from onward.server.lifecycle import bound, run
 from onward.server.log import log_to_stderr
 from onward.server.models import Settings
 
-__all__ = ["App", "Settings", "bound", "create_app", "log_to_stderr", "run"]
+__all__ = [
+    "App",
+    "Settings",
+    "bound",
+    "create_app",
+    "log_to_stderr",
+    "run",
+]

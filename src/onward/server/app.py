@@ -16,16 +16,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from onward import __version__
 from onward.engine import Engine
 from onward.errors import EngineError, OnwardError
-from onward.openai import error_fields, status_of
-from onward.server.errors import JsonAnswer, error_answer, plain_error
+from onward.protocols import error_fields, status_of
+from onward.server import generate, page_files, tokenize
+from onward.server.errors import CompactJSONResponse, error_answer, plain_error
 from onward.server.gate import Gate, access_of
 from onward.server.log import log_defect
 from onward.server.metrics import CONTENT_TYPE
 from onward.server.models import Settings
 from onward.server.openapi import document
-from onward.server.routes import answering, page, tokens
 from onward.server.service import Service
-from onward.server.sse import Streams
+from onward.server.sse import OpenStreams
 
 
 class App:
@@ -36,7 +36,7 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.streams = Streams(service.settings)
+        self.streams = OpenStreams(service.settings)
         self.routes = _routes(service, self.streams, self._lifespan)
         self.gate = Gate(self.routes, service)
         self._outer: ASGIApp = self.gate
@@ -73,17 +73,19 @@ def create_app(engines: Mapping[str, Engine], settings: Settings | None = None) 
     return App(Service(engines, Settings() if settings is None else settings))
 
 
-def _routes(service: Service, streams: Streams, lifespan: object) -> FastAPI:
+def _routes(service: Service, streams: OpenStreams, lifespan: object) -> FastAPI:
     # The pages that FastAPI has for its document come from elsewhere, so there are none.
-    app = FastAPI(docs_url=None, redoc_url=None, default_response_class=JsonAnswer, lifespan=cast("None", lifespan))
+    app = FastAPI(
+        docs_url=None, redoc_url=None, default_response_class=CompactJSONResponse, lifespan=cast("None", lifespan)
+    )
     described = document()
     app.openapi = lambda: described  # type: ignore[method-assign]
     for prefix in ("/v1", ""):
-        app.include_router(answering.router(service, streams), prefix=prefix)
+        app.include_router(generate.router(service, streams), prefix=prefix)
         app.include_router(_models(service), prefix=prefix)
-        app.include_router(tokens.router(service), prefix=prefix)
+        app.include_router(tokenize.router(service), prefix=prefix)
     app.include_router(_state(service))
-    app.include_router(page.router())
+    app.include_router(page_files.router())
 
     @app.exception_handler(OnwardError)
     async def refused(request: Request, error: OnwardError) -> Response:
@@ -173,7 +175,7 @@ def _health(service: Service) -> Response:
         healthy = healthy and state in ("running", "idle", "closed")
         models[model.name] = {"state": state, "seconds_since_step": round(seconds, 3)}
     content = {"status": "ok" if healthy else "failing", "models": models, "version": __version__}
-    return JsonAnswer(content, 200 if healthy else 503)
+    return CompactJSONResponse(content, 200 if healthy else 503)
 
 
 def _stats(service: Service) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from onward.openai import BodyError
+from onward.protocols import BodyError
 from onward.server.models import Settings
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from onward.errors import EngineBusyError, OnwardError
-from onward.openai import error_fields, status_of
-from onward.openai.stream import as_json
+from onward.protocols import error_fields, status_of
+from onward.protocols.chat_events import as_json
 
 
-class JsonAnswer(JSONResponse):
+class CompactJSONResponse(JSONResponse):
     """JSON in UTF-8. Half a character, which JSON can write and UTF-8 cannot, goes back as JSON writes it."""
 
     def render(self, content: Any) -> bytes:
@@ -29,7 +29,7 @@ DEFECT = "the server has failed at this request; its log says why"
 _RETRY = 5
 
 
-def error_answer(error: OnwardError) -> JsonAnswer:
+def error_answer(error: OnwardError) -> CompactJSONResponse:
     """The answer that says what is wrong, whose fault it is, and when to come back."""
     status = status_of(error)
     headers = {}
@@ -43,16 +43,16 @@ def error_answer(error: OnwardError) -> JsonAnswer:
         headers["accept-encoding"] = "identity"  # RFC 9110, 15.5.16
     elif status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         headers["connection"] = "close"  # the rest of the body is not read
-    return JsonAnswer({"error": error_fields(error)}, status, headers)
+    return CompactJSONResponse({"error": error_fields(error)}, status, headers)
 
 
-def plain_error(status: int, message: str, code: str, headers: dict[str, str] | None = None) -> JsonAnswer:
+def plain_error(status: int, message: str, code: str, headers: dict[str, str] | None = None) -> CompactJSONResponse:
     """An error that is no `OnwardError`."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     fields: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
-    return JsonAnswer({"error": fields}, status, headers)
+    return CompactJSONResponse({"error": fields}, status, headers)
 
 
-def defect_answer() -> JsonAnswer:
+def defect_answer() -> CompactJSONResponse:
     """The answer where something is wrong with the server. What, is in its log alone."""
     return plain_error(500, DEFECT, "internal_error")

@@ -11,11 +11,11 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onward.errors import EngineError, OnwardError
-from onward.openai import BodyError, error_fields
+from onward.protocols import BodyError, error_fields
 from onward.server.client import too_large
 from onward.server.errors import defect_answer, error_answer
 from onward.server.log import log, log_defect, refusal
-from onward.server.routes.page import PAGE_FILES
+from onward.server.page_files import PAGE_FILES
 from onward.server.service import Service
 
 
@@ -63,7 +63,7 @@ _CLIENT_LEFT = 499
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-class Access:
+class AccessRecord:
     """What the log says of a request. Endpoints add to `fields`."""
 
     def __init__(self, scope: Scope) -> None:
@@ -93,9 +93,9 @@ class Access:
         )
 
 
-def access_of(scope: Scope) -> Access:
+def access_of(scope: Scope) -> AccessRecord:
     """Of a request that has passed the gate."""
-    access: Access = scope["onward.access"]
+    access: AccessRecord = scope["onward.access"]
     return access
 
 
@@ -111,7 +111,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        access = scope["onward.access"] = Access(scope)
+        access = scope["onward.access"] = AccessRecord(scope)
 
         is_head = scope["method"] == "HEAD"
 
@@ -136,7 +136,7 @@ class Gate:
                 access.write()
             self.inside -= 1  # last: who waits for an idle server finds the line
 
-    async def _passed(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _passed(self, access: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             try:
                 self._check(access, scope)
@@ -152,7 +152,7 @@ class Gate:
             if not access.status:
                 await defect_answer()(scope, receive, send)
 
-    def _check(self, access: Access, scope: Scope) -> None:
+    def _check(self, access: AccessRecord, scope: Scope) -> None:
         """Raises what keeps the request out."""
         settings, headers = self._service.settings, access.headers
         check_host(headers.get(b"host"), settings.hosts)

@@ -13,8 +13,8 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from onward.completion import Completion
 from onward.engine import EngineStats, Generation
+from onward.language_model import Completion
 from onward.server.models import ServedModel
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from onward.checks import check_whole, is_finite
 from onward.engine import Engine
 from onward.errors import RequestError
-from onward.openai import BodyError, BodyReader
-from onward.requests.request import needed_tokenizer
+from onward.language_model.request import needed_tokenizer
+from onward.protocols import BodyError, BodyReader
+from onward.util.checks import check_whole, is_finite
 
 
 @dataclass(frozen=True, kw_only=True)

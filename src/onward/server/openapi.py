@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from onward import __version__
-from onward.openai.body import LABELS, LENGTHS, NEUTRAL, field_options
-from onward.requests import GenerateOptionsDict
+from onward.language_model import GenerateOptionsDict
+from onward.protocols.schema import LABELS, LENGTHS, NEUTRAL, field_options
 
 Schema = dict[str, Any]
 

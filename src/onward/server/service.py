@@ -8,20 +8,20 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from onward.engine import Engine, Generation
-from onward.openai import AnswerKey, Body, BodyError
+from onward.protocols import BodyError, ParsedBody, ResponseKey
 from onward.server.client import Client
-from onward.server.handover import EventIds, Handover, digest_of
 from onward.server.metrics import Metrics
 from onward.server.models import ServedModel, ServedModels, Settings
-from onward.server.submission import KeptAnswers, Recipient, Submission
-from onward.text_input import TextError, parse_request_json
+from onward.server.resume import EventIdFormat, ResumeRequest, digest_of
+from onward.server.submission import ActiveRequest, ResponseStore, Subscriber
+from onward.util.text_input import TextError, parse_request_json
 
 # The engine looks at all of these with every token.
 _MOST_STOPS, _LONGEST_STOP = 64, 1024
 _MOST_BAD_WORDS = 1024
 
 
-def check_bounds(body: Body, settings: Settings) -> None:
+def check_bounds(body: ParsedBody, settings: Settings) -> None:
     """Raise `BodyError` for a body that asks for more than a server gives one client."""
     options = body.requests[0].options
     logprobs = "top_logprobs" if body.kind == "chat.completion" else "logprobs"
@@ -41,7 +41,7 @@ def check_bounds(body: Body, settings: Settings) -> None:
 
 _Result = TypeVar("_Result")
 # Reads a body that has come: the key of the answer to it -> what it asks for, and of which model.
-Read = Callable[[AnswerKey], tuple[ServedModel, Body]]
+Read = Callable[[ResponseKey], tuple[ServedModel, ParsedBody]]
 
 # Threads that read bodies: JSON, templates, tokenizers. The last release the interpreter's lock.
 _READERS = 4
@@ -57,9 +57,9 @@ class Service:
     def __init__(self, engines: Mapping[str, Engine], settings: Settings) -> None:
         self.settings = settings
         self.models = ServedModels(engines, settings)
-        self.kept = KeptAnswers(settings.idempotency_seconds)
+        self.kept = ResponseStore(settings.idempotency_seconds)
         self.draining = self.ending = False
-        self.live: set[Submission] = set()
+        self.live: set[ActiveRequest] = set()
         self.metrics = Metrics(self.models, self._running)
         self._pool = ThreadPoolExecutor(_READERS, "onward-reader")
 
@@ -67,7 +67,7 @@ class Service:
         """Run what takes long beside the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def submit(self, client: Client, read: Read, handover: Handover) -> Recipient:
+    async def submit(self, client: Client, read: Read, handover: ResumeRequest) -> Subscriber:
         """Read a body beside the loop, and have its requests served, unless it came before with the same
         Idempotency-Key. They are cancelled when all their clients have left. Raises `OnwardError`: what is wrong with
         the body, or that the engine takes no more."""
@@ -84,7 +84,7 @@ class Service:
             recipient.submission.cancel()
         return recipient
 
-    async def _again(self, read: Read, handover: Handover, name: str) -> Recipient:
+    async def _again(self, read: Read, handover: ResumeRequest, name: str) -> Subscriber:
         """Join what is kept under a name, or begin it."""
         kept = self.kept.of(name, handover.key)
         if handover.last_event_id is not None and handover.key != kept.key:
@@ -95,12 +95,12 @@ class Service:
             if before is not None and before.asked != recipient.submission.asked:
                 raise _other_body("this Idempotency-Key came with another body before: give each request its own")
             if before is not None and not before.is_cut and not before.has_failed:
-                return Recipient(before, handover, recipient.ids)
+                return Subscriber(before, handover, recipient.ids)
             await self._begun(recipient, None if before is None else before.emitted())
             kept.submission = recipient.submission
             return recipient
 
-    def _read(self, read: Read, handover: Handover) -> Recipient:
+    def _read(self, read: Read, handover: ResumeRequest) -> Subscriber:
         """Whoever waits for what a body asks for, before any of it is submitted."""
         served, body = read(handover.key)
         body = body.seeded()
@@ -108,13 +108,13 @@ class Service:
         ids = None
         if body.stream:
             fingerprint = served.engine.fingerprint_with(body.requests[0].options.adapter)
-            ids = EventIds.of(body, fingerprint, handover.last_event_id)
+            ids = EventIdFormat.of(body, fingerprint, handover.last_event_id)
         elif handover.last_event_id is not None:
             raise BodyError("Last-Event-ID is for streams: send stream: true, or no such id", "stream")
         asked = digest_of(body) if handover.idempotency is not None else ""
-        return Recipient(Submission(served, body, asked), handover, ids)
+        return Subscriber(ActiveRequest(served, body, asked), handover, ids)
 
-    async def _begun(self, recipient: Recipient, emitted: Sequence[Sequence[int]] | None) -> Recipient:
+    async def _begun(self, recipient: Subscriber, emitted: Sequence[Sequence[int]] | None) -> Subscriber:
         """emitted: ids of its texts that are known here, which may be more than the handover says."""
         submission = recipient.submission
         submitting = asyncio.ensure_future(self.in_thread(submission.begin, emitted))
@@ -139,7 +139,7 @@ class Service:
             for generation in submission.generations:
                 yield submission.served.name, generation
 
-    def ended(self, recipient: Recipient) -> None:
+    def ended(self, recipient: Subscriber) -> None:
         """Somebody has been answered, or waits no longer. What nobody waits for is cancelled."""
         submission = recipient.submission
         recipient.leave()

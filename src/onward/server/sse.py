@@ -10,9 +10,9 @@ from starlette.types import Message, Receive, Scope, Send
 from onward.errors import OnwardError
 from onward.server.client import Client
 from onward.server.errors import DEFECT
-from onward.server.handover import Events
 from onward.server.models import Settings
-from onward.server.submission import Recipient
+from onward.server.resume import AnswerEvents
+from onward.server.submission import Subscriber
 
 _COMMENT = b": waiting\n\n"
 _HEADERS = {
@@ -30,10 +30,10 @@ class EventStream(Response):
 
     def __init__(
         self,
-        recipient: Recipient,
-        events: Events,
+        recipient: Subscriber,
+        events: AnswerEvents,
         client: Client,
-        streams: "Streams",
+        streams: "OpenStreams",
         ended: Callable[[], None],
     ) -> None:
         super().__init__(headers=_HEADERS)
@@ -131,7 +131,7 @@ class EventStream(Response):
         self._sending_since = None
 
 
-class Streams:
+class OpenStreams:
     """All streams of a server, looked at once a second."""
 
     def __init__(self, settings: Settings) -> None:

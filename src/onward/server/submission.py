@@ -6,15 +6,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from onward.completion import Completion
 from onward.engine import Generation
 from onward.errors import EngineError
-from onward.openai import AnswerKey, Body, BodyError
-from onward.server.handover import EventIds, Events, Handover, Teller, emitted_by, idempotency_of
+from onward.language_model import Completion
+from onward.protocols import BodyError, ParsedBody, ResponseKey
 from onward.server.models import ServedModel
+from onward.server.resume import AnswerEvents, EventIdFormat, EventWriter, ResumeRequest, emitted_by, idempotency_of
 
 
-class Submission:
+class ActiveRequest:
     """The requests of one body while engines serve them.
 
     asked: a digest of all that it asks for, where that is compared. clients: who wait for it; several where a body came
@@ -22,10 +22,10 @@ class Submission:
     prompts and texts, once nobody waits.
     """
 
-    def __init__(self, served: ServedModel, body: Body, asked: str) -> None:
+    def __init__(self, served: ServedModel, body: ParsedBody, asked: str) -> None:
         self.served, self.body, self.asked = served, body, asked
         self.generations: list[Generation] = []
-        self.clients: set[Recipient] = set()
+        self.clients: set[Subscriber] = set()
         self.is_cut = self.counted = False
         self.tokens = 0
 
@@ -46,7 +46,7 @@ class Submission:
             self.is_cut = self.is_cut or not generation.done
             generation.cancel()
 
-    def leave(self, client: "Recipient") -> None:
+    def leave(self, client: "Subscriber") -> None:
         """One of those who wait has left. Where nobody is left, all is cancelled."""
         self.clients.discard(client)
         if not self.clients:
@@ -97,25 +97,25 @@ class Submission:
         return [self.completion(at) for at in range(len(self.generations))]
 
 
-class Recipient:
+class Subscriber:
     """One of those who wait for a submission.
 
     handover: what was known of the answer. ids: of its events; None for an answer in one piece.
     """
 
-    def __init__(self, submission: Submission, handover: Handover, ids: EventIds | None) -> None:
+    def __init__(self, submission: ActiveRequest, handover: ResumeRequest, ids: EventIdFormat | None) -> None:
         self.submission, self.handover, self.ids = submission, handover, ids
         submission.clients.add(self)
 
     def leave(self) -> None:
         self.submission.leave(self)
 
-    def teller(self, events: Events) -> Teller:
+    def teller(self, events: AnswerEvents) -> EventWriter:
         """Tells it the answer as a stream."""
         assert self.ids is not None, "a stream has ids"
         known = [len(ids) for ids in self.handover.emitted or ()]
         known = known or [0] * sum(len(track.counts) for track in self.ids.before.tracks)
-        return Teller(events, self.ids.prefix, self.ids.before, known)
+        return EventWriter(events, self.ids.prefix, self.ids.before, known)
 
 
 def _completion_of(generation: Generation) -> Completion | None:
@@ -130,16 +130,16 @@ _MOST, _MOST_TOKENS = 1024, 2_000_000
 _Entry = TypeVar("_Entry")
 
 
-class KeptAnswer:
+class StoredResponse:
     """The answer to what came with an Idempotency-Key.
 
     key: of the answer; with it the same body gives the same again. submission: None before it has begun. lock: held
     while one looks whether it has.
     """
 
-    def __init__(self, key: AnswerKey) -> None:
+    def __init__(self, key: ResponseKey) -> None:
         self.key = key
-        self.submission: Submission | None = None
+        self.submission: ActiveRequest | None = None
         self.lock = asyncio.Lock()
 
     @property
@@ -151,7 +151,7 @@ class KeptAnswer:
         return 0 if self.submission is None else self.submission.tokens
 
 
-class KeptAnswers:
+class ResponseStore:
     """The answers that are kept, the oldest first. All of it is the loop's.
 
     seconds: how long each is kept after it began.
@@ -159,20 +159,20 @@ class KeptAnswers:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._answers: OrderedDict[str, tuple[float, KeptAnswer]] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()
         self._cut: OrderedDict[str, tuple[float, list[list[int]]]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def of(self, name: str, key: AnswerKey) -> KeptAnswer:
+    def of(self, name: str, key: ResponseKey) -> StoredResponse:
         """The answer kept under a name; a new one with this key where there is none."""
         self._forget()
         if name not in self._answers:
-            self._answers[name] = time.monotonic(), KeptAnswer(key)
+            self._answers[name] = time.monotonic(), StoredResponse(key)
         return self._answers[name][1]
 
-    def note(self, submission: Submission) -> None:
+    def note(self, submission: ActiveRequest) -> None:
         """Nobody waits for it any more. What a stream had emitted when it was cut is kept for who takes it up again."""
         submission.tokens = _count(submission.emitted())
         submission.tokens += sum(len(request.prompt) for request in submission.body.requests)
@@ -180,7 +180,7 @@ class KeptAnswers:
             self._cut[submission.body.key.text] = time.monotonic(), submission.emitted()
             self._forget()
 
-    def emitted(self, key: AnswerKey) -> list[list[int]] | None:
+    def emitted(self, key: ResponseKey) -> list[list[int]] | None:
         """What a stream that was cut had emitted; None where that is not known."""
         self._forget()
         return self._cut[key.text][1] if key.text in self._cut else None
@@ -215,7 +215,7 @@ def _count(emitted: list[list[int]]) -> int:
 _MOST_KEYS = 10_000
 
 
-class Repeats:
+class IdempotencyKeys:
     """The keys of answers to what came with an Idempotency-Key, of each caller (the header Authorization).
 
     An answer's key fixes all that is drawn for it, so nothing of the answer has to be kept. seconds: how long a key is.
@@ -230,12 +230,12 @@ class Repeats:
         Raises `BodyError`: another request came under its Idempotency-Key, or that is none."""
         name = idempotency_of(headers)
         if name is None:
-            return AnswerKey.new().text
+            return ResponseKey.new().text
         while self._kept and (
             len(self._kept) >= _MOST_KEYS or now - next(iter(self._kept.values()))[0] > self._seconds
         ):
             self._kept.popitem(last=False)
-        _, asked, key = self._kept.setdefault(name, (now, digest, AnswerKey.new().text))
+        _, asked, key = self._kept.setdefault(name, (now, digest, ResponseKey.new().text))
         if asked != digest:
             message = "this Idempotency-Key came with another body before: give each request its own"
             raise BodyError(message, code="idempotency_key_reused", status=422)

@@ -8,10 +8,10 @@ lm = onward.LanguageModel(model, onward.testing.ByteTokenizer())
 
 from onward.testing.scripted import (
     ByteTokenizer,
-    Call,
     ContractError,
     Script,
     ScriptedCache,
+    ScriptedCall,
     ScriptedModel,
     poison,
     scripted_model,
@@ -20,10 +20,10 @@ from onward.testing.tiny import random_checkpoint, tiny_config, tiny_model
 
 __all__ = [
     "ByteTokenizer",
-    "Call",
     "ContractError",
     "Script",
     "ScriptedCache",
+    "ScriptedCall",
     "ScriptedModel",
     "poison",
     "random_checkpoint",

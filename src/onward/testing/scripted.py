@@ -40,7 +40,7 @@ class ContractError(AssertionError):
     """The caller of a scripted model broke the contract of `onward.models.model`."""
 
 
-class Call(NamedTuple):
+class ScriptedCall(NamedTuple):
     """One call of a forward: its tokens [B, T], offsets [B] and, where given, logits_at [B, N]."""
 
     tokens: list[list[int]]
@@ -74,7 +74,7 @@ class ScriptedModel(Model):
     calls: the calls of its forward so far, in order.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ScriptedCall] = field(default_factory=list)
 
 
 def scripted_model(
@@ -94,13 +94,13 @@ def scripted_model(
     """
     if not callable(script) and not script:
         raise ValueError("a script needs at least one id")
-    calls: list[Call] = []
+    calls: list[ScriptedCall] = []
 
     def forward(
         tokens: Tensor, offsets: Tensor, cache: ScriptedCache, params: object, *, logits_at: Tensor | None = None
     ) -> tuple[Tensor, ScriptedCache]:
         _check_call(tokens, offsets, cache, vocab_size)
-        calls.append(Call(tokens.tolist(), offsets.tolist(), None if logits_at is None else logits_at.tolist()))
+        calls.append(ScriptedCall(tokens.tolist(), offsets.tolist(), None if logits_at is None else logits_at.tolist()))
         logits = torch.stack(
             [_row_logits(script, vocab_size, row, tokens, offset, cache) for row, offset in enumerate(offsets.tolist())]
         )

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.models import FAMILIES, Model, Scope, build_model, read_config
+from onward.models import FAMILIES, Model, WeightScope, build_model, read_config
 
 
 def _architecture(family: str) -> str:
@@ -172,7 +172,7 @@ def _kinds_of_layers(family: str, count: int) -> dict[str, Any]:
 def tiny_model(family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Model:
     """A model of `tiny_config(family, **overrides)` with random weights on the CPU: the same for the same seed."""
     config = read_config(tiny_config(family, **overrides))
-    return build_model(config, config.read(Scope(_RandomTensors(seed, dtype))))
+    return build_model(config, config.read(WeightScope(_RandomTensors(seed, dtype))))
 
 
 def random_checkpoint(
@@ -198,7 +198,7 @@ def random_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     config = tiny_config(family, **overrides)
     tensors = _RandomTensors(seed, dtype)
-    read_config(config).read(Scope(tensors))
+    read_config(config).read(WeightScope(tensors))
     (path / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2))
     if shards == 1:
         save_file(tensors.by_name, path / "model.safetensors", metadata={"format": "pt"})

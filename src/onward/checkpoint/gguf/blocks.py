@@ -9,11 +9,10 @@ from torch import Tensor
 from onward.checkpoint.gguf.reader import BlockType
 from onward.errors import CheckpointError
 from onward.native import advise_huge_pages
-from onward.native.interface import Status
+from onward.native.structs import Status
 from onward.ops import QuantizedWeight, quantized
-from onward.ops.grouped_formats import GROUPED_FORMATS, GroupedFormat, Parts, grouped_values
-from onward.ops.grouped_layout import pack_parts
-from onward.ops.operators import usable_library
+from onward.ops.formats import GROUPED_FORMATS, GroupedFormat, Parts, grouped_values, pack_parts
+from onward.ops.operator import usable_library
 from onward.ops.quantized_layout import BLOCK, MAX_INPUTS, data_shape
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

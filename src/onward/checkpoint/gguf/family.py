@@ -10,7 +10,7 @@ from torch import Tensor
 Fields = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """Where the stock rows and columns of a weight lie among the stored ones: int64 [N], int64 [K]; None: as stored.
     stored_rows: how many there are where the weight is only some of them."""
 
@@ -20,10 +20,10 @@ class Order(NamedTuple):
 
 
 # (a stock name, the fields of config.json, how many rows the weight has) -> its order.
-Orders = Callable[[str, Mapping[str, Any], int], Order]
+Orders = Callable[[str, Mapping[str, Any], int], RowOrder]
 
 
-class Joined(NamedTuple):
+class FusedTensor(NamedTuple):
     """A stock weight that the converter cuts into several tensors. by: puts their floats together, shaped as they are
     stored; by default the rows of one lie below those of another."""
 
@@ -31,7 +31,7 @@ class Joined(NamedTuple):
     by: Callable[[list[Tensor]], Tensor] = torch.cat
 
 
-class Change(NamedTuple):
+class TensorTransform(NamedTuple):
     """What the converter computes of some weights, in float32. of: whether it does of the one of this stock name.
     read: undoes it."""
 
@@ -47,13 +47,13 @@ class GgufFamily(NamedTuple):
     changes: of weights of which the converter computed others. said: what metadata say in a way of the family's own."""
 
     architecture: str
-    order: Orders = lambda name, config, rows: Order()
+    order: Orders = lambda name, config, rows: RowOrder()
     config: Mapping[str, object] = {}
     fixed: Mapping[str, object] = {}
     parts: Mapping[str, str | Callable[[Collection[str]], bool]] = {}
-    names: Mapping[str, str | Joined] = {}
+    names: Mapping[str, str | FusedTensor] = {}
     numbers: Mapping[str, str | None] = {}
-    changes: Sequence[Change] = ()
+    changes: Sequence[TensorTransform] = ()
     said: Fields = lambda metadata, config: {}
 
     def stock_values(self, name: str, values: Tensor) -> Tensor:
@@ -63,56 +63,56 @@ class GgufFamily(NamedTuple):
         return values
 
 
-def pairs_to_halves(name: str, config: Mapping[str, Any], rows: int) -> Order:
+def pairs_to_halves(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
     """The two halves of each head of queries and keys, which RoPE rotates with each other, lie row by row together, as
     the converter's LlamaModel puts them and all that derive from it."""
     if name.split(".")[-2] not in ("q_proj", "k_proj"):
-        return Order()
-    return Order(torch.arange(rows).view(-1, config["head_dim"] // 2, 2).transpose(1, 2).flatten())
+        return RowOrder()
+    return RowOrder(torch.arange(rows).view(-1, config["head_dim"] // 2, 2).transpose(1, 2).flatten())
 
 
-def halves_to_pairs(name: str, config: Mapping[str, Any], rows: int) -> Order:
+def halves_to_pairs(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
     """The other way round, as the converter's Glm4Model puts the part of heads that turns in models that see images."""
     if name.split(".")[-2] not in ("q_proj", "k_proj"):
-        return Order()
+        return RowOrder()
     of_head = torch.arange(config["head_dim"])
     turned = int(config["head_dim"] * config["rope_parameters"].get("partial_rotary_factor", 1))
     of_head[:turned] = of_head[:turned].view(2, -1).T.flatten()
-    return Order((torch.arange(0, rows, config["head_dim"]).unsqueeze(1) + of_head).flatten())
+    return RowOrder((torch.arange(0, rows, config["head_dim"]).unsqueeze(1) + of_head).flatten())
 
 
-def value_heads(name: str, config: Mapping[str, Any], rows: int) -> Order:
+def value_heads(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
     """Of the value heads that share a key head the first of all groups come first, then the second, and so on."""
     part = name.partition(".linear_attn.")[2].removesuffix(".weight")
     if not part:
-        return Order()
+        return RowOrder()
     groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if groups == heads:
-        return Order()
+        return RowOrder()
     of_heads = torch.arange(heads).view(heads // groups, groups).T.flatten()
     width = config["linear_value_head_dim"]
     of_features = (of_heads.unsqueeze(1) * width + torch.arange(width)).flatten()
     if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
-        return Order(of_heads)
+        return RowOrder(of_heads)
     if part == "out_proj":
-        return Order(None, of_features)
+        return RowOrder(None, of_features)
     if part == "norm":
-        return Order()
+        return RowOrder()
     others = rows - heads * width  # queries and keys come first, where there are some
-    return Order(torch.cat((torch.arange(others), others + of_features)))
+    return RowOrder(torch.cat((torch.arange(others), others + of_features)))
 
 
-def beta_and_decay(name: str, config: Mapping[str, Any], rows: int) -> Order:
+def beta_and_decay(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
     """In Qwen3-Next's files one tensor has what makes beta and decay; those of a key head lie together."""
     part = name.partition(".linear_attn.")[2]
     if part not in ("in_proj_b.weight", "in_proj_a.weight"):
-        return Order()
+        return RowOrder()
     groups = config["linear_num_key_heads"]
     width = config["linear_num_value_heads"] // groups
     return _of_key_heads(groups, (width, width), (0,) if part == "in_proj_b.weight" else (1,))
 
 
-def fused_delta(name: str, config: Mapping[str, Any], rows: int) -> Order:
+def fused_delta(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
     """In older ones queries, keys, values and z are one tensor, too."""
     part = name.partition(".linear_attn.")[2]
     if part not in ("in_proj_qkv.weight", "in_proj_z.weight"):
@@ -122,31 +122,31 @@ def fused_delta(name: str, config: Mapping[str, Any], rows: int) -> Order:
     return _of_key_heads(groups, (keys, keys, values, values), (3,) if part == "in_proj_z.weight" else (0, 1, 2))
 
 
-def _of_key_heads(groups: int, widths: Sequence[int], parts: Sequence[int]) -> Order:
+def _of_key_heads(groups: int, widths: Sequence[int], parts: Sequence[int]) -> RowOrder:
     """The rows of these parts, part by part, of a tensor where the parts of a key head lie together."""
     stored_rows = groups * sum(widths)
     rows = torch.split(torch.arange(stored_rows).view(groups, -1), list(widths), 1)
-    return Order(torch.cat([rows[part].flatten() for part in parts]), stored_rows=stored_rows)
+    return RowOrder(torch.cat([rows[part].flatten() for part in parts]), stored_rows=stored_rows)
 
 
 def of_fused_experts(order: Orders) -> Orders:
     """An order where of each expert one matrix has the rows of the gate and below them those of the other half."""
 
-    def of_halves(name: str, config: Mapping[str, Any], rows: int) -> Order:
+    def of_halves(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
         part = name.removesuffix(".weight").split(".")[-1]
         if ".experts." not in name or part not in ("gate_proj", "up_proj", "w1", "w3"):
             return order(name, config, rows)
-        return Order(torch.arange(rows) + (rows if part in ("up_proj", "w3") else 0), stored_rows=2 * rows)
+        return RowOrder(torch.arange(rows) + (rows if part in ("up_proj", "w3") else 0), stored_rows=2 * rows)
 
     return of_halves
 
 
 # The family's forward adds 1 to weights of norms, and the converter too.
-NORMS = Change(lambda name: name.endswith("norm.weight"), read=lambda values: values - 1)
+NORMS = TensorTransform(lambda name: name.endswith("norm.weight"), read=lambda values: values - 1)
 # The norm of Gated DeltaNet is as it was.
 NORMS_BUT_OF_STATES = NORMS._replace(of=lambda name: NORMS.of(name) and not name.endswith(".linear_attn.norm.weight"))
 # Rates of decay, -exp(A), in place of the logarithms A.
-RATES = Change(lambda name: name.endswith(".A_log"), read=lambda values: (-values).log())
+RATES = TensorTransform(lambda name: name.endswith(".A_log"), read=lambda values: (-values).log())
 
 
 def keys_and_values(parts: list[Tensor]) -> Tensor:

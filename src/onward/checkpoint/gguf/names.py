@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onward.checkpoint.gguf.family import GgufFamily, Joined, keys_and_values, of_fused_experts
+from onward.checkpoint.gguf.family import FusedTensor, GgufFamily, keys_and_values, of_fused_experts
 
 
 def _each(stock: str, gguf: str, *parts: str) -> dict[str, str]:
@@ -61,9 +61,9 @@ LATENT = {
     **_each("self_attn.{}_layernorm", "attn_{}_norm", "q_a", "kv_a"),
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
 }
-CUT_LATENT: dict[str, str | Joined] = {
+CUT_LATENT: dict[str, str | FusedTensor] = {
     **LATENT,
-    "self_attn.kv_b_proj": Joined(("attn_k_b", "attn_v_b"), keys_and_values),
+    "self_attn.kv_b_proj": FusedTensor(("attn_k_b", "attn_v_b"), keys_and_values),
 }
 LFM2 = {
     "embedding_norm": "token_embd_norm",
@@ -90,14 +90,14 @@ _MAMBA = {
     "out_proj": "ssm_out",
 }
 # Granite's block of all tokens, beside experts.
-SHARED_GRANITE: dict[str, str | Joined] = {
+SHARED_GRANITE: dict[str, str | FusedTensor] = {
     **GRANITE_EXPERTS,
-    "shared_mlp.input_linear": Joined(("ffn_gate_shexp", "ffn_up_shexp")),
+    "shared_mlp.input_linear": FusedTensor(("ffn_gate_shexp", "ffn_up_shexp")),
     "shared_mlp.output_linear": "ffn_down_shexp",
 }
-GRANITE_HYBRID: dict[str, str | Joined] = {
+GRANITE_HYBRID: dict[str, str | FusedTensor] = {
     **{f"mamba.{part}": tensor for part, tensor in _MAMBA.items()},
-    "shared_mlp.input_linear": Joined(("ffn_gate", "ffn_up")),
+    "shared_mlp.input_linear": FusedTensor(("ffn_gate", "ffn_up")),
     "shared_mlp.output_linear": "ffn_down",
 }
 FALCON_H1 = {
@@ -157,7 +157,7 @@ def with_fused_experts(family: GgufFamily) -> GgufFamily:
 
 class GgufName(NamedTuple):
     """The tensor of a weight, or the several that it is cut into; which of the matrices that a tensor stacks is meant,
-    None: all of it; and `Joined.by`."""
+    None: all of it; and `FusedTensor.by`."""
 
     tensors: tuple[str, ...]
     expert: int | None = None
@@ -183,5 +183,5 @@ def gguf_name(name: str, family: GgufFamily) -> GgufName:
         line, end = family.names.get(part, LAYER.get(part)), f".{kind}" if kind else ""
     if layers != "layers" or line is None:
         return GgufName((name,))
-    joined = line if isinstance(line, Joined) else Joined((line,))
+    joined = line if isinstance(line, FusedTensor) else FusedTensor((line,))
     return GgufName(tuple(f"blk.{number}.{tensor}{end}" for tensor in joined.tensors), expert, joined.by)

@@ -16,7 +16,7 @@ from onward.checkpoint.gguf.blocks import (
     read_parts,
     scales_are_finite,
 )
-from onward.checkpoint.gguf.family import GgufFamily, Order, blocks_of
+from onward.checkpoint.gguf.family import GgufFamily, RowOrder, blocks_of
 from onward.checkpoint.gguf.names import GgufName, gguf_name
 from onward.checkpoint.gguf.reader import GgufTensor
 from onward.checkpoint.shards import placed
@@ -70,7 +70,7 @@ class GgufTensors:
         order = self._family.order(name, self._fields, shape[0])
         return self._ordered(name, self._part(stored, place.expert, shape, order.stored_rows), order, dtype)
 
-    def _ordered(self, name: str, stored: GgufTensor, order: Order, dtype: torch.dtype | None) -> Any:
+    def _ordered(self, name: str, stored: GgufTensor, order: RowOrder, dtype: torch.dtype | None) -> Any:
         """A tensor as the weight of a stock name, its rows and columns in the stock order."""
         packed = (
             dtype is None
@@ -102,7 +102,7 @@ class GgufTensors:
             self._taken[part.name] = {None}
         if place.by is torch.cat and len({part.type for part in parts}) == 1:
             rows = torch.cat([part.rows for part in parts])
-            return self._ordered(name, parts[0]._replace(shape=shape, rows=rows), Order(), dtype)
+            return self._ordered(name, parts[0]._replace(shape=shape, rows=rows), RowOrder(), dtype)
         if self._device.type == "meta":
             return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         whole = place.by([self._values(part, part.rows).view(part.shape) for part in parts])

@@ -6,22 +6,28 @@ block with these params computes it.
 
 from onward.models.blocks.attention import Attention, AttentionNames, AttentionParams
 from onward.models.blocks.decoder import Decoder, DecoderNames, DecoderParams
-from onward.models.blocks.delta import GatedDelta, GatedDeltaParams
 from onward.models.blocks.experts import DenseAndExperts, DenseAndExpertsParams, ExpertNames, Experts, ExpertsParams
 from onward.models.blocks.feed_forward import FeedForward, FeedForwardNames, FeedForwardParams, UngatedFeedForward
-from onward.models.blocks.gated_conv import GatedConv, GatedConvParams
+from onward.models.blocks.gated_delta import GatedDelta, GatedDeltaParams
 from onward.models.blocks.layer import DecoderLayer, LayerNames, LayerParams
-from onward.models.blocks.layer_embeddings import LayerEmbeddings, LayerEmbeddingsParams, LayerInput, LayerInputParams
 from onward.models.blocks.mamba2 import Mamba2, Mamba2Params
 from onward.models.blocks.mla import LatentAttention, LatentAttentionParams
 from onward.models.blocks.norm import RMSNorm
-from onward.models.blocks.positions import Positions, QueryGrowth
-from onward.models.blocks.side_by_side import SideBySide, SideBySideParams
+from onward.models.blocks.parallel import ParallelMixer, ParallelMixerParams
+from onward.models.blocks.per_layer_embeddings import (
+    PerLayerEmbeddings,
+    PerLayerEmbeddingsParams,
+    PerLayerInput,
+    PerLayerInputParams,
+)
+from onward.models.blocks.positions import AttentionTemperature, Positions
+from onward.models.blocks.short_conv import ShortConvMixer, ShortConvMixerParams
 
 __all__ = [
     "Attention",
     "AttentionNames",
     "AttentionParams",
+    "AttentionTemperature",
     "Decoder",
     "DecoderLayer",
     "DecoderNames",
@@ -34,24 +40,23 @@ __all__ = [
     "FeedForward",
     "FeedForwardNames",
     "FeedForwardParams",
-    "GatedConv",
-    "GatedConvParams",
     "GatedDelta",
     "GatedDeltaParams",
     "LatentAttention",
     "LatentAttentionParams",
-    "LayerEmbeddings",
-    "LayerEmbeddingsParams",
-    "LayerInput",
-    "LayerInputParams",
     "LayerNames",
     "LayerParams",
     "Mamba2",
     "Mamba2Params",
+    "ParallelMixer",
+    "ParallelMixerParams",
+    "PerLayerEmbeddings",
+    "PerLayerEmbeddingsParams",
+    "PerLayerInput",
+    "PerLayerInputParams",
     "Positions",
-    "QueryGrowth",
     "RMSNorm",
-    "SideBySide",
-    "SideBySideParams",
+    "ShortConvMixer",
+    "ShortConvMixerParams",
     "UngatedFeedForward",
 ]

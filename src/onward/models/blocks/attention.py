@@ -11,11 +11,11 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.models.architecture import WeightScope
 from onward.models.blocks.norm import RMSNorm, over_rms
-from onward.models.blocks.positions import Positions, QueryGrowth
+from onward.models.blocks.positions import AttentionTemperature, Positions
 from onward.models.linear import Linear
 from onward.models.rope import RotarySchedule
-from onward.models.scope import Scope
 
 
 class AttentionParams(NamedTuple):
@@ -76,7 +76,7 @@ class Attention:
     o_bias: bool = False
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
-    query_growth: QueryGrowth | None = None
+    query_growth: AttentionTemperature | None = None
     fused: bool = False
     output_gate: bool = False
     sinks: bool = False
@@ -97,7 +97,7 @@ class Attention:
         """How many features queries, keys and values have."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
-    def read(self, scope: Scope) -> AttentionParams | FusedAttentionParams:
+    def read(self, scope: WeightScope) -> AttentionParams | FusedAttentionParams:
         hidden, (queries, keys, values) = self.hidden_size, self.widths
         if self.fused:
             qkv_proj = scope.linear("qkv_proj", queries + keys + values, hidden, self.qkv_bias)
@@ -108,7 +108,7 @@ class Attention:
         v_proj = scope.linear("v_proj", values, hidden, self.qkv_bias) if own_values else None
         return AttentionParams(q_proj, k_proj, v_proj, *self._read_rest(scope))
 
-    def _read_rest(self, scope: Scope) -> tuple[Linear, Tensor | None, Tensor | None, Tensor | None]:
+    def _read_rest(self, scope: WeightScope) -> tuple[Linear, Tensor | None, Tensor | None, Tensor | None]:
         o_proj = scope.linear(self.names.o_proj, self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
         q_norm = None if self.q_norm is None else self.q_norm.read(scope.under(self.names.q_norm))
         own_norm = self.k_norm if self.reads is None else None

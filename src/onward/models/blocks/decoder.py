@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
+from onward.models.architecture import WeightScope
 from onward.models.blocks.layer import AttentionAndState, Cached, DecoderLayer, LayerParams
-from onward.models.blocks.layer_embeddings import LayerEmbeddings, LayerEmbeddingsParams
 from onward.models.blocks.norm import RMSNorm, rounded
+from onward.models.blocks.per_layer_embeddings import PerLayerEmbeddings, PerLayerEmbeddingsParams
 from onward.models.blocks.positions import Positions
 from onward.models.contract import take_positions
 from onward.models.linear import Embedding, Linear
 from onward.models.rope import RotarySchedule
-from onward.models.scope import Scope
 
 
 class DecoderParams(NamedTuple):
@@ -29,7 +29,7 @@ class DecoderParams(NamedTuple):
     layers: tuple[LayerParams, ...]
     norm: Tensor
     lm_head: Linear
-    layer_embeddings: LayerEmbeddingsParams | None = None
+    layer_embeddings: PerLayerEmbeddingsParams | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Decoder:
     max_seq_len: int | None = None
     names: DecoderNames = DecoderNames()
     unread: tuple[str, ...] = ()
-    layer_embeddings: LayerEmbeddings | None = None
+    layer_embeddings: PerLayerEmbeddings | None = None
 
     @cached_property
     def cached(self) -> tuple[LayerShape, ...]:
@@ -104,7 +104,7 @@ class Decoder:
         return f"{self.names.norm}.weight", (self.hidden_size,)
 
     def read(
-        self, scope: Scope, each_layer: Callable[[LayerParams], LayerParams] = lambda layer: layer
+        self, scope: WeightScope, each_layer: Callable[[LayerParams], LayerParams] = lambda layer: layer
     ) -> DecoderParams:
         """Take every weight from a checkpoint. each_layer: converts each layer (packs it, say) before the next."""
         embed_tokens = scope.embedding(self.names.embed_tokens, self.vocab_size, self.hidden_size)

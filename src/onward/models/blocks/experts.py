@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from onward import ops
+from onward.models.architecture import WeightScope
 from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams, FusedFeedForwardParams, UngatedFeedForward
 from onward.models.blocks.norm import RMSNorm, over_rms
 from onward.models.linear import ExpertLinear, Linear, Router
-from onward.models.scope import Scope
 from onward.ops.experts import ExpertActivation
 
 
@@ -86,7 +86,7 @@ class Experts:
     latent_bias: bool = False
     names: ExpertNames = ExpertNames()
 
-    def read(self, scope: Scope) -> ExpertsParams:
+    def read(self, scope: WeightScope) -> ExpertsParams:
         hidden, inner, count = self.hidden_size, self.intermediate_size, self.num_experts
         width = self.latent_dim or hidden
         below, names = scope.under(self.names.experts), self.names
@@ -173,7 +173,7 @@ class DenseAndExperts:
     experts: Experts
     norm: RMSNorm
 
-    def read(self, scope: Scope) -> DenseAndExpertsParams:
+    def read(self, scope: WeightScope) -> DenseAndExpertsParams:
         width, count = self.experts.hidden_size, self.experts.num_experts
         return DenseAndExpertsParams(
             dense_norm=self.norm.read(scope.under("pre_feedforward_layernorm")),

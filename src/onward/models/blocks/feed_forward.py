@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from onward import ops
+from onward.models.architecture import WeightScope
 from onward.models.blocks.norm import multiplied
 from onward.models.linear import Linear
-from onward.models.scope import Scope
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -53,7 +53,7 @@ class FeedForward:
     down_multiplier: float = 1.0
     names: FeedForwardNames = FeedForwardNames()
 
-    def read(self, scope: Scope) -> FeedForwardParams | FusedFeedForwardParams:
+    def read(self, scope: WeightScope) -> FeedForwardParams | FusedFeedForwardParams:
         hidden, inner = self.hidden_size, self.intermediate_size
         down = self.names.down_proj, hidden, inner, self.bias
         if self.fused:
@@ -94,7 +94,7 @@ class UngatedFeedForward:
     bias: bool = False
     names: FeedForwardNames = FeedForwardNames()
 
-    def read(self, scope: Scope) -> UngatedFeedForwardParams:
+    def read(self, scope: WeightScope) -> UngatedFeedForwardParams:
         hidden, inner = self.hidden_size, self.intermediate_size
         return UngatedFeedForwardParams(
             scope.linear(self.names.up_proj, inner, hidden, self.bias),

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
-from onward.models.blocks.layer_embeddings import LayerInput, LayerInputParams
+from onward.models.architecture import WeightScope
 from onward.models.blocks.norm import RMSNorm, multiplied
+from onward.models.blocks.per_layer_embeddings import PerLayerInput, PerLayerInputParams
 from onward.models.blocks.positions import Positions
 from onward.models.rope import RotarySchedule
-from onward.models.scope import Scope
 
 
 class AttentionAndState(NamedTuple):
@@ -47,7 +47,7 @@ class Mixer(Protocol):
     @property
     def window(self) -> int | None: ...
 
-    def read(self, scope: Scope) -> Any: ...
+    def read(self, scope: WeightScope) -> Any: ...
 
     def __call__(
         self, params: Any, x_BTD: Tensor, positions: Positions, cache: KVCache | PagedKVCache, index: Any
@@ -57,7 +57,7 @@ class Mixer(Protocol):
 class TokenBlock(Protocol):
     """A block that works on each token alone: float [..., D] -> [..., D]."""
 
-    def read(self, scope: Scope) -> Any: ...
+    def read(self, scope: WeightScope) -> Any: ...
 
     def __call__(self, params: Any, x: Tensor) -> Tensor: ...
 
@@ -86,7 +86,7 @@ class LayerParams(NamedTuple):
     feed_forward_norm: Tensor | None
     feed_forward: Any
     feed_forward_post_norm: Tensor | None
-    layer_input: LayerInputParams | None = None
+    layer_input: PerLayerInputParams | None = None
     scalar: Tensor | None = None
 
 
@@ -106,7 +106,7 @@ class DecoderLayer:
     feed_forward_post_norm: RMSNorm | None = None
     residual_multiplier: float = 1.0
     names: LayerNames = LayerNames()
-    layer_input: LayerInput | None = None
+    layer_input: PerLayerInput | None = None
     scaled: bool = False
 
     @property
@@ -114,7 +114,7 @@ class DecoderLayer:
         """What a cache keeps for it."""
         return None if self.mixer is None else self.mixer.cached
 
-    def read(self, scope: Scope) -> LayerParams:
+    def read(self, scope: WeightScope) -> LayerParams:
         return LayerParams(
             mixer_norm=_read_norm(self.mixer_norm, scope.under(self.names.mixer_norm)),
             mixer=None if self.mixer is None else self.mixer.read(scope.under(self.names.mixer)),
@@ -128,7 +128,7 @@ class DecoderLayer:
             scalar=scope.take("layer_scalar", 1) if self.scaled else None,
         )
 
-    def _read_feed_forward(self, scope: Scope) -> Any:
+    def _read_feed_forward(self, scope: WeightScope) -> Any:
         return None if self.feed_forward is None else self.feed_forward.read(scope)
 
     def __call__(
@@ -157,7 +157,7 @@ class DecoderLayer:
         return ops.add(x_BTD, multiplied(branch, self.residual_multiplier))
 
 
-def _read_norm(norm: RMSNorm | None, scope: Scope) -> Tensor | None:
+def _read_norm(norm: RMSNorm | None, scope: WeightScope) -> Tensor | None:
     return None if norm is None else norm.read(scope)
 
 

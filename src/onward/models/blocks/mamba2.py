@@ -11,10 +11,10 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache import KVCache, PagedKVCache, StateShape
+from onward.models.architecture import WeightScope
 from onward.models.blocks.norm import RMSNorm, multiplied
 from onward.models.blocks.positions import Positions
 from onward.models.linear import Linear, ShortConv
-from onward.models.scope import Scope
 from onward.ops.ssd import ssd_state_width
 
 
@@ -71,7 +71,7 @@ class Mamba2:
         width = ssd_state_width(self.num_heads // self.groups, self.state_dim, self.head_dim)
         return StateShape(sum(self.widths[1:4]), self.taps, self.groups, width)
 
-    def read(self, scope: Scope) -> Mamba2Params:
+    def read(self, scope: WeightScope) -> Mamba2Params:
         heads, inner = self.num_heads, self.widths[0]
         return Mamba2Params(
             in_proj=scope.linear("in_proj", sum(self.widths), self.hidden_size, self.in_bias),

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.models.architecture import WeightScope
 from onward.models.blocks.norm import RMSNorm
-from onward.models.blocks.positions import Positions, QueryGrowth
+from onward.models.blocks.positions import AttentionTemperature, Positions
 from onward.models.linear import LatentLinear, Linear
 from onward.models.rope import RotarySchedule
-from onward.models.scope import Scope
 
 
 class LatentAttentionParams(NamedTuple):
@@ -54,7 +54,7 @@ class LatentAttention:
     rope: RotarySchedule
     scale: float
     bias: bool = False
-    query_growth: QueryGrowth | None = None
+    query_growth: AttentionTemperature | None = None
 
     reads: ClassVar[None] = None
     window: ClassVar[None] = None
@@ -73,7 +73,7 @@ class LatentAttention:
     def latent_norm(self) -> RMSNorm:
         return RMSNorm(self.latent_dim, 1e-6)
 
-    def read(self, scope: Scope) -> LatentAttentionParams:
+    def read(self, scope: WeightScope) -> LatentAttentionParams:
         hidden, queries = self.hidden_size, self.num_heads * (self.content_dim + self.rotary_dim)
         q_a_proj = q_a_norm = None
         if self.query_rank is None or self.query_norm is None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.models.scope import Scope
+from onward.models.architecture import WeightScope
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RMSNorm:
     after_cast: bool | None = None
     groups: int = 1
 
-    def read(self, scope: Scope) -> Tensor:
+    def read(self, scope: WeightScope) -> Tensor:
         return scope.take("weight", self.width)
 
     def __call__(self, weight: Tensor, x: Tensor) -> Tensor:

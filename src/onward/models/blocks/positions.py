@@ -9,7 +9,7 @@ from onward.models.rope import RotarySchedule
 
 
 @dataclass(frozen=True)
-class QueryGrowth:
+class AttentionTemperature:
     """A factor of queries that grows with the position: 1 + beta * ln(1 + floor(position / length)).
 
     Llama 4's, which keeps attention sharp in long texts (`llama_4_scaling_beta` in config.json).
@@ -31,7 +31,7 @@ class Positions:
         self.context = context
         self.every = offsets.unsqueeze(1) + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
         self._angles: dict[RotarySchedule, tuple[Tensor, Tensor]] = {}
-        self._factors: dict[QueryGrowth, Tensor] = {}
+        self._factors: dict[AttentionTemperature, Tensor] = {}
 
     def angles(self, schedule: RotarySchedule) -> tuple[Tensor, Tensor]:
         """cos and sin as `ops.rotate` takes them, float32 [B, T, 2R]."""
@@ -39,7 +39,7 @@ class Positions:
             self._angles[schedule] = schedule.angles(self.every, self.context)
         return self._angles[schedule]
 
-    def grown(self, q_BHTE: Tensor, growth: QueryGrowth) -> Tensor:
+    def grown(self, q_BHTE: Tensor, growth: AttentionTemperature) -> Tensor:
         """Queries float [B, H, T, E], each times the factor of its position."""
         if growth not in self._factors:
             lengths = (self.every // growth.length).to(torch.float32)

@@ -7,7 +7,7 @@ from typing import Any
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.architecture import Architecture
-from onward.models.fields import ReadFields
+from onward.models.fields import TrackedFields
 
 _FAMILIES = (  # the names of their files
     "deepseek",
@@ -44,7 +44,7 @@ def read_config(config: Mapping[str, Any]) -> Architecture:
         raise UnsupportedArchitectureError(
             f"architecture {names[0]!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
-    fields = ReadFields(config)
+    fields = TrackedFields(config)
     architecture = FAMILIES[names[0]](fields)
     fields.check_unread(names[0])
     return architecture

@@ -10,7 +10,7 @@ from onward.models.blocks import Decoder, DecoderLayer, Experts, LatentAttention
 from onward.models.blocks.layer import Mixer
 from onward.models.config import CommonFields, common_fields, only
 from onward.models.family_fields import grouped_experts, layers_ahead, num_dense_layers, routed_experts
-from onward.models.fields import Overlaid, flag, positive_int, positive_number
+from onward.models.fields import FieldOverlay, flag, positive_int, positive_number
 from onward.models.rope import RotarySchedule, Yarn, yarn_magnitude
 from onward.models.rope_config import rope_fields
 
@@ -25,7 +25,7 @@ def _read_v2(config: Mapping[str, Any]) -> Decoder:
     only(config, topk_method=("greedy", "group_limited_greedy"))
     fields, attention = latent_attention(config, _LATENT)
     if config.get("topk_method") != "group_limited_greedy":
-        config = Overlaid({"n_group": 1, "topk_group": 1}, config)
+        config = FieldOverlay({"n_group": 1, "topk_group": 1}, config)
     experts = deepseek_experts(
         config, fields, count=64, inner=1407, scale=1.0, chosen=6, shared=2,
         score="softmax", choice_bias=False, normalize=False, group_best=1,
@@ -59,7 +59,7 @@ def latent_attention(
     whole = rope_fields(config).get("partial_rotary_factor") not in (None, 1, 1.0)
     head_dim = {"head_dim": content + rotary if whole else rotary}
     interleaved = flag(config, "rope_interleave", default=True)
-    fields = common_fields(Overlaid(head_dim, config), **options, interleaved=interleaved, partial_rotary=1.0)
+    fields = common_fields(FieldOverlay(head_dim, config), **options, interleaved=interleaved, partial_rotary=1.0)
     if fields.rope.dims != rotary:
         raise ConfigError(
             f"config.json: partial_rotary_factor makes {fields.rope.dims} features of a head turn, and "

@@ -19,7 +19,7 @@ from onward.models.config import (
     ropes_by_type,
     sliding_window,
 )
-from onward.models.fields import Overlaid, flag, positive_int, positive_number, softcap
+from onward.models.fields import FieldOverlay, flag, positive_int, positive_number, softcap
 from onward.models.rope_config import rotary_schedule
 
 # What a config that does not name a field means. Files of the hub leave most of them out.
@@ -49,7 +49,7 @@ _IMAGES = (
 
 
 def _read_gemma2(config: Mapping[str, Any]) -> Decoder:
-    config = Overlaid(config, DEFAULTS)
+    config = FieldOverlay(config, DEFAULTS)
     fields = common_fields(config, **ACTIVATION)
     attention = fields.attention(softcap=softcap(config, "attn_logit_softcapping", 50.0))
     windows = layer_windows(layer_types(config, every_nth_full(2, fields.num_layers)), sliding_window(config))
@@ -60,7 +60,7 @@ def _read_gemma2(config: Mapping[str, Any]) -> Decoder:
 def _read_gemma3(config: Mapping[str, Any]) -> Decoder:
     ropes = ropes_by_type(config)
     full = {"rope_parameters": ropes.get("full_attention", {})}
-    config = Overlaid(full, config, _DEFAULTS_3)
+    config = FieldOverlay(full, config, _DEFAULTS_3)
     fields = common_fields(config, **ACTIVATION, default_base=1e6)
     sliding = {"rope_theta": config.get("rope_local_base_freq"), "rope_parameters": ropes.get("sliding_attention")}
     local = rotary_schedule(sliding, fields.head_dim, fields.max_position_embeddings, base=1e4)

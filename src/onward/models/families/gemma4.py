@@ -16,9 +16,9 @@ from onward.models.blocks import (
     DenseAndExperts,
     ExpertNames,
     Experts,
-    LayerEmbeddings,
-    LayerInput,
     LayerNames,
+    PerLayerEmbeddings,
+    PerLayerInput,
 )
 from onward.models.blocks.feed_forward import Activation
 from onward.models.config import (
@@ -31,7 +31,7 @@ from onward.models.config import (
     sliding_window,
 )
 from onward.models.families.gemma import ACTIVATION, DEFAULTS, NAMES
-from onward.models.fields import Overlaid, flag, json_object, positive_int, softcap
+from onward.models.fields import FieldOverlay, flag, json_object, positive_int, softcap
 from onward.models.rope import RotarySchedule
 from onward.models.rope_config import rotary_schedule
 from onward.ops.experts import ExpertActivation
@@ -62,7 +62,7 @@ def _read_text(config: Mapping[str, Any]) -> Decoder:
         )
     ropes = ropes_by_type(config) or _ROPES
     sliding = {"rope_parameters": ropes.get(_SLIDING, {})}
-    config = Overlaid(sliding, config, _DEFAULTS)
+    config = FieldOverlay(sliding, config, _DEFAULTS)
     fields = common_fields(config, **ACTIVATION)
     types = _types(config, fields.num_layers)
     sources = _sources(config, types)
@@ -104,7 +104,7 @@ def _layer(
         feed_forward_norm=None if has_experts else norm,
         feed_forward_post_norm=norm,
         names=names,
-        layer_input=LayerInput(fields.hidden_size, given, fields.activation, norm) if given else None,
+        layer_input=PerLayerInput(fields.hidden_size, given, fields.activation, norm) if given else None,
         scaled=True,
     )
 
@@ -224,7 +224,7 @@ def _given_width(config: Mapping[str, Any]) -> int:
     return positive_int(config, name, 256)
 
 
-def _layer_embeddings(config: Mapping[str, Any], fields: CommonFields, width: int) -> LayerEmbeddings | None:
+def _layer_embeddings(config: Mapping[str, Any], fields: CommonFields, width: int) -> PerLayerEmbeddings | None:
     vocab_size = positive_int(config, "vocab_size_per_layer_input", 262_144)
     if not width:
         return None
@@ -233,7 +233,7 @@ def _layer_embeddings(config: Mapping[str, Any], fields: CommonFields, width: in
             f"config.json: vocab_size_per_layer_input ({vocab_size}) must have all {fields.vocab_size} of vocab_size"
         )
     norm = fields.norm(width, after_cast=False)
-    return LayerEmbeddings(vocab_size, fields.hidden_size, fields.num_layers, width, norm)
+    return PerLayerEmbeddings(vocab_size, fields.hidden_size, fields.num_layers, width, norm)
 
 
 ARCHITECTURES = {"Gemma4ForCausalLM": _read_text, "Gemma4ForConditionalGeneration": _read_multimodal}

@@ -9,7 +9,7 @@ from onward.models.blocks import Decoder, LayerNames
 from onward.models.config import check_layer_types, common_fields, only
 from onward.models.families.deepseek import deepseek_experts, dense_then_sparse, latent_attention
 from onward.models.family_fields import layers_ahead, num_dense_layers
-from onward.models.fields import Overlaid, flag
+from onward.models.fields import FieldOverlay, flag
 
 _DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True}
 _GLM4_NAMES = LayerNames(mixer_post_norm="post_self_attn_layernorm", feed_forward_post_norm="post_mlp_layernorm")
@@ -20,7 +20,7 @@ _LATENT = {
 
 def _read_glm(config: Mapping[str, Any], *, has_post_norms: bool = False) -> Decoder:
     """Half of each head turns, as neighbouring pairs; gate and up in one matrix."""
-    config = Overlaid(config, _DEFAULTS)
+    config = FieldOverlay(config, _DEFAULTS)
     fields = common_fields(config, partial_rotary=0.5, interleaved=True)
     norm = fields.norm()
     after = {"mixer_post_norm": norm, "feed_forward_post_norm": norm, "names": _GLM4_NAMES} if has_post_norms else {}

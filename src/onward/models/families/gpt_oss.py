@@ -11,7 +11,7 @@ from onward.errors import ConfigError
 from onward.models.blocks import Decoder, ExpertNames
 from onward.models.config import common_fields, every_nth_full, ignore, layer_types, layer_windows, sliding_window
 from onward.models.family_fields import routed_experts
-from onward.models.fields import Overlaid, flag, positive_int, positive_number
+from onward.models.fields import FieldOverlay, flag, positive_int, positive_number
 
 _DEFAULTS = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5}
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
@@ -19,7 +19,7 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings"
 
 def _read_gpt_oss(config: Mapping[str, Any]) -> Decoder:
     scaled = config.get("rope_parameters") is not None or config.get("rope_scaling") is not None
-    config = Overlaid(config, _DEFAULTS if scaled else _DEFAULTS | {"rope_scaling": _ROPE})
+    config = FieldOverlay(config, _DEFAULTS if scaled else _DEFAULTS | {"rope_scaling": _ROPE})
     # Files of OpenAI say this a second time, under a name of their own.
     again, chosen = config.get("experts_per_token"), config.get("num_experts_per_tok")
     if again not in (None, chosen):

@@ -9,7 +9,7 @@ from onward.models.blocks import Attention, Decoder, ExpertNames, Experts, FeedF
 from onward.models.blocks.layer import Mixer, TokenBlock
 from onward.models.config import CommonFields, common_fields, ignore, only
 from onward.models.family_fields import FULL, LINEAR, hybrid_types, mamba_block, routed_experts
-from onward.models.fields import Overlaid, flag, positive_int, positive_number
+from onward.models.fields import FieldOverlay, flag, positive_int, positive_number
 
 
 def _read_granite(config: Mapping[str, Any]) -> Decoder:
@@ -29,7 +29,7 @@ def _read_moe(config: Mapping[str, Any], *, has_shared: bool = False) -> Decoder
 
 def _read_hybrid(config: Mapping[str, Any]) -> Decoder:
     """Mamba2 in most layers, attention without positions in the others; experts, or dense."""
-    fields = common_fields(Overlaid(config, {"intermediate_size": 1}))  # of experts, which a dense model has not
+    fields = common_fields(FieldOverlay(config, {"intermediate_size": 1}))  # of experts, which a dense model has not
     only(config, position_embedding_type=("rope", "nope"), normalization_function="rmsnorm")
     dense = config.get("num_local_experts") == 0
     ignore(config, "init_method", *(["num_experts_per_tok"] if dense else []))

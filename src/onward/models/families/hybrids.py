@@ -14,7 +14,7 @@ from onward.models.blocks import (
     Experts,
     LayerNames,
     Mamba2,
-    SideBySide,
+    ParallelMixer,
     UngatedFeedForward,
 )
 from onward.models.blocks.layer import Mixer
@@ -30,7 +30,7 @@ from onward.models.family_fields import (
     mamba_block,
     routed_experts,
 )
-from onward.models.fields import Overlaid, flag, number, positive_int, positive_number
+from onward.models.fields import FieldOverlay, flag, number, positive_int, positive_number
 
 _FINAL = DecoderNames(norm="model.final_layernorm")
 
@@ -73,7 +73,7 @@ def _read_falcon_h1(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-def _side_by_side(config: Mapping[str, Any], fields: CommonFields) -> SideBySide:
+def _side_by_side(config: Mapping[str, Any], fields: CommonFields) -> ParallelMixer:
     by_width = "mamba_d_ssm" in config and config["mamba_d_ssm"] is None
     bias = flag(config, "attention_bias")
     mamba = mamba_block(
@@ -88,7 +88,7 @@ def _side_by_side(config: Mapping[str, Any], fields: CommonFields) -> SideBySide
     )
     # A factor of keys is one of the products.
     scale = fields.head_dim**-0.5 * number(config, "key_multiplier", 1.0)
-    return SideBySide(
+    return ParallelMixer(
         attention=fields.attention(qkv_bias=bias, o_bias=bias, scale=scale),
         recurrent=mamba,
         attention_in=number(config, "attention_in_multiplier", 1.0),
@@ -135,7 +135,7 @@ def _read_nemotron_h(config: Mapping[str, Any]) -> Decoder:
     types = _layer_types(config)
     head_dim = {"head_dim": config.get("attention_head_dim")}
     sizes = {"num_hidden_layers": len(types), "rms_norm_eps": eps, "hidden_act": "silu"}
-    fields = common_fields(Overlaid(sizes, config, head_dim), default_head_dim=128)
+    fields = common_fields(FieldOverlay(sizes, config, head_dim), default_head_dim=128)
     layers = {kind: _layer(config, fields, kind) for kind in dict.fromkeys(types)}
     return fields.decoder(
         (layers[kind] for kind in types),

@@ -11,13 +11,13 @@ from onward.models.blocks import (
     DecoderNames,
     ExpertNames,
     FeedForwardNames,
-    GatedConv,
     LayerNames,
+    ShortConvMixer,
 )
 from onward.models.blocks.layer import TokenBlock
 from onward.models.config import CommonFields, check_attends, check_layer_types, common_fields, ignore, only
 from onward.models.family_fields import FULL, layers_by_index, num_dense_layers, routed_experts
-from onward.models.fields import Overlaid, flag, positive_int, positive_number
+from onward.models.fields import FieldOverlay, flag, positive_int, positive_number
 
 _FEED_FORWARD = FeedForwardNames("w1", "w3", "w2")
 _CONV = "conv"
@@ -55,7 +55,7 @@ def _fields(config: Mapping[str, Any]) -> CommonFields:
     """The common fields under the names that this family gives them."""
     shared = {"intermediate_size": config.get("block_ff_dim"), "tie_word_embeddings": config.get("tie_embedding")}
     eps = positive_number(config, "norm_eps", 1e-5)
-    fields = common_fields(Overlaid(shared, {"rms_norm_eps": eps}, config), default_tie=True, default_base=1e6)
+    fields = common_fields(FieldOverlay(shared, {"rms_norm_eps": eps}, config), default_tie=True, default_base=1e6)
     hidden = fields.hidden_size
     only(config, block_dim=hidden, conv_dim=hidden, conv_dim_out=hidden, num_heads=fields.num_heads)
     only(config, block_norm_eps=eps, block_use_swiglu=True, use_pos_enc=True)
@@ -70,7 +70,7 @@ def _decoder(config: Mapping[str, Any], fields: CommonFields, feed_forwards: Seq
     attention = fields.attention(
         q_norm=norm, k_norm=norm, names=AttentionNames(o_proj="out_proj", q_norm="q_layernorm", k_norm="k_layernorm")
     )
-    conv = GatedConv(fields.hidden_size, positive_int(config, "conv_L_cache", 3), flag(config, "conv_bias"))
+    conv = ShortConvMixer(fields.hidden_size, positive_int(config, "conv_L_cache", 3), flag(config, "conv_bias"))
     names = {
         kind: LayerNames("operator_norm", mixer, "", "ffn_norm", "feed_forward")
         for kind, mixer in ((FULL, "self_attn"), (_CONV, "conv"))

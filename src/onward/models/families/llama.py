@@ -10,7 +10,7 @@ from typing import Any
 from onward.errors import ConfigError
 from onward.models.blocks import Decoder
 from onward.models.config import common_fields, layer_types, layer_windows, sliding_window
-from onward.models.fields import Overlaid, flag, positive_int
+from onward.models.fields import FieldOverlay, flag, positive_int
 
 
 def _read_llama(config: Mapping[str, Any], o_bias: str = "attention_bias") -> Decoder:
@@ -22,7 +22,7 @@ def _read_llama(config: Mapping[str, Any], o_bias: str = "attention_bias") -> De
 
 
 def _read_seed_oss(config: Mapping[str, Any]) -> Decoder:
-    return _read_llama(Overlaid(config, {"head_dim": 128, "attention_bias": True}), "attention_out_bias")
+    return _read_llama(FieldOverlay(config, {"head_dim": 128, "attention_bias": True}), "attention_out_bias")
 
 
 def _read_phi3(config: Mapping[str, Any]) -> Decoder:
@@ -34,7 +34,7 @@ def _read_phi3(config: Mapping[str, Any]) -> Decoder:
 
 def _read_smollm3(config: Mapping[str, Any]) -> Decoder:
     """Layers that do not turn queries and keys (NoPE, arXiv 2305.19466), one in four."""
-    config = Overlaid(config, {"num_key_value_heads": 4, "tie_word_embeddings": True})
+    config = FieldOverlay(config, {"num_key_value_heads": 4, "tie_word_embeddings": True})
     fields = common_fields(config, default_base=2e6)
     bias = flag(config, "attention_bias")
     attention = fields.attention(qkv_bias=bias, o_bias=bias)

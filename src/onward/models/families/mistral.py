@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from onward.errors import ConfigError
-from onward.models.blocks import Decoder, ExpertNames, LayerNames, QueryGrowth
+from onward.models.blocks import AttentionTemperature, Decoder, ExpertNames, LayerNames
 from onward.models.config import (
     check_layer_types,
     common_fields,
@@ -17,7 +17,7 @@ from onward.models.config import (
 )
 from onward.models.families.deepseek import deepseek_experts, dense_then_sparse, latent_attention
 from onward.models.family_fields import routed_experts
-from onward.models.fields import Overlaid, json_object, positive_int, positive_number
+from onward.models.fields import FieldOverlay, json_object, positive_int, positive_number
 from onward.models.rope import RotarySchedule
 from onward.models.rope_config import rope_fields
 
@@ -75,7 +75,7 @@ def _read_ministral3(config: Mapping[str, Any]) -> Decoder:
 def _read_mistral4(config: Mapping[str, Any]) -> Decoder:
     """DeepSeek's latent attention (arXiv 2405.04434), Ministral 3's growing queries, experts by softmax."""
     if not any(json_object(config, name) for name in ("rope_parameters", "rope_scaling")):
-        config = Overlaid({"rope_parameters": _ROPE}, config)
+        config = FieldOverlay({"rope_parameters": _ROPE}, config)
     fields, attention = latent_attention(config, _LATENT, rope_also=("llama_4_scaling_beta",))
     attention = replace(attention, query_growth=_query_growth(config, fields.rope))
     experts = deepseek_experts(
@@ -85,11 +85,13 @@ def _read_mistral4(config: Mapping[str, Any]) -> Decoder:
     return fields.decoder(dense_then_sparse(config, fields, attention, experts, 0))
 
 
-def _query_growth(config: Mapping[str, Any], rope: RotarySchedule) -> QueryGrowth | None:
+def _query_growth(config: Mapping[str, Any], rope: RotarySchedule) -> AttentionTemperature | None:
     """The growth of queries that the RoPE object names, if any."""
     name = "llama_4_scaling_beta"
     beta = rope_fields(config).get(name)
-    return QueryGrowth(positive_number({name: beta}, name), rope.scaling.original_max_position) if beta else None
+    return (
+        AttentionTemperature(positive_number({name: beta}, name), rope.scaling.original_max_position) if beta else None
+    )
 
 
 def _read_mistral3(config: Mapping[str, Any]) -> Decoder:

@@ -15,7 +15,7 @@ from onward.models.config import (
     ropes_by_type,
     sliding_window,
 )
-from onward.models.fields import Overlaid, flag, positive_int
+from onward.models.fields import FieldOverlay, flag, positive_int
 from onward.models.rope_config import rotary_schedule
 
 _DEFAULTS = {"rms_norm_eps": 1e-5}
@@ -27,7 +27,7 @@ _NAMES = LayerNames(
 
 
 def _read_olmo2(config: Mapping[str, Any]) -> Decoder:
-    fields = common_fields(Overlaid(config, _DEFAULTS))
+    fields = common_fields(FieldOverlay(config, _DEFAULTS))
     return _decoder(fields, [_olmo_attention(config, fields)] * fields.num_layers, fields.norm(after_cast=False))
 
 
@@ -35,7 +35,7 @@ def _read_olmo3(config: Mapping[str, Any]) -> Decoder:
     """OLMo 2 with a window in three of four layers; scaled RoPE only in the others."""
     ropes = ropes_by_type(config)
     full = {"rope_parameters": ropes.get("full_attention", {})}
-    fields = common_fields(Overlaid(full, config, _DEFAULTS), default_base=_BASE)
+    fields = common_fields(FieldOverlay(full, config, _DEFAULTS), default_base=_BASE)
     # Where rope_parameters has no object for each type of layer, rope_theta is everyone's and rope_scaling is not.
     theta = {} if ropes else {"rope_theta": config.get("rope_theta")}
     sliding = theta | {"rope_parameters": ropes.get("sliding_attention")}
@@ -59,7 +59,7 @@ def _olmo_attention(config: Mapping[str, Any], fields: CommonFields) -> Attentio
 
 def _read_exaone4(config: Mapping[str, Any]) -> Decoder:
     """Norms of heads; layers that see all positions turn nothing."""
-    fields = common_fields(Overlaid(config, _DEFAULTS))
+    fields = common_fields(FieldOverlay(config, _DEFAULTS))
     head_norm = fields.norm(fields.head_dim)
     attention = fields.attention(q_norm=head_norm, k_norm=head_norm)
     window = sliding_window(config)

@@ -22,7 +22,7 @@ from onward.models.config import (
     sliding_window,
 )
 from onward.models.family_fields import FULL, LINEAR, layers_with_experts, qwen_expert_count, routed_experts
-from onward.models.fields import Overlaid, flag, positive_int
+from onward.models.fields import FieldOverlay, flag, positive_int
 
 # Fields of Qwen3-Next's experts and of the block beside them.
 _EXPERTS = (
@@ -105,7 +105,7 @@ def _read_qwen3_5(config: Mapping[str, Any], *, sparse: bool = False) -> Decoder
             raise ConfigError(f"config.json: {field} must be {value!r} in this family; got {config[field]!r}")
     ignore(config, *_VISION, *_NO_SAY)
     # No layer is dense where there are experts, so files leave the size of a dense block out.
-    fields = _hybrid_fields(Overlaid(config, {"intermediate_size": 1}) if sparse else config)
+    fields = _hybrid_fields(FieldOverlay(config, {"intermediate_size": 1}) if sparse else config)
     block: TokenBlock = _gated_experts(config, fields, 256, 8, True) if sparse else fields.feed_forward()
     return _hybrid_decoder(config, fields, [block] * fields.num_layers, fused=False)
 

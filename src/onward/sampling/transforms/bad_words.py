@@ -6,10 +6,10 @@ from typing import TypedDict
 
 import numpy as np
 
-from onward.checks import as_tuple, check_whole, plain
 from onward.errors import RequestError
 from onward.sampling.history import History, Ids
 from onward.sampling.transforms.transform import Adjustment, Changes, ban
+from onward.util.checks import as_tuple, check_whole, plain
 
 
 class BadWordsDict(TypedDict, total=False):

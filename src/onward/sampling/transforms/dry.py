@@ -7,10 +7,10 @@ from typing import TypedDict
 
 import numpy as np
 
-from onward.checks import as_tuple, check_whole, is_finite
 from onward.errors import RequestError
 from onward.sampling.history import History, Ids
 from onward.sampling.transforms.transform import Adjustment, Changes, check_switch
+from onward.util.checks import as_tuple, check_whole, is_finite
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 

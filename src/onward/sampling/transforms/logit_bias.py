@@ -6,10 +6,10 @@ from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 
-from onward.checks import check_whole, is_float32, plain
 from onward.errors import RequestError
 from onward.sampling.history import History
 from onward.sampling.transforms.transform import Adjustment, Changes
+from onward.util.checks import check_whole, is_float32, plain
 
 
 class LogitBiasDict(TypedDict, total=False):

@@ -6,9 +6,9 @@ from typing import TypedDict
 
 import numpy as np
 
-from onward.checks import as_tuple, check_whole
 from onward.sampling.history import History
 from onward.sampling.transforms.transform import Adjustment, Changes, ban
+from onward.util.checks import as_tuple, check_whole
 
 
 class MinNewTokensDict(TypedDict, total=False):

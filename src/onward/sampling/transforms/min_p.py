@@ -6,10 +6,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from onward.checks import is_number
 from onward.errors import RequestError
 from onward.sampling.noise import logarithm
 from onward.sampling.transforms.transform import Columns, Draws, Filter
+from onward.util.checks import is_number
 
 
 class MinPDict(TypedDict, total=False):

@@ -5,9 +5,9 @@ from typing import TypedDict
 
 import numpy as np
 
-from onward.checks import check_whole
 from onward.sampling.history import History, Ids
 from onward.sampling.transforms.transform import Adjustment, Changes, ban
+from onward.util.checks import check_whole
 
 
 class NoRepeatNgramDict(TypedDict, total=False):

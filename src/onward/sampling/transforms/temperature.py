@@ -6,9 +6,9 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from onward.checks import is_finite
 from onward.errors import RequestError
 from onward.sampling.transforms.transform import Columns, Draws, Filter
+from onward.util.checks import is_finite
 
 
 class TemperatureDict(TypedDict, total=False):

@@ -5,8 +5,8 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from onward.checks import check_whole
 from onward.sampling.transforms.transform import Columns, Draws, Filter
+from onward.util.checks import check_whole
 
 
 class TopKDict(TypedDict, total=False):

@@ -6,10 +6,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from onward.checks import is_number
 from onward.errors import RequestError
 from onward.sampling.noise import units
 from onward.sampling.transforms.transform import Columns, Draws, Filter, Probabilities, last_needed
+from onward.util.checks import is_number
 
 # Most nuclei are narrow: look among this many of the likeliest ids before sorting the whole vocabulary.
 _NUCLEUS_GUESS = 1024

@@ -92,7 +92,7 @@ class Adjustment(Transform):
         raise NotImplementedError
 
     @staticmethod
-    def adjust(logits: Tensor, entries: "Entries") -> Tensor:
+    def adjust(logits: Tensor, entries: "LogitEntries") -> Tensor:
         """float32 [B, V] -> the same, with the logits of `entries` changed and all others as they are, bit for bit.
 
         Each value is added to its logit, and -inf bans, unless a transform says otherwise.
@@ -125,7 +125,7 @@ class Filter(Transform):
         raise NotImplementedError
 
 
-class Entries(NamedTuple):
+class LogitEntries(NamedTuple):
     """Places in logits [B, V], each at most once, with a number for each: rows, ids int64 [N], values float32 [N]."""
 
     rows: Tensor
@@ -133,7 +133,7 @@ class Entries(NamedTuple):
     values: Tensor
 
     @classmethod
-    def of(cls, changes: Iterable[tuple[int, Changes]], device: torch.device) -> "Entries":
+    def of(cls, changes: Iterable[tuple[int, Changes]], device: torch.device) -> "LogitEntries":
         """Of (row, its changes)."""
         kept = [(row, ids, values) for row, (ids, values) in changes if len(ids)]
         if not kept:
@@ -153,7 +153,7 @@ class Entries(NamedTuple):
         return logits.index_put((self.rows, self.ids), values) if len(values) else logits
 
 
-def ban(logits: Tensor, entries: Entries) -> Tensor:
+def ban(logits: Tensor, entries: LogitEntries) -> Tensor:
     """-inf for each; the values count for nothing."""
     return entries.write(logits, torch.full_like(entries.values, float("-inf")))
 

@@ -6,9 +6,9 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from onward.checks import is_number
 from onward.errors import RequestError
 from onward.sampling.transforms.transform import Columns, Draws, Filter, Probabilities, check_switch
+from onward.util.checks import is_number
 
 
 class XtcDict(TypedDict, total=False):

@@ -1,0 +1,129 @@
+"""Print the size and shape of src/onward and fail where a limit is exceeded. `make structure` runs it.
+
+python .ci/structure.py                     the figures, and that `__init__.pyi` matches the table in `__init__.py`
+python .ci/structure.py --write             write `__init__.pyi` from the table
+python .ci/structure.py --old-names FILE    also fail if a class of a table (kind, file, old, new) is left
+"""
+
+import argparse
+import ast
+import csv
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "onward"
+STUB = PACKAGE / "__init__.pyi"
+MAX_LINES, MAX_FILES, MAX_FLOORS, MAX_FILE_LINES = 55_000, 350, 14, 400
+# Names that something else has now: `constraints.Choice` is a grammar.
+KEPT_NAMES = {"Choice"}
+# Issue 32 splits the cache, and issue 31 the attention op and the native structures.
+LONG_FILES = {"cache/manager.py", "ops/attention.py", "native/structs.py"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write src/onward/__init__.pyi")
+    parser.add_argument("--old-names", type=Path, metavar="FILE", help="a table of names that may not be left")
+    options = parser.parse_args()
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {name: ast.parse(source) for name, source in sources.items()}
+    if options.write:
+        STUB.write_text(stub(trees["__init__.py"]))
+
+    lengths = {name: source.count("\n") for name, source in sources.items()}
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    circles = list(cycles({name: set(imports(tree, sources)) for name, tree in trees.items()}))
+    long = sorted(name for name in lengths if lengths[name] > MAX_FILE_LINES and name not in LONG_FILES)
+    faults = [f"{name} has {lengths[name]} lines, at most {MAX_FILE_LINES}" for name in long]
+    faults += [f"these files import each other: {', '.join(circle)}" for circle in circles]
+    figures = (
+        ("lines", sum(lengths.values()), MAX_LINES),
+        ("files", len(sources), MAX_FILES),
+        ("layers", len(layers), MAX_FLOORS),
+        ("circles", len(circles), 0),
+        ("long files", len(long), 0),
+    )
+    for what, count, limit in figures:
+        print(f"{what:<10} {count:>6,}  (at most {limit:,})")
+        if count > limit and what in ("lines", "files", "layers"):
+            faults.append(f"src/onward has {count:,} {what}, at most {limit:,}")
+    if STUB.read_text() != stub(trees["__init__.py"]):
+        faults.append(
+            "src/onward/__init__.pyi differs from the table in __init__.py: run python .ci/structure.py --write"
+        )
+    if options.old_names is not None:
+        faults += old_names(options.old_names, trees)
+    print(*(f"error: {fault}" for fault in faults), sep="\n", end="\n" if faults else "", file=sys.stderr)
+    return 1 if faults else 0
+
+
+def imports(tree: ast.Module, sources: dict[str, str]) -> Iterator[str]:
+    """The files of the package that a file imports anywhere: at its top, in functions, and for type checkers alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "onward":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("onward.")]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")[1:]
+            for path in (parts, parts[:-1]):
+                found = [file for file in ("/".join(path) + ".py", "/".join([*path, "__init__.py"])) if file in sources]
+                if found and found != ["__init__.py"]:
+                    yield found[0]
+                    break
+
+
+def cycles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
+    """The strongly connected components of two files or more (Tarjan, 1972)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+
+    def visit(file: str) -> Iterator[list[str]]:
+        order[file] = low[file] = len(order)
+        path.append(file)
+        for other in sorted(graph[file]):
+            if other not in order:
+                yield from visit(other)
+                low[file] = min(low[file], low[other])
+            elif other in path:
+                low[file] = min(low[file], order[other])
+        if low[file] == order[file]:
+            component = path[path.index(file) :]
+            del path[path.index(file) :]
+            if len(component) > 1:
+                yield sorted(component)
+
+    for file in graph:
+        if file not in order:
+            yield from visit(file)
+
+
+def stub(tree: ast.Module) -> str:
+    """What type checkers read of the package: its table of public names as imports."""
+    tables = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    lines = ["# Written by .ci/structure.py from the tables in __init__.py.", ""]
+    lines += [f"from onward import {name} as {name}" for name in ast.literal_eval(tables["_SUBMODULES"])]
+    for module, names in ast.literal_eval(tables["_MODULES"]).items():
+        lines += [f"from onward.{module} import {name} as {name}" for name in names.split()]
+    return "\n".join([*lines, "", "__version__: str", ""])
+
+
+def old_names(table: Path, trees: dict[str, ast.Module]) -> Iterator[str]:
+    """Definitions at the top of a file that have a name of the table's old column."""
+    rows = list(csv.DictReader(table.open(), delimiter="\t"))
+    old = {row["old"] for row in rows if row["kind"] == "class"} - KEPT_NAMES
+    for file, tree in trees.items():
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = {getattr(node, "name", ""), *(each.id for each in targets if isinstance(each, ast.Name))}
+            yield from (f"{file}:{node.lineno}: {name} is an old name" for name in sorted(names & old))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""The dense KV cache: one buffer of `max_len` positions a row, written in place; and positions in caches of any class.
+
+Entries at or past a row's offset are never read. Taking tokens back only lowers the offset: nothing is moved or
+cleared.
+
+A cache of any class is a pytree of tensors whose sizes depend on its number of positions. So two caches of different
+lengths show which dimension counts positions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward import ops
+from onward.cache.kinds import LayerShape, RecurrentState, StateShape, holds, lazy_zeros, new_states, of_layer
+from onward.util.text import described, in_bytes
+
+
+def position_dims(cache: Any, length: int, other: Any, other_length: int) -> list[int | None] | None:
+    """For each leaf of `cache` the dimension that counts its `length` positions; None for a leaf that has none.
+
+    `onward.cache.dense` finds the dimension of rows with it, from caches of two batches.
+
+    Args:
+        other: a cache of the same model and batch, of another length.
+
+    Returns:
+        None where a leaf is no tensor, or where the two caches differ in more than their number of positions.
+    """
+    leaves, structure = pytree.tree_flatten(cache)
+    other_leaves, other_structure = pytree.tree_flatten(other)
+    if structure != other_structure or length == other_length:
+        return None
+    dims: list[int | None] = []
+    for leaf, other_leaf in zip(leaves, other_leaves, strict=True):
+        if not isinstance(leaf, Tensor) or not isinstance(other_leaf, Tensor) or leaf.dtype != other_leaf.dtype:
+            return None
+        if leaf.shape == other_leaf.shape:
+            dims.append(None)
+            continue
+        if leaf.dim() != other_leaf.dim():
+            return None
+        differing = [dim for dim in range(leaf.dim()) if leaf.shape[dim] != other_leaf.shape[dim]]
+        if len(differing) != 1 or (leaf.shape[differing[0]], other_leaf.shape[differing[0]]) != (length, other_length):
+            return None
+        dims.append(differing[0])
+    return dims
+
+
+def first_positions(leaf: Tensor, dim: int | None, count: int) -> Tensor:
+    """The first `count` positions of a cache's tensor, over the same memory; the whole tensor if `dim` is None."""
+    return leaf if dim is None else leaf.narrow(dim, 0, count)
+
+
+def copy_positions(cache: Any, to: Any, dims: list[int | None], count: int) -> None:
+    """Copy the first `count` positions of `cache` to `to`, a cache of the same model. dims: from `position_dims`."""
+    for source, target, dim in zip(pytree.tree_leaves(cache), pytree.tree_leaves(to), dims, strict=True):
+        first_positions(target, dim, count).copy_(first_positions(source, dim, count))
+
+
+# The number of positions of the two caches; any will do.
+_POSITIONS = 8
+
+
+def row_dims(new_cache: Callable[[int, int], Any]) -> list[int] | None:
+    """For each leaf of the caches that `new_cache` makes, the dimension that counts rows.
+
+    Args:
+        new_cache: (batch, max_len) -> an empty cache.
+
+    Returns:
+        None where a leaf is no tensor, or has no single dimension that grows with the batch.
+    """
+    dims = position_dims(new_cache(1, _POSITIONS), 1, new_cache(2, _POSITIONS), 2)
+    batch_dims = [dim for dim in dims or () if dim is not None]
+    return None if dims is None or len(batch_dims) < len(dims) else batch_dims
+
+
+def have_rows(cache: Any, dims: Sequence[int], batch: int) -> bool:
+    """Whether each leaf of `cache` is a tensor with `batch` rows in the dimension that `row_dims` gave."""
+    leaves = pytree.tree_leaves(cache)
+    return len(leaves) == len(dims) and all(
+        isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == batch
+        for leaf, dim in zip(leaves, dims, strict=True)
+    )
+
+
+def copy_row(cache: Any, dims: Sequence[int], source: int, to: int) -> None:
+    """Copy all of row `source` to row `to`."""
+    for leaf, dim in zip(pytree.tree_leaves(cache), dims, strict=True):
+        leaf.select(dim, to).copy_(leaf.select(dim, source))
+
+
+@runtime_checkable
+class SizedCache(Protocol):
+    """A cache that knows how many positions a row holds. A request that would overflow it raises before it runs."""
+
+    @property
+    def max_len(self) -> int: ...
+
+
+def length_of(cache: object) -> int | None:
+    """How many positions a row of the cache holds; None where the cache does not say."""
+    return cache.max_len if cache is not None and isinstance(cache, SizedCache) else None
+
+
+class KVCache(NamedTuple):
+    """Keys and values of every layer; a pytree of fixed-shape tensors.
+
+    keys, values: a tensor [B, G, S, D] a layer: B rows, G key/value heads, S = max_len positions, D features.
+    states: of the recurrent layers, if there are any (`onward.cache.kinds`), of slot b for row b.
+    adapters: int32 [B], the index of each row's adapter, where some row has one (docs/adapters.md).
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    states: tuple[Tensor, ...] = ()
+    adapters: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def new(
+        cls,
+        *,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "KVCache":
+        """An empty cache of equal layers (`of`)."""
+        shapes = [LayerShape(num_kv_heads, head_dim, head_dim)] * num_layers
+        return cls.of(shapes, batch=batch, max_len=max_len, dtype=dtype, device=device)
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Sequence[LayerShape],
+        *,
+        batch: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        states: Sequence[StateShape] = (),
+    ) -> "KVCache":
+        """An empty cache of these layers, all in one buffer, and of the recurrent ones that `states` names. A large one
+        takes memory only as it is written."""
+        widths = [*((shape.num_kv_heads, shape.key_dim) for shape in shapes)]
+        widths += [(shape.num_kv_heads, shape.value_dim) for shape in shapes]
+        sizes = [batch * heads * max_len * width for heads, width in widths]
+        parts = torch.split(lazy_zeros((sum(sizes),), dtype, torch.device(device)), sizes)
+        layers = tuple(
+            part.view(batch, heads, max_len, width) for part, (heads, width) in zip(parts, widths, strict=True)
+        )
+        return cls(layers[: len(shapes)], layers[len(shapes) :], new_states(states, batch, dtype, device))
+
+    def __repr__(self) -> str:
+        shape = list(self.keys[0].shape) if self.keys else []
+        dtype = str(self.keys[0].dtype).removeprefix("torch.") if self.keys else ""
+        return described(self, f"{len(self.keys)} layers of {shape} {dtype}", in_bytes(self.nbytes))
+
+    @property
+    def batch(self) -> int:
+        return self.keys[0].shape[0]
+
+    @property
+    def max_len(self) -> int:
+        return self.keys[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values, *self.states))
+
+    def copy_row(self, source: int, to: int, positions: int) -> None:
+        """Copy the first `positions` positions of row `source` to row `to`."""
+        for layer in (*self.keys, *self.values):
+            layer[to, :, :positions] = layer[source, :, :positions]
+        for state in self.states:
+            state[to] = state[source]
+
+    def holds(self, row: int, positions: int) -> bool:
+        """Whether the states after so many positions of a row are there; without recurrent layers all are."""
+        return holds(self.states, row, positions)
+
+    def first_rows(self, batch: int) -> "KVCache":
+        """The cache of the first `batch` rows, over the same memory."""
+        return KVCache(*(tuple(layer[:batch] for layer in part) for part in self))
+
+    def state(self, layer: int) -> RecurrentState:
+        """The states of a recurrent layer."""
+        return of_layer(self.states, layer, None)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v [B, G, T, D] of a layer at positions from `offsets` int32 [B] on; return its whole buffers.
+
+        Raises:
+            RequestError: as `ops.write_cache`, for one where a gradient is wanted.
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        ops.write_cache(keys, k, offsets)
+        ops.write_cache(values, v, offsets)
+        return keys, values
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | int | None,
+        offsets: Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`).
+
+        k, v: None for q of another layer than the one whose keys and values these are, after that one has stored them.
+            v is a number E where values are the first E features of the keys, and not stored themselves.
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        if k is not None:
+            ops.write_cache(keys, k, offsets)
+        if isinstance(v, int):
+            values = keys[..., :v]
+        elif v is not None:
+            ops.write_cache(values, v, offsets)
+        return ops.cached_attention(q, keys, values, offsets, window=window, scale=scale, sinks=sinks, softcap=softcap)

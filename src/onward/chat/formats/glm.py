@@ -1,0 +1,85 @@
+"""The format of GLM-4.5 and its successors.
+
+<tool_call>weather
+<arg_key>city</arg_key>
+<arg_value>Oslo</arg_value>
+</tool_call>
+<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>
+"""
+
+import re
+from typing import final
+
+from onward.chat.calls import Arguments
+from onward.chat.format import ArgumentSyntax, CallSyntax, MessageFormat
+from onward.chat.source import MessageBuilder, Reading, TextReader
+
+_NAME = re.compile(r"[\w.-]*")
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_CLOSING = "</tool_call>"
+# Spaces around a key lay it out.
+_KEYS = re.compile(rf"(?!.*{_KEY_END})\S(.*\S)?", re.DOTALL)
+
+
+class _AnyGlm(MessageFormat):
+    """Reads both ways of laying a call out; a model of either is told by its template."""
+
+    openers = ("<tool_call>",)
+    marks = (_CLOSING, _KEY, _KEY_END, _VALUE, _VALUE_END)
+
+    def read_calls(self, opener: str, source: TextReader, written: MessageBuilder) -> Reading[bool]:
+        name: list[str] = []
+        yield from source.skip_space()
+        yield from source.take(_NAME, name.append)
+        yield from source.skip_space()
+        # A name alone is a call, too: of a function without parameters.
+        if not name or (yield from source.peek()) != "<":
+            return False
+        source.forget()
+        written.call("".join(name))
+        arguments = Arguments(written, written.schema("".join(name)))
+        while (yield from source.skip(_KEY)):
+            key: list[str] = []
+            whole = (yield from source.until([_KEY_END], key.append)) is not None
+            yield from source.skip_space()
+            if not whole or not (yield from source.close(_VALUE)):
+                return True
+            if not (yield from arguments.read("".join(key).strip(), source, [_VALUE_END])):
+                return True
+            yield from source.skip_space()
+        whole = yield from source.skip(_CLOSING)
+        if not whole and source.is_cut([_KEY, _CLOSING]):
+            yield from source.close(_KEY, _CLOSING)
+        else:
+            arguments.end()
+        return True
+
+
+@final
+class Glm(_AnyGlm):
+    """Every mark has a line of its own."""
+
+    name = "glm"
+    syntax = CallSyntax(
+        "",
+        "\n",
+        _CLOSING,
+        "\n<tool_call>",
+        argument=ArgumentSyntax(_KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n", _KEYS),
+    )
+
+    def is_of(self, template: str) -> bool:
+        return _KEY in template and f"{_KEY_END}{_VALUE}" not in template
+
+
+@final
+class LaterGlm(_AnyGlm):
+    """A call is one line, as GLM-4.7 writes it."""
+
+    name = "glm-4.7"
+    syntax = CallSyntax(
+        "", "", _CLOSING, "<tool_call>", argument=ArgumentSyntax(_KEY, f"{_KEY_END}{_VALUE}", _VALUE_END, _KEYS)
+    )
+
+    def is_of(self, template: str) -> bool:
+        return f"{_KEY_END}{_VALUE}" in template

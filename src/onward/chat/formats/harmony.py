@@ -1,0 +1,91 @@
+"""Harmony, the format of gpt-oss: an answer is several messages, each with a channel and maybe a recipient.
+
+<|channel|>analysis<|message|>Oslo?<|end|>
+<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>
+<|start|>assistant<|channel|>final<|message|>It rains.<|return|>
+
+The prompt ends with `<|start|>assistant`. Analysis is reasoning. A message to a function is a call. Everything else is
+content: the final message, and what a commentary tells the user before calls.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple, final
+
+from onward.chat.format import CallSyntax, MessageFormat
+from onward.chat.source import SPACE, MessageBuilder, Reading, TextReader
+
+_START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_TO, _FUNCTIONS = "to=", "functions."
+_WORD = re.compile(rf"[^{SPACE}<]*")
+
+
+class _Header(NamedTuple):
+    """Of a message. recipient: empty where it goes to the user."""
+
+    channel: str
+    recipient: str
+
+
+@final
+class Harmony(MessageFormat):
+    name = "harmony"
+    thinking = (f"{_CHANNEL}analysis{_MESSAGE}", "<|end|>")
+    after_thinking = f"{_START}assistant"
+    before_content = f"{_CHANNEL}final{_MESSAGE}"
+    openers = (f"{_CHANNEL}commentary {_TO}{_FUNCTIONS}",)
+    marks = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
+    syntax = CallSyntax("", f" {_CONSTRAIN}json{_MESSAGE}", "", None)
+
+    def is_of(self, template: str) -> bool:
+        return _CHANNEL in template and _MESSAGE in template
+
+    def marks_of(self, *, calls: bool) -> tuple[str, ...]:
+        return self.all_marks
+
+    def read(self, source: TextReader, written: MessageBuilder, *, calls: bool, thinking: bool) -> Reading[None]:
+        header = _Header("analysis", "") if thinking else (yield from _read_header(source))
+        while (yield from source.until(_ENDS, _receiver(header, written, calls), is_cut=written.has_calls)) is not None:
+            if not (yield from source.peek()):
+                return
+            header = yield from _read_header(source)
+            if header is None and written.has_calls() and source.is_over:  # the text was cut within a header
+                return
+
+
+def _receiver(header: _Header | None, written: MessageBuilder, calls: bool) -> Callable[[str], object]:
+    """What takes the text of a message. One without a header is content."""
+    if header is not None and calls and header.recipient.startswith(_FUNCTIONS):
+        written.call(header.recipient.removeprefix(_FUNCTIONS))
+        return written.arguments
+    words = written.content if header is None or header.channel != "analysis" else written.reasoning
+    words.paragraph()
+    return words.add
+
+
+def _read_header(source: TextReader) -> Reading[_Header | None]:
+    """Read up to and with the mark of the message. None, with nothing read, where something else stands there."""
+    source.mark()
+    yield from source.skip_space()
+    if (yield from source.skip(_START)):
+        yield from source.take(_WORD)  # who speaks
+    channel = recipient = ""
+    while True:
+        yield from source.skip_space()
+        if (yield from source.skip(_MESSAGE)):
+            source.forget()
+            return _Header(channel, recipient)
+        if (yield from source.skip(_CHANNEL)):
+            channel = yield from _read_word(source)
+        elif (yield from source.skip(_TO)):
+            recipient = yield from _read_word(source)
+        elif not (yield from source.skip(_CONSTRAIN)) and not (channel and (yield from _read_word(source))):
+            source.rewind()  # the type of what follows may stand there with its mark or without
+            return None
+
+
+def _read_word(source: TextReader) -> Reading[str]:
+    parts: list[str] = []
+    yield from source.take(_WORD, parts.append)
+    return "".join(parts)

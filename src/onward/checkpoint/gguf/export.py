@@ -1,0 +1,272 @@
+"""A model in the Hugging Face layout -> a GGUF file's metadata and tensors, as llama.cpp's converter makes them."""
+
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onward.checkpoint.gguf.checkpoint import head_dim_of
+from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY
+from onward.checkpoint.gguf.family import GgufFamily
+from onward.checkpoint.gguf.keys import GRANITE, LENGTHS, NUMBERS, YARN
+from onward.checkpoint.gguf.names import gguf_name
+from onward.checkpoint.gguf.reader import FRACTIONS, MAGIC, TYPES
+from onward.errors import RequestError
+from onward.models.fields import positive_number
+from onward.models.rope import Llama3, Unscaled, yarn_magnitude
+from onward.models.rope_config import rope_fields, rotary_schedule
+from onward.ops import QuantizedWeight
+from onward.ops.quantized_layout import GROUP
+
+# The end of an error about a model that Onward does not write.
+OTHER_WAY = (
+    "For llama.cpp, run `onward convert MODEL FOLDER --to safetensors` and then llama.cpp's "
+    "`convert_hf_to_gguf.py FOLDER`"
+)
+
+
+class ExportFamily(NamedTuple):
+    """architecture: GGUF's. family: its line. needs_head: llama.cpp opens no file of it without a head, so a tied one
+    is written as a copy of the embedding."""
+
+    architecture: str
+    family: GgufFamily
+    needs_head: bool = False
+
+    def fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config.json of what is written."""
+        return {**config, **({"tie_word_embeddings": False} if self.needs_head else {})}
+
+
+# Lines that turn round by themselves.
+_PLAIN = (*("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "exaone4", "granite", "granitemoe", "smollm3", "seed_oss"),)
+WRITTEN: dict[str, ExportFamily] = {
+    **{FAMILIES[name].architecture: ExportFamily(name, FAMILIES[name]) for name in _PLAIN},
+    "MistralForCausalLM": ExportFamily("llama", FAMILIES["llama"]),
+    "MixtralForCausalLM": ExportFamily("llama", WITH_KEY["llama", "expert_count"]),
+    "Olmo2ForCausalLM": ExportFamily("olmo2", FAMILIES["olmo2"], needs_head=True),
+    "Olmo3ForCausalLM": ExportFamily("olmo2", WITH_KEY["olmo2", "attention.sliding_window"], needs_head=True),
+}
+
+
+def export_family(config: Mapping[str, Any]) -> ExportFamily:
+    """The line of a config.json's architecture."""
+    (architecture,) = config["architectures"]
+    if architecture not in WRITTEN:
+        raise RequestError(f"{architecture} cannot be written as GGUF; these can: {', '.join(WRITTEN)}. {OTHER_WAY}")
+    return WRITTEN[architecture]
+
+
+def model_metadata(written: ExportFamily, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The numbers of a model. fields: `ExportFamily.fields`. name: for people."""
+    family, prefix, head_dim = written.family, f"{written.architecture}.", head_dim_of(fields)
+    # llama.cpp opens no Granite without the key of logits, and without that of scores takes their width.
+    values = dict.fromkeys(GRANITE, 1.0) | {field: value for field, value in fields.items() if value is not None}
+    values["head_dim"] = head_dim
+    values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
+    numbers = [*NUMBERS.items(), *((field, key) for field, key in family.numbers.items() if key is not None)]
+    own = {key: values[field] for field, key in numbers if field in values}
+    own = {key: float(value) if key.endswith(FRACTIONS) else value for key, value in own.items()}
+    own |= {"attention.value_length": head_dim, "vocab_size": fields.get("vocab_size")}
+    types = fields.get("layer_types") or []
+    if "sliding_attention" in types:
+        own["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in types]
+    own |= {f"rope.{key}": value for key, value in rope_metadata(fields, head_dim or 0).items()}
+    metadata = {"general.architecture": written.architecture, "general.name": name}
+    return metadata | {prefix + key: value for key, value in own.items() if value is not None}
+
+
+_VERSION, _ALIGNMENT = 3, 32
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+_NUMBERS = {block.name: number for number, block in TYPES.items()}
+
+
+class ExportedTensor(NamedTuple):
+    """A tensor to write. type: a name in `TYPES`. shape: outermost first. data: its bytes, of any dtype."""
+
+    type: str
+    shape: tuple[int, ...]
+    data: Tensor
+
+
+def write_gguf(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, ExportedTensor]) -> None:
+    """Write a file. metadata: strings, booleans, whole numbers of 32 bits, floats, or lists of one of these."""
+    head = [MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))]
+    for name, value in metadata.items():
+        head += [_text(name), *_value(value)]
+    offset = 0
+    for name, stored in tensors.items():
+        sizes = struct.pack(f"<I{len(stored.shape)}Q", len(stored.shape), *reversed(stored.shape))
+        head += [_text(name), sizes, struct.pack("<IQ", _NUMBERS[stored.type], offset)]
+        offset += _padded(stored.data.nbytes)
+    text = b"".join(head)
+    with file.open("wb") as out:
+        out.write(text + bytes(_padded(len(text)) - len(text)))
+        for stored in tensors.values():
+            out.write(stored.data.contiguous().view(torch.uint8).numpy().data)
+            out.write(bytes(_padded(stored.data.nbytes) - stored.data.nbytes))
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _text(text: str) -> bytes:
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{text[:80]!r} is not valid Unicode, which all texts in GGUF are") from error
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _value(value: Any) -> Iterable[bytes]:
+    if isinstance(value, list):
+        # llama.cpp reads types of tokens as int32 alone, and lists of whole numbers as either. Merges alone may be
+        # none, and they are strings.
+        whole = bool(value) and all(type(item) is int for item in value)
+        kind, one = (_INT32, struct.Struct("<i").pack) if whole else _kind(value)
+        return [struct.pack("<IIQ", _ARRAY, kind, len(value)), *(one(item) for item in value)]
+    kind, one = _kind([value])
+    return [struct.pack("<I", kind), one(value)]
+
+
+def _kind(values: Sequence[Any]) -> tuple[int, Any]:
+    """The number of a kind of values, and what writes one."""
+    if all(isinstance(value, str) for value in values):
+        return _STRING, _text
+    if all(isinstance(value, bool) for value in values):
+        return _BOOL, struct.Struct("<?").pack
+    if all(isinstance(value, int) for value in values):
+        negative = any(value < 0 for value in values)
+        return (_INT32, struct.Struct("<i").pack) if negative else (_UINT32, struct.Struct("<I").pack)
+    return _FLOAT32, struct.Struct("<f").pack
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope_parameters of a config.json, of either spelling; those of full layers where layers have their own."""
+    given = config.get("rope_parameters") or {}
+    rope = rope_fields({**config, "rope_parameters": given.get("full_attention", given)})
+    return {"rope_theta": 10000.0, "rope_type": "default"} | rope
+
+
+def rope_metadata(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """The keys behind "rope."."""
+    rope = rope_of(config)
+    metadata = {
+        "freq_base": float(positive_number(rope, "rope_theta", 10000.0)),
+        "dimension_count": round(head_dim * rope.get("partial_rotary_factor", 1.0)),
+    }
+    of_windows = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    if "rope_theta" in of_windows:
+        metadata["freq_base_swa"] = float(of_windows["rope_theta"])
+    kind, original = rope["rope_type"], rope.get("original_max_position_embeddings")
+    if kind in ("linear", "yarn"):
+        metadata |= {"scaling.type": kind, "scaling.factor": float(rope["factor"])}
+    if kind in ("linear", "yarn", "longrope") and original is not None:
+        metadata["scaling.original_context_length"] = original
+    if kind == "longrope":
+        schedule = rotary_schedule({"rope_parameters": rope}, head_dim, config["max_position_embeddings"], partial=1.0)
+        metadata["scaling.attn_factor"] = schedule.scaling.magnitude
+    return metadata | (_yarn_metadata(rope) if kind == "yarn" else {})
+
+
+def rope_tensors(config: Mapping[str, Any], head_dim: int) -> dict[str, ExportedTensor]:
+    """The tensors that say what no key does."""
+    rope = rope_of(config)
+    divisors: dict[str, Tensor] = {}
+    if rope["rope_type"] == "llama3":
+        divisors["rope_freqs.weight"] = _llama3_divisors(rope, head_dim)
+    if rope["rope_type"] == "longrope":
+        for length in LENGTHS:
+            divisors[f"rope_factors_{length}.weight"] = torch.tensor(rope[f"{length}_factor"], dtype=torch.float32)
+    return {name: ExportedTensor("F32", tuple(values.shape), values) for name, values in divisors.items()}
+
+
+def _yarn_metadata(rope: Mapping[str, Any]) -> dict[str, float]:
+    metadata = {f"scaling.{key}": float(rope[field]) for field, key in YARN.items() if rope.get(field) is not None}
+    # llama.cpp reads another key than the attention_factor's: by how much that is more than what the factor means.
+    usual = yarn_magnitude(float(rope["factor"]))
+    times = float(rope.get("attention_factor") or usual) / usual
+    return metadata if math.isclose(times, 1.0, rel_tol=2**-20) else metadata | {"scaling.attn_factor": times}
+
+
+def _llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
+    at, base = torch.zeros(1, 1, 1), float(rope["rope_theta"])  # any position
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    scaled = Llama3(float(rope["factor"]), low, high, int(rope["original_max_position_embeddings"]))
+    plain = Unscaled().inverse_frequencies(head_dim, base, at, context=0)
+    return (plain / scaled.inverse_frequencies(head_dim, base, at, context=0)).flatten().to(torch.float32)
+
+
+# Formats of ours -> types of the same numbers.
+_BLOCKS = {"int4": "Q4_0", "iq4_nl": "IQ4_NL"}
+_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def model_tensors(
+    written: ExportFamily, fields: Mapping[str, Any], weights: Mapping[str, Tensor | QuantizedWeight]
+) -> dict[str, ExportedTensor]:
+    """The weights, by stock name, under GGUF's names, and the tensors that RoPE has. int4 becomes Q4_0 and iq4_nl
+    IQ4_NL, which hold the same numbers. fields: `ExportFamily.fields`."""
+    head_dim = head_dim_of(fields)
+    assert head_dim is not None, "an architecture was made of the config"
+    if written.needs_head:
+        weights = {**weights, "lm_head.weight": weights.get("lm_head.weight", weights["model.embed_tokens.weight"])}
+    tensors: dict[str, ExportedTensor] = {}
+    experts: dict[str, list[ExportedTensor]] = {}
+    for name, weight in weights.items():
+        place = gguf_name(name, written.family)
+        if place.tensors == (name,):
+            raise RequestError(f"GGUF has no name for {name!r} in this family")
+        (tensor,) = place.tensors
+        stored = _stored(name, weight)
+        order = written.family.order(name, {**fields, "head_dim": head_dim}, stored.shape[0])
+        if order.rows is not None:
+            stored = stored._replace(data=torch.empty_like(stored.data).index_copy_(0, order.rows, stored.data))
+        if place.expert is None:
+            tensors[tensor] = stored
+        else:
+            experts.setdefault(tensor, []).append(stored)
+    return tensors | {name: _stacked(name, parts) for name, parts in experts.items()} | rope_tensors(fields, head_dim)
+
+
+def _stored(name: str, weight: Tensor | QuantizedWeight) -> ExportedTensor:
+    """Blocks row by row, matrices as they are, and vectors and biases as float32, in which llama.cpp computes them."""
+    if isinstance(weight, Tensor):
+        if weight.dim() == 1 or name.endswith(".bias"):
+            weight = weight.to(torch.float32)
+        return ExportedTensor(_FLOATS[weight.dtype], tuple(weight.shape), weight.contiguous())
+    rows, inputs = weight.shape
+    if weight.format not in _BLOCKS or inputs % GROUP:
+        raise RequestError(
+            f"{name} is {weight.format} {[rows, inputs]}, which no type of GGUF holds: give a dtype, for floats"
+        )
+    return ExportedTensor(_BLOCKS[weight.format], (rows, inputs), _blocks(weight))
+
+
+def _stacked(name: str, experts: list[ExportedTensor]) -> ExportedTensor:
+    """One tensor of the matrices of all experts, which are in their order."""
+    first = experts[0]
+    if types := sorted({expert.type for expert in experts} - {first.type}):
+        raise RequestError(
+            f"{name}: GGUF has one type for all that a tensor holds; these are {first.type} and {types[0]}: give a "
+            "dtype, for floats"
+        )
+    return ExportedTensor(first.type, (len(experts), *first.shape), torch.stack([expert.data for expert in experts]))
+
+
+def _blocks(weight: QuantizedWeight) -> Tensor:
+    """uint8 [N, K / 32 * 18]: of each group a float16 scale, and bytes of the codes of inputs j (low half) and 16 + j:
+    the integer of int4 + 8, or a place in the table."""
+    q, scales = weight.unpack()
+    codes = q + 8 if weight.format == "int4" else q
+    groups = codes.view(torch.uint8).view(len(q), -1, GROUP)
+    halves = groups[..., : GROUP // 2] | groups[..., GROUP // 2 :] << 4
+    return torch.cat((scales.unsqueeze(-1).contiguous().view(torch.uint8), halves), -1).flatten(1)

@@ -1,0 +1,337 @@
+"""`onward.generate`, `onward.decode` and `onward.stream`: the loop over any forward.
+
+They need no checkpoint, no tokenizer and no `Model`. `generate` takes and returns tensors: prompts of one length.
+"""
+
+import dataclasses
+from collections import abc
+from collections.abc import Callable, Iterator
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.cache import length_of
+from onward.decoding.loop import BatchSchedule, decode_loop
+from onward.decoding.prompt import PromptIds, VocabularyCheck, check_room, prompt_ids
+from onward.decoding.row_cache import RowCacheManager
+from onward.decoding.sequence import Sequence
+from onward.decoding.shared_cache import slots_for
+from onward.decoding.step import DecodeStep, FunctionSampler, SamplerCache, TokenSampler
+from onward.errors import ContextOverflowError, RequestError
+from onward.models import Cache, Forward, Model, Params, padded_length, reused_run
+from onward.sampling import Constraint, ConstraintState, Sampler, SamplingParams, greedy
+from onward.sampling.draw import GREEDY
+from onward.sampling.params import UnseededOptionsDict
+from onward.util.checks import as_tuple, check_whole, plain
+
+
+def generate(
+    model: Model,
+    prompt_tokens: Tensor | NDArray[np.integer],
+    max_new_tokens: int,
+    *,
+    seed: int | abc.Sequence[int] | None = None,
+    pad: int | None = None,
+    compile: str = "auto",
+    constraint: Constraint | None = None,
+    **options: Unpack[UnseededOptionsDict],
+) -> Tensor:
+    """Continue prompts of one length: int [B, P] -> int64 [B, P + max_new_tokens], on the prompts' device.
+
+    Prompts may be a NumPy array; the result is still a tensor.
+
+    The result always has this shape. A row that ends early is filled up with the id that ended it, or with `pad`.
+    For prompts of different lengths, or text, there is `LanguageModel.generate`.
+
+    Args:
+        model: such as `Model.from_module` makes of a torch module.
+        prompt_tokens: ids, the same number in every row and at least one.
+        max_new_tokens: how many to add; 0 adds none.
+        seed: the seed of every row, or one for each. A row depends on its prompt and its seed alone, not on the batch:
+            equal prompts with an equal seed continue equally. None draws a seed for each row.
+        pad: the id that fills a row after its end.
+        compile: as in `onward.LanguageModel`; later calls with the same model use the same programs.
+        constraint: says which ids may follow; every row gets a copy. It stands at the beginning of the new ids.
+        options: fields of `SamplingParams`, for every row. `temperature` is 1 by default, the model's own distribution;
+            0 is greedy. `eos` names the ids that end a row. Bad words are ids here.
+
+    Raises:
+        RequestError: an argument outside its range.
+        ContextOverflowError: P + max_new_tokens is more than the model serves.
+    """
+    if not isinstance(model, Model):
+        raise RequestError(f"generate takes an onward.Model; got {type(model).__name__}: see onward.Model.from_module")
+    if constraint is not None and not isinstance(constraint, Constraint):
+        raise RequestError(f"constraint must be an onward.Constraint; got {constraint!r}")
+    prompt_tokens = _as_tensor(prompt_tokens)
+    prompts = _checked_prompts(prompt_tokens, model.vocab_size)
+    if "stop" in options:
+        raise RequestError("stop strings need a text, but onward.generate has only ids: use eos, or LanguageModel")
+    common = SamplingParams(temperature=1.0).replace(**options)
+    common.check_length(max_new_tokens)
+    requests = [common.replace(seed=row_seed) for row_seed in _row_seeds(seed, len(prompts))]
+    stop_ids = common.stop_ids
+    for name, token in [("pad", pad), *(("eos", token) for token in stop_ids)]:
+        if token is not None:
+            _check_id(name, token, model.vocab_size)
+    check_room(prompt_tokens.shape[1], max_new_tokens, model.max_seq_len)
+    sampler = Sampler(requests, model.device)  # it draws the seeds that are not given
+    sequences = [
+        Sequence(
+            prompt,
+            max_new_tokens,
+            stop_ids,
+            sampling=sampler.row(row),
+            constraint=None if constraint is None else ConstraintState(constraint.fork(), stop_ids),
+        )
+        for row, prompt in enumerate(prompts)
+    ]
+    slots = slots_for(model, len(prompts), prompt_tokens.shape[1] + max_new_tokens)
+    step = DecodeStep(reused_run(model, compile), slots, SamplerCache(model.device), model.device)
+    for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
+        pass  # the sequences collect their ids
+    filled = [_filled(sequence.token_ids, max_new_tokens, pad) for sequence in sequences]
+    new = torch.tensor(filled, dtype=torch.int64, device=prompt_tokens.device).reshape(len(prompts), max_new_tokens)
+    return torch.cat((prompt_tokens.to(torch.int64), new), 1)
+
+
+def _filled(tokens: list[int], length: int, pad: int | None) -> list[int]:
+    if len(tokens) == length:
+        return tokens
+    return tokens + [tokens[-1] if pad is None else pad] * (length - len(tokens))
+
+
+def _row_seeds(seed: int | abc.Sequence[int] | None, rows: int) -> list[int | None]:
+    if not isinstance(seed, abc.Sequence):
+        return [seed] * rows
+    if len(seed) != rows:
+        raise RequestError(f"seed must be one number or one for each of the {rows} rows; got {len(seed)}")
+    return list(seed)
+
+
+def _as_tensor(prompt_tokens: object) -> Tensor:
+    if isinstance(prompt_tokens, np.ndarray) and prompt_tokens.dtype.kind in "iuf":
+        return torch.tensor(prompt_tokens)
+    if not isinstance(prompt_tokens, Tensor):
+        raise RequestError(f"prompt_tokens must be a tensor of ids [B, P]; got {type(prompt_tokens).__name__}")
+    return prompt_tokens
+
+
+def _checked_prompts(prompt_tokens: Tensor, vocab_size: int) -> list[list[int]]:
+    whole = not (prompt_tokens.is_floating_point() or prompt_tokens.is_complex() or prompt_tokens.dtype == torch.bool)
+    if prompt_tokens.dim() != 2 or not whole or not prompt_tokens.numel():
+        raise RequestError(
+            f"prompt_tokens must be whole numbers [B, P], B and P of 1 or more; got {prompt_tokens.dtype} "
+            f"{list(prompt_tokens.shape)}"
+        )
+    prompts: list[list[int]] = prompt_tokens.tolist()
+    for token in (min(map(min, prompts)), max(map(max, prompts))):
+        _check_id("prompt_tokens", token, vocab_size)
+    return prompts
+
+
+def _check_id(name: str, token: int, vocab_size: int) -> None:
+    check_whole(name, token, low=0)
+    if token >= vocab_size:
+        raise RequestError(f"{name} names id {token}, but the vocabulary ends at {vocab_size - 1}")
+
+
+class _ModelsOwn:
+    """The default of arguments that a `Model` has itself and a bare forward lacks."""
+
+    def __repr__(self) -> str:
+        return "the model's own"
+
+
+_OWN: Any = _ModelsOwn()
+
+
+def stream(
+    forward: Forward | Model,
+    *,
+    max_new_tokens: int,
+    prompt: PromptIds | None = None,
+    first_token: int | None = None,
+    cache: Cache = _OWN,
+    params: Params = _OWN,
+    offset: int = 0,
+    eos: int | abc.Sequence[int] = (),
+    select: Callable[[Tensor], Tensor] | Sampler = greedy,
+    on_token: Callable[[int], Any] | None = None,
+    max_len: int | None = None,
+    prefill_chunk: int = 512,
+    compile: str = "auto",
+) -> Iterator[int]:
+    """Decode one row with a forward of your own (the contract is in `onward.models.model`), or with a `Model`.
+
+    The prompt is processed first, from position `offset` on. Its ids are not given out; the id that stops the row is.
+    Arguments are checked when `stream` is called, as far as they can be before the first step.
+
+    Args:
+        forward: (tokens int32 [1, T], offsets int32 [1], cache, params) -> (logits [1, T, V], cache); or a `Model`,
+            which brings its own cache and params.
+        max_new_tokens: the most ids to give out; none if 0 or less, and then nothing is processed.
+        prompt: the ids to start from: a list, or one dimension of a tensor or an array.
+        first_token: in place of `prompt`, one id: the last id of a prompt whose other ids the cache holds.
+        cache: what `forward` takes; it holds the positions before `offset`.
+        params: what `forward` takes.
+        offset: absolute position of the first id to process.
+        eos: an id or ids that stop.
+        select: float [1, V] -> int [1]; or an `onward.Sampler`, which is also given the position.
+        on_token: called with each id, the stopping one too, before it is given out.
+        max_len: how many positions the cache holds, where it has no `max_len` of its own.
+        prefill_chunk: the most ids of the prompt processed at once; 1 for a forward that takes no more. It changes no
+            token.
+        compile: "auto" traces the forward and runs it as one native call a token where that is possible, otherwise as
+            it is (`onward.compile`; later calls with the same forward and params use the same trace). A backend of
+            `onward.compile` is an error where that is not possible. "eager" calls the forward for each token.
+
+    Raises:
+        ContextOverflowError: the cache or the model's context does not hold the prompt and the new tokens.
+        RequestError: an argument outside its range, an id outside the vocabulary, or a result of `forward` or `select`
+            whose shape is not that of the contract.
+    """
+    offset, first_token, max_new_tokens = plain(offset), plain(first_token), plain(max_new_tokens)
+    check_whole("offset", offset, low=0)
+    check_whole("prefill_chunk", prefill_chunk, low=1)
+    name, ids = _named_ids(prompt, first_token)
+    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool):
+        raise RequestError(f"max_new_tokens must be a whole number; got {max_new_tokens!r}")
+    model = _model(forward, cache, params, name, ids)
+    stop_ids = frozenset(as_tuple("eos", plain(eos), int))
+    # The last new token is given out but not processed.
+    length = offset + len(ids) - 1 + max(max_new_tokens, 0)
+    limits = [max_len, model.max_seq_len, length_of(cache)]
+    _check_room([limit for limit in limits if limit is not None], offset, len(ids), max_new_tokens)
+    if cache is _OWN:
+        if offset:
+            raise RequestError(f"offset {offset} says that a cache holds {offset} positions: give that cache")
+        cache = model.new_cache(1, padded_length(max(length, 1), model))
+    run = reused_run(model, compile)
+    checked = run if isinstance(forward, Model) else VocabularyCheck(run, name, ids)
+    slots = RowCacheManager.given(model, cache, 1, [offset])
+    chooser, sampling = chooser_of(select, 1, model.device)
+    sequence = Sequence(ids, max_new_tokens, stop_ids, start=offset, sampling=sampling[0])
+    step = DecodeStep(checked, slots, chooser, model.device)
+    return _ids(step, slots, BatchSchedule(slots, [sequence], prefill_chunk), on_token)
+
+
+def decode(
+    forward: Forward | Model,
+    *,
+    max_new_tokens: int,
+    prompt: PromptIds | None = None,
+    first_token: int | None = None,
+    cache: Cache = _OWN,
+    params: Params = _OWN,
+    offset: int = 0,
+    eos: int | abc.Sequence[int] = (),
+    select: Callable[[Tensor], Tensor] | Sampler = greedy,
+    on_token: Callable[[int], Any] | None = None,
+    max_len: int | None = None,
+    prefill_chunk: int = 512,
+    compile: str = "auto",
+) -> list[int]:
+    """The ids of `stream` as a list; takes the same arguments and raises the same errors."""
+    ids = stream(
+        forward,
+        max_new_tokens=max_new_tokens,
+        prompt=prompt,
+        first_token=first_token,
+        cache=cache,
+        params=params,
+        offset=offset,
+        eos=eos,
+        select=select,
+        on_token=on_token,
+        max_len=max_len,
+        prefill_chunk=prefill_chunk,
+        compile=compile,
+    )
+    return list(ids)
+
+
+def _named_ids(prompt: PromptIds | None, first_token: int | None) -> tuple[str, list[int]]:
+    """The ids to process, after the name of the argument that holds them."""
+    if (prompt is None) == (first_token is None):
+        count = "neither" if prompt is None else "both"
+        raise RequestError(f"give prompt=, the ids to process, or first_token=, one id; got {count}")
+    if first_token is None:
+        assert prompt is not None
+        return "prompt", prompt_ids("prompt", prompt)
+    check_whole("first_token", first_token, low=0)
+    return "first_token", [first_token]
+
+
+def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, ids: abc.Sequence[int]) -> Model:
+    """The forward as a Model. The vocabulary of a bare forward is not known before its first logits: its size is 0."""
+    if isinstance(forward, Model):
+        if max(ids) >= forward.vocab_size:
+            raise RequestError(f"{name} names id {max(ids)}, but the vocabulary ends at {forward.vocab_size - 1}")
+        return forward if params is _OWN or params is None else dataclasses.replace(forward, params=params)
+    if not callable(forward):
+        raise RequestError(
+            f"decoding takes a forward (tokens, offsets, cache, params) or an onward.Model; got "
+            f"{type(forward).__name__} (the Model of a LanguageModel is its `model`)"
+        )
+    for argument, value in (("cache", cache), ("params", params)):
+        if value is _OWN:
+            raise RequestError(f"a forward needs {argument}=, which may be None; only an onward.Model has its own")
+    return Model(forward, params, _no_cache, vocab_size=0, device=_device_of(cache, params))
+
+
+def _ids(
+    step: DecodeStep, slots: RowCacheManager, schedule: BatchSchedule, on_token: Callable[[int], Any] | None
+) -> Iterator[int]:
+    for emission in decode_loop(step, schedule, slots):
+        for _, token, _, _ in emission.pieces:
+            if on_token is not None:
+                on_token(token)
+            yield token
+
+
+def _no_cache(batch: int, max_len: int) -> Cache:
+    raise AssertionError("a bare forward is called with the caller's cache")
+
+
+def chooser_of(
+    select: Callable[[Tensor], Tensor] | Sampler, rows: int, device: torch.device, *, whole_text: bool = False
+) -> tuple[TokenSampler, list[SamplingParams | None]]:
+    """The chooser for a function of the logits or a `Sampler`, and how each row chooses where the chooser asks it.
+
+    whole_text: whether the sequences begin with the whole text so far, which some options of a `Sampler` read.
+
+    Raises:
+        RequestError: a `Sampler` of another number of rows, or whose options read a text that is not known.
+    """
+    if not isinstance(select, Sampler):
+        function = GREEDY if select is greedy else lambda logits, positions: select(logits)
+        return FunctionSampler(function), [None] * rows
+    if select.needs_history and not whole_text:
+        raise RequestError(
+            "penalties, DRY, n-grams, bad words and min_new_tokens read the whole text, but here only the next "
+            "tokens are known: use onward.generate or LanguageModel.generate, or leave them out"
+        )
+    if len(select.seeds) != rows:
+        raise RequestError(f"a sampler of {len(select.seeds)} rows was given for {rows}: make one for as many rows")
+    return SamplerCache(device), [select.row(row) for row in range(rows)]
+
+
+def _check_room(limits: abc.Sequence[int], offset: int, prompt: int, max_new_tokens: int) -> None:
+    before_new = offset + prompt - 1
+    needed = before_new + max(max_new_tokens, 0)
+    if limits and needed > min(limits):
+        before = f"offset {offset}" if prompt == 1 else f"offset {offset} + {prompt} ids of the prompt - 1"
+        raise ContextOverflowError(
+            f"{before} + max_new_tokens {max_new_tokens} = {needed} positions, but the cache holds "
+            f"{min(limits)}: ask for at most {max(0, min(limits) - before_new)} or make a longer cache"
+        )
+
+
+def _device_of(*trees: Any) -> torch.device:
+    leaves = (leaf for tree in trees for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    return next((leaf.device for leaf in leaves), torch.device("cpu"))

@@ -1,0 +1,35 @@
+"""Speculation: a drafter guesses tokens, and one pass of the model verifies several. docs/speculation.md explains."""
+
+from onward.decoding.speculation.drafter import (
+    Drafter,
+    Drafting,
+    DraftRequest,
+    DraftRow,
+    Speculation,
+    TokenTable,
+    check_same_tokens,
+)
+from onward.decoding.speculation.lookup import PredictedOutput, PromptLookup
+from onward.decoding.speculation.model_drafter import ModelDrafter
+from onward.decoding.speculation.speculator import LOOKUPS, ModelHolder, Speculator, as_drafter
+from onward.decoding.speculation.step import SpeculativeStep
+from onward.decoding.speculation.suffix import SuffixLookup
+
+__all__ = [
+    "LOOKUPS",
+    "DraftRequest",
+    "DraftRow",
+    "Drafter",
+    "Drafting",
+    "ModelDrafter",
+    "ModelHolder",
+    "PredictedOutput",
+    "PromptLookup",
+    "Speculation",
+    "SpeculativeStep",
+    "Speculator",
+    "SuffixLookup",
+    "TokenTable",
+    "as_drafter",
+    "check_same_tokens",
+]

@@ -1,0 +1,291 @@
+"""Suffix lookup: a drafter that copies what followed the text's longest end where it occurred before.
+
+It looks in the text itself and in the outputs of earlier requests.
+"""
+
+import threading
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from onward.decoding.speculation.drafter import DraftRequest, DraftRow, continued
+from onward.util.checks import check_whole
+from onward.util.process import renew_in_forks
+
+# The position in a text takes the lower bits, and the index of the text the others.
+_POSITION_BITS = 32
+_POSITION = (1 << _POSITION_BITS) - 1
+
+
+class SuffixAutomaton:
+    """The runs of ids in texts that grow at their ends, and for each run the position where one occurrence ended.
+
+    It begins with one text, text 0. Others may be added, and each may grow at any time.
+
+    A state stands for all runs that end at the same positions. Adding an id costs O(1) amortised while one text grows.
+    The automaton has at most two states and three transitions for each id. (Blumer et al., "The smallest automaton
+    recognizing the subwords of a text", Theoretical Computer Science 40, 1985)
+
+    ids: text 0.
+    state, length: of the longest end of text 0 that also occurs earlier in it; 0 and 0 where none does.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._texts = [self.ids]
+        self._lasts = array("q", [0])  # for each text the state of all of it
+        self._next: list[dict[int, int]] = [{}]
+        self._link = array("q", [-1])
+        self._length = array("q", [0])
+        self._after = array("q", [0])
+        self._size = 0
+
+    def __len__(self) -> int:
+        """How many ids all texts have together."""
+        return self._size
+
+    @property
+    def state(self) -> int:
+        return self._repeated(0)
+
+    @property
+    def length(self) -> int:
+        return self._length[self.state]
+
+    def after(self, state: int) -> int:
+        """The position in text 0 after an occurrence of the state's runs.
+
+        It is the latest one at which they were the longest repeated end of the text; else it is the first.
+        """
+        return self._after[state] & _POSITION
+
+    def following(self, state: int, count: int) -> list[int]:
+        """The ids that follow an occurrence of the state's runs in its text, `count` at most."""
+        after = self._after[state]
+        position = after & _POSITION
+        return self._texts[after >> _POSITION_BITS][position : position + count]
+
+    def text(self, text: int) -> list[int]:
+        """The ids of a text; an added one begins with the id that marks it."""
+        return self._texts[text]
+
+    def add_text(self) -> int:
+        """Begin another text and return its index.
+
+        It begins with a negative id that occurs nowhere else. So the state of all of it is never that of another run.
+        """
+        self._texts.append([])
+        self._lasts.append(0)
+        text = len(self._texts) - 1
+        self.push(-text, text)
+        return text
+
+    def push(self, token: int, text: int = 0) -> None:
+        """Add an id at the end of a text."""
+        ids, suffix = self._texts[text], self._lasts[text]
+        # The occurrence that ended here is now an earlier one.
+        self._after[self._repeated(text)] = text << _POSITION_BITS | len(ids)
+        ids.append(token)
+        self._size += 1
+        new = self._new_state({}, self._length[suffix] + 1, text << _POSITION_BITS | len(ids))
+        while suffix >= 0 and token not in self._next[suffix]:
+            self._next[suffix][token] = new
+            suffix = self._link[suffix]
+        self._link[new] = 0 if suffix < 0 else self._split(suffix, token)
+        self._lasts[text] = new
+
+    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """Follow another text by one id: from the state and length of its longest end that occurs here to the next."""
+        while state > 0 and token not in self._next[state]:
+            state = self._link[state]
+            length = min(length, self._length[state])  # a state may have been split since
+        following = self._next[state].get(token)
+        return (0, 0) if following is None else (following, length + 1)
+
+    def _repeated(self, text: int) -> int:
+        """The state of the longest end of a text that also occurs elsewhere."""
+        return max(self._link[self._lasts[text]], 0)
+
+    def _split(self, state: int, token: int) -> int:
+        """The state whose longest run is the longest run of `state` followed by `token`; a new one where needed."""
+        following = self._next[state][token]
+        if self._length[following] == self._length[state] + 1:
+            return following
+        clone = self._new_state(dict(self._next[following]), self._length[state] + 1, self._after[following])
+        self._link[clone] = self._link[following]
+        self._link[following] = clone
+        while state >= 0 and self._next[state].get(token) == following:
+            self._next[state][token] = clone
+            state = self._link[state]
+        return clone
+
+    def _new_state(self, transitions: dict[int, int], length: int, after: int) -> int:
+        self._next.append(transitions)
+        self._link.append(0)
+        self._length.append(length)
+        self._after.append(after)
+        return len(self._next) - 1
+
+
+# A match of n ids gives a draft of at most _TRUST * n ids.
+_TRUST = 3
+
+
+class SuffixLookup:
+    """A `Drafter` that looks in the prompt, in the output and in the outputs of earlier requests.
+
+    It finds the longest end of the text that occurs before in the row's own text or in an earlier output. It proposes
+    what followed there, up to `_TRUST` ids for each id that matched. Adding an id and finding the match cost O(1)
+    amortised. (Oliaro et al., "SuffixDecoding", arXiv 2411.04975, which uses trees; here they are automata)
+
+    shortest: the fewest ids that must match.
+    max_tokens: the most ids of earlier outputs that are remembered, the latest, which take some 500 bytes each;
+        0 remembers none. Of a row's own prompt the last `max_tokens` ids are indexed, or 4,096 if that is more.
+    """
+
+    def __init__(self, shortest: int = 2, max_tokens: int = 32_768) -> None:
+        check_whole("shortest", shortest, low=1)
+        check_whole("max_tokens", max_tokens, low=0)
+        self.shortest = shortest
+        self.max_tokens = max_tokens
+        self._lock = threading.Lock()  # requests of several threads may begin at once
+        self._earlier = _Earlier(max_tokens)
+        self._outputs: dict[int, _Output] = {}  # by the id of the list, of requests that may still go on
+        renew_in_forks(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy learns anew."""
+        return type(self), (self.shortest, self.max_tokens)
+
+    def start(self, request: DraftRequest) -> "_SuffixLookups":
+        """Begin a request. The outputs of other requests as they are now count as earlier output."""
+        with self._lock:
+            for key, output in list(self._outputs.items()):
+                is_over = output.drafting() is None  # asked first: what comes before the end is learnt
+                self._earlier.learn(output)
+                if is_over:
+                    output.ids = ()  # the automaton has a copy
+                    del self._outputs[key]
+            return _SuffixLookups(self, self._earlier.automaton)
+
+    def follow(self, output: Sequence[int], drafting: "_SuffixLookups") -> None:
+        """Learn this list, which grows, as long as the request goes on. A preempted request begins twice."""
+        if not self.max_tokens:
+            return
+        with self._lock:
+            known = self._outputs.setdefault(id(output), _Output(output, weakref.ref(drafting)))
+            known.drafting = weakref.ref(drafting)
+
+    def renew(self) -> None:
+        """In a forked child: a new lock. What another thread was adding to is forgotten."""
+        if self._lock.locked():
+            self._earlier, self._outputs = _Earlier(self.max_tokens), {}
+        self._lock = threading.Lock()
+
+
+@dataclass(eq=False)
+class _Output:
+    """The output of a row.
+
+    ids: the list, which grows until the request is over. drafting: the request, which is not kept alive by this.
+    learnt: how many of the ids have been learnt. text: which text of the automaton they are; None where it has none.
+    """
+
+    ids: Sequence[int]
+    drafting: "weakref.ref[_SuffixLookups]"
+    learnt: int = 0
+    text: int | None = None
+
+
+class _Earlier:
+    """Outputs in one automaton. Each is one text of it, however many others grow at the same time."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.automaton = SuffixAutomaton()
+        self._max_tokens = max_tokens
+        self._learnt: dict[_Output, None] = {}  # those in the automaton; the one that grew last is last
+
+    def learn(self, output: _Output) -> None:
+        """Add the ids by which an output has grown."""
+        ids = list(output.ids[output.learnt :])
+        if not ids:
+            return
+        output.learnt += len(ids)
+        ids = ids[-self._max_tokens :]
+        if len(self.automaton) + len(ids) >= self._max_tokens:
+            self._forget(min(self._max_tokens // 2, self._max_tokens - len(ids)))
+        self._learnt.pop(output, None)
+        self._learnt[output] = None
+        self._append(output, ids)
+
+    def _forget(self, room: int) -> None:
+        """Begin a new automaton with the latest `room` ids, at most half of all, so that an id is added at most twice
+        on average."""
+        old, self.automaton = self.automaton, SuffixAutomaton()
+        latest: list[tuple[_Output, list[int]]] = []
+        for output in reversed(self._learnt):
+            assert output.text is not None
+            ids = old.text(output.text)[1:][-room:] if room > 0 else []
+            room -= len(ids)
+            latest.append((output, ids))
+            output.text = None
+        self._learnt = {}
+        for output, ids in reversed(latest):
+            if ids:
+                self._learnt[output] = None
+                self._append(output, ids)
+
+    def _append(self, output: _Output, ids: Sequence[int]) -> None:
+        if output.text is None:
+            output.text = self.automaton.add_text()
+        for token in ids:
+            self.automaton.push(token, output.text)
+
+
+@dataclass
+class _RowIndex:
+    """One row.
+
+    automaton: of the row's own text. indexed: how many ids of the text it has, or skips.
+    earlier_state, earlier_length: of the longest end of the text that occurs in the automaton of earlier outputs.
+    """
+
+    automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    indexed: int = 0
+    earlier_state: int = 0
+    earlier_length: int = 0
+
+
+class _SuffixLookups:
+    """The rows of one request."""
+
+    def __init__(self, lookup: SuffixLookup, earlier: SuffixAutomaton) -> None:
+        self._lookup = lookup
+        self._window = max(lookup.max_tokens, 4096)
+        self._earlier = earlier
+        self._rows: dict[int, _RowIndex] = {}
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        return [self._continuation(row) for row in rows]
+
+    def _continuation(self, row: DraftRow) -> list[int]:
+        index = self._rows.get(row.owner)
+        if index is None:
+            index = self._rows[row.owner] = _RowIndex(indexed=max(0, len(row.prompt) - self._window))
+            self._lookup.follow(row.output, self)
+        own, earlier = index.automaton, self._earlier
+        for token in row.ids(index.indexed):
+            own.push(token)
+            index.earlier_state, index.earlier_length = earlier.step(index.earlier_state, index.earlier_length, token)
+        index.indexed = len(row)
+        shortest = self._lookup.shortest
+        # Where both match equally far, the row's own text is the better guess.
+        if index.earlier_length >= max(shortest, own.length + 1):
+            ids = earlier.following(index.earlier_state, min(row.wanted, _TRUST * index.earlier_length))
+            if ids:  # none follow where the row has been learnt up to its end
+                return ids
+        if own.length < shortest:
+            return []
+        return continued(own.ids, own.after(own.state), min(row.wanted, _TRUST * own.length))

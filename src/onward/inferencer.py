@@ -1,0 +1,293 @@
+"""Prefill and decode as two calls over a cache that knows how many positions it holds, and speculation with them.
+
+`ModelInferencer` wraps any `Model`. `FilledCache.truncate` takes draft tokens back by lowering the cache's lengths:
+entries past a length are never read. `speculate` drafts with one inferencer and verifies with another; each becomes a
+`Model`, so the step and the drafters are those of every other request.
+
+Shapes: B rows, T query tokens, N new tokens, V vocabulary.
+"""
+
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from onward.cache import length_of
+from onward.decoding import BatchSchedule, DecodeStep, RowCacheManager, Select, Sequence, decode_loop
+from onward.decoding.api import chooser_of
+from onward.decoding.speculation.drafter import Speculation
+from onward.decoding.speculation.model_drafter import ModelDrafter
+from onward.decoding.speculation.speculator import Speculator
+from onward.decoding.speculation.step import drafted_text
+from onward.errors import ContextOverflowError, RequestError
+from onward.models import Cache, Model, ModelRun, reused_run
+from onward.models.contract import take_positions
+from onward.sampling import Sampler, greedy
+from onward.util.checks import check_whole
+
+# float [B, V] -> int [B], such as `onward.greedy`; or a `Sampler`, which is also given the positions.
+SampleStrategy = Callable[[Tensor], Tensor] | Sampler
+
+
+class PrefillOutput(NamedTuple):
+    """token_ids: int64 [B, 1], the next token. token_logits: float [B, T, V], the logits after each query token."""
+
+    token_ids: Tensor
+    token_logits: Tensor
+
+
+class DecodeOutput(NamedTuple):
+    """token_ids: int64 [B, N], the new tokens. token_logits: float [B, N, V], the logits that each was picked from.
+
+    N is the length of the longest row. A row that ended before repeats its last id and has logits of 0 there.
+    """
+
+    token_ids: Tensor
+    token_logits: Tensor
+
+
+@dataclass
+class FilledCache:
+    """A model's cache and how much each row holds; an inferencer updates both.
+
+    cache: as `Model.new_cache` made it. lengths: int32 [B], the number of positions that each row holds.
+    """
+
+    cache: Cache
+    lengths: Tensor
+
+    def truncate(self, lengths: Tensor) -> None:
+        """Take back the positions that each row holds past `lengths`, int [B]. Nothing is moved or cleared.
+
+        Raises:
+            RequestError: another shape, or a length below 0 or above what the row holds.
+        """
+        if lengths.shape != self.lengths.shape or bool(((lengths < 0) | (lengths > self.lengths)).any()):
+            raise RequestError(
+                f"truncate takes a length for each row, from 0 to what the row holds, {self.lengths.tolist()}; got "
+                f"{lengths.tolist()}"
+            )
+        self.lengths = lengths.to(self.lengths)
+
+
+class Inferencer(Protocol):
+    """Processes tokens and generates more. The cache holds all tokens that precede the query's."""
+
+    def new_cache(self, batch: int, max_len: int) -> FilledCache:
+        """An empty cache of `max_len` positions a row."""
+        ...
+
+    def prefill(self, query_token_ids: Tensor, kv_cache: FilledCache, sample_strategy: SampleStrategy) -> PrefillOutput:
+        """Process a query, int [B, T], and pick the token that follows. The cache then holds T positions more."""
+        ...
+
+    def decode(
+        self, query_token_ids: Tensor, kv_cache: FilledCache, max_new_tokens: int, sample_strategy: SampleStrategy
+    ) -> DecodeOutput:
+        """Process a query, int [B, 1], and go on token by token to `max_new_tokens` (1 or more) or the end of the text.
+
+        The cache then holds the query and the new tokens, but not each row's last token, which is the next query. So
+        after a draft that was accepted whole, a drafter has to process the draft's last token too.
+        """
+        ...
+
+
+class ModelInferencer:
+    """An `Inferencer` over any `Model`.
+
+    eos: an id or ids that end a row in `decode`; the ending id is part of the output.
+    prefill_chunk: the most query tokens processed at once. It bounds memory and changes no token.
+    compile: what runs the model, as in `onward.LanguageModel`.
+    """
+
+    def __init__(
+        self, model: Model, eos: int | abc.Sequence[int] = (), prefill_chunk: int = 512, compile: str = "auto"
+    ) -> None:
+        self.model = model
+        self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
+        self.prefill_chunk = prefill_chunk
+        self.compile = compile
+        self._model_run: ModelRun | None = None
+
+    def new_cache(self, batch: int, max_len: int) -> FilledCache:
+        lengths = torch.zeros(batch, dtype=torch.int32, device=self.model.device)
+        return FilledCache(self.model.new_cache(batch, max_len), lengths)
+
+    def prefill(self, query_token_ids: Tensor, kv_cache: FilledCache, sample_strategy: SampleStrategy) -> PrefillOutput:
+        """See `Inferencer`.
+
+        Raises:
+            RequestError: a query that is not whole numbers [B, T], or whose B is not the cache's.
+            ContextOverflowError: the query does not fit the cache or the model's context.
+        """
+        query_length = self._check_query(query_token_ids, kv_cache)
+        self._check_room(kv_cache, query_length)
+        token_ids, logits = self._run(query_token_ids, kv_cache, 1, frozenset(), sample_strategy)
+        kv_cache.lengths = kv_cache.lengths + query_length
+        return PrefillOutput(self._padded(token_ids), logits)
+
+    def decode(
+        self, query_token_ids: Tensor, kv_cache: FilledCache, max_new_tokens: int, sample_strategy: SampleStrategy
+    ) -> DecodeOutput:
+        """See `Inferencer`; raises the errors of `prefill`."""
+        check_whole("max_new_tokens", max_new_tokens, low=1)
+        if self._check_query(query_token_ids, kv_cache) != 1:
+            raise RequestError(
+                f"decode takes one query token a row, [B, 1]; got {list(query_token_ids.shape)}: prefill takes more"
+            )
+        self._check_room(kv_cache, max_new_tokens)
+        token_ids, logits = self._run(query_token_ids, kv_cache, max_new_tokens, self.eos, sample_strategy)
+        ids = self._padded(token_ids)
+        new = torch.tensor([len(of_row) for of_row in token_ids], dtype=torch.int32, device=ids.device)
+        ended = torch.arange(ids.shape[1], device=ids.device) >= new.unsqueeze(1)
+        kv_cache.lengths = kv_cache.lengths + new
+        return DecodeOutput(ids, logits.masked_fill(ended.unsqueeze(2), 0.0))
+
+    def _run(
+        self,
+        query: Tensor,
+        kv_cache: FilledCache,
+        max_new_tokens: int,
+        eos: frozenset[int],
+        strategy: SampleStrategy,
+    ) -> tuple[list[list[int]], Tensor]:
+        """Run the loop from the query on. Returns the new ids of each row, and the logits at every token [B, T, V]."""
+        model = self._model_run
+        if model is None or model.model is not self.model:
+            model = self._model_run = reused_run(self.model, self.compile)
+        all_logits: list[Tensor] = []
+
+        def run(tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None) -> tuple[Tensor, Cache]:
+            logits, cache = model(tokens, offsets, cache)
+            all_logits.append(logits)
+            return (logits if logits_at is None else take_positions(logits, logits_at)), cache
+
+        device, lengths = self.model.device, kv_cache.lengths.tolist()
+        # Every forward gets all rows, so that each gives the logits of all.
+        slots = RowCacheManager(kv_cache.cache, len(lengths), None, None, filled=lengths)
+        chooser, sampling = chooser_of(strategy, len(lengths), device)
+        sequences = [
+            Sequence(ids, max_new_tokens, eos, start=start, sampling=of_row)
+            for ids, start, of_row in zip(query.tolist(), lengths, sampling, strict=True)
+        ]
+        step = DecodeStep(run, slots, chooser, device)
+        for _ in decode_loop(step, BatchSchedule(slots, sequences, self.prefill_chunk), slots):
+            kv_cache.cache = slots.cache
+        return [sequence.token_ids for sequence in sequences], torch.cat(all_logits, 1)
+
+    def _padded(self, token_ids: abc.Sequence[list[int]]) -> Tensor:
+        longest = max(map(len, token_ids))
+        ids = [of_row + of_row[-1:] * (longest - len(of_row)) for of_row in token_ids]
+        return torch.tensor(ids, dtype=torch.int64, device=self.model.device)
+
+    def _check_query(self, query: Tensor, kv_cache: FilledCache) -> int:
+        """Check a query [B, T] and return its T."""
+        whole = not (query.is_floating_point() or query.dtype == torch.bool)
+        batch = len(kv_cache.lengths)
+        if query.dim() != 2 or query.shape[0] != batch or not query.numel() or not whole:
+            raise RequestError(
+                f"a query must be whole numbers [{batch}, T], as many rows as the cache has; got {query.dtype} "
+                f"{list(query.shape)}"
+            )
+        if bool(((query < 0) | (query >= self.model.vocab_size)).any()):
+            raise RequestError(f"a query must hold ids from 0 to {self.model.vocab_size - 1}; got {query.tolist()}")
+        return query.shape[1]
+
+    def _check_room(self, kv_cache: FilledCache, more: int) -> None:
+        limits = [limit for limit in (self.model.max_seq_len, length_of(kv_cache.cache)) if limit is not None]
+        longest = int(kv_cache.lengths.max())
+        if limits and longest + more > min(limits):
+            raise ContextOverflowError(
+                f"a row of the cache holds {longest} positions and {more} more are asked for, but there is room for "
+                f"{min(limits)}: ask for fewer tokens or make a longer cache"
+            )
+
+
+class SpeculateOutput(NamedTuple):
+    """token_ids: int64 [B, N], where N is the length of the longest row; a row that ended before repeats its last id.
+    speculation: what drafting brought each row.
+    """
+
+    token_ids: Tensor
+    speculation: list[Speculation]
+
+
+def speculate(
+    target: Inferencer,
+    drafter: Inferencer,
+    query_token_ids: Tensor,
+    max_new_tokens: int,
+    sample_strategy: SampleStrategy = greedy,
+    *,
+    eos: int | abc.Sequence[int] = (),
+    length: int | None = None,
+) -> SpeculateOutput:
+    """Continue prompts: `drafter` guesses ids, and `target` decides which follow.
+
+    Only `prefill` of each is called, over a cache that its own `new_cache` made.
+
+    Args:
+        query_token_ids: the prompts, int [B, T].
+        max_new_tokens: the most ids to give out, 1 or more.
+        sample_strategy: as in `Inferencer`. A `Sampler` draws with the same noise for both.
+        eos: an id or ids that end a row.
+        length: as in `Speculator`.
+
+    Raises:
+        RequestError: an argument outside its range.
+        DraftError: the drafter failed.
+    """
+    check_whole("max_new_tokens", max_new_tokens, low=1)
+    query = query_token_ids
+    if query.dim() != 2 or query.is_floating_point() or query.dtype == torch.bool or not query.numel():
+        raise RequestError(
+            f"speculate takes prompts as whole numbers [B, T], T of 1 or more; got {query.dtype} {list(query.shape)}"
+        )
+    prompts: list[list[int]] = query.tolist()
+    stop_ids = frozenset((eos,) if isinstance(eos, int) else eos)
+    max_len = query.shape[1] + max_new_tokens
+    model = _as_model(target, query)
+    device, rows = query.device, len(prompts)
+    chooser, sampling = chooser_of(sample_strategy, rows, device, whole_text=True)
+    sequences = [
+        Sequence(prompt, max_new_tokens, stop_ids, sampling=of_row)
+        for prompt, of_row in zip(prompts, sampling, strict=True)
+    ]
+    slots = RowCacheManager(model.new_cache(rows, max_len), rows, max_len, None)
+    speculator = Speculator(ModelDrafter(_as_model(drafter, query)), length=length)
+    step = speculator.step(DecodeStep(model, slots, chooser, device), model, slots, chooser, device)
+    speculator.join(sequences, model.vocab_size, device, None if sampling[0] else _select(sample_strategy), max_len)
+    for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
+        pass  # the sequences collect their ids
+    longest = max(len(sequence.token_ids) for sequence in sequences)
+    ids = [each.token_ids + each.token_ids[-1:] * (longest - len(each.token_ids)) for each in sequences]
+    return SpeculateOutput(
+        torch.tensor(ids, device=device), [drafted_text(sequence).counts(sequence) for sequence in sequences]
+    )
+
+
+def _as_model(inferencer: Inferencer, query: Tensor) -> Model:
+    """A `Model` whose forward is the inferencer's prefill, over the inferencer's own kind of cache."""
+
+    def forward(tokens: Tensor, offsets: Tensor, cache: FilledCache, params: Any) -> tuple[Tensor, FilledCache]:
+        cache.truncate(offsets)
+        return inferencer.prefill(tokens, cache, greedy).token_logits, cache
+
+    # The protocol does not give the size of the vocabulary, but the logits after one id do.
+    first = inferencer.prefill(query[:1, :1], inferencer.new_cache(1, 1), greedy).token_logits
+    return Model(
+        forward=forward,
+        params=(),
+        new_cache=inferencer.new_cache,
+        vocab_size=first.shape[-1],
+        device=query.device,
+        compiles=False,
+    )
+
+
+def _select(strategy: SampleStrategy) -> Select:
+    assert not isinstance(strategy, Sampler), "a sampler is each sequence's own"
+    return lambda logits, positions: strategy(logits)

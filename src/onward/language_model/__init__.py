@@ -1,0 +1,50 @@
+"""A language model: completions, chats, scores, sessions and quantization over a model and its tokenizer."""
+
+from onward.language_model.chat import ChatReader
+from onward.language_model.completion import Completion, Piece, Timing
+from onward.language_model.generation_config import generation_defaults, within_vocabulary
+from onward.language_model.language_model import LanguageModel, Messages
+from onward.language_model.options import (
+    ChatOptionsDict,
+    Draft,
+    GenerateOptions,
+    GenerateOptionsDict,
+    split_chat_options,
+)
+from onward.language_model.quantize_mixed import Calibration, calibration_ids
+from onward.language_model.quantize_model import quantize, quantize_folder
+from onward.language_model.request import Ids, Prompt, Request, RequestReader, SpeculatorCache
+from onward.language_model.runner import Runner, drained
+from onward.language_model.scoring import Score, score_continuations, score_texts
+from onward.language_model.session import Session
+
+__all__ = [
+    "Calibration",
+    "ChatOptionsDict",
+    "ChatReader",
+    "Completion",
+    "Draft",
+    "GenerateOptions",
+    "GenerateOptionsDict",
+    "Ids",
+    "LanguageModel",
+    "Messages",
+    "Piece",
+    "Prompt",
+    "Request",
+    "RequestReader",
+    "Runner",
+    "Score",
+    "Session",
+    "SpeculatorCache",
+    "Timing",
+    "calibration_ids",
+    "drained",
+    "generation_defaults",
+    "quantize",
+    "quantize_folder",
+    "score_continuations",
+    "score_texts",
+    "split_chat_options",
+    "within_vocabulary",
+]

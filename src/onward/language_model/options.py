@@ -1,0 +1,315 @@
+"""The options of a request: all that it may ask for beside its prompt."""
+
+import dataclasses
+import datetime
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self, TypeAlias, Unpack
+
+from onward.chat import ChatTemplate, ToolChoice, ToolLike
+from onward.constraints import Choice, JsonSchema, Lark, Regex
+from onward.decoding import StopWhen
+from onward.decoding.speculation import Drafter, Speculator
+from onward.errors import RequestError
+from onward.models import Model
+from onward.sampling import Constraint, SamplingOptionsDict, SamplingParams
+from onward.sampling.params import option_names as names_of
+from onward.sampling.transforms import Filter, transforms_of
+from onward.tokenizer import Tokenizer
+from onward.util.checks import as_tuple, check_whole, is_finite, plain
+from onward.util.option_names import check_option_names
+
+
+class DraftLanguageModel(Protocol):
+    """The attributes of a `LanguageModel` that drafting needs."""
+
+    model: Model
+    tokenizer: Tokenizer | None
+
+
+# What `draft=` takes: "lookup", "suffix", a smaller model of the same vocabulary, a drafter; None drafts nothing.
+Draft: TypeAlias = str | DraftLanguageModel | Model | Drafter | Speculator
+
+# What `constraint=` takes: a constraint at the beginning of a text, or what makes one of the tokenizer and the ids that
+# end a text, as every `onward.constraints.Grammar` does.
+ConstraintMaker: TypeAlias = Constraint | Callable[[Tokenizer | None, AbstractSet[int]], Constraint]
+
+
+class GenerateOptionsDict(SamplingOptionsDict, total=False):
+    """The fields of `GenerateOptions` as keyword arguments, for editors and type checkers."""
+
+    max_new_tokens: int | None
+    stop: str | Sequence[str]
+    time_limit: float | None
+    stop_when: StopWhen | None
+    cancel: threading.Event | None
+    n: int
+    beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    logprobs: int | None
+    prompt_logprobs: int | None
+    draft: Draft | None
+    adapter: str | None
+    json_schema: Mapping[str, Any] | bool | type | JsonSchema | None
+    regex: str | None
+    grammar: str | None
+    choice: str | Sequence[str] | None
+    constraint: ConstraintMaker | None
+
+
+class ChatOptionsDict(GenerateOptionsDict, total=False):
+    """The options of a chat as keyword arguments. Other variables that the chat template reads may be given too.
+
+    tools: what the model may call: {"type": "function", "function": {"name", "description", "parameters", "strict"}},
+        or Python functions.
+    tool_choice: "auto" (the default), "none", "required", or the tool that has to be called: its name, or
+        {"type": "function", "function": {"name": …}}.
+    parallel_tool_calls: whether an answer may have several calls; True by default.
+    documents, enable_thinking, reasoning_effort: variables of templates that read them.
+    template: further variables, also those whose names are options.
+    now: the time for templates that write the date; by default the present one, in UTC. With it the prompt does not
+        depend on the clock.
+    """
+
+    tools: Sequence[ToolLike] | None
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool | None
+    documents: Sequence[Mapping[str, Any]] | None
+    enable_thinking: bool
+    reasoning_effort: str
+    template: Mapping[str, Any] | None
+    now: datetime.datetime | None
+
+
+# Options of chats alone that are no variables of templates.
+_OF_CHATS = frozenset({"template", "now", "tool_choice", "parallel_tool_calls"})
+# Variables that many chat templates read.
+_TEMPLATE_VARIABLES = (
+    frozenset(ChatOptionsDict.__annotations__) - frozenset(GenerateOptionsDict.__annotations__) - _OF_CHATS
+)
+
+# Options for drawing a token, each with the value that changes nothing. Beams take the likeliest texts and draw none.
+_OF_DRAWING: dict[str, Any] = {
+    field.name: field.default
+    for filter in transforms_of(SamplingParams, Filter)
+    for field in dataclasses.fields(filter)
+} | {"seed": None}
+# Options that only beams use.
+OF_BEAMS = ("length_penalty", "early_stopping")
+# Options that say what a text may be; they exclude each other.
+CONSTRAINTS = ("json_schema", "regex", "grammar", "choice", "constraint")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class GenerateOptions(SamplingParams):
+    """All that a request may ask for: how tokens are chosen, where texts end, how many there are, what is reported.
+
+    The options of `SamplingParams`, and:
+
+    max_new_tokens: the most tokens to emit; 0 emits none. None: as many as the context holds after the prompt.
+    stop: strings that end the text; the text ends before the first of them. They may contain special tokens, such as
+        "<|im_end|>", which are not part of the text.
+    time_limit: seconds from the call on, after which every text ends with its next token.
+    stop_when: (ids so far, text so far) -> whether the text ends here; called at each token.
+    cancel: once any thread has set it, every text ends with its next token.
+    n: how many texts a prompt gets. The prompt is processed once. Sample 0 is the text that n=1 gives. Sample j is
+        drawn with a seed derived from the request's (`onward.sampling.sample_seed`), which is its `Completion.seed`.
+        With beams: the n best texts, best first.
+    logprobs: report the logprob of each token, and of this many of the likeliest ids at its place; 0: of the token
+        alone. Logprobs are under the model's own distribution, before temperature, penalties and filters.
+    prompt_logprobs: the same for the prompt's ids, each given the ids before it.
+    beams: width of the beam search; 1 is none.
+    length_penalty: beams are ranked by the sum of their logprobs / length^length_penalty; from -50 to 50.
+    early_stopping: when a prompt's search ends. True: when `beams` texts are finished. False: when `beams` texts are
+        finished and the best running beam, at its present length, is worse than the worst of them. "never": when no
+        running beam can become better, by a bound that allows for every length up to max_new_tokens.
+    draft: guesses the next tokens, so that several are processed at once (docs/speculation.md). The tokens are the
+        same without it.
+    adapter: the name of a loaded adapter that the weights are changed by (docs/adapters.md).
+    json_schema: the text is JSON that this schema (a dict, or a pydantic class) validates; `Completion.parsed` is what
+        it stands for.
+    regex: the whole text matches this regular expression, in Rust's syntax.
+    grammar: the text is what this grammar, in Lark's syntax, derives.
+    choice: the text is one of these.
+    constraint: an `onward.Constraint` at the beginning of a text, of which every text gets a copy; or a function of the
+        tokenizer and the ids that end a text, which makes one (docs/structured.md).
+
+    Raises:
+        RequestError: a value outside its range, or options that contradict each other.
+    """
+
+    max_new_tokens: int | None = 128
+    stop: tuple[str, ...] = ()
+    time_limit: float | None = None
+    stop_when: StopWhen | None = None
+    cancel: threading.Event | None = None
+    n: int = 1
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    draft: Speculator | None = None
+    adapter: str | None = None
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
+    constraint: ConstraintMaker | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_end()
+        check_whole("n", self.n, low=1)
+        check_whole("beams", self.beams, low=1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), low=0)
+        # With a larger penalty length^length_penalty would leave the range of a float for texts of a million tokens.
+        if not (is_finite(self.length_penalty) and abs(self.length_penalty) <= 50):
+            raise RequestError(f"length_penalty must be a number from -50 to 50; got {self.length_penalty!r}")
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise RequestError(f'early_stopping must be True, False or "never"; got {self.early_stopping!r}')
+        if self.draft is not None and not isinstance(self.draft, Speculator):
+            raise RequestError(f"draft must be an onward.Speculator; got {self.draft!r}")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise RequestError(f"adapter must be the name of a loaded adapter; got {self.adapter!r}")
+        self._check_search()
+        self._check_constraint()
+
+    def _check_end(self) -> None:
+        self._set("stop", as_tuple("stop", self.stop, str))
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise RequestError(f"stop must be non-empty strings; got {list(self.stop)!r}")
+        if self.max_new_tokens is not None:
+            self.check_length(self.max_new_tokens)
+        if self.time_limit is not None and not (is_finite(self.time_limit) and self.time_limit > 0):
+            raise RequestError(f"time_limit must be a number of seconds above 0; got {self.time_limit!r}")
+        if self.stop_when is not None and not callable(self.stop_when):
+            raise RequestError(f"stop_when must be a function of (ids, text); got {self.stop_when!r}")
+        if self.cancel is not None and not isinstance(self.cancel, threading.Event):
+            raise RequestError(f"cancel must be a threading.Event; got {self.cancel!r}")
+
+    def _check_constraint(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RequestError(f"{' and '.join(given)} each say what the text may be: give one of them")
+        if self.json_schema is not None and not isinstance(self.json_schema, JsonSchema):
+            self._set("json_schema", JsonSchema(self.json_schema))
+        if self.choice is not None:
+            self._set("choice", Choice(self.choice).texts)
+        if self.constraint is not None and not (isinstance(self.constraint, Constraint) or callable(self.constraint)):
+            raise RequestError(
+                "constraint must be an onward.Constraint, with mask, accept, rollback, fork, is_done and forced, or a "
+                f"function of (tokenizer, stop_ids) that makes one; got {self.constraint!r}"
+            )
+        _ = self.constrained_by  # which checks the others
+
+    @property
+    def constrained_by(self) -> ConstraintMaker | None:
+        """What says what the text may be; None where it may be anything."""
+        if self.json_schema is not None:
+            return self.json_schema
+        if self.regex is not None:
+            return Regex(self.regex)
+        if self.grammar is not None:
+            return Lark(self.grammar)
+        if self.choice is not None:
+            return Choice(self.choice)
+        return self.constraint
+
+    def new_constraint(self, tokenizer: Tokenizer | None) -> Constraint | None:
+        """A constraint at the beginning of a text; None where the text may be anything.
+
+        Raises:
+            RequestError: a grammar that cannot be compiled, or a function that makes no constraint.
+            TokenizerError: a grammar, and no tokenizer that serves it.
+        """
+        maker = self.constrained_by
+        if maker is None:
+            return None
+        if isinstance(maker, Constraint):
+            return maker.fork()
+        made = maker(tokenizer, self.stop_ids)
+        if not isinstance(made, Constraint):
+            raise RequestError(f"the function given as constraint must make an onward.Constraint; it made {made!r}")
+        return made
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the batch a prompt takes."""
+        return max(self.n, self.beams)
+
+    def replace(self, **options: Unpack[GenerateOptionsDict]) -> Self:
+        """A copy with `options` changed and checked.
+
+        A change drops options that mean nothing with it, for they may be a checkpoint's defaults for another kind of
+        decoding. A change to beams drops the options for drawing (temperature, top_k, …). A change from beams drops
+        theirs (length_penalty, early_stopping) and n. Greedy decoding drops n. A smaller max_new_tokens lowers
+        min_new_tokens. A constraint drops that of another kind. `draft` is a Speculator here, or None.
+
+        Raises:
+            RequestError: an unknown option, a value outside its range, or options that contradict each other.
+        """
+        changed: dict[str, Any] = {**options}
+        if (beams := changed.get("beams", self.beams)) != 1 and self.beams == 1:
+            changed = _OF_DRAWING | changed
+        elif beams == 1 and self.beams != 1:
+            changed = {name: getattr(type(self), name) for name in OF_BEAMS} | {"n": 1} | changed
+        if self.n > 1 and beams == 1 and plain(changed.get("temperature", self.temperature)) == 0:
+            changed = {"n": 1} | changed
+        most = plain(changed.get("max_new_tokens"))
+        if isinstance(most, int) and 0 <= most < self.min_new_tokens:
+            changed = {"min_new_tokens": most} | changed
+        if any(changed.get(name) is not None for name in CONSTRAINTS):
+            changed = dict.fromkeys(CONSTRAINTS) | changed
+        return super().replace(**changed)
+
+    def _check_search(self) -> None:
+        if self.beams > 1 and self.draft is not None:
+            raise RequestError("a beam search cannot use a draft: leave out beams or draft")
+        if self.beams > 1 and self.n > self.beams:
+            raise RequestError(f"n is {self.n}, but {self.beams} beams find {self.beams} texts: ask for fewer or widen")
+        if self.beams > 1:
+            drawing = [name for name, neutral in _OF_DRAWING.items() if getattr(self, name) != neutral]
+            if drawing:
+                raise RequestError(
+                    f"beams={self.beams} takes the likeliest texts and draws none: leave out {', '.join(drawing)}, "
+                    "or give beams=1"
+                )
+        elif self.n > 1 and self.temperature == 0:
+            raise RequestError(
+                f"n={self.n} with temperature 0 is the same text {self.n} times: give a temperature above 0, or beams"
+            )
+        changed = [name for name in OF_BEAMS if getattr(self, name) != getattr(type(self), name)]
+        if self.beams == 1 and changed:
+            raise RequestError(f"{', '.join(changed)} would change nothing without a beam search: give beams=2 or more")
+
+
+@functools.cache
+def option_names() -> tuple[str, ...]:
+    """The name of every option of a request, `max_new_tokens` first."""
+    names = names_of(GenerateOptions)
+    return ("max_new_tokens", *(name for name in names if name != "max_new_tokens"))
+
+
+def split_chat_options(
+    template: ChatTemplate | None, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], GenerateOptionsDict]:
+    """The variables of the chat template, and the options that are left for `generate`.
+
+    Raises:
+        RequestError: what is neither an option nor a variable that the template reads.
+    """
+    names = option_names()
+    variables: frozenset[str] = frozenset() if template is None else template.variables
+    if template is not None:
+        template.check_variables(dict.fromkeys(set(options) & _TEMPLATE_VARIABLES - variables, True))
+    check_option_names(set(options) - {"template", "cache"}, [*names, *sorted(variables - set(names))])
+    of_template = {name: value for name, value in options.items() if name in variables and name not in names}
+    others: Any = {name: value for name, value in options.items() if name not in {"template", *of_template}}
+    return {**of_template, **(options.get("template") or {})}, others

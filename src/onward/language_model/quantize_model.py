@@ -1,0 +1,176 @@
+"""Quantize a model."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from onward.checkpoint import CheckpointFolder, find_folder, page_releaser, read_weights
+from onward.checkpoint.gguf import is_gguf
+from onward.checkpoint.quantized_folder import read_manifest, write_quantized
+from onward.errors import RequestError
+from onward.language_model.generation_config import generation_defaults, within_vocabulary
+from onward.language_model.language_model import LanguageModel
+from onward.language_model.quantize_mixed import (
+    MEASURED,
+    Calibration,
+    calibrated_params,
+    calibration_ids,
+    choose_formats,
+)
+from onward.models import Model, build_model, marked_parts, pack_params, read_config
+from onward.ops.quantized import rounded_formats
+from onward.quantization.params import ParamsQuantizer, Progress, TensorReport
+from onward.quantization.rounding import check_format
+from onward.util.checks import is_finite
+from onward.util.files import check_destination
+
+
+@overload
+def quantize(
+    model: Model, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
+) -> Model: ...
+
+
+@overload
+def quantize(
+    model: LanguageModel, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
+) -> LanguageModel: ...
+
+
+def quantize(
+    model: Model | LanguageModel,
+    format: str | float,
+    *,
+    progress: Progress | None = None,
+    calibrate: Calibration | None = None,
+) -> Model | LanguageModel:
+    """The same model with all its matrices in 8 or 4 bits, the embedding and the head among them.
+
+    Norms, biases, short convolutions, the routers of experts and the matrices of latents (MLA's `kv_b_proj`) stay. The
+    original model is not changed; drop it to free its weights.
+
+    Args:
+        model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
+        format: "int8" (a scale for each row), "int4" or "iq4_nl" (a scale for each 32 inputs of a row, for whole
+            numbers or for the table of IQ4_NL, which errs less); or a number, the most bits a weight on average:
+            matrices that cost most in iq4_nl then get int8 (`onward.language_model.quantize_mixed`).
+        progress: called with each matrix's report, in order. A tied pair has one report.
+        calibrate: round with error feedback on text, such as `onward.language_model.Calibration()`: the same bytes with
+            less error, for minutes of work (docs/quantization.md). By default each matrix is rounded to nearest.
+
+    Raises:
+        RequestError: another format, a model of no built-in family, a model that is quantized already, or weights that
+            are not finite. A forward of your own can call `ops.linear` with weights from `quantize_weight`.
+    """
+    check_quantizing(format, calibrate)
+    lm = model if isinstance(model, LanguageModel) else LanguageModel(model)
+    small = replace(lm.model, params=quantized_params(lm, format, calibrate, progress)[0])
+    return lm.with_model(small) if isinstance(model, LanguageModel) else small
+
+
+def check_quantizing(format: object, calibrate: object) -> None:
+    """Raise `RequestError` unless these are arguments of `quantize`, before a model is read for nothing."""
+    if isinstance(format, str):
+        check_format(format)
+    elif not is_finite(format):
+        raise RequestError(f"weights are quantized to {rounded_formats()}, or to so many bits a weight; got {format!r}")
+    if not isinstance(calibrate, Calibration | None):
+        raise RequestError(f"calibrate is an onward.quantization.Calibration, or None; got {calibrate!r}")
+
+
+def quantized_params(
+    lm: LanguageModel,
+    format: str | float,
+    calibrate: Calibration | None,
+    progress: Progress | None = None,
+    show_fraction: Callable[[float], None] = lambda fraction: None,
+    release: Callable[[], None] = lambda: None,
+) -> tuple[Any, list[TensorReport]]:
+    """The params of a model, quantized, and a report of each matrix. show_fraction: is called with the fraction of the
+    matrices that is measured, and then again of those that are done. The rest are arguments of `quantize` and
+    `quantize_params`."""
+    params = lm.model.params
+    if not marked_parts(params):
+        raise RequestError(
+            f"quantize finds matrices by their types, Linear and Embedding; got a model whose params are "
+            f"{type(params).__name__}, without any: make its weights with quantize_weight"
+        )
+
+    def report(done: TensorReport) -> None:
+        if progress is not None:
+            progress(done)
+        show_fraction(quantizer.fraction)
+
+    if calibrate is None and isinstance(format, str):
+        quantizer = ParamsQuantizer(params, format, report, release)
+        return quantizer.quantized(params), quantizer.reports
+    ids = calibration_ids(lm, MEASURED if calibrate is None else calibrate)
+    formats = format if isinstance(format, str) else choose_formats(lm.model, ids, format, show_fraction)
+    quantizer = ParamsQuantizer(params, formats, report)
+    if calibrate is None:
+        return quantizer.quantized(params), quantizer.reports
+    return calibrated_params(lm.model, ids, quantizer), quantizer.reports
+
+
+def quantize_folder(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    format: str | float,
+    *,
+    progress: Progress | None = None,
+    show_downloads: bool = False,
+    show_fraction: Callable[[float], None] = lambda fraction: None,
+    calibrate: Calibration | None = None,
+) -> list[TensorReport]:
+    """Quantize a checkpoint into a folder that `onward.load` maps into memory.
+
+    Args:
+        source: a folder, a hub id or "demo", as for `onward.load`.
+        destination: a folder that is absent or empty. It appears when all is written, or not at all.
+        format: "int8", "int4" or "iq4_nl", or a number, the most bits a weight on average (`onward.quantize`).
+        progress: called after each matrix with its report.
+        show_downloads: show bars while a hub id is fetched.
+        show_fraction: called after each matrix with the fraction that is done, from 0 to 1; where a budget of bits is
+            spent, first with that of the matrices that are measured.
+        calibrate: as for `onward.quantize`.
+
+    Returns:
+        The report of each matrix.
+    """
+    check_quantizing(format, calibrate)
+    target = Path(destination).expanduser()
+    check_destination(target)
+    path = find_folder(source if isinstance(source, str) else Path(source), progress=show_downloads)
+    if is_gguf(path):
+        raise RequestError(
+            f"{path} is GGUF, in types of its own: make a folder of it with onward convert --to safetensors, or give "
+            "quantize= to onward.load"
+        )
+    folder = CheckpointFolder(path)
+    if (manifest := read_manifest(path, folder.config)) is not None:
+        raise RequestError(f"{path} is {manifest.format} already: quantize the checkpoint that it was made from")
+    config = read_config(folder.config)
+    params = read_weights(path, config, dtype=None, device=torch.device("cpu"))
+    release = page_releaser(path)
+    if calibrate is None and isinstance(format, str):
+        lm = LanguageModel(build_model(config, params))
+    else:
+        lm = _writer(folder, build_model(config, pack_params(params, release=release)))
+    params, reports = quantized_params(lm, format, calibrate, progress, show_fraction, release)
+    errors = {report.name: report.relative_rms_error for report in reports}
+    write_quantized(folder, config, params, target, errors)
+    return reports
+
+
+def _writer(folder: CheckpointFolder, model: Model) -> LanguageModel:
+    """The model of a folder, as far as it takes to write texts."""
+    path, tokenizer = folder.path, folder.tokenizer
+    defaults = generation_defaults(
+        folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, file=folder.generation_file
+    )
+    tokenizer = None if tokenizer is None else tokenizer.within(path, model.vocab_size)
+    return LanguageModel(model, tokenizer, defaults=within_vocabulary(defaults, model.vocab_size, path))

@@ -1,0 +1,376 @@
+"""Checks the prompts and options that users give, and makes requests of them."""
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onward.cache import length_of
+from onward.chat import AnswerFormat
+from onward.constraints import Grammar
+from onward.decoding.pinned_prefix import PinnedPrefix
+from onward.decoding.prompt import check_room
+from onward.decoding.speculation import Drafter, Speculator, as_drafter
+from onward.errors import RequestError, TokenizerError
+from onward.language_model.options import GenerateOptions, GenerateOptionsDict, option_names
+from onward.models import Cache, Model
+from onward.models.adapters import Adapters
+from onward.tokenizer import Tokenizer
+from onward.util.checks import check_whole, plain, plain_items
+from onward.util.option_names import check_option_names
+from onward.util.process import renew_in_forks
+from onward.util.text import brief, brief_list
+from onward.util.text_input import check_value
+
+# Ids: a list or a tuple, or one dimension of an array or a tensor of whole numbers.
+Ids: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and its options. `LanguageModel.request` makes a request and checks it against the model.
+
+    prompt: ids, one at least.
+    options: all options of the request. The defaults of a model change none of them.
+    answer: of a chat, how its answer is read as a message.
+    """
+
+    prompt: tuple[int, ...]
+    options: GenerateOptions = field(default_factory=GenerateOptions)
+    answer: AnswerFormat | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", tuple(_as_ids(self.prompt)))
+
+    def __repr__(self) -> str:
+        """One line, however long the prompt is."""
+        return f"Request({brief_list(self.prompt)}, {self.options!r})"
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens to emit. `LanguageModel.request` has replaced None by a number."""
+        assert self.options.max_new_tokens is not None, "a request that runs has been read"
+        return self.options.max_new_tokens
+
+    def replace(self, **options: Unpack[GenerateOptionsDict]) -> Self:
+        """The same prompt with `options` changed, checked as `GenerateOptions.replace` does."""
+        return dataclasses.replace(self, options=self.options.replace(**options))
+
+
+Prompt: TypeAlias = str | Ids | Request
+
+
+@dataclass(frozen=True)
+class RequestReader:
+    """Makes requests for one model of what users give, and checks them.
+
+    defaults: the options that a request does not give. draft: likewise; None for none.
+    speculator: makes a speculator of what users give as `draft`. adapters: those that requests may name.
+    """
+
+    model: Model
+    tokenizer: Tokenizer | None
+    defaults: GenerateOptions
+    draft: Speculator | None
+    speculator: Callable[[Any], Speculator | None]
+    adapters: Adapters
+
+    def read(
+        self,
+        prompts: Sequence[Prompt],
+        options: Mapping[str, Any],
+        per_prompt: Sequence[Mapping[str, Any]] | None = None,
+        cache: Cache | PinnedPrefix | None = None,
+        *,
+        one_text: bool = False,
+    ) -> list[Request]:
+        """A request for each prompt.
+
+        options: fields of `GenerateOptions`, for every prompt.
+        per_prompt: for each prompt the options in which it differs.
+        cache: the caller's; None without one.
+        one_text: whether one text is made of a prompt, though the defaults may be beams or several texts. A session
+            makes one.
+
+        Raises:
+            RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
+                prompt, an adapter that is not loaded.
+            ContextOverflowError: a prompt and its new tokens do not fit the context or the cache.
+            TokenizerError: a text prompt, a stop string, a bad word or a grammar, and no tokenizer.
+        """
+        check_option_names(options, option_names())
+        each: Sequence[Mapping[str, Any]] = [{}] * len(prompts)
+        if per_prompt is not None:
+            each = _checked_per_prompt(per_prompt, len(prompts))
+        alone = one_text or isinstance(cache, PinnedPrefix)
+        defaults = self.defaults.replace(n=1, beams=1) if alone else self.defaults
+        return [
+            self._read(prompt, defaults, {**options, **own}, length_of(cache))
+            for prompt, own in zip(prompts, each, strict=True)
+        ]
+
+    def _read(
+        self, prompt: Prompt, defaults: GenerateOptions, options: Mapping[str, Any], cache_len: int | None
+    ) -> Request:
+        base = prompt.options if isinstance(prompt, Request) else defaults
+        chosen = base.replace(**{**options, **self._own_draft(prompt, base, options)})
+        ids = self.prompt_ids(prompt.prompt if isinstance(prompt, Request) else prompt)
+        answer = prompt.answer if isinstance(prompt, Request) else None
+        return Request(tuple(ids), self._served(chosen, len(ids), cache_len), answer)
+
+    def _own_draft(
+        self, prompt: Prompt, base: GenerateOptions, options: Mapping[str, Any]
+    ) -> dict[str, Speculator | None]:
+        """The speculator of a prompt: the one that its options ask for, a request's own, or the model's.
+
+        Beams cannot use one, so they have none where the options do not ask for it.
+        """
+        if "draft" in options:
+            return {"draft": self.speculator(options["draft"])}
+        if plain(options.get("beams", base.beams)) != 1:
+            return {"draft": None}
+        return {} if isinstance(prompt, Request) else {"draft": self.draft}
+
+    def _served(self, options: GenerateOptions, prompt_len: int, cache_len: int | None) -> GenerateOptions:
+        """The options with ids in place of words and a number of tokens in place of None.
+
+        Raises unless the model and its tokenizer can serve them.
+        """
+        self.adapters.find(options.adapter)
+        context, vocab_size = self.model.max_seq_len, self.model.vocab_size
+        if options.stop and self.tokenizer is None:
+            raise TokenizerError("stop strings need a tokenizer, and this model has none: use eos with ids")
+        if out := [token for token in options.eos or () if token >= vocab_size]:
+            raise RequestError(f"eos names id {out[0]}, but the vocabulary ends at {vocab_size - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(options, name) is not None:
+                check_top(name, getattr(options, name), vocab_size)
+        changes: dict[str, Any] = {}
+        if any(isinstance(word, str) for word in options.bad_words):
+            changes["bad_words"] = tuple(self._word_ids(options.bad_words))
+        if options.max_new_tokens is None:
+            limits = [limit for limit in (context, cache_len) if limit is not None]
+            if not limits:
+                raise RequestError(
+                    "max_new_tokens=None goes to the end of the context, and this model does not say how long that is: "
+                    "give a number"
+                )
+            changes["max_new_tokens"] = max(0, min(limits) - prompt_len)
+        options = options.replace(**changes) if changes else options
+        check_room(prompt_len, options.max_new_tokens or 0, context, cache_len)
+        if isinstance(options.constrained_by, Grammar):  # compiled here; whoever runs the request finds it
+            options.new_constraint(self.tokenizer)
+        return options
+
+    def ids_to_score(self, texts: Sequence[Prompt], adapter: str | None) -> list[list[int]]:
+        """The ids of texts, of which a request's adapter must be this one."""
+        for text in texts:
+            if isinstance(text, Request) and text.options.adapter != adapter:
+                raise RequestError(
+                    f"the text to score is a request with adapter={text.options.adapter!r}, and the call has "
+                    f"adapter={adapter!r}: give both the same"
+                )
+        return [self.prompt_ids(text.prompt if isinstance(text, Request) else text) for text in texts]
+
+    def prompt_ids(self, prompt: str | Ids) -> list[int]:
+        """The ids of a prompt. A text is encoded with the tokenizer's own special tokens."""
+        if not isinstance(prompt, str):
+            return checked_ids(prompt, self.model.vocab_size)
+        check_value(prompt, "prompt")
+        ids = needed_tokenizer(self.tokenizer, "a text prompt").encode(prompt, add_special_tokens=True)
+        if ids:
+            return ids
+        if self.tokenizer is None or self.tokenizer.bos_id is None:
+            raise RequestError("the prompt is empty and this model has no BOS token to start from: give some text")
+        return [self.tokenizer.bos_id]
+
+    def _word_ids(self, words: Sequence[str | tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+        """The ids of banned words. A text gives two: as it begins a line and as it stands after a space."""
+        for word in words:
+            if not isinstance(word, str):
+                yield word
+                continue
+            tokenizer = needed_tokenizer(self.tokenizer, "a bad word given as text")
+            written = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in (word, f" {word}"))
+            yield from dict.fromkeys(ids for ids in written if ids)
+
+
+def as_list(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts, and whether they came as a list of them."""
+    if isinstance(prompt, str | Request | np.ndarray | Tensor):
+        return [prompt], False
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise RequestError(
+            f"a prompt is a str, ids (a list, or one dimension of an array or tensor), or a Request; or a list of "
+            f"those; got {type(prompt).__name__}"
+        )
+    items: list[Any] = list(prompt)
+    if items and all(_is_prompt(item) for item in items):
+        return items, True
+    return [items], False
+
+
+def one_prompt(prompt: Prompt, taker: str) -> Prompt:
+    """The prompt, which is no list of them. taker: says in the error who takes it."""
+    prompts, is_batch = as_list(prompt)
+    if is_batch:
+        raise RequestError(f"{taker} takes one prompt; got a list of {len(prompts)}: use generate for several")
+    return prompts[0]
+
+
+def _is_prompt(item: Any) -> bool:
+    """Whether an item of a list is a prompt, and not an id."""
+    if isinstance(item, np.ndarray | Tensor):
+        return item.ndim > 0
+    return isinstance(item, str | Sequence | Request)
+
+
+def _checked_per_prompt(per_prompt: object, prompts: int) -> list[Mapping[str, Any]]:
+    """`per_prompt` as a list of options, one for each prompt."""
+    if isinstance(per_prompt, str | Mapping) or not isinstance(per_prompt, Sequence):
+        raise RequestError(f"per_prompt must be a list of options as dicts, one a prompt; got {per_prompt!r}")
+    if len(per_prompt) != prompts:
+        raise RequestError(f"per_prompt has options for {len(per_prompt)} prompts, and there are {prompts}")
+    if wrong := [own for own in per_prompt if not isinstance(own, Mapping)]:
+        raise RequestError(f"per_prompt must hold a dict of options for each prompt; got {wrong[0]!r}")
+    for own in per_prompt:
+        check_option_names(own, option_names())
+    return list(per_prompt)
+
+
+def needed_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
+    if tokenizer is None:
+        raise TokenizerError(f"{what} needs a tokenizer, and this model has no tokenizer.json: give ids")
+    return tokenizer
+
+
+def checked_ids(ids: Ids, vocab_size: int) -> list[int]:
+    """The ids of a prompt as a list.
+
+    Raises:
+        RequestError: no ids, what is no whole number, or an id outside the vocabulary.
+    """
+    listed = _as_ids(ids)
+    for token in listed:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            hint = ": messages are for chat" if isinstance(token, Mapping) else ""
+            raise RequestError(
+                f"a prompt of ids must hold whole numbers from 0 to {vocab_size - 1}; got {brief(token)}{hint}"
+            )
+    return listed
+
+
+def _as_ids(ids: Ids) -> list[int]:
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise RequestError(
+            f"ids are a list, or one dimension of an array or tensor; got {type(ids).__name__} (encode takes a text)"
+        )
+    if isinstance(ids, np.ndarray | Tensor) and ids.ndim != 1:
+        raise RequestError(
+            f"a prompt of ids has one dimension; got an array of shape {list(ids.shape)}: give a list of its rows, or "
+            "use onward.generate for tensors [B, P]"
+        )
+    listed = plain_items(ids)
+    if not listed:
+        raise RequestError("the prompt is an empty list of ids: give at least one")
+    return listed
+
+
+def check_top(name: str, count: int, vocab_size: int) -> None:
+    """Raise `RequestError` unless the likeliest `count` ids can be reported."""
+    check_whole(name, count, low=0)
+    if count > vocab_size:
+        raise RequestError(f"{name} is {count}, but the vocabulary has {vocab_size} ids: ask for fewer")
+
+
+# The most speculators that are kept. Each keeps what it has learnt and the programs of its draft model.
+_MOST_KEPT = 8
+
+
+class SpeculatorCache:
+    """The speculators of one language model, one for each draft asked for. They are kept for further requests."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Any, tuple[Any, Speculator]] = OrderedDict()
+        self._lock = threading.RLock()  # requests come from several threads
+        renew_in_forks(self)
+
+    def renew(self) -> None:
+        """In a forked child: a new lock."""
+        self._lock = threading.RLock()
+
+    def of(self, draft: Any) -> Speculator | None:
+        """The speculator for `draft`: None, "lookup", "suffix", a `Model`, a `Drafter` or a `Speculator`.
+
+        Raises:
+            RequestError: anything else.
+        """
+        if draft is None or isinstance(draft, Speculator):
+            return draft
+        key = draft if isinstance(draft, str) else id(draft)
+        return self.kept(key, draft, lambda: as_drafter(draft))
+
+    def kept(self, key: Any, draft: Any, make: Callable[[], Drafter]) -> Speculator:
+        """The speculator kept under `key`; where there is none, one is made.
+
+        `draft` is kept with it: a key that is its `id` must not become that of another object.
+        """
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = (draft, Speculator(make()))
+                if len(self._kept) > _MOST_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+            return self._kept[key][1]
+
+
+# The ids of one text, or a list of them for each of several.
+Emitted: TypeAlias = Ids | Sequence[Ids]
+
+
+def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list[list[int]]:
+    """A list of ids for each of the request's `n` texts.
+
+    Raises:
+        RequestError: another number of lists, what is no id of the vocabulary, more ids than the request may emit, or
+            a request whose texts do not follow from its prompt, its options and its seed.
+    """
+    options = request.options
+    if options.seed is None and options.temperature > 0 and options.beams == 1:
+        raise RequestError(
+            "a sampled request without a seed cannot be resumed: give the seed that its texts were drawn with "
+            "(Completion.seed; submit it with one to know it ahead)"
+        )
+    texts = _of_each_text(emitted, options.n)
+    for ids in texts:
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                raise RequestError(f"emitted must hold ids, whole numbers from 0 to {vocab_size - 1}; got {token!r}")
+        if len(ids) > request.max_new_tokens:
+            raise RequestError(
+                f"emitted holds {len(ids)} ids of a text, but max_new_tokens is {request.max_new_tokens}: give the "
+                "options of the request that emitted them"
+            )
+    return texts
+
+
+def _of_each_text(emitted: Any, n: int) -> list[list[Any]]:
+    if isinstance(emitted, str | bytes) or not isinstance(emitted, Sequence | np.ndarray | Tensor):
+        raise RequestError(f"emitted must be ids, or a list of ids for each text; got {type(emitted).__name__}")
+    items = list(emitted)
+    if not items:
+        return [[] for _ in range(n)]
+    nested = [isinstance(item, Sequence) or (isinstance(item, np.ndarray | Tensor) and item.ndim > 0) for item in items]
+    if not any(nested):
+        items = [emitted]
+    elif not all(nested):
+        raise RequestError("emitted must be ids, or a list of ids for each text; got a list of both")
+    if len(items) != n:
+        raise RequestError(f"emitted holds ids of {len(items)} texts, but the request has n={n}: give a list for each")
+    return [plain_items(ids) for ids in items]

@@ -1,0 +1,204 @@
+"""How likely a model finds texts, and the logits behind it."""
+
+import math
+from collections import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onward.cache import AdapterRef
+from onward.decoding import BatchSchedule, DecodeStep, SamplerCache, Sequence, SharedCache, decode_loop, slots_for
+from onward.decoding.batch import LogitsNeeded, ScheduledSequence, processed
+from onward.decoding.prompt import check_room
+from onward.errors import RequestError
+from onward.models import ModelRun
+from onward.sampling import SamplingParams, TokenLogprobs
+from onward.util.checks import check_whole, plain
+
+# The most continuations of a context that run together.
+_MOST_CONTINUATIONS = 32
+# The most texts that run together, and the most tokens that their cache holds. They are of about one length.
+_MOST_ROWS = 8
+_MOST_TOKENS = 2**14
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a model finds a text. Nothing predicts the first id, so it does not count.
+
+    token_ids: T ids, T of 2 or more.
+    logprobs: the logprob of each id given the ids before it, and of the likeliest ids at its place where they were
+        asked for; None for ids that do not count: the first, and those of a context.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+    def __repr__(self) -> str:
+        """One line; every field is an attribute."""
+        numbers = f"perplexity={self.perplexity:.6g}, log_likelihood={self.log_likelihood:.6g}"
+        return f"Score({len(self.token_ids)} tokens, {numbers})"
+
+    @property
+    def log_likelihood(self) -> float:
+        """The sum of the logprobs, in nats."""
+        return math.fsum(token.chosen for token in self.logprobs if token is not None)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(-log_likelihood / the number of ids that count); infinite where an id had no probability."""
+        mean = -self.log_likelihood / sum(token is not None for token in self.logprobs)
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+def score_texts(
+    run: ModelRun,
+    texts: abc.Sequence[list[int]],
+    top: int,
+    chunk: int,
+    stride: int | None = None,
+    adapter: AdapterRef | None = None,
+) -> list[Score]:
+    """The score of each text, in order. A text has the same score, bit for bit, alone or among others.
+
+    stride: texts longer than the context are scored in windows of the context's length, each `stride` ids after the one
+        before, which score the ids that no window before them held.
+
+    Raises:
+        RequestError: a text of fewer than 2 ids, or a stride that is not from 1 to context - 1.
+        ContextOverflowError: a text longer than the context, and no stride.
+    """
+    context = run.model.max_seq_len
+    if stride is None:
+        for ids in texts:
+            check_room(len(ids), 0, context)
+        stride = 1  # no text has a second window
+    else:
+        stride = plain(stride)
+        check_whole("stride", stride, low=1)
+        if context is not None and stride >= context:
+            raise RequestError(f"stride must be less than the context, {context} ids; got {stride}")
+    places = [_windows(len(ids), context, stride) for ids in texts]
+    windows = [ids[begin:end] for ids, of_text in zip(texts, places, strict=True) for begin, end in of_text]
+    logprobs = iter(_logprobs_of_texts(run, windows, top, chunk, adapter))
+    return [Score(ids, _joined(of_text, logprobs)) for ids, of_text in zip(texts, places, strict=True)]
+
+
+def _logprobs_of_texts(
+    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: AdapterRef | None
+) -> list[list[TokenLogprobs | None]]:
+    """The logprobs of each text's ids, in order. Texts of about one length run together."""
+    for ids in texts:
+        if len(ids) < 2:
+            raise RequestError(f"a text to score must have 2 ids at least, one to predict another from; got {ids}")
+    logprobs: dict[int, list[TokenLogprobs | None]] = {}
+    by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
+    while by_length:
+        rows = max(1, min(_MOST_ROWS, _MOST_TOKENS // len(texts[by_length[0]])))
+        batch, by_length = by_length[:rows], by_length[rows:]
+        logprobs.update(zip(batch, _logprobs(run, [texts[index] for index in batch], top, chunk, adapter), strict=True))
+    return [logprobs[index] for index in range(len(texts))]
+
+
+def score_continuations(
+    run: ModelRun,
+    kept: SharedCache,
+    context: list[int],
+    continuations: abc.Sequence[list[int]],
+    top: int,
+    chunk: int,
+    adapter: AdapterRef | None = None,
+) -> list[Score]:
+    """The score of each continuation after the context, which is processed once, as far as `kept` has not got it.
+
+    Raises:
+        RequestError: an empty continuation.
+        ContextOverflowError: one that does not fit the context of the model.
+    """
+    if not all(continuations):
+        raise RequestError("a continuation to score must have an id at least; got an empty one")
+    for ids in continuations:
+        check_room(len(context) + len(ids), 0, run.model.max_seq_len)
+    scores: list[Score] = []
+    for begin in range(0, len(continuations), _MOST_CONTINUATIONS):
+        some = continuations[begin : begin + _MOST_CONTINUATIONS]
+        # The context is a text that draws a token which nobody reads. The others begin with what it has computed.
+        first = Sequence(context, 1, sampling=SamplingParams(temperature=0.0), adapter=adapter)
+        texts = [Sequence([*context, *ids], 0, prompt_top=top, adapter=adapter) for ids in some]
+        nothing: list[TokenLogprobs | None] = [None] * len(context)  # the ids of the context are not scored
+        for text in texts:
+            text.prompt_logprobs = nothing.copy()
+        with kept.lease(run.model, 1 + len(texts), max(text.longest for text in (first, *texts))) as slots:
+            schedule = BatchSchedule(
+                slots,
+                [first, *texts],
+                chunk,
+                vocab_size=run.model.vocab_size,
+                siblings=dict.fromkeys(texts, first),
+            )
+            step = DecodeStep(run, slots, SamplerCache(run.model.device), run.model.device)
+            try:
+                for _ in decode_loop(step, schedule, slots):
+                    pass  # the sequences collect their logprobs
+            finally:
+                schedule.close()
+        scores += [Score([*context, *ids], text.prompt_logprobs) for ids, text in zip(some, texts, strict=True)]
+    return scores
+
+
+def _windows(length: int, context: int | None, stride: int) -> list[tuple[int, int]]:
+    """(first id, one past the last) of each window of a text."""
+    if context is None or length <= context:
+        return [(0, length)]
+    last = -(-(length - context) // stride)
+    return [(number * stride, min(number * stride + context, length)) for number in range(last + 1)]
+
+
+def _joined(
+    places: abc.Sequence[tuple[int, int]], windows: abc.Iterator[list[TokenLogprobs | None]]
+) -> list[TokenLogprobs | None]:
+    """The logprobs of a text out of those of its windows, which come next."""
+    logprobs: list[TokenLogprobs | None] = []
+    for begin, _ in places:
+        logprobs += next(windows)[len(logprobs) - begin :]
+    return logprobs
+
+
+def _logprobs(
+    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: AdapterRef | None
+) -> list[list[TokenLogprobs | None]]:
+    """Process the texts as prompts that nothing follows, and collect the logprobs of their ids."""
+    model = run.model
+    sequences = [Sequence(ids, 0, prompt_top=top, adapter=adapter) for ids in texts]
+    slots = slots_for(model, len(texts), max(map(len, texts)))
+    step = DecodeStep(run, slots, SamplerCache(model.device), model.device)
+    for _ in decode_loop(step, BatchSchedule(slots, sequences, chunk, vocab_size=model.vocab_size), slots):
+        pass  # the sequences collect their logprobs
+    return [sequence.prompt_logprobs for sequence in sequences]
+
+
+@torch.no_grad()
+def logits_of(run: ModelRun, ids: list[int], chunk: int, adapter: AdapterRef | None = None) -> Tensor:
+    """The logits after each of the ids, processed chunk by chunk: float32 [T, V], on the CPU.
+
+    Raises:
+        ContextOverflowError: more ids than the context holds.
+    """
+    check_room(len(ids), 0, run.model.max_seq_len)
+    device = run.model.device
+    slots = slots_for(run.model, 1, len(ids))
+    sequence = Sequence(ids, 0, adapter=adapter)
+    acquired = slots.acquire(ids, len(ids), reuse=False, adapter=adapter)
+    assert acquired is not None, "new slots have room"
+    sequence.slot, _ = acquired
+    parts: list[Tensor] = []
+    while sequence.computed < len(ids):
+        count = slots.max_chunk(sequence.slot, sequence.computed, min(chunk, len(ids) - sequence.computed))
+        with slots.lock:
+            logits = processed(run, slots, [ScheduledSequence(sequence, count)], LogitsNeeded.ALL, device)
+        assert logits is not None, "all logits were asked for"
+        sequence.computed += count
+        slots.advance(sequence.slot, sequence.computed, sequence.ids)
+        parts.append(logits[0].to(device="cpu", dtype=torch.float32))
+    return torch.cat(parts)

@@ -1,0 +1,117 @@
+"""A session: one text that grows from call to call, whose cache is reused."""
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, NoReturn, Self, Unpack
+
+from onward.cache.slot import digest_of
+from onward.decoding.pinned_prefix import PinnedPrefix
+from onward.errors import RequestError, SessionError
+from onward.language_model import session_file
+from onward.language_model.completion import Completion, Piece
+from onward.language_model.language_model import LanguageModel, Messages
+from onward.language_model.options import ChatOptionsDict, GenerateOptionsDict
+from onward.language_model.request import Prompt, one_prompt
+from onward.language_model.session_file import SavedSession
+from onward.util.text import described
+
+
+class Session:
+    """A language model with the cache of one text. The beginning that a prompt shares with it is not processed again.
+
+    Each call takes the whole prompt, as `LanguageModel` does, and gives the very tokens that a fresh call would give.
+    The prompt's ids are compared with those held, and the cache is kept up to the first that differs.
+    So the next turn of a chat costs what it adds, and another question about the same document costs the question.
+    `Completion.cached_tokens` says how many positions were reused.
+
+        session = onward.Session(lm)
+        first = session.chat(messages)
+        messages += [first.message, {"role": "user", "content": "And then?"}]
+        second = session.chat(messages)              # processes the new message only
+        session.save("talk.safetensors")             # … onward.Session.load("talk.safetensors", lm)
+
+    After an interrupted or abandoned stream the session holds what was processed. A session decodes one text at a
+    time, and is not for two threads at once. Changing the model's weights makes it forget what it holds.
+
+    lm: the model. notes: your own strings by name, which are saved with the session.
+    """
+
+    def __init__(self, lm: LanguageModel) -> None:
+        if not isinstance(lm, LanguageModel):
+            raise RequestError(f"a session is of a LanguageModel; got {type(lm).__name__}: see onward.load")
+        self.lm = lm
+        self.notes: dict[str, str] = {}
+        self._text = PinnedPrefix(lambda *asked: lm._kept.lease(*asked))
+
+    def __repr__(self) -> str:
+        return described(self, f"{len(self.tokens):,} ids held", repr(self.lm))
+
+    def __reduce__(self) -> NoReturn:
+        raise SessionError("a session holds the cache of its model: save it to a file, and load it where you need it")
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids whose keys and values are held: the last prompt and the generated ids, but for the last one, which
+        is not processed yet."""
+        return self._text.tokens
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Completion:
+        """`LanguageModel.generate` for one prompt. It raises the same errors, before it changes the session."""
+        return self.lm.generate(one_prompt(prompt, "a session holds one text and"), cache=self._text, **options)
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Generator[Piece, None, Completion]:
+        """`LanguageModel.stream`. Going on with it after another call has begun raises `RequestError`."""
+        return self.lm.stream(one_prompt(prompt, "a session holds one text and"), cache=self._text, **options)
+
+    def chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Completion:
+        """`LanguageModel.chat`: the conversation so far, all of it."""
+        with_cache: Any = {**options, "cache": self._text}
+        return self.lm.chat(messages, **with_cache)
+
+    def stream_chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Generator[Piece, None, Completion]:
+        """`chat`, a `Piece` a token."""
+        with_cache: Any = {**options, "cache": self._text}
+        return self.lm.stream_chat(messages, **with_cache)
+
+    def truncate(self, length: int = 0) -> None:
+        """Forget the ids held from position `length` on. The cache is not moved or cleared."""
+        self._text.truncate(length)
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the ids held, their keys and values, and the notes to a safetensors file, whole or not at all.
+
+        The file is as large as the cache of so many positions (`onward info` tells). Its owner alone can read it.
+
+        Raises:
+            SessionError: the file cannot be written or is something else than a session; the model's cache is no pytree
+                of tensors.
+        """
+        if not self._text.is_of(self.lm.model):  # the cache was filled with other weights
+            self.truncate(0)
+        digest = digest_of(self._text.adapter) if self._text.tokens else ""
+        saved = SavedSession(self._text.tokens, self._text.held, self.notes, digest)
+        session_file.save(Path(file), self.lm.model, saved)
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str], lm: LanguageModel) -> Self:
+        """A saved session, for the same model: the same weights in the same dtype or quantization.
+
+        Where an adapter had a part in it, one of the same content has to be loaded, under any name.
+
+        Raises:
+            SessionError: the file cannot be read, is damaged, is no session, or is of a newer Onward, another model or
+                an adapter that is not loaded.
+        """
+        saved = session_file.load(Path(file), lm.model)
+        adapter = lm.adapters.by_digest(saved.adapter)
+        if saved.adapter and adapter is None:
+            raise SessionError(
+                f"{str(file)!r} was computed with an adapter of digest {saved.adapter}, which this model does not have "
+                "loaded: load_adapter does so"
+            )
+        session = cls(lm)
+        session.notes = saved.notes
+        if saved.held is not None:
+            session._text.adopt(lm.model, saved.held, saved.tokens, adapter)
+        return session

@@ -1,0 +1,179 @@
+"""The weights of a checkpoint as they decode: read, merged with an adapter, quantized, packed for the kernels."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onward.checkpoint import Checkpoint, GgufCheckpoint, page_releaser, read_weights
+from onward.checkpoint.dcp import NameMapSource, is_distributed
+from onward.checkpoint.formats import methods_of
+from onward.checkpoint.quantized_folder import Manifest, read_manifest, read_quantized
+from onward.errors import RequestError, warn
+from onward.models import Architecture, pack_layer, pack_params, stack_params
+from onward.models.adapters import Adapter, merged_params
+from onward.quantization import TensorReport, count_matrices, quantize_params
+
+# A bar is drawn for what takes longer.
+_BAR_DELAY_S = 1.0
+# Weights that are read before their pages leave memory: to look for these takes as long as to quantize half a million.
+_RELEASED_AFTER = 16_000_000
+
+
+class LayersInPlace:
+    """How many layers are in place. show: draw a bar on stderr once a second has passed. tell: is called with the
+    fraction."""
+
+    def __init__(self, count: int, show: bool, tell: Callable[[float], None] | None) -> None:
+        self._count, self._done, self._tell = count, 0, tell
+        self._bar: Any = None
+        if show:
+            from huggingface_hub.utils.tqdm import tqdm  # which takes a tenth of a second
+
+            self._bar = tqdm(total=count, desc="Loading weights", unit="layer", delay=_BAR_DELAY_S, leave=False)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> "LayersInPlace":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self) -> None:
+        """One more; what follows the last layer (a head, say) counts for none."""
+        if self._done == self._count:
+            return
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+        if self._tell is not None:
+            self._tell(self._done / self._count)
+
+
+@dataclass(frozen=True)
+class WeightsReader:
+    """Reads the params of a family's model. The fields are options of `load`."""
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    dtype: torch.dtype | None
+    device: torch.device
+    format: str | None
+    name_map: NameMapSource
+    adapter: Adapter | None
+    layers: LayersInPlace
+
+    def read(self) -> Any:
+        """The params: quantized where the checkpoint or the caller says so, else packed for the kernels on a CPU."""
+        if isinstance(self.checkpoint, GgufCheckpoint):
+            return self._read_gguf(self.checkpoint)
+        manifest = read_manifest(self.checkpoint.path, self.checkpoint.config)
+        return self._read_stock() if manifest is None else self._read_quantized(manifest)
+
+    def _read_gguf(self, checkpoint: GgufCheckpoint) -> Any:
+        """Each layer is packed, and its pages are released, before the next is read."""
+        self._refuse_name_map("GGUF")
+        blocks = [name for name in checkpoint.types if name not in ("F32", "F16", "BF16")]
+        if blocks:
+            self._refuse_format(blocks[0])
+        release = checkpoint.page_releaser()
+        params = checkpoint.read_weights(
+            self.architecture, dtype=self.dtype, device=self.device, each_layer=self._layer_by_layer(release)
+        )
+        return self._finished(params, self.format, release)
+
+    def _read_quantized(self, manifest: Manifest) -> Any:
+        """Quantized matrices stay the pages of the mapped file; what a converter left in floats is packed."""
+        self._refuse_name_map("quantized")
+        if self.format != manifest.format:
+            self._refuse_format(manifest.format)
+        params = read_quantized(self.checkpoint.path, manifest, self.architecture, dtype=self.dtype, device=self.device)
+        return self._finished(params, None, lambda: None)
+
+    def _read_stock(self) -> Any:
+        path, config = self.checkpoint.path, self.checkpoint.config
+        methods = methods_of(config)
+        # An adapter is merged into floats, and floats are quantized. Experts in MXFP4 are left as they are.
+        can_keep = methods is not None and (methods.name == "mxfp4" or (self.format is None and self.adapter is None))
+        keeps_bits = can_keep and self.dtype != torch.float32 and self.device.type == "cpu"
+        # What is not mapped (a distributed checkpoint, repacked bits) is put together layer by layer: memory holds it
+        # once.
+        lean = self.device.type == "cpu" and (keeps_bits or (is_distributed(path) and self.format is None))
+        release = page_releaser(path)
+        params = read_weights(
+            path,
+            self.architecture,
+            dtype=self.dtype,
+            device=self.device,
+            name_map=self.name_map,
+            each_layer=self._layer_by_layer(release) if lean else lambda layer: layer,
+            keeps_bits=keeps_bits,
+            show_in_floats=self._warn_of_floats,
+        )
+        return self._finished(params, self.format, release, keep=keeps_bits)
+
+    def _warn_of_floats(self, modules: list[str]) -> None:
+        if not modules or self.format is not None:
+            return
+        methods = methods_of(self.checkpoint.config)
+        assert methods is not None, "modules are quantized"
+        warn(
+            f"{self.checkpoint.path}: {len(modules)} weights quantized by {methods.name} become floats as "
+            f"they are read ({modules[0]} for one), and so do activations: quantize='int8' or 'iq4_nl' holds them "
+            "in fewer bits"
+        )
+
+    def _layer_by_layer(self, release: Callable[[], None]) -> Callable[[Any], Any]:
+        """What is done to a layer before the next is read. release: lets go of the file's pages."""
+
+        def place(layer: Any) -> Any:
+            placed = pack_layer(layer) if self.format is None and self.device.type == "cpu" else stack_params(layer)
+            release()
+            self.layers.advance()
+            return placed
+
+        return place
+
+    def _finished(self, params: Any, format: str | None, release: Callable[[], None], *, keep: bool = False) -> Any:
+        """Merged, then quantized, then packed. keep: leave matrices that are in few bits already."""
+        if self.adapter is not None:
+            params = merged_params(self.architecture, params, self.adapter)
+
+        def after_layer() -> None:
+            release()
+            self.layers.advance()
+
+        if format is not None:
+            params = quantize_params(params, format, progress=self._after_matrix(params, release), keep=keep)[0]
+        return pack_params(params, release=after_layer) if self.device.type == "cpu" else stack_params(params)
+
+    def _after_matrix(self, params: Any, release: Callable[[], None]) -> Callable[[TensorReport], None]:
+        """Counts the layers whose matrices have all been quantized; they come in order, the embedding before them."""
+        ends = set(itertools.accumulate((count_matrices(layer) for layer in params.layers), initial=1))
+        done, unreleased = itertools.count(1), 0
+
+        def after_matrix(report: TensorReport) -> None:
+            nonlocal unreleased
+            unreleased += report.shape[0] * report.shape[1]
+            if unreleased >= _RELEASED_AFTER:
+                release()
+                unreleased = 0
+            if next(done) in ends:
+                self.layers.advance()
+
+        return after_matrix
+
+    def _refuse_name_map(self, kind: str) -> None:
+        if self.name_map is not None:
+            raise RequestError(
+                f"a name map is for a folder of safetensors or of torch.distributed.checkpoint in floats, and "
+                f"{self.checkpoint.path} is {kind}"
+            )
+
+    def _refuse_format(self, own: str) -> None:
+        if self.format is not None:
+            raise RequestError(
+                f"{self.checkpoint.path} is quantized already ({own}): load it without quantize={self.format!r}"
+            )

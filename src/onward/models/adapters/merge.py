@@ -1,0 +1,241 @@
+"""Merge an adapter into the weights: W becomes W + B A, after which the model is like any other."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.errors import CheckpointError, RequestError
+from onward.models.adapters.adapter import Adapter, Update
+from onward.models.architecture import Architecture, architecture_of, named_params
+from onward.models.blocks import Decoder
+from onward.models.linear import Embedding, LatentLinear, Linear, Router, ShortConv, is_marked
+from onward.models.model import Model
+from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
+from onward.ops.linear import stock_weight, weight_shape
+from onward.ops.quantized import ROUNDED_FORMATS
+
+
+def grown(architecture: Architecture, adapter: Adapter) -> Architecture:
+    """The architecture with the adapter's tokens; the same where it adds none. A tied head is untied where the
+    adapter's embedding and head differ: one of them was trained alone."""
+    names = _tables(architecture)
+    rows = {name: len(adapter.replaced[name]) for name in names if name in adapter.replaced}
+    count = max(rows.values(), default=0)
+    if count <= architecture.vocab_size:
+        return architecture
+    needed = names[:1] if architecture.tie_word_embeddings else names
+    if wrong := [name for name in needed if rows.get(name) != count]:
+        raise CheckpointError(
+            f"the adapter's vocabulary has {count} tokens, and its {wrong[0]} has {rows.get(wrong[0], 0)} rows: "
+            "save the embedding and the head with it (save_embedding_layers=True)"
+        )
+    if not isinstance(architecture, Decoder):
+        raise RequestError("an adapter adds tokens to decoders of the common blocks alone: merge it with peft")
+    tables = [adapter.replaced[name] for name in names if name in rows]
+    tied = architecture.tie_word_embeddings and torch.equal(tables[0], tables[-1])
+    return replace(architecture, vocab_size=count, tie_word_embeddings=tied)
+
+
+def with_added_tokens(architecture: Architecture, params: Any, adapter: Adapter) -> tuple[Any, Adapter]:
+    """The params with the adapter's larger tables, and what is left of the adapter; both as they are without such."""
+    if grown(architecture, adapter) is architecture:
+        return params, adapter
+    tables = [adapter.replaced[name] for name in _tables(architecture) if name in adapter.replaced]
+    dtype, device = params.embed_tokens.weight.dtype, params.embed_tokens.weight.device
+    placed = [table.to(dtype=dtype, device=device) for table in tables]
+    if any(table.dim() != 2 or table.shape[1] != architecture.hidden_size for table in tables):
+        raise CheckpointError(f"the adapter's tables must have {architecture.hidden_size} columns")
+    tied = grown(architecture, adapter).tie_word_embeddings
+    head = Linear(placed[0]) if tied else params.lm_head._replace(weight=placed[1])
+    rest = {name: tensor for name, tensor in adapter.replaced.items() if name not in _tables(architecture)}
+    return params._replace(embed_tokens=Embedding(placed[0]), lm_head=head), replace(adapter, replaced=rest)
+
+
+def _tables(architecture: Architecture) -> tuple[str, str]:
+    """The names of the embedding and of the head."""
+    names = architecture.names if isinstance(architecture, Decoder) else None
+    if names is None:
+        return "model.embed_tokens.weight", "lm_head.weight"
+    return f"{names.embed_tokens}.weight", f"{names.lm_head}.weight"
+
+
+def adaptable(model: Model) -> Architecture:
+    """The architecture of a model, whose modules an adapter names."""
+    architecture = architecture_of(model)
+    if architecture is None:
+        raise RequestError("an adapter names modules of a checkpoint, and this model's forward was made from none")
+    return architecture
+
+
+def part_names(architecture: Architecture) -> list[str | None]:
+    """The name of the module, or of the tensor, of each leaf of the params, marked matrices being leaves; None for a
+    leaf that is None. A tied head, whose weight has the embedding's name, is "lm_head"."""
+    leaves = pytree.tree_leaves(named_params(architecture), is_leaf=is_marked)
+    tables = {leaf.weight for leaf in leaves if isinstance(leaf, Embedding)}
+
+    def name_of(leaf: Any) -> str | None:
+        if isinstance(leaf, Linear) and leaf.weight in tables:
+            return "lm_head"
+        return str(leaf.weight).removesuffix(".weight") if is_marked(leaf) else leaf
+
+    return [name_of(leaf) for leaf in leaves]
+
+
+def check_modules(adapter: Adapter, names: Sequence[str | None], parts: Sequence[Any]) -> None:
+    """Raise `CheckpointError` where an adapter changes a module that is none of the model's, or is of another kind.
+    names: `part_names` of the leaves `parts`."""
+    modules = [name for name in names if name is not None]
+    known = {*modules, *(name.rpartition(".")[0] for name in modules)}  # of a norm the tensor is known by its name
+    changed = {*adapter.updates, *adapter.embeddings, *(name.rpartition(".")[0] for name in adapter.replaced)}
+    if unknown := sorted(changed - known):
+        raise CheckpointError(
+            f"the adapter changes {len(unknown)} modules that the model does not have, {unknown[0]!r} for one: is it "
+            "for another model?"
+        )
+    named = [(name, part) for name, part in zip(names, parts, strict=True) if name is not None]
+    linear = {name for name, part in named if isinstance(part, Linear | Router | LatentLinear)}
+    tables = {name for name, part in named if isinstance(part, Embedding)}
+    tensors = {f"{name}.weight" if is_marked(part) else name for name, part in named}
+    tensors |= {f"{name}.bias" for name, part in named if is_marked(part) and not isinstance(part, Embedding)}
+    others = [*(adapter.updates.keys() - linear), *(adapter.embeddings.keys() - tables)]
+    if others := sorted([*others, *(adapter.replaced.keys() - tensors)]):
+        raise CheckpointError(f"the adapter's update of {others[0]} is of another kind of layer than the model's")
+
+
+def fitting(name: str, tensor: Tensor, weight: Weight) -> Tensor:
+    """A tensor that is to take the place of a weight or a bias."""
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else weight_shape(weight)
+    if tuple(tensor.shape) != shape:
+        more = tensor.dim() == len(shape) == 2 and tensor.shape[1] == shape[1] and tensor.shape[0] > shape[0]
+        advice = ": tokens of its own are taken where it is merged (onward.load(…, merge=adapter))" if more else ""
+        raise CheckpointError(f"the adapter's {name} is {list(tensor.shape)}, and the model's {list(shape)}{advice}")
+    return tensor
+
+
+def fitting_update(module: str, update: Update, shape: tuple[int, ...]) -> Update:
+    """An update of a weight of this shape."""
+    if shape != (update.b.shape[0], update.a.shape[1]):
+        raise CheckpointError(
+            f"the adapter's update of {module} is {[update.b.shape[0], update.a.shape[1]]}, and the model's weight "
+            f"{list(shape)}: it is for another model"
+        )
+    return update
+
+
+def fitting_bias(module: str, new: Tensor, bias: Tensor | None) -> Tensor:
+    """A bias that is to take the place of a module's own."""
+    if bias is None:
+        raise CheckpointError(f"the adapter has a bias for {module}, and the model has none there")
+    return fitting(f"{module}.bias", new, bias)
+
+
+def merged_model(model: Model, adapter: Adapter) -> Model:
+    """A model of a built-in family with an adapter merged in (`merged_params`).
+
+    Raises:
+        RequestError: the model's forward is of no architecture.
+    """
+    architecture = adaptable(model)
+    if grown(architecture, adapter) is not architecture:
+        raise RequestError("an adapter with tokens of its own is merged as the model is loaded: onward.load(…, merge=)")
+    return replace(model, params=merged_params(architecture, model.params, adapter))
+
+
+def merged_params(architecture: Architecture, params: Any, adapter: Adapter) -> Any:
+    """The params with an adapter merged in, in the dtype and layout that they have. The given ones are not changed.
+
+    Sums are computed in float32 and rounded once. Where the head is tied to an embedding that the adapter changes, the
+    head keeps the old weight, as in the model with the adapter beside it. With tokens of the adapter's own, the params
+    are those of `grown`, and a tied head stays tied.
+
+    Raises:
+        CheckpointError: the adapter is for another model: a module is not there, or of another kind or shape.
+        RequestError: the weights are quantized.
+    """
+    params, adapter = with_added_tokens(architecture, params, adapter)
+    names = part_names(architecture)
+    leaves, structure = pytree.tree_flatten(params, is_leaf=is_marked)
+    check_modules(adapter, names, leaves)
+    merged = [_merged(leaf, name, adapter) for leaf, name in zip(leaves, names, strict=True)]
+    return pytree.tree_unflatten(merged, structure)
+
+
+def _merged(leaf: Any, name: str | None, adapter: Adapter) -> Any:
+    if isinstance(leaf, Linear | Router):
+        return _merged_linear(leaf, str(name), adapter)
+    if isinstance(leaf, LatentLinear):
+        merged = _merged_linear(Linear(leaf.stock), str(name), adapter).weight
+        assert isinstance(merged, Tensor), "stock stays stock"
+        new = replace(leaf, weight=merged)
+        return new if isinstance(leaf.weight, Tensor) else new.packed()
+    if isinstance(leaf, Embedding):
+        return _merged_embedding(leaf, str(name), adapter)
+    if isinstance(leaf, ShortConv):
+        return _merged_conv(leaf, str(name), adapter)
+    replaced = None if name is None else adapter.replaced.get(name)
+    return leaf if replaced is None else _like(leaf, fitting(str(name), replaced, leaf))
+
+
+def _merged_linear(part: Linear | Router, module: str, adapter: Adapter) -> Linear | Router:
+    weight = _replaced(part.weight, module, adapter)
+    if (update := adapter.updates.get(module)) is not None:
+        weight = _like(weight, updated(module, _stock(module, weight), update))
+    return part._replace(weight=weight, bias=_merged_bias(part.bias, module, adapter))
+
+
+def _replaced(weight: Any, module: str, adapter: Adapter) -> Any:
+    """The weight of a module, or the adapter's that takes its place."""
+    new = adapter.replaced.get(f"{module}.weight")
+    return weight if new is None else _like(weight, fitting(f"{module}.weight", new, weight))
+
+
+def _merged_bias(bias: Tensor | None, module: str, adapter: Adapter) -> Any:
+    new = adapter.replaced.get(f"{module}.bias")
+    return bias if new is None else _like(bias, fitting_bias(module, new, bias))  # type: ignore[arg-type]
+
+
+def _merged_conv(part: ShortConv, module: str, adapter: Adapter) -> ShortConv:
+    is_new = f"{module}.weight" in adapter.replaced
+    weight = _replaced(part.by_tap.T.unsqueeze(1), module, adapter) if is_new else part.weight
+    return ShortConv(weight, _merged_bias(part.bias, module, adapter))
+
+
+def updated(module: str, weight: Tensor, update: Update) -> Tensor:
+    """float32 [N, K]: W + B A of a stock weight [N, K]; with magnitudes its rows are given those norms."""
+    total = weight.to(torch.float32) + fitting_update(module, update, tuple(weight.shape)).product
+    return total if update.magnitude is None else total * (update.magnitude / total.norm(dim=1)).unsqueeze(1)
+
+
+def _merged_embedding(part: Embedding, module: str, adapter: Adapter) -> Embedding:
+    weight = _replaced(part.weight, module, adapter)
+    if (added := adapter.embeddings.get(module)) is not None:
+        stock = _stock(module, weight).to(torch.float32)
+        weight = _like(weight, stock + fitting_update(module, added, (stock.shape[1], stock.shape[0])).product.T)
+    return Embedding(weight)
+
+
+def _stock(module: str, weight: Weight) -> Tensor:
+    """The float weight [N, K], packed or not."""
+    if isinstance(weight, QuantizedWeight):
+        if weight.format not in ROUNDED_FORMATS:
+            return weight.dequantize()
+        raise RequestError(
+            f"{module} is {weight.format}, and an adapter is merged into float weights: merge it before quantizing "
+            "(onward.load(…, merge=adapter, quantize=…))"
+        )
+    return stock_weight(weight)
+
+
+def _like(old: Weight, new: Tensor) -> Any:
+    """A float32 weight in the dtype, on the device and in the layout of the old one."""
+    if isinstance(old, NativeWeight):
+        return pack(new.to(old.data.dtype))
+    if isinstance(old, QuantizedWeight):
+        if old.format not in ROUNDED_FORMATS:
+            return pack(new.to(dtype=old.dtype, device=old.device))
+        raise RequestError("an adapter is merged into float weights: merge it before quantizing")
+    return new.to(dtype=old.dtype, device=old.device)

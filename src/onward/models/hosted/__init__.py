@@ -1,9 +1,0 @@
-"""Models of transformers inside Onward: their own forward over our weights, attention, experts and caches.
-
-transformers is an extra, and is imported when a model is first loaded through it.
-"""
-
-from onward.models.hosted.host import host
-from onward.models.hosted.step import library
-
-__all__ = ["host", "library"]

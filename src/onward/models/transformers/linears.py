@@ -1,0 +1,147 @@
+"""Products with weights inside a hosted module: packed, quantized, or as they are.
+
+Each `nn.Linear` is replaced by a module that holds a mark of `onward.models.linear` and calls `onward.ops`. So packing
+and quantization find its matrix, and its product has the exactness of ours.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onward import ops
+from onward.models.contract import take_positions
+from onward.models.linear import Embedding, Linear
+from onward.models.transformers.step import library, running_step
+
+
+class TransformersLinear(nn.Module):
+    """x @ weight.T + bias. part: the weights of the forward that runs."""
+
+    def __init__(self, part: Linear, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.part = part
+        self.in_features, self.out_features = in_features, out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The stock weight [N, K], for a module that reads it by itself."""
+        return _stock(self.part.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.part.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+class TransformersHead(TransformersLinear):
+    """The head, which computes the logits of the wanted positions alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = running_step()
+        return self.part(x if step is None or step.logits_at is None else take_positions(x, step.logits_at))
+
+
+class TransformersEmbedding(nn.Module):
+    """Rows of a table that a tied head shares."""
+
+    def __init__(self, part: Embedding, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.part = part
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+
+    @property
+    def weight(self) -> Tensor:
+        return _stock(self.part.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.part(ids)
+
+
+Hosted = TransformersLinear | TransformersEmbedding
+
+
+def replace_linears(module: Any) -> dict[str, Hosted]:
+    """Replace the linear layers of a module, and the embedding that its head is tied to; the new parts by name."""
+    head = module.get_output_embeddings()
+    table = module.get_input_embeddings()
+    conv1d = library("pytorch_utils").Conv1D
+    replaced: dict[int, Hosted] = {}
+    tied: dict[int, Tensor] = {}  # one tensor under both names, so that it is packed once
+    if type(table) is nn.Embedding and head is not None and getattr(head, "weight", None) is table.weight:
+        tied[id(table.weight)] = table.weight.detach()
+        replaced[id(table)] = TransformersEmbedding(Embedding(tied[id(table.weight)]), *table.weight.shape)
+    for part in list(module.modules()):
+        if type(part) is nn.Linear:
+            kind = TransformersHead if part is head else TransformersLinear
+            replaced[id(part)] = kind(
+                Linear(
+                    tied.get(id(part.weight), part.weight.detach()), None if part.bias is None else part.bias.detach()
+                ),
+                part.in_features,
+                part.out_features,
+            )
+        elif type(part) is conv1d:  # GPT-2 stores [K, N]
+            replaced[id(part)] = TransformersLinear(
+                Linear(part.weight.detach().T, part.bias.detach()), *part.weight.shape
+            )
+    for part in list(module.modules()):
+        for name, child in list(part.named_children()):
+            if id(child) in replaced:
+                setattr(part, name, replaced[id(child)])
+    return {name: part for name, part in module.named_modules() if isinstance(part, Hosted)}
+
+
+def _stock(weight: ops.Weight | ops.Table) -> Tensor:
+    """The matrix [N, K] as it was, or as near as its format is."""
+    if isinstance(weight, Tensor):
+        return weight
+    if isinstance(weight, ops.NativeWeight):
+        return weight.unpack()
+    return weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight.blocks.to_dense()
+
+
+# Tokens whose experts' matrices are copied at once.
+_MOST_TOKENS = 16
+
+
+def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Sum the chosen experts of each token, in the order in which they were chosen.
+
+    Args:
+        hidden_states: [N, D]. top_k_index: int [N, K]. top_k_weights: [N, K].
+    """
+    given = (hidden_states, top_k_index, top_k_weights)
+    outputs = [
+        _run_few(self, *piece) for piece in zip(*(torch.split(each, _MOST_TOKENS) for each in given), strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _run_few(self: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    total = None
+    for choice in range(index.shape[1]):
+        expert = index[:, choice]
+        if self.has_gate:
+            up = self._apply_gate(_product(self, "gate_up_proj", expert, x))
+        else:
+            up = self.act_fn(_product(self, "up_proj", expert, x))
+        out = _product(self, "down_proj", expert, up)
+        if self.has_post_expert_norm:
+            out = self.post_expert_norm(out)
+        weighted = (out * weights[:, choice].unsqueeze(-1)).to(x.dtype)
+        total = weighted if total is None else total + weighted
+    assert total is not None, "a token has one expert or more"
+    return total
+
+
+def _product(self: Any, name: str, expert: Tensor, x: Tensor) -> Tensor:
+    """x [N, K] times the matrix of each token's expert -> [N, M]."""
+    weights = getattr(self, name)[expert]
+    out: Tensor = x.unsqueeze(1) @ (weights if self.is_transposed else weights.transpose(1, 2))
+    out = out.squeeze(1)
+    if self.has_bias:
+        out = out + getattr(self, f"{name}_bias")[expert]
+    return out

@@ -1,0 +1,271 @@
+"""How an op is registered and which of its forms runs.
+
+An op has a definition, in plain torch for every device, and usually a kernel in the native library. Both are
+registered under `torch.ops.onward`, so that the op is one node in `torch.compile`, `make_fx` and programs. An eager
+call on plain CPU tensors enters the kernel directly: the dispatcher takes as long as a small kernel. Where the fastest
+plain torch is hard to read, a function `reference` in the op's file is the same written out.
+
+A kernel records no graph. So where autograd asks for a derivative by an argument, in reverse or in forward mode, the
+definition runs and torch differentiates it; an op that has no gradient raises. Both hold for calls of the functions in
+`onward.ops` and for direct calls of `torch.ops.onward`.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+
+from onward import native
+from onward.errors import NativeUnavailableError, RequestError
+
+DTYPES = {torch.float32: native.DType.F32, torch.bfloat16: native.DType.BF16, torch.float16: native.DType.F16}
+_FORMS = ("native", "definition")
+_PLAIN = (Tensor, Parameter)
+_is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Of ops that write to a cache.
+TRAIN_WITHOUT_CACHE = (
+    "train with a forward over whole sequences that writes to no cache (ops.scaled_dot_product_attention with "
+    "causal=True)"
+)
+
+# The shape and dtype of each op's result. A trace calls these: through the dispatcher they take five times as long.
+FAKES: dict[OpOverload, Callable[..., Any]] = {}
+
+R = TypeVar("R")  # what an op returns: a tensor, in nearly all cases
+
+
+class OpsBackend(NamedTuple):
+    """Which form of the ops runs on the CPU: "native" (and the instruction set of its library) or "definition"."""
+
+    form: str
+    isa: str
+
+
+_forced: str | None = None
+
+
+def choice() -> OpsBackend:
+    """The form that runs now. At start ONWARD_OPS (native, definition) and ONWARD_ISA (an instruction set, or none)
+    decide it."""
+    return OpsBackend("definition", "none") if usable_library() is None else OpsBackend("native", native.isa())
+
+
+def choose(form: str) -> OpsBackend:
+    """Use one form from now on: "definition", "native" (the best library), or the library of an instruction set.
+
+    Raises:
+        RequestError: an unknown form. NativeUnavailableError: no such library, or the processor cannot run it.
+    """
+    global _forced
+    if form not in (*_FORMS, *native.ISAS):
+        raise RequestError(f"a form of the ops is {', '.join((*_FORMS, *native.ISAS))}; got {form!r}")
+    if form != "definition":
+        native.select_isa("auto" if form == "native" else form)
+        if native.library() is None:
+            raise NativeUnavailableError("no native library was built: install onward where there is a compiler")
+    _forced = "definition" if form == "definition" else "native"
+    return choice()
+
+
+def usable_library() -> native.Library | None:
+    """The library whose kernels run, or None where definitions do."""
+    global _forced
+    if _forced is None:
+        _forced = os.environ.get("ONWARD_OPS", "native")
+        if _forced not in _FORMS:
+            value, _forced = _forced, None
+            raise RequestError(f"ONWARD_OPS must be one of {', '.join(_FORMS)}; got {value!r}")
+    return None if _forced == "definition" else native.library()
+
+
+class Operator(Generic[R]):
+    """An op under `torch.ops.onward`; called with the arguments of its schema, all by position.
+
+    definition: plain torch, which reads no tensor's value on the host: a GPU would wait for it, and a CUDA graph could
+    not be captured. kernel: the native form, which takes the library, then the same arguments, and may assume plain
+    tensors on the CPU. fake: gives the result's shape and dtype. without_kernels: the form for the CPU where there is
+    no library and no gradient is wanted; it may read values, to do less than the definition. with_gradient: the form
+    for reverse mode; the definition by default. instead: for an op without a gradient, which raises, the advice at the
+    end of its error ("call it under torch.no_grad(), or …"). An op that writes to an argument must have one.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        definition: Callable[..., R],
+        kernel: Callable[..., R],
+        fake: Callable[..., R],
+        without_kernels: Callable[..., R] | None = None,
+        *,
+        with_gradient: Callable[..., R] | None = None,
+        instead: str | None = None,
+    ) -> None:
+        self.name = name = schema[: schema.index("(")]
+        self.definition = definition
+        self._kernel = kernel
+        self._without_kernels = without_kernels or definition
+        _library.define(schema)  # type: ignore[no-untyped-call]
+        _library.impl(name, definition, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _library.impl(name, self._on_cpu, "CPU")  # type: ignore[no-untyped-call]
+        _library.impl(name, self._under_autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"onward::{name}", fake, lib=_library)
+        self._registered: OpOverload = getattr(torch.ops.onward, name).default
+        FAKES[self._registered] = fake
+        parameters = self._registered._schema.arguments
+        self._names = [parameter.name for parameter in parameters]
+        self._written = [i for i, each in enumerate(parameters) if each.alias_info and each.alias_info.is_write]
+        assert instead or not self._written, f"{name} writes to an argument: it has no gradient"
+        self._instead = instead
+        self._with_gradient = self._refuse if instead else with_gradient or definition
+
+    def __call__(self, *arguments: Any) -> R:
+        plain = not torch.compiler.is_compiling()
+        grad = torch.is_grad_enabled()
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if grad and argument.requires_grad:
+                    return self._with_gradient(*arguments)
+                plain = plain and type(argument) in _PLAIN and argument.device.type == "cpu"
+        if not plain:
+            result: R = self._registered(*arguments)
+            return result
+        if forward_ad._current_level >= 0 or _is_transformed():
+            return self._transformed(*arguments)
+        return self._on_cpu(*arguments)
+
+    def _on_cpu(self, *arguments: Any) -> R:
+        library = usable_library()
+        if library is None:
+            return self._without_kernels(*arguments)
+        result = self._kernel(library, *arguments)
+        if self._written:
+            increment_version([arguments[index] for index in self._written])
+        return result
+
+    def _under_autograd(self, keyset: torch._C.DispatchKeySet, *arguments: Any) -> R:
+        """What the dispatcher calls where a tensor may require a gradient; without this it would give none."""
+        if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments):
+            return self._with_gradient(*arguments)
+        if forward_ad._current_level >= 0:
+            return self._transformed(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            below: R = self._registered.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+            return below
+
+    def _transformed(self, *arguments: Any) -> R:
+        """Within `torch.func` and forward-mode AD, where a tensor need not have memory that a kernel could read."""
+        if self._instead is not None and wants_gradient(*arguments):
+            self._refuse(*arguments)
+        return self.definition(*arguments)
+
+    def _refuse(self, *arguments: Any) -> R:
+        wanted = [name for name, each in zip(self._names, arguments, strict=True) if wants_gradient(each)]
+        raise RequestError(
+            f"{self.name} has no gradient, and one is wanted by {' and '.join(wanted)}: call it under torch.no_grad(), "
+            f"or {self._instead}"
+        )
+
+
+def wants_gradient(*arguments: Any) -> bool:
+    """Whether autograd follows one of the arguments, in reverse or in forward mode, also through `torch.func`."""
+    return any(isinstance(each, Tensor) and _is_followed(each) for each in arguments)
+
+
+def _is_followed(tensor: Tensor) -> bool:
+    """Whether autograd follows a tensor, or one that the transforms of `torch.func` have wrapped in it: within
+    `grad(vmap(f))`, f sees a batched tensor, which itself never requires a gradient."""
+    reverse, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    while not (reverse and tensor.requires_grad):
+        if torch.compiler.is_compiling():
+            return forward and _has_tangent(tensor)
+        if forward and not _functorch.is_batchedtensor(tensor) and _has_tangent(tensor):
+            return True
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+    return True
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def may_want_gradient(*arguments: Any) -> bool:
+    """`wants_gradient`, or a transform of `torch.func` runs, which may hide that an outer one follows an argument."""
+    return wants_gradient(*arguments) or (not torch.compiler.is_compiling() and _is_transformed())
+
+
+def check_no_gradient(action: str, instead: str, *arguments: Any) -> None:
+    """Raise where a gradient is wanted of what has none, and is no op. instead: as in `Operator`."""
+    if wants_gradient(*arguments):
+        raise RequestError(f"{action} has no gradient, and one is wanted: call it under torch.no_grad(), or {instead}")
+
+
+def like_first(x: Tensor, *_: object) -> Tensor:
+    """The fake of an op whose result has the shape and dtype of its first argument, and is contiguous."""
+    return x.new_empty(x.shape)
+
+
+def returns_nothing(*_: object) -> None:
+    """The fake of an op that writes to its arguments only."""
+
+
+_library = torch.library.Library("onward", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def shapes(**tensors: Tensor | None) -> str:
+    """Each tensor's name, dtype and shape, for messages."""
+    return ", ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items() if t is not None)
+
+
+_any_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast computes products on x's device; None where autocast is off."""
+    return autocast_dtype_on(x.device.type) if _any_is_on() else None
+
+
+def autocast_dtype_on(device: str) -> torch.dtype | None:
+    """The dtype in which autocast computes products on this type of device; None where autocast is off."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def lowered(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
+    """Cast the tensors to the autocast dtype, all but None, float64 and integers."""
+    return [t if t is None or not _is_cast(t) else t.to(dtype) for t in tensors]
+
+
+def widened(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in the widest of their dtypes."""
+    widest = tensors[0].dtype
+    for tensor in tensors[1:]:
+        widest = torch.promote_types(widest, tensor.dtype)
+    return [tensor.to(widest) for tensor in tensors]
+
+
+def normed(op: Callable[..., Tensor], x: Tensor, *learned: Tensor) -> Tensor:
+    """op(x, weight, …), a norm, as autocast computes it; the tensors may differ in dtype."""
+    on_cpu = x.device.type == "cpu"
+    if not all(map(_is_cast, (x, *learned))) or (on_cpu and all(tensor.dtype == x.dtype for tensor in learned)):
+        return op(x, *learned)
+    out = op(*(tensor.to(torch.float32) for tensor in (x, *learned)))
+    return out.to(x.dtype) if on_cpu else out
+
+
+def off(x: Tensor) -> torch.autocast:
+    """A context without autocast on x's device, where tensors that have been cast are not cast again."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64

@@ -1,0 +1,88 @@
+"""Token masks, which remove ids that may not follow, and the argmax of each row."""
+
+import torch
+from torch import Tensor
+
+from onward.errors import RequestError
+from onward.native import Library
+from onward.ops.operator import DTYPES, Operator, shapes
+
+
+def apply_token_mask(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """-inf for the logits of ids that may not follow; all others as they are, bit for bit.
+
+    Args:
+        logits: float [N, V].
+        words: int32 [N, W]: bit i of word w admits id 32 w + i. Ids past the words are not admitted.
+
+    Returns:
+        The logits [N, V], and bool [N]: whether a row has one left that is not -inf.
+
+    Raises:
+        RequestError: shapes or dtypes that do not fit.
+    """
+    fits = logits.dim() == words.dim() == 2 and len(logits) == len(words) and logits.shape[1] >= 1
+    if not fits or not logits.is_floating_point() or words.dtype != torch.int32:
+        raise RequestError(
+            "apply_token_mask takes float logits [N, V] and int32 words [N, W]; got "
+            f"{shapes(logits=logits, words=words)}"
+        )
+    return _apply_token_mask(logits, words) if logits.dtype in DTYPES else _mask_definition(logits, words)
+
+
+def _mask_definition(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    padded = torch.nn.functional.pad(words, (0, max(0, -(-logits.shape[1] // 32) - words.shape[1])))
+    admitted = (padded[:, ids // 32] >> (ids % 32).to(torch.int32)) & 1 == 1
+    nothing = torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device)
+    kept = torch.where(admitted, logits, nothing)
+    return kept, (kept != nothing).any(-1)
+
+
+def _mask_native(library: Library, logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    words = words.contiguous()
+    out, left = _fake(logits, words)
+    status = library.onward_apply_token_mask(
+        *logits.shape, logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), words.data_ptr(), words.shape[1],
+        out.data_ptr(), left.data_ptr(),
+    )  # fmt: skip
+    library.check(status, "onward_apply_token_mask")
+    return out, left
+
+
+def _fake(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return out, logits.new_empty(len(logits), dtype=torch.bool)
+
+
+_apply_token_mask = Operator(
+    "apply_token_mask(Tensor logits, Tensor words) -> (Tensor, Tensor)", _mask_definition, _mask_native, _fake
+)
+
+
+def argmax(x: Tensor) -> Tensor:
+    """float [..., V] -> int64 [...]. Of equal values the lowest index counts. A NaN counts as the largest value."""
+    return _argmax(x) if x.dtype in DTYPES and x.numel() else x.argmax(-1)
+
+
+def _argmax_definition(x: Tensor) -> Tensor:
+    return x.argmax(-1)
+
+
+def _argmax_native(library: Library, x: Tensor) -> Tensor:
+    x, width = x.contiguous(), x.shape[-1]
+    out = torch.empty(x.shape[:-1], dtype=torch.int64)
+    status = library.onward_argmax(
+        x.numel() // width, width, x.data_ptr(), DTYPES[x.dtype], width, out.data_ptr()
+    )  # fmt: skip
+    library.check(status, "onward_argmax")
+    return out
+
+
+_argmax = Operator(
+    "argmax(Tensor x) -> Tensor",
+    _argmax_definition,
+    _argmax_native,
+    lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64),
+)

@@ -1,0 +1,124 @@
+"""Keep the programs of forwards that are called again and again, as `onward.stream` calls one for each prompt.
+
+A trace takes milliseconds, as long as a few tokens. So programs are kept for the next call with the same forward and
+the same tensors in params. They hold neither of them, and are freed with either. As with any tracing, a value that a
+forward reads from elsewhere is read once. But numbers, strings and flags in its closure and its module's globals are
+compared, and the forward is traced anew where one has changed.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.ops import choice
+from onward.program.compiled import ProgramCache
+from onward.util.process import call_in_forks
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+# Entries kept of one forward, which differ in params (an adapter swapped in and out) or settings.
+_MOST_ENTRIES = 4
+
+
+@dataclass(eq=False)
+class _Entry:
+    """key: what the forward was traced with. lives: whether all tensors of params live; the references report it."""
+
+    key: tuple[Any, ...]
+    programs: ProgramCache
+    lives: bool = True
+    references: "list[weakref.ref[Tensor]]" = field(default_factory=list)
+
+
+_entries: "weakref.WeakKeyDictionary[Any, list[_Entry]]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+call_in_forks(_renew_lock)
+
+
+def programs_of(forward: Callable[..., Any], params: Any) -> ProgramCache:
+    """The `ProgramCache` of this forward with these params; empty ones where there are none yet."""
+    tensors: list[Tensor] = []
+    described: list[Any] = []
+    if not _describe(params, tensors, described):
+        return ProgramCache()
+    key = (described, _settings(forward), choice())
+    with _lock:
+        try:
+            entries = _entries.setdefault(forward, [])
+        except TypeError:  # it has no hash, or takes no weak reference that says when it is freed
+            return ProgramCache()
+        entries[:] = [entry for entry in entries if entry.lives]
+        for entry in entries:
+            if entry.key == key:
+                return entry.programs
+        entry = _Entry(key, ProgramCache())
+        entry.references += [weakref.ref(leaf, partial(_forget, weakref.ref(entry))) for leaf in tensors]
+        entries.append(entry)
+        del entries[:-_MOST_ENTRIES]
+        return entry.programs
+
+
+def _forget(reference: "weakref.ref[_Entry]", _: object) -> None:
+    """Free an entry's programs when a tensor of its params is freed. (It takes no lock: this thread may hold it.)"""
+    entry = reference()
+    if entry is not None:
+        entry.lives, entry.programs = False, ProgramCache()
+
+
+def _describe(tree: Any, tensors: list[Tensor], described: list[Any]) -> bool:
+    """List what a trace depends on in params: tensors by identity and address, other leaves by value, the structure.
+
+    Returns False where a leaf is of another kind: nothing says whether it has changed.
+    """
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        described.append((id(tree), tree.data_ptr(), tree.shape, tree.stride(), tree.dtype))
+        return True
+    if isinstance(tree, _PLAIN):
+        described.append((type(tree), tree))
+        return True
+    if isinstance(tree, tuple | list):
+        described.append((type(tree), len(tree)))
+        return all(_describe(item, tensors, described) for item in tree)
+    if type(tree) is dict:
+        described.append((dict, *tree))
+        return all(_describe(item, tensors, described) for item in tree.values())
+    leaves, structure = pytree.tree_flatten(tree)
+    described.append(structure)
+    return not any(leaf is tree for leaf in leaves) and _describe(leaves, tensors, described)
+
+
+def _settings(forward: Callable[..., Any]) -> tuple[Any, ...]:
+    """The plain values that a Python function reads besides its arguments: its closure, defaults and globals."""
+    if isinstance(forward, partial):
+        return (*_plain([*forward.args, *forward.keywords.values()]), *_settings(forward.func))
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return ()
+    closure = [_content(cell) for cell in forward.__closure__ or ()]
+    global_values = [forward.__globals__.get(name) for name in code.co_names]
+    defaults = [*(forward.__defaults__ or ()), *(forward.__kwdefaults__ or {}).values()]
+    return _plain([*closure, *global_values, *defaults])
+
+
+def _plain(values: list[Any]) -> tuple[Any, ...]:
+    return tuple((type(value), value) if isinstance(value, _PLAIN) else None for value in values)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the name has no value yet
+        return None

@@ -1,0 +1,289 @@
+"""Answers to /v1/responses: an object with items, and the events by which a stream builds it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from onward.chat import MessageDelta, ToolCallDelta
+from onward.errors import OnwardError
+from onward.language_model import Completion, Piece
+from onward.protocols.answer_key import ResponseKey
+from onward.protocols.chat import ContentLogprobs, delta_of, finish_reason
+from onward.protocols.errors import error_fields
+from onward.protocols.responses import tools_of
+from onward.protocols.schema import ParsedBody
+from onward.tokenizer import Tokenizer
+
+Event = dict[str, Any]
+Entry = dict[str, Any]  # of logprobs
+
+
+def response_body(body: ParsedBody, completion: Completion, tokenizer: Tokenizer, version: str) -> dict[str, Any]:
+    """The object that answers a body: what the events of its stream add up to."""
+    answer = ResponseStream(body, tokenizer, version)
+    answer.begin()
+    return answer.end(completion)[-1]["response"]  # type: ignore[no-any-return]
+
+
+class ResponseStream:
+    """The events of the answer to one body, in order. `begin` comes first; `end` or `error` last."""
+
+    def __init__(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
+        self._body, self._version = body, version
+        request = body.requests[0]
+        wanted = request.options.logprobs is not None
+        self._logprobs = ContentLogprobs(request, request.options.seed, tokenizer) if wanted else None
+        self._entries: list[Entry] = []  # of tokens whose text has not come
+        self._number = 0
+        self._tokens = 0  # told
+        self._items: list[_Item] = []
+        self._open: dict[type[_Item], _Item] = {}
+
+    def begin(self) -> list[Event]:
+        response = self._response("in_progress")
+        return self._numbered(
+            [{"type": f"response.{state}", "response": response} for state in ("created", "in_progress")]
+        )
+
+    def pieces(self, pieces: Sequence[Piece]) -> list[Event]:
+        """What tokens bring."""
+        self._tokens += len(pieces)
+        events: list[Event] = []
+        for piece in pieces:
+            if self._logprobs is not None:
+                self._entries += self._logprobs.push([piece])
+            if piece.message:
+                events += self._add(piece.message)
+        return self._numbered(events)
+
+    def end(self, completion: Completion) -> list[Event]:
+        """What pieces have not brought, the ends of all items, and the whole response."""
+        events: list[Event] = []
+        message = completion.message
+        assert message is not None, "the text of a chat is read as a message"
+        if self._logprobs is not None:
+            self._entries += self._logprobs.rest(completion)
+        if not self._tokens:
+            events += self._add(delta_of(message))
+        if not self._items:
+            events += self._opened(_Text, "")
+        is_whole = finish_reason(completion) != "length"
+        if (text := self._open.get(_Text)) is not None:
+            text.tell(self._taken())
+        for item in list(self._open.values()):
+            events += self._close(item, "completed" if is_whole else "incomplete")
+        state = "completed" if is_whole else "incomplete"
+        events.append({"type": f"response.{state}", "response": self._response(state, completion)})
+        return self._numbered(events)
+
+    def error(self, error: OnwardError) -> list[Event]:
+        """The end of a response that has failed."""
+        says = error_fields(error)
+        failed = self._response("failed") | {"error": {"code": "server_error", "message": says["message"]}}
+        return self._numbered([{"type": "response.failed", "response": failed}])
+
+    def _add(self, delta: MessageDelta) -> list[Event]:
+        events: list[Event] = []
+        if delta.reasoning:
+            events += self._opened(_Reasoning, delta.reasoning)
+        if delta.content:
+            events += self._closed(_Reasoning) + self._opened(_Text, delta.content)
+        for call in delta.tool_calls:
+            if call.id is not None:
+                events += self._closed(_Reasoning) + self._closed(_Call)
+                events += self._started(_Call(self._body.key, self._place, call))
+            events += self._open[_Call].add(call.arguments)
+        return events
+
+    @property
+    def _place(self) -> int:
+        return len(self._items)
+
+    def _opened(self, kind: "type[_Reasoning | _Text]", text: str) -> list[Event]:
+        """Add text to the item of a kind that is open, or that now begins."""
+        events = [] if kind in self._open else self._started(kind(self._body.key, self._place))
+        return events + self._open[kind].add(text, self._taken() if kind is _Text else ())
+
+    def _taken(self) -> list[Entry]:
+        entries, self._entries = self._entries, []
+        return entries
+
+    def _started(self, item: "_Item") -> list[Event]:
+        self._items.append(item)
+        self._open[type(item)] = item
+        return item.begin()
+
+    def _closed(self, kind: "type[_Item]") -> list[Event]:
+        return self._close(self._open[kind], "completed") if kind in self._open else []
+
+    def _close(self, item: "_Item", state: str) -> list[Event]:
+        del self._open[type(item)]
+        return item.end(state)
+
+    def _numbered(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            event["sequence_number"] = self._number
+            self._number += 1
+        return events
+
+    def _response(self, state: str, completion: Completion | None = None) -> dict[str, Any]:
+        given, options = self._body.given, self._body.requests[0].options
+        return {
+            "id": f"resp_{self._body.key.text}",
+            "object": "response",
+            "created_at": self._body.key.created,
+            "status": state,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if state == "incomplete" else None,
+            "instructions": given.get("instructions"),
+            "max_output_tokens": options.max_new_tokens,
+            "metadata": given.get("metadata", {}),
+            "model": self._body.model,
+            "output": [item.object() for item in self._items],
+            "parallel_tool_calls": given.get("parallel_tool_calls", True),
+            "previous_response_id": None,
+            "reasoning": given.get("reasoning", {"effort": None, "summary": None}),
+            "store": False,
+            "temperature": options.temperature,
+            "text": given.get("text", {"format": {"type": "text"}}),
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": tools_of(self._body),
+            "top_logprobs": options.logprobs or 0,
+            "top_p": options.top_p,
+            "truncation": "disabled",
+            "usage": None if completion is None else _usage(completion),
+            "user": given.get("user"),
+            "seed": self._body.seed,
+            "system_fingerprint": f"onward-{self._version}",
+        }
+
+
+def _usage(completion: Completion) -> dict[str, Any]:
+    new = len(completion.token_ids)
+    return {
+        "input_tokens": completion.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": completion.cached_tokens,
+            "cache_write_tokens": completion.prompt_tokens - completion.cached_tokens,
+        },
+        "output_tokens": new,
+        "output_tokens_details": {"reasoning_tokens": completion.reasoning_tokens or 0},
+        "total_tokens": completion.prompt_tokens + new,
+    }
+
+
+class _Item:
+    """An item of the output while it grows."""
+
+    prefix: str
+
+    def __init__(self, key: ResponseKey, place: int) -> None:
+        self._at = {"output_index": place}
+        self._id = f"{self.prefix}_{key.derived(f'item {place}')}"
+        self._text = ""
+        self._state = "in_progress"
+
+    def begin(self) -> list[Event]:
+        return [{"type": "response.output_item.added", **self._at, "item": self.object()}]
+
+    def add(self, text: str, entries: Sequence[Entry] = ()) -> list[Event]:
+        self._text += text
+        self.tell(entries)
+        new = self.extra(entries)
+        return [{"type": f"response.{self.delta}", **self._in_item, "delta": text, **new}] if text else []
+
+    def tell(self, entries: Sequence[Entry]) -> None:
+        """Logprobs of its tokens."""
+
+    def end(self, state: str) -> list[Event]:
+        self._state = state
+        return [{"type": "response.output_item.done", **self._at, "item": self.object()}]
+
+    def object(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    # Of the events with what is new.
+    delta: str
+
+    def extra(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """What such an event has beside its text."""
+        return {}
+
+    @property
+    def _in_item(self) -> dict[str, Any]:
+        return {"item_id": self._id, **self._at}
+
+
+class _OfOnePart(_Item):
+    """An item whose content is one part."""
+
+    def __init__(self, key: ResponseKey, place: int) -> None:
+        super().__init__(key, place)
+        self._entries: list[Entry] = []
+
+    def begin(self) -> list[Event]:
+        (added,) = super().begin()
+        return [added, {"type": "response.content_part.added", **self._in_item, "part": self.part("")}]
+
+    def end(self, state: str) -> list[Event]:
+        kind = self.delta.removesuffix(".delta")
+        return [
+            {"type": f"response.{kind}.done", **self._in_item, "text": self._text, **self.extra(self._entries)},
+            {"type": "response.content_part.done", **self._in_item, "part": self.part(self._text)},
+            *super().end(state),
+        ]
+
+    def part(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @property
+    def _in_item(self) -> dict[str, Any]:
+        return {**super()._in_item, "content_index": 0}
+
+    @property
+    def _content(self) -> list[dict[str, Any]]:
+        return [] if self._state == "in_progress" else [self.part(self._text)]
+
+
+class _Reasoning(_OfOnePart):
+    prefix, delta = "rs", "reasoning_text.delta"
+
+    def part(self, text: str) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": text}
+
+    def object(self) -> dict[str, Any]:
+        return {"id": self._id, "type": "reasoning", "summary": [], "content": self._content, "status": self._state}
+
+
+class _Text(_OfOnePart):
+    prefix, delta = "msg", "output_text.delta"
+
+    def tell(self, entries: Sequence[Entry]) -> None:
+        self._entries += entries
+
+    def extra(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        return {"logprobs": list(entries)}
+
+    def part(self, text: str) -> dict[str, Any]:
+        entries = list(self._entries) if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
+
+    def object(self) -> dict[str, Any]:
+        said = {"role": "assistant", "content": self._content}
+        return {"id": self._id, "type": "message", "status": self._state, **said}
+
+
+class _Call(_Item):
+    prefix, delta = "fc", "function_call_arguments.delta"
+
+    def __init__(self, key: ResponseKey, place: int, call: ToolCallDelta) -> None:
+        super().__init__(key, place)
+        self._call_id, self._name = call.id, call.name
+
+    def end(self, state: str) -> list[Event]:
+        done = {"type": "response.function_call_arguments.done", **self._in_item}
+        return [done | {"arguments": self._text, "name": self._name}, *super().end(state)]
+
+    def object(self) -> dict[str, Any]:
+        called = {"call_id": self._call_id, "name": self._name, "arguments": self._text}
+        return {"id": self._id, "type": "function_call", "status": self._state, **called}

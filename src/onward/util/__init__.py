@@ -1,0 +1,1 @@
+"""Small helpers for every layer: checks, files, processes and text input."""

@@ -1,0 +1,299 @@
+"""Many answers come through one channel from each replica: whole and in order, or their calls are lost."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+from onward.cluster import channel as bridge
+from onward.cluster import channel as channels
+from onward.cluster.call import ProxiedRequest, ReplicaLostError, ReplyBatch, RouteAttempt
+from onward.cluster.channel import ChannelReplicaSet, ReplyQueue, serve_into
+from onward.cluster.ingress import Ingress, RetryOptions
+
+EVENTS = 40
+CALL = ProxiedRequest("POST", "/", b"", (), b"", "0" * 32)
+
+
+def stream_of(name: str) -> bytes:
+    return b"".join(f"data: {name} {at}\n\n".encode() for at in range(EVENTS))
+
+
+async def streaming(scope: Any, receive: Any, send: Any) -> None:
+    """Events of the body's name, after the last one that was told."""
+    name = (await receive())["body"].decode()
+    begun = scope["onward"]
+    first = int(begun.get("last_event_id", -1)) + 1
+    assert [list(ids) for ids in begun.get("emitted", [range(first)])] == [list(range(first))]
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for at in range(first, EVENTS):
+        told = {"id": str(at), "emitted": [[at]]}
+        body = f"data: {name} {at}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": True, "onward": told})
+        if at % 3 == 0:
+            await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Fakes:
+    """Replicas of this process. breaks: after how many parcels the channels that are opened end, in turn."""
+
+    def __init__(self, app: Any = streaming, breaks: tuple[int, ...] = (), names: tuple[str, ...] = ("a", "b")) -> None:
+        self.app, self.breaks, self.names = app, list(breaks), frozenset(names)
+        self.opened: list[tuple[str, str]] = []
+        self._outboxes: dict[tuple[str, str], ReplyQueue] = {}
+        self._turn = 0
+
+    def _outbox(self, replica: str, ingress: str) -> ReplyQueue:
+        return self._outboxes.setdefault((replica, ingress), ReplyQueue(replica, "same", gather=0.001, heartbeat=0.05))
+
+    def call(
+        self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int
+    ) -> tuple[Awaitable[None], Callable[[], None]]:
+        self._turn += 1
+        choices = sorted(self.names - route.avoid) or sorted(self.names)
+        replica = choices[self._turn % len(choices)]
+        route.found(replica)
+        serving = asyncio.ensure_future(serve_into(self.app, call, number, self._outbox(replica, ingress)))
+
+        def end() -> None:
+            serving.cancel()
+
+        return serving, end
+
+    async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
+        self.opened.append((replica, ingress))
+        left = self.breaks.pop(0) if self.breaks else -1
+        parcels = self._outbox(replica, ingress).parcels()
+        try:
+            async for parcel in parcels:
+                if not left:
+                    raise ReplicaLostError("it broke", died=False)
+                left -= 1
+                yield parcel
+        finally:
+            await parcels.aclose()
+            del self._outboxes[replica, ingress]
+
+
+async def asked(ingress: Ingress, name: str) -> bytes:
+    bodies = [{"type": "http.request", "body": name.encode(), "more_body": False}]
+    got: list[bytes] = []
+
+    async def receive() -> Any:
+        return bodies.pop() if bodies else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        got.append(message.get("body", b""))
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    await asyncio.wait_for(ingress(scope, receive, send), 20)
+    return b"".join(got)
+
+
+def all_asked(fakes: Fakes, names: list[str]) -> list[bytes]:
+    async def run() -> list[bytes]:
+        ingress = Ingress(ChannelReplicaSet(fakes), RetryOptions(silence=1.0, quarantine=0.0))
+        return await asyncio.gather(*(asked(ingress, name) for name in names))
+
+    return asyncio.run(run())
+
+
+NAMES = [f"stream {at}" for at in range(20)]
+
+
+def test_streams_share_a_channel() -> None:
+    fakes = Fakes()
+    assert all_asked(fakes, NAMES) == [stream_of(name) for name in NAMES]
+    assert sorted(replica for replica, _ in fakes.opened) == ["a", "b"]
+
+
+@pytest.mark.parametrize("after", range(0, 24, 3))
+def test_a_channel_that_breaks_loses_no_word(after: int) -> None:
+    fakes = Fakes(breaks=(after,), names=("a", "b", "c"))
+    assert all_asked(fakes, NAMES) == [stream_of(name) for name in NAMES]
+
+
+def test_a_channel_does_not_belong_to_the_request_that_opened_it() -> None:
+    """Ray ends with a request all calls that were made in its context."""
+    requested = ContextVar("requested", default="")
+    fakes = Fakes(names=("a",))
+
+    class Noting(Fakes):
+        async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
+            assert requested.get() == ""
+            async for parcel in fakes.parcels(replica, ingress):
+                yield parcel
+
+        def call(self, *call: Any) -> tuple[Awaitable[None], Callable[[], None]]:
+            assert requested.get() == "by somebody"
+            return fakes.call(*call)
+
+    async def run() -> None:
+        requested.set("by somebody")
+        assert await asked(Ingress(ChannelReplicaSet(Noting()), RetryOptions()), "x") == stream_of("x")
+
+    asyncio.run(run())
+
+
+def test_what_fails_is_told_at_once() -> None:
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError("a defect")
+
+    async def run() -> None:
+        replicas = ChannelReplicaSet(Fakes(failing))
+        with pytest.raises(ValueError, match="a defect"):
+            assert not [item async for item in replicas.serve(CALL, RouteAttempt())]
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_an_answer_without_an_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_LAST_WORDS", 0.1)
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def run() -> None:
+        replicas = ChannelReplicaSet(Fakes(endless))
+        with pytest.raises(ReplicaLostError, match="broke off"):
+            assert not [item async for item in replicas.serve(CALL, RouteAttempt())]
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_a_channel_that_nobody_uses_is_closed_and_the_next_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_IDLE", 0.0)
+    fakes = Fakes(names=("a",))
+
+    async def run() -> None:
+        ingress = Ingress(ChannelReplicaSet(fakes), RetryOptions())
+        for _ in range(2):
+            assert await asked(ingress, "x") == stream_of("x")
+            await asyncio.sleep(0.3)
+
+    asyncio.run(run())
+    assert len(fakes.opened) == len(set(fakes.opened)) == 2
+
+
+def test_beginnings_and_ends_do_not_wait_to_be_gathered() -> None:
+    async def run() -> None:
+        outbox = ReplyQueue("a", "same", gather=3600.0, heartbeat=3600.0)
+        parcels = outbox.parcels()
+        assert (await anext(parcels)).is_beat
+
+        async def say(number: int, *bodies: bytes, last: bool = False) -> None:
+            for body in bodies:
+                await outbox.put(number, {"type": "http.response.body", "body": body, "more_body": not last})
+
+        async def got() -> list[tuple[int, bytes]]:
+            parcel = await asyncio.wait_for(anext(parcels), 20)
+            return [(item.number, item.messages[-1].get("body", b"")) for item in parcel.items]
+
+        await outbox.put(1, {"type": "http.response.start", "status": 200, "headers": []})
+        assert await got() == [(1, b"")]
+        await say(1, b"a")
+        assert await got() == [(1, b"a")]
+        await say(1, b"b", b"c")
+        await say(2, b"x")
+        assert await got() == [(1, b"bc"), (2, b"x")], "who waits goes along with who does not"
+        await say(1, b"d")
+        await say(2, b"y")
+        await say(2, b"z", last=True)
+        assert await got() == [(1, b"d"), (2, b"yz")]
+        await say(1, b"e")
+        coming = asyncio.ensure_future(anext(parcels))
+        assert not (await asyncio.wait([coming], timeout=0.05))[0]
+        await say(1, b"", last=True)
+        assert [item.is_last for item in (await asyncio.wait_for(coming, 20)).items] == [True]
+        await parcels.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_closed_outbox_keeps_nothing() -> None:
+    async def run() -> None:
+        outbox = ReplyQueue("a", "same")
+        parcels = outbox.parcels()
+        await anext(parcels)
+        await parcels.aclose()
+        for _ in range(200):
+            await outbox.put(1, {"type": "http.response.body", "body": b"a", "more_body": True})
+        assert not outbox._parts
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_a_call_ends_with_its_ingress(is_opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray does not tell a replica of the death of a caller: it ends what nobody listens to, and waits for nobody."""
+    monkeypatch.setattr(bridge, "_PATIENCE", 0.3)
+    left = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+        async def speak() -> None:
+            while True:
+                await send({"type": "http.response.body", "body": b"a", "more_body": True})
+                await asyncio.sleep(0)
+
+        speaking = asyncio.ensure_future(speak())
+        assert (await receive())["type"] == "http.disconnect"
+        speaking.cancel()
+        left.set()
+
+    async def run() -> None:
+        outbox = ReplyQueue("a", "same", heartbeat=0.05)
+        parcels = outbox.parcels()
+        serving = asyncio.ensure_future(serve_into(endless, CALL, 1, outbox))
+        for _ in range(6):  # as long as the ingress says that it listens
+            await asyncio.sleep(0.1)
+            outbox.hear()
+            if is_opened:
+                await anext(parcels)
+        assert not serving.done()
+        if is_opened:
+            assert [parcel async for parcel in parcels]
+        await asyncio.wait_for(serving, 5)
+        assert left.is_set()
+        assert outbox.is_closed
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_an_application_waits_where_much_is_to_be_sent() -> None:
+    said = 0
+
+    async def run() -> None:
+        nonlocal said
+        outbox = ReplyQueue("a", "same", gather=0.0)
+
+        async def speak() -> None:
+            nonlocal said
+            for at in range(1000):
+                told = {"id": str(at), "emitted": [[at], []]}
+                body = b"%d " % at
+                await outbox.put(7, {"type": "http.response.body", "body": body, "more_body": at < 999, "onward": told})
+                said += 1
+
+        speaking = asyncio.ensure_future(speak())
+        await asyncio.sleep(0.05)
+        assert said < bridge._MOST
+        messages: list[Any] = []
+        async for parcel in outbox.parcels():
+            for item in parcel.items:
+                assert item.number == 7
+                messages += item.messages
+            if parcel.items and parcel.items[0].is_last:
+                break
+        await speaking
+        assert b"".join(message["body"] for message in messages) == b"".join(b"%d " % at for at in range(1000))
+        assert [id for message in messages for id in message["onward"]["emitted"][0]] == list(range(1000))
+        assert [message["more_body"] for message in messages] == [True] * (len(messages) - 1) + [False]
+        assert len(messages) < 30
+
+    asyncio.run(run())

@@ -1,0 +1,304 @@
+"""Rows of a dense cache: what a slot holds is its own, wherever its row lies, however long the cache is."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onward.cache import KVCache
+from onward.decoding import (
+    BatchSchedule,
+    DecodeStep,
+    RowCacheManager,
+    SamplerCache,
+    ScheduledSequence,
+    Sequence,
+    decode_loop,
+)
+from onward.decoding.batch import batches
+from onward.models import Model
+from onward.sampling import SamplingParams
+from onward.testing import poison, scripted_model, tiny_model
+
+CPU = torch.device("cpu")
+ROWS = 4
+
+
+def follow(tokens: list[int]) -> int:
+    """Finds out any token that is lost, moved or another row's."""
+    return sum((at + 1) * (token + 7) for at, token in enumerate(tokens)) % 31
+
+
+def by_hand(prompt: list[int], new: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(follow(tokens))
+    return tokens[len(prompt) :]
+
+
+def sequences_of(prompts, new) -> list[Sequence]:
+    return [Sequence(prompt, count, sampling=SamplingParams()) for prompt, count in zip(prompts, new, strict=True)]
+
+
+def run(model, slots, sequences, chunk=512) -> list[list[int]]:
+    step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
+    list(decode_loop(step, BatchSchedule(slots, sequences, chunk), slots))
+    return [sequence.token_ids for sequence in sequences]
+
+
+class Held:
+    """Slots whose rows are written as forwards write them, and what each should hold."""
+
+    def __init__(self, slots: RowCacheManager) -> None:
+        self.slots, self.texts = slots, {}
+
+    def write(self, slots, tokens: int, rng: random.Random) -> None:
+        for group in self.slots.groups(slots, tokens):
+            members = [slots[index] for index in group]
+            self.slots.ensure_writable(members, [slot.filled for slot in members], tokens)
+            view = self.slots.view_of(members, tokens)
+            for slot, row in zip(members, view.rows, strict=True):
+                ids = [rng.randrange(99) for _ in range(tokens)]
+                view.cache.tokens[row, slot.filled : slot.filled + tokens] = torch.tensor(ids, dtype=torch.int32)
+                self.texts[slot] += ids
+            # A forward writes to all rows of its view, to those that nobody asked for where nothing is read.
+            for row, offset in enumerate(view.offsets or ()):
+                if row not in view.rows:
+                    view.cache.tokens[row, offset : offset + tokens] = -7
+            self.slots.check_written(view, view.cache)
+        for slot in slots:
+            self.slots.advance(slot, len(self.texts[slot]), lambda first, last: [])
+
+    def check(self) -> None:
+        assert len({slot.row for slot in self.texts}) == len(self.texts), "no two slots share a row"
+        for slot, text in self.texts.items():
+            assert self.slots.cache.tokens[slot.row, : slot.filled].tolist() == text
+        assert self.slots.available == ROWS - len(self.texts)
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 2**32), st.sampled_from(["own", "given"]))
+def test_a_slot_holds_what_was_written_to_it_whatever_comes_and_goes(seed, kind):
+    rng, model = random.Random(seed), scripted_model([1])
+    slots = RowCacheManager.of(model, ROWS, 8)
+    if kind == "given":
+        slots = RowCacheManager.given(model, model.new_cache(ROWS, 512), ROWS)
+    held = Held(slots)
+    for _ in range(30):
+        some = [slot for slot in held.texts if rng.random() < 0.7]
+        what = rng.choice(["acquire", "acquire", "fork", "release", "truncate", "write", "write", "write"])
+        length = max((len(text) for text in held.texts.values()), default=0) + rng.randrange(1, 9)
+        if what == "acquire":
+            if (acquired := slots.acquire([1], length)) is not None:
+                held.texts[acquired[0]] = []
+            else:
+                assert len(held.texts) == ROWS
+        elif what == "fork" and some:
+            positions = rng.randrange(len(held.texts[some[0]]) + 1)
+            if (fork := slots.fork(some[0], positions, length)) is not None:
+                held.texts[fork] = held.texts[some[0]][:positions]
+            else:
+                assert len(held.texts) == ROWS
+        elif what == "release" and some:
+            slots.release(some[0])
+            del held.texts[some[0]]
+        elif what == "truncate" and some:
+            positions = rng.randrange(len(held.texts[some[0]]) + 1)
+            slots.truncate(some[0], positions)
+            del held.texts[some[0]][positions:]
+        elif what == "write" and some:
+            rng.shuffle(some)
+            tokens = rng.choice([1, 1, 3])
+            assert all(slots.reserve(slot, len(held.texts[slot]) + tokens + 1) for slot in some)
+            held.write(some, tokens, rng)
+        held.check()
+
+
+def test_rows_of_ones_own_cache_close_up_and_a_callers_keep_their_places():
+    model = scripted_model([1])
+    for kind, rows in (("own", [0, 1]), ("given", [0, 3])):
+        slots = RowCacheManager.of(model, ROWS, 8) if kind == "own" else None
+        slots = RowCacheManager.given(model, model.new_cache(ROWS, 8), ROWS) if slots is None else slots
+        first, *others, last = (slots.acquire([1], 8)[0] for _ in range(ROWS))
+        for slot in others:
+            slots.release(slot)
+        assert slots.groups([first, last], 1) == [[0, 1]]
+        assert sorted((first.row, last.row)) == rows
+        view = slots.view_of([first, last], 1)
+        assert view.cache.batch == rows[-1] + 1, "a forward gets no rows past those that it serves"
+
+
+def test_a_view_of_rows_is_of_the_caches_own_memory_and_the_same_one_every_time():
+    """A program knows a cache by its tensors."""
+    model = tiny_model()
+    slots = RowCacheManager.given(model, model.new_cache(ROWS, 8), ROWS)
+    held = [slots.acquire([1], 8)[0] for _ in range(ROWS)]
+    view = slots.view_of(held[1:3], 1)
+    assert slots.view_of(held[1:3], 1).cache is view.cache
+    view.cache.keys[0].fill_(3)
+    assert (slots.cache.keys[0][1:3] == 3).all()
+    assert not slots.cache.keys[0][[0, 3]].any()
+
+
+@given(st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=6), min_size=1, max_size=4), st.booleans())
+def test_a_cache_that_every_forward_makes_anew_is_kept(prompts, own):
+    """All of its rows, or some alone."""
+    inner, rows = scripted_model(follow), len(prompts)
+
+    def forward(tokens, offsets, cache, params):
+        logits, cache = inner.forward(tokens, offsets, type(cache)(cache.tokens.clone()), params)
+        return logits, cache
+
+    model = Model(forward, (), inner.new_cache, 32, compiles=False)
+    slots = (
+        RowCacheManager.of(model, rows, 16) if own else RowCacheManager.given(model, model.new_cache(rows, 16), rows)
+    )
+    new = [5, 2, 7, 4][:rows]
+    assert run(model, slots, sequences_of(prompts, new)) == list(map(by_hand, prompts, new))
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_model(), lambda: scripted_model(follow)], ids=["KVCache", "any"])
+def test_a_text_outgrows_its_cache_and_does_not_notice(make):
+    model, prompts, new = make(), [[3, 1, 4], [1, 5]], [270, 25]
+    plain = run(model, RowCacheManager.of(model, 2, 512), sequences_of(prompts, new))
+    slots = RowCacheManager(poison(model.new_cache(2, 8)), 2, 8, [0] * len(leaves(model.new_cache(1, 8))), model)
+    step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
+    sequences = sequences_of(prompts, new)
+    for sequence in sequences:
+        sequence.slot, _ = slots.acquire(sequence.prompt, 4)
+    schedule, lengths = BatchSchedule(slots, sequences, keep=True), []
+
+    def growing():
+        for sequence in sequences:
+            assert slots.reserve(sequence.slot, sequence.length)
+        lengths.append(slots.length)
+        return schedule()
+
+    list(decode_loop(step, growing, slots))
+    assert [sequence.token_ids for sequence in sequences] == plain
+    grown = sorted(set(lengths))
+    assert len(grown) > 2
+    most = model.max_seq_len or 2 * grown[-1]
+    assert all(longer >= min(2 * shorter, most) for shorter, longer in itertools.pairwise(grown))
+
+
+def leaves(cache):
+    return torch.utils._pytree.tree_leaves(cache)
+
+
+# ── which rows one forward gets ───────────────────────────────────────────────────────────────────────────────
+
+
+counts = st.lists(st.integers(1, 6), min_size=1, max_size=8)
+
+
+@given(counts, st.booleans(), st.randoms())
+def test_items_of_equally_many_ids_run_together_and_nothing_is_padded(counts, scores, rng):
+    model = scripted_model(follow)
+    slots = RowCacheManager.of(model, len(counts), 8)
+    sequences = [
+        Sequence([at] * count, 1, sampling=SamplingParams(), prompt_top=0 if scores and at % 2 else None)
+        for at, count in enumerate(counts)
+    ]
+    for sequence in sequences:
+        sequence.slot, _ = slots.acquire(sequence.prompt, 7)
+    rng.shuffle(sequences)
+    work = [ScheduledSequence(sequence, len(sequence.prompt)) for sequence in sequences]
+    together = [indices for indices, _ in batches(work, slots)]
+    assert sorted(index for indices in together for index in indices) == list(range(len(work)))
+    assert all(len({work[index].tokens for index in indices}) == 1 for indices in together)
+    step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
+    assert [[token.id for token in tokens] for tokens in step(work)] == [by_hand(text.prompt, 1) for text in sequences]
+    for sequence in sequences:
+        if sequence.prompt_top is not None:
+            assert len(sequence.prompt_logprobs) == len(sequence.prompt)
+    assert sum(len(call.tokens) * len(call.tokens[0]) for call in model.calls) <= sum(counts) + (
+        len(counts) * counts.count(1)  # one id a row goes over the rows between, too
+    )
+
+
+def test_rows_that_process_one_id_are_one_forward_wherever_they_lie():
+    model = scripted_model(follow)
+    slots = RowCacheManager.given(model, model.new_cache(5, 16), 5)
+    sequences = sequences_of([[at + 1] for at in range(5)], [9, 2, 9, 3, 9])
+    assert run(model, slots, sequences) == [by_hand([at + 1], new) for at, new in enumerate([9, 2, 9, 3, 9])]
+    assert len(model.calls) == 9
+
+
+# ── fewer slots than texts ────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 31), min_size=1, max_size=12), st.integers(0, 6)), min_size=1, max_size=8
+    ),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from(["own", "given"]),
+)
+def test_texts_that_wait_for_a_slot_are_the_same_texts(asked, rows, chunk, kind):
+    model = scripted_model(follow)
+    prompts, new = [prompt for prompt, _ in asked], [count for _, count in asked]
+    slots = RowCacheManager.of(model, rows, 32)
+    if kind == "given":
+        slots = RowCacheManager.given(model, model.new_cache(rows, 32), rows)
+    assert run(model, slots, sequences_of(prompts, new), chunk) == list(map(by_hand, prompts, new))
+    assert max((len(call.tokens) for call in model.calls), default=0) <= rows
+    assert slots.available == rows
+
+
+def test_texts_over_rows_that_were_others_before_are_the_same_on_a_real_model():
+    model = tiny_model()
+    prompts = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8, 4, 6], [2, 6, 4]]
+    new = [3, 12, 7, 20, 5, 9]
+    alone = [
+        run(model, RowCacheManager.of(model, 1, 32), sequences_of([p], [n]))[0]
+        for p, n in zip(prompts, new, strict=True)
+    ]
+    for rows in (1, 2, 3):
+        slots = RowCacheManager.of(model, rows, 32)
+        assert isinstance(slots.cache, KVCache)
+        assert run(model, slots, sequences_of(prompts, new), 3) == alone
+
+
+def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
+    """Steps of several kinds make one: a row may go in one of them after a forward of another."""
+    model = tiny_model()
+    slots = RowCacheManager.of(model, 2, 8)
+    gone, stays = (slots.acquire([1], 8)[0] for _ in range(2))
+    slots.ensure_writable([stays], [0], 3)
+    view = slots.view_of([stays], 3)
+    for layer in view.cache.keys:
+        layer[:, :, :3] = 5
+    slots.check_written(view, view.cache)
+    slots.release(gone)
+    slots.groups([stays], 1)
+    assert stays.row == 0
+    assert all((layer[0, :, :3] == 5).all() for layer in slots.cache.keys)
+
+
+@pytest.mark.parametrize("pieces", [(3, 1), (1, 2, 1)])
+def test_a_row_that_a_step_runs_twice_keeps_all_of_it(pieces):
+    """As a search's prompt is, and then its last id: rows on both sides write where the row between them ends."""
+    model = tiny_model(seed=3)
+    slots = RowCacheManager.of(model, 3, 64)
+    outer, inner, other = (slots.acquire([1], 64)[0] for _ in range(3))
+
+    def forward(chosen, token, tokens, first):
+        slots.ensure_writable(chosen, [first] * len(chosen), tokens)
+        view = slots.view_of(chosen, tokens)
+        offsets = torch.tensor([first] * len(chosen) if view.offsets is None else view.offsets, dtype=torch.int32)
+        _, cache = model(torch.full((len(offsets), tokens), token, dtype=torch.int32), offsets, view.cache)
+        slots.check_written(view, cache)
+
+    for first, tokens in zip(itertools.accumulate(pieces, initial=0), pieces, strict=False):
+        forward([inner], 7, tokens, first)
+    end = sum(pieces)
+    before = [layer[inner.row, :, :end].clone() for layer in (*slots.cache.keys, *slots.cache.values)]
+    forward([outer, other], 9, 1, 0)
+    after = [layer[inner.row, :, :end] for layer in (*slots.cache.keys, *slots.cache.values)]
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))

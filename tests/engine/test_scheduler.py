@@ -1,0 +1,265 @@
+"""The policy's single decisions: the queue, the order, admission, preemption and chunks of prompts."""
+
+import gc
+import math
+import weakref
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulation import Machine, Request, Simulation
+
+from onward.engine.scheduler import Scheduler
+
+
+def policy(**limits):
+    return Scheduler(**{"max_sequences": 8, "max_waiting": 100, "max_waiting_tokens": 10**6, **limits})
+
+
+def always(item, new_tokens):
+    return True
+
+
+def never(item, new_tokens):
+    return False
+
+
+@dataclass(eq=False)
+class Pending:
+    """A row with so many tokens to process from a position on."""
+
+    pending: int
+    computed: int = 0
+
+    @property
+    def total(self):
+        return self.computed + self.pending
+
+
+def processed(policy, rows, seconds=0.01):
+    """Plan a step, run it, and return the tokens of each row in it. A prompt that ends begins to decode."""
+    counts = dict.fromkeys(rows, 0)
+    for row, tokens in policy.plan(rows):
+        counts[row] = tokens
+        row.computed += tokens
+        row.pending = max(row.pending - tokens, 1)
+    policy.note(seconds, 0)
+    return [counts[row] for row in rows]
+
+
+@given(
+    max_waiting=st.integers(1, 5),
+    max_tokens=st.integers(1, 10),
+    events=st.lists(st.one_of(st.integers(1, 4), st.none()), max_size=40),
+)
+def test_the_limits_of_the_queue_are_exact(max_waiting, max_tokens, events):
+    """An event is the arrival of a prompt of so many tokens, or the end of the oldest that waits."""
+    queue, waiting = policy(max_waiting=max_waiting, max_waiting_tokens=max_tokens), []
+    for tokens in events:
+        if tokens is None:
+            if waiting:
+                queue.ended(waiting.pop(0))
+        else:
+            held = sum(request.prompt for request in waiting)
+            fits = len(waiting) < max_waiting and (not waiting or held + tokens <= max_tokens)
+            request = Request(0.0, tokens)
+            assert (queue.offer(request, 0.0) is None) == fits
+            waiting += [request] * fits
+        assert queue.waiting == len(waiting)
+        assert queue.waiting_tokens == sum(request.prompt for request in waiting)
+
+
+def test_a_refusal_names_the_limit_and_what_waits():
+    queue = policy(max_waiting=2, max_waiting_tokens=100)
+    assert queue.offer(Request(0.0, 60), 0.0) is None
+    assert queue.offer(Request(0.0, 60), 0.0).reason == (
+        "60 tokens of prompts wait (max_waiting_tokens=100), and this one has 60"
+    )
+    assert queue.offer(Request(0.0, 10), 0.0) is None
+    assert queue.offer(Request(0.0, 10), 0.0).reason == "2 requests wait (max_waiting=2)"
+
+
+def test_a_refusal_says_how_long_the_measured_rates_take_to_make_room():
+    queue = policy(max_sequences=1000, max_waiting=1, max_waiting_tokens=100)
+    assert queue.offer(Request(0.0, 40), 0.0) is None
+    assert queue.offer(Request(0.0, 1), 0.0).seconds > 0, "before anything was measured, too"
+    for _ in range(50):  # each step takes half a second, admits one request and processes its 40 tokens
+        (running,) = queue.admit(always)
+        processed(queue, [Pending(40)], seconds=0.5)
+        queue.ended(running)
+        assert queue.offer(Request(0.0, 40), 0.0) is None
+    assert queue.offer(Request(0.0, 40), 0.0).seconds == pytest.approx(0.5)
+    assert queue.throughput.prompt == pytest.approx(80)
+    roomy = policy(max_waiting_tokens=100)
+    roomy.throughput = queue.throughput
+    assert roomy.offer(Request(0.0, 90), 0.0) is None
+    assert roomy.offer(Request(0.0, 50), 0.0).seconds == pytest.approx(40 / 80), "40 tokens are too many"
+
+
+@given(
+    offers=st.lists(st.tuples(st.floats(0, 100), st.integers(-3, 3)), min_size=2, max_size=20),
+    ageing=st.floats(0.1, 30),
+)
+def test_first_come_first_served_in_a_priority_and_nobody_is_overtaken_for_long(offers, ageing):
+    queue = policy(max_sequences=100, ageing=ageing)
+    requests = [Request(arrival, 1, priority=priority) for arrival, priority in sorted(offers, key=lambda o: o[0])]
+    for request in requests:
+        assert queue.offer(request, request.arrival) is None
+    admitted = queue.admit(always)
+    assert sorted(map(id, admitted)) == sorted(map(id, requests))
+    for at, first in enumerate(admitted):
+        for second in admitted[at + 1 :]:
+            if first.priority == second.priority:
+                assert requests.index(first) < requests.index(second)
+            ahead = (second.priority - first.priority) * ageing
+            assert first.arrival <= second.arrival + ahead + 1e-9
+
+
+def test_a_smaller_priority_goes_first():
+    queue = policy()
+    late, urgent = Request(0.0, 1), Request(1.0, 1, priority=-1)
+    queue.offer(late, 0.0)
+    queue.offer(urgent, 1.0)
+    assert queue.admit(always) == [urgent, late]
+
+
+def test_the_head_of_the_queue_is_not_overtaken_while_its_rows_or_its_blocks_find_no_room():
+    queue = policy(max_sequences=4)
+    running, wide, narrow = Request(0.0, 1, sequences=2), Request(0.0, 1, sequences=3), Request(0.0, 1)
+    for request in (running, wide, narrow):
+        queue.offer(request, 0.0)
+    assert queue.admit(always) == [running]
+    assert queue.admit(always) == []
+    queue.ended(running)
+    asked = []
+    assert queue.admit(lambda item, new: asked.append(item)) == []
+    assert asked == [wide], "nobody behind it is asked"
+    assert queue.admit(always) == [wide, narrow]
+
+
+@pytest.mark.parametrize(("overcommit", "reserved"), [(1.0, 100), (4.0, 25), (3.0, 34)])
+def test_what_is_reserved_is_the_share_of_new_tokens_that_overcommit_leaves(overcommit, reserved):
+    queue = policy(overcommit=overcommit)
+    queue.offer(Request(0.0, 10, new=100), 0.0)
+    asked = []
+    queue.admit(lambda item, new: asked.append(new))
+    assert asked == [reserved]
+
+
+def test_deadlines_hold_in_the_queue():
+    queue = policy()
+    early, late = Request(0.0, 5, deadline=1.0), Request(0.0, 7)
+    queue.offer(early, 0.0)
+    queue.offer(late, 0.0)
+    assert queue.expire(0.9) == []
+    assert queue.expire(1.0) == [early]
+    assert queue.waiting_tokens == 7
+    assert queue.admit(always) == [late]
+    assert queue.expire(math.inf) == [], "those that run are not the queue's"
+
+
+def test_the_newest_gives_way_and_those_that_gave_way_come_back_in_order_with_all_their_blocks():
+    queue = policy(overcommit=10.0)
+    first, second, third, fourth = requests = [Request(0.0, 1, new=50) for _ in range(4)]
+    for request in requests[:3]:
+        queue.offer(request, 0.0)
+    assert queue.admit(always) == [first, second, third]
+    queue.offer(fourth, 1.0)
+    assert (queue.preempt(), queue.preempt(), queue.preempt()) == (third, second, None)
+    assert queue.admit(always) == [], "nobody joins until a request has ended"
+    queue.ended(first)
+    asked = []
+    assert queue.admit(lambda item, new: asked.append((item, new)) is None) == [second, third, fourth]
+    assert asked == [(second, 50), (third, 50), (fourth, 5)]
+    assert queue.preemptions == 2
+
+
+@pytest.mark.parametrize("expires", [False, True])
+def test_who_has_ended_is_forgotten(expires):
+    queue = policy()
+    requests = [Request(0.0, 1, deadline=1.0) for _ in range(3)]
+    for request in requests:
+        queue.offer(request, 0.0)
+    queue.admit(always)
+    queue.preempt()
+    for request in requests[: 2 if expires else 3]:
+        queue.ended(request)
+    queue.expire(2.0)
+    ghosts = [weakref.ref(request) for request in requests]
+    del request, requests
+    gc.collect()
+    assert [ghost() for ghost in ghosts] == [None] * 3
+
+
+def test_who_was_cancelled_neither_waits_nor_runs():
+    queue = policy(max_sequences=1)
+    first, second, third = requests = [Request(0.0, 1) for _ in range(3)]
+    for request in requests:
+        queue.offer(request, 0.0)
+    queue.admit(always)
+    queue.ended(second)
+    queue.ended(first)
+    queue.ended(first)
+    assert queue.admit(always) == [third]
+    assert queue.waiting_tokens == 0
+
+
+@given(pending=st.lists(st.integers(1, 200), min_size=1, max_size=5), chunk=st.sampled_from([1, 7, 16, 100, 512]))
+def test_a_step_takes_every_decoding_row_and_few_sizes_of_chunks(pending, chunk):
+    queue, rows = policy(prefill_chunk=chunk), [Pending(count) for count in pending]
+    while any(row.pending > 1 for row in rows):
+        before = [row.pending for row in rows]
+        counts = processed(queue, rows)
+        prompts = [(was, count) for was, count in zip(before, counts, strict=True) if was > 1]
+        assert all(count == 1 for was, count in zip(before, counts, strict=True) if was == 1)
+        assert 0 < sum(count for _, count in prompts) <= chunk
+        for was, count in prompts:
+            assert count <= was
+            if 0 < count < was:
+                powers = {count, count * 2 / 3} if chunk >= 16 else {chunk}
+                assert count == chunk or (count % 16 == 0 and any(math.log2(p).is_integer() for p in powers))
+
+
+def test_where_nobody_decodes_a_step_takes_whole_chunks_of_several_prompts():
+    queue, rows = policy(prefill_chunk=512), [Pending(400), Pending(400), Pending(400)]
+    assert processed(queue, rows) == [400, 96, 0]
+
+
+def steps_of(prompt, others, arrivals, turn):
+    """Steps until a prompt is processed: it comes behind `others`, and `arrivals` come behind it, one a step."""
+    queue, row = policy(prefill_chunk=64), Pending(prompt)
+    rows, arrivals, steps = [*map(Pending, others), row], list(arrivals), 0
+    if turn:
+        processed(queue, [Pending(2)])
+    while row.pending > 1:
+        steps += 1
+        processed(queue, [each for each in rows if each.pending > 1])
+        rows += [Pending(arrivals.pop(0))] if arrivals else []
+    return steps
+
+
+@given(
+    prompt=st.integers(2, 1000),
+    arrivals=st.lists(st.integers(2, 100), max_size=100),
+    others=st.lists(st.integers(2000, 4000), max_size=2),
+    turn=st.booleans(),
+)
+def test_the_first_prompt_and_the_shortest_take_at_most_twice_their_steps_and_one(prompt, arrivals, others, turn):
+    alone = steps_of(prompt, [], [], turn)
+    assert steps_of(prompt, [], arrivals, turn) <= 2 * alone + 1, "it is the first, and shorter ones come"
+    short = min(prompt, 150)
+    assert steps_of(short, others, [short + 1] * 100, turn) <= 2 * steps_of(short, [], [], turn) + 1
+
+
+def test_a_long_prompt_does_not_keep_a_short_one_waiting():
+    long, short = Request(0.0, 20_000, new=5), Request(0.5, 100, new=5)
+    Simulation(policy(), Machine()).run([long, short])
+    assert short.ended < long.ended / 4
+
+
+def test_prompts_progress_where_every_step_takes_longer_than_it_may():
+    queue, decoding, prompt = policy(max_step_ms=1), Pending(1), Pending(1000)
+    for _ in range(10):
+        count = processed(queue, [decoding, prompt], seconds=0.5)[1]
+    assert count == 4

@@ -1,0 +1,113 @@
+"""The pace of steps: learnt from whatever is run, forgetting, deaf to outliers."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulation import Machine
+
+from onward.engine.throughput import StepTimeModel, Throughput
+
+AS_ASSUMED = Machine(step=0.016, decoding_row=0.001, chunk=0.016, token=0.001)
+
+
+def run(pace, machine, rows, *chunks, slower=1.0):
+    pace.note(rows, chunks, slower * machine.seconds(rows, chunks))
+
+
+def predicted(pace, rows, *chunks):
+    return pace.decode(rows) + sum(pace.chunk(*chunk) for chunk in chunks)
+
+
+def test_nothing_is_predicted_before_anything_was_measured():
+    assert StepTimeModel().decode(3) == StepTimeModel().chunk(0, 64) == StepTimeModel().decode(0) == 0.0
+
+
+@given(
+    rows=st.integers(0, 40),
+    chunks=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 512)), max_size=3),
+    other=st.integers(1, 40),
+)
+def test_one_step_of_any_kind_predicts_the_others(rows, chunks, other):
+    pace = StepTimeModel()
+    run(pace, AS_ASSUMED, rows, *chunks)
+    if rows or chunks:
+        assert pace.decode(other) == pytest.approx(AS_ASSUMED.decode(other))
+        assert pace.chunk(3000, other) == pytest.approx(AS_ASSUMED.prefill(3000, other))
+
+
+def test_parts_that_run_only_together_are_learnt():
+    pace, machine = StepTimeModel(), Machine(step=0.03, decoding_row=0.002, chunk=0.01, token=0.0015)
+    chance = random.Random(3)
+    steps = [(8, (0, chance.choice([32, 48, 64, 128]))) for _ in range(400)]
+    for rows, chunk in steps:
+        run(pace, machine, rows, chunk)
+    for rows, chunk in steps[:20]:
+        assert predicted(pace, rows, chunk) == pytest.approx(machine.seconds(rows, [chunk]), rel=0.05)
+
+
+def test_chunks_cost_more_at_later_positions():
+    pace, machine = StepTimeModel(), Machine(token_and_position=0.001 / 2000)
+    for _ in range(3):
+        for position in range(0, 8192, 128):
+            run(pace, machine, 0, (position, 128))
+    for position in (0, 600, 1500, 3000, 6000):
+        # The cost at most doubles from the first to the last position of a range.
+        assert 0.5 <= pace.chunk(position, 128) / machine.prefill(position, 128) <= 2
+    assert pace.chunk(6000, 128) > 2 * pace.chunk(0, 128)
+
+
+@pytest.mark.parametrize("slower", [0.1, 0.5, 2.0, 10.0])
+def test_old_measurements_are_forgotten(slower):
+    pace = StepTimeModel()
+    for _ in range(100):
+        run(pace, AS_ASSUMED, 4, (0, 64))
+    for _ in range(40):
+        run(pace, AS_ASSUMED, 4, (0, 64), slower=slower)
+    # Upwards a step counts as twice the mean at most, which then grows by a fifth: tenfold takes 13 steps. An error
+    # that remains loses a fifth a step, and 0.8^27 is 0.0024.
+    assert predicted(pace, 4, (0, 64)) == pytest.approx(slower * AS_ASSUMED.seconds(4, [(0, 64)]), rel=0.03)
+
+
+def test_the_making_of_programs_is_not_a_cost():
+    pace = StepTimeModel()
+    run(pace, AS_ASSUMED, 0, (0, 64), slower=500)
+    run(pace, AS_ASSUMED, 0, (0, 64))
+    assert predicted(pace, 0, (0, 64)) == pytest.approx(AS_ASSUMED.seconds(0, [(0, 64)])), (
+        "the second replaces the first"
+    )
+    for rows in range(1, 20):
+        run(pace, AS_ASSUMED, rows, slower=100)
+        assert pace.decode(rows) == pytest.approx(AS_ASSUMED.decode(rows)), "far above the prediction"
+
+
+def test_an_outlier_moves_the_pace_by_a_fifth_at_most():
+    pace = StepTimeModel()
+    for _ in range(10):
+        run(pace, AS_ASSUMED, 4)
+    run(pace, AS_ASSUMED, 4, slower=1e6)
+    assert AS_ASSUMED.decode(4) < pace.decode(4) <= 1.2 * AS_ASSUMED.decode(4) * (1 + 1e-9)
+
+
+def test_a_clock_that_stands_still_teaches_nothing():
+    pace = StepTimeModel()
+    pace.note(4, [(0, 64)], 0.0)
+    assert pace.decode(4) == 0.0
+    run(pace, AS_ASSUMED, 4)
+    pace.note(4, [], 0.0)
+    assert pace.decode(4) == pytest.approx(AS_ASSUMED.decode(4))
+
+
+def test_throughput_is_of_the_last_half_minute_or_so_of_work():
+    throughput = Throughput()
+    assert (throughput.prompt, throughput.output, throughput.admitted) == (0, 0, 0)
+    for _ in range(1000):
+        throughput.note(0.1, prompt=50, output=8, admitted=1)
+    assert throughput.prompt == pytest.approx(500)
+    assert throughput.output == pytest.approx(80)
+    assert throughput.admitted == pytest.approx(10)
+    for _ in range(3000):  # five minutes, of which 30 seconds weigh 1/e: e^-10 of what was before remains
+        throughput.note(0.1, prompt=0, output=4, admitted=0)
+    assert throughput.output == pytest.approx(40, rel=1e-3)
+    assert throughput.prompt == pytest.approx(0, abs=0.1)

@@ -71,7 +71,7 @@ def test_logprobs_of_a_speculated_text_are_those_of_a_plain_one(logprobs):
     drafted = lm().generate(prompt, max_new_tokens=20, logprobs=logprobs, draft="lookup")
     assert contents(drafted) == contents(plain)
     for one, other in zip(drafted.logprobs, plain.logprobs, strict=True):
-        # As in tests/test_language_model_choices.py: twice what logits may differ by.
+        # As in tests/language_model/test_language_model_choices.py: twice what logits may differ by.
         assert one.chosen == pytest.approx(other.chosen, abs=2e-4)
         assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=2e-4)
     assert isinstance(drafted.speculation, onward.Speculation)

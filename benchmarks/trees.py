@@ -63,9 +63,9 @@ class Worker:
 
     def __init__(self, source: Path, native: Path | None, threads: int, cases: str) -> None:
         environment = os.environ | ({"ONWARD_NATIVE_DIR": str(native)} if native else {})
-        root = Path(__file__).parents[1]
+        # Each tree with its own benchmarks: these import modules by the names that they have there.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(source), str(root), str(threads), cases],
+            [sys.executable, "-c", _WORKER, str(source), str(source.parent), str(threads), cases],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

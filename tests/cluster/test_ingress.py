@@ -374,12 +374,12 @@ def test_what_comes_again_has_the_key_of_its_answer() -> None:
 def test_repeats_are_forgotten() -> None:
     repeats = IdempotencyKeys(10.0)
     headers = {b"idempotency-key": b"k"}
-    first = repeats.answer_key(headers, b"a", 0.0)
-    assert repeats.answer_key(headers, b"a", 10.0) == first
-    assert repeats.answer_key(headers, b"b", 10.1) != first
+    first = repeats.response_key(headers, b"a", 0.0)
+    assert repeats.response_key(headers, b"a", 10.0) == first
+    assert repeats.response_key(headers, b"b", 10.1) != first
     for at in range(20_000):
-        repeats.answer_key({b"idempotency-key": b"%d" % at}, b"a", 11.0)
-    assert len(repeats._kept) == 10_000
+        repeats.response_key({b"idempotency-key": b"%d" % at}, b"a", 11.0)
+    assert len(repeats._entries) == 10_000
 
 
 def test_a_stream_that_is_taken_up_again_has_the_key_of_its_beginning() -> None:

@@ -305,7 +305,7 @@ def test_whoever_calls_in_process_is_told_of_the_ids_that_the_application_has_ke
         async def taken_up_again() -> None:
             whole = await told()
             cut = await told(stop=20)
-            kept = app.service.kept.emitted(ResponseKey(key))
+            kept = app.service.responses.emitted(ResponseKey(key))
             assert kept is not None
             assert 0 < len(kept[0]) < 200
             rest = await told(last_event_id=cut[-1]["id"])

@@ -163,7 +163,7 @@ class ProxiedResponse:
 
     async def fail(self, error: OnwardError) -> None:
         """Say that there will be no more: with a status, or in a stream with an event."""
-        self.facts |= refusal(error_fields(error), whole=self._whole_reasons)
+        self.facts |= refusal(error_fields(error), with_values=self._whole_reasons)
         whole = error_answer(error)
         if not self.started:
             await self.tell_whole(whole)

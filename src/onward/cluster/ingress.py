@@ -35,7 +35,7 @@ from onward.protocols import ResponseKey
 from onward.server import Settings
 from onward.server.client import whole_body
 from onward.server.gate import AccessRecord
-from onward.server.lifecycle import emptied
+from onward.server.lifecycle import drain_requests
 from onward.server.log import log
 from onward.server.submission import IdempotencyKeys
 from onward.util.checks import check_whole, is_finite
@@ -220,7 +220,7 @@ class Ingress:
             for end in self._ends:
                 end.set_result(None)
 
-        await emptied(lambda: self.inside, seconds, cancel)
+        await drain_requests(lambda: self.inside, seconds, cancel)
 
     def _call_of(self, scope: Any, body: bytes, request_id: str) -> ProxiedRequest:
         given = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
@@ -232,7 +232,7 @@ class Ingress:
         ):  # which begins with the key; the application checks the rest
             with contextlib.suppress(OnwardError):
                 return replace(call, answer_key=ResponseKey(last.partition(".")[0]).text)
-        key = self._repeats.answer_key(dict(headers), _digest(call.path, body), time.monotonic())
+        key = self._repeats.response_key(dict(headers), _digest(call.path, body), time.monotonic())
         return replace(call, answer_key=key)
 
     async def _until_gone(self, receive: Any, serving: Any) -> None:

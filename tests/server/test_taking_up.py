@@ -335,9 +335,9 @@ def test_the_same_key_gives_the_same_answer_in_one_piece(lm: onward.LanguageMode
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"answer": "abc"}, "the key of an answer is 32 hexadecimal digits"),
+        ({"answer": "abc"}, "a response key is 32 hexadecimal digits"),
         ({"anser": "abc"}, "scope['onward'] has answer, emitted and last_event_id; got 'anser'"),
-        ({"emitted": [[1], [2]]}, "emitted has ids of 2 texts, and the body asks for 1"),
+        ({"emitted": [[1], [2]]}, "emitted has ids of 2 sequences, but the body asks for 1"),
         ({"emitted": [[10**9]]}, "emitted must hold ids"),
     ],
 )

@@ -62,11 +62,7 @@ class EngineReplica:
 
     async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
         """Return the result of each line, in order. The engine gets their requests in that order, as soon as it takes
-        them.
-
-        Raises:
-            EngineError: the engine has failed. Any other error becomes the result of its line.
-        """
+        them. Raises `EngineError`: the engine has failed. Any other error becomes the result of its line."""
         return await asyncio.gather(*map(self._serve, lines))
 
     def close(self) -> None:
@@ -229,12 +225,8 @@ class BatchJob:
         self.progress = Progress(batch.count)
 
     async def run(self) -> Progress:
-        """Serve all unfinished lines, and write the output.
-
-        Raises:
-            OnwardError: replicas cannot be started, or results cannot be written. Finished lines are stored for the
-            next run.
-        """
+        """Serve all unfinished lines, and write the output. Raises `OnwardError`: replicas cannot be started, or
+        results cannot be written. Finished lines are stored for the next run."""
         try:
             await self._slots[0].ready()
             self._fingerprint = str(self._slots[0].fingerprint)

@@ -39,13 +39,8 @@ def batch_files(source: Path) -> list[Path]:
 
 
 def rows_of(file: Path, *, results: bool = False) -> Iterator[tuple[int, str | bytes]]:
-    """Read the rows of a file lazily, as JSON lines with their numbers from 1; without blank lines.
-
-    results: read a file of results instead of requests.
-
-    Raises:
-        RequestError: the file cannot be read.
-    """
+    """Read the rows of a file lazily, as JSON lines with their numbers from 1; without blank lines. results: read a
+    file of results instead of requests. Raises `RequestError`: the file cannot be read."""
     if file.exists() and not file.is_file():
         raise RequestError(f"the batch {str(file)!r} is not a file: it is read twice, so it cannot be a pipe")
     try:
@@ -246,12 +241,8 @@ def result_line(result: Mapping[str, Any]) -> bytes:
 class BatchInput:
     """The lines of a batch, which are read once on creation to count them and compare their ids.
 
-    If several lines have the same custom_id, the first is served and the others are refused.
-
-    source: a file, or a folder of files (see `batch_files`). count: number of lines.
-
-    Raises:
-        RequestError: a file cannot be read.
+    If several lines have the same custom_id, the first is served and the others are refused. source: a file, or a
+    folder of files (see `batch_files`). count: number of lines. Raises `RequestError`: a file cannot be read.
     """
 
     def __init__(self, source: Path) -> None:

@@ -43,12 +43,8 @@ class BatchResults:
     Results of earlier runs are included, except for failed lines, which are served again.
 
     destination: a file, or a folder if the batch is one. Anything else, such as a pipe, gets the results at the end,
-    and has no earlier ones.
-
-    Raises:
-        RequestError: the output cannot be read or written, is the input, contains anything but results of this batch,
-        or is
-            used by another process.
+    and has no earlier ones. Raises `RequestError`: the output cannot be read or written, is the input, contains
+    anything but results of this batch, or is used by another process.
     """
 
     def __init__(self, destination: Path, batch: BatchInput) -> None:
@@ -127,8 +123,6 @@ class BatchResults:
         except OSError as error:
             raise self._failure(error) from error
 
-    # ── journals ────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _append(self, lines: Iterable[tuple[str, bytes]]) -> None:
         places: dict[str, tuple[Path, int]] = {}
         try:
@@ -178,19 +172,14 @@ class BatchResults:
 
     def _output_files(self) -> list[Path]:
         if self.destination.is_dir():
-            return [file for file in map(self._output_of, self._batch.files) if file.exists()]
+            return [path for file in self._batch.files if (path := self.destination / file.name).exists()]
         return [self.destination] if self.destination.is_file() else []
-
-    # ── the output ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _output_of(self, file: Path) -> Path:
-        return self.destination / file.name
 
     def _write_folder(self, fingerprint: str) -> None:
         self.destination.mkdir(exist_ok=True)
         manifest = self.destination / _MANIFEST
         manifest.unlink(missing_ok=True)
-        counts = {file.name: self._write(file, self._output_of(file), fingerprint) for file in self._batch.files}
+        counts = {file.name: self._write(file, self.destination / file.name, fingerprint) for file in self._batch.files}
         content = json.dumps({"model": fingerprint, "files": counts}, indent=2) + "\n"
         self._write_file(manifest, lambda path: path.write_text(content))
 

@@ -306,29 +306,49 @@ class ChannelReplicaSet:
     async def serve(self, call: ProxiedRequest, route: RouteAttempt) -> AsyncGenerator[Reply, None]:
         """Have a replica serve a call, and assign it to `route`. Closing the generator cancels the call. Raises
         `ReplicaLostError`: the replica is gone."""
-        loop, stream = asyncio.get_running_loop(), _Stream(next(self._numbers))
-        ingress = self._ingress
+        loop, number, ingress = asyncio.get_running_loop(), next(self._numbers), self._ingress
+        replies: asyncio.Queue[Reply | BaseException] = asyncio.Queue()
+        channel: Channel | None = None
+        is_closed = False
 
         def assign(replica: str) -> None:
+            nonlocal channel
             route.assign(replica)
-            if not stream.is_closed:
-                stream.listen_to(self._channel(replica, ingress))
-                self._unassigned.discard(stream.number)
+            if is_closed:
+                return
+            if channel is not None:  # the previous replica did not take the call
+                channel.leave(number)
+            channel = self._channel(replica, ingress)
+            channel.listen(number, replies)
+            self._unassigned.discard(number)
+
+        def note_end(ended: asyncio.Future[None]) -> None:  # replies may still be on their way
+            if ended.cancelled():
+                return
+            if error := ended.exception():
+                replies.put_nowait(error)
+            elif not is_closed:
+                lost = ReplicaLostError("the replica's response broke off", died=False)
+                loop.call_later(_CANCEL_GRACE, replies.put_nowait, lost)
 
         sent = replace(route, on_assign=lambda replica: loop.call_soon_threadsafe(assign, replica))
-        self._unassigned.add(stream.number)
-        ended, cancel = self._remote.call(call, sent, ingress, stream.number)
+        self._unassigned.add(number)
+        ended, cancel = self._remote.call(call, sent, ingress, number)
         ending = asyncio.ensure_future(ended)  # held here: the loop doesn't keep tasks alive
-        ending.add_done_callback(stream.note_end)
+        ending.add_done_callback(note_end)
         is_complete = False
         try:
             while not is_complete:
-                reply = await stream.next()
+                reply = await replies.get()
+                if isinstance(reply, BaseException):
+                    raise reply
                 is_complete = reply.is_last
                 yield reply
         finally:
-            self._unassigned.discard(stream.number)
-            stream.close()
+            is_closed = True
+            self._unassigned.discard(number)
+            if channel is not None:
+                channel.leave(number)
             if not is_complete:
                 cancel()
 
@@ -346,39 +366,3 @@ class ChannelReplicaSet:
 
             self._channels[key] = Channel(self._remote.batches(replica, ingress), keep_open, on_close)
         return self._channels[key]
-
-
-class _Stream:
-    """The replies to one call."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.is_closed = number, False
-        self._replies: asyncio.Queue[Reply | BaseException] = asyncio.Queue()
-        self._channel: Channel | None = None
-
-    def listen_to(self, channel: Channel) -> None:
-        if self._channel is not None:  # the previous replica did not take the call
-            self._channel.leave(self.number)
-        self._channel = channel
-        channel.listen(self.number, self._replies)
-
-    async def next(self) -> Reply:
-        reply = await self._replies.get()
-        if isinstance(reply, BaseException):
-            raise reply
-        return reply
-
-    def note_end(self, ended: "asyncio.Future[None]") -> None:
-        """The call has ended, but replies may still be on their way."""
-        if ended.cancelled():
-            return
-        if error := ended.exception():
-            self._replies.put_nowait(error)
-        elif not self.is_closed:
-            lost = ReplicaLostError("the replica's response broke off", died=False)
-            asyncio.get_running_loop().call_later(_CANCEL_GRACE, self._replies.put_nowait, lost)
-
-    def close(self) -> None:
-        self.is_closed = True
-        if self._channel is not None:
-            self._channel.leave(self.number)

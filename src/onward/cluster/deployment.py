@@ -41,14 +41,14 @@ class RayReplicas:
         self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int
     ) -> tuple[Awaitable[None], Callable[[], None]]:
         response = self._calls.remote(call, route=route, ingress=ingress, number=number)
-        return _ended(response), lambda: _cancel(response)
+        return _result(response), lambda: _cancel(response)
 
     async def batches(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
         response = self._batches.remote(route=RouteAttempt(only=replica), ingress=ingress)
         ended = asyncio.Event()
-        renewing = asyncio.create_task(self._keep_renewing(replica, ingress, ended))
-        self._renewals.add(renewing)
-        renewing.add_done_callback(self._renewals.discard)
+        renewal = asyncio.create_task(self._keep_renewing(replica, ingress, ended))
+        self._renewals.add(renewal)
+        renewal.add_done_callback(self._renewals.discard)
         try:
             async for batch in response:
                 yield batch
@@ -68,7 +68,7 @@ class RayReplicas:
                 await asyncio.wait_for(ended.wait(), RENEW_INTERVAL)
 
 
-async def _ended(response: Any) -> None:
+async def _result(response: Any) -> None:
     try:
         await response
     except Exception as error:
@@ -100,14 +100,6 @@ REPLICA, INGRESS = "Replica", "Ingress"
 # Ray's limit of requests per replica, including waiting ones. The engine itself refuses more than it can queue.
 _MAX_REQUESTS = 4096
 
-# How often Ray reads the replicas' loads, and how long a higher load has to last before it adds replicas.
-_SCALING = {
-    "policy": {"policy_function": "onward.cluster.router:desired_replicas"},
-    "metrics_interval_s": 2.0,
-    "look_back_period_s": 10.0,
-    "upscale_delay_s": 10.0,
-}
-
 
 def ingress_of(handle: Any, options: DeployOptions) -> Ingress:
     replicas = ChannelReplicaSet(RayReplicas(handle))
@@ -128,11 +120,14 @@ class RayIngress:
 
 def replicas_of(options: DeployOptions) -> Any:
     """The replicas as a Serve application without an ingress."""
-    common: dict[str, Any] = {"name": REPLICA, "ray_actor_options": {"num_cpus": options.cpus}, **_lifetime(options)}
+    common = {"name": REPLICA, "ray_actor_options": {"num_cpus": options.cpus}, **_lifetime(options)}
     count: dict[str, Any] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
-        scaling = {"min_replicas": options.replicas, "max_replicas": options.max_replicas}
-        count = {"autoscaling_config": scaling | _SCALING}
+        scaling: dict[str, Any] = {"min_replicas": options.replicas, "max_replicas": options.max_replicas}
+        scaling["policy"] = {"policy_function": "onward.cluster.router:desired_replicas"}
+        # How often Ray reads the replicas' loads, and how long a higher load has to last before it adds replicas.
+        scaling |= {"metrics_interval_s": 2.0, "look_back_period_s": 10.0, "upscale_delay_s": 10.0}
+        count = {"autoscaling_config": scaling}
     router = RequestRouterConfig(
         request_router_class="onward.cluster.ray_router.PrefixRouter",
         request_router_kwargs={"affinity": options.affinity},
@@ -156,9 +151,6 @@ def _lifetime(options: DeployOptions) -> dict[str, Any]:
 
 
 def build_app(args: Mapping[str, Any]) -> Any:
-    """For `serve run onward.cluster:build_app source=demo replicas=2`, and for `serve build` and `serve deploy`.
-
-    Raises:
-        RequestError: an unknown argument, or a value outside its range.
-    """
+    """For `serve run onward.cluster:build_app source=demo replicas=2`, and for `serve build` and `serve deploy`. Raises
+    `RequestError`: an unknown argument, or a value outside its range."""
     return application(DeployOptions.of(args))

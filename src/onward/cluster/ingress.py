@@ -43,7 +43,7 @@ from onward.util.checks import check_whole, is_finite
 
 @dataclass(frozen=True, kw_only=True)
 class RetryOptions:
-    """Limits of retries, per request and in total.
+    """Limits of retries, per request and in total. Raises `RequestError`: a value outside its range.
 
     attempts: maximum per request, including the first; attempts that a replica handed over don't count.
     silence: seconds without a reply or heartbeat (every half second) after which a replica counts as lost.
@@ -51,9 +51,6 @@ class RetryOptions:
     when
         many replicas are lost (the retry budget of Finagle and Envoy).
     quarantine: seconds for which a request is refused after two replicas died serving it; 0 refuses none.
-
-    Raises:
-        RequestError: a value outside its range.
     """
 
     attempts: int = 3

@@ -24,8 +24,7 @@ class DeployOptions:
     cpus: for a replica with all its ranks, in Ray's accounting. threads: of its kernels; None: as many as cpus.
     retries: see `RetryOptions`. affinity: whether to route requests with a common prefix to one replica.
 
-    Raises:
-        RequestError: an unknown option or a value outside its range.
+    Raises `RequestError`: an unknown option or a value outside its range.
     """
 
     source: str = "demo"
@@ -60,11 +59,7 @@ class DeployOptions:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "DeployOptions":
         """Make options from a mapping, such as the `args` of a Serve config file. Strings from a command line are
-        parsed as JSON.
-
-        Raises:
-            RequestError: an unknown option, or a value outside its range.
-        """
+        parsed as JSON. Raises `RequestError`: an unknown option, or a value outside its range."""
         known = {each.name: each.type for each in fields(cls)}
         if removed := sorted(set(options) & set(REMOVED)):
             raise RequestError(f"{removed[0]!r} is not a deployment option: {REMOVED[removed[0]]}")

@@ -36,19 +36,15 @@ _APPLICATION = "onward"
 
 @contextlib.contextmanager
 def connected(address: str | None, processors: int) -> Iterator[None]:
-    """Connect to a Ray cluster while the block runs.
+    """Connect to a Ray cluster while the block runs. Raises `RequestError`: Ray is not installed, the address is
+    invalid or does not answer, or Ray does not start here.
 
     Ray's own authentication applies: a cluster started here has a token, since it listens on all of the machine's
     addresses, unless RAY_AUTH_MODE says otherwise.
 
-    Args:
-        address: HOST:PORT or ray://HOST:PORT of a running cluster, or "auto" for this machine's. None starts one on
-        this
-            machine for the block, regardless of RAY_ADDRESS.
-        processors: CPUs of a cluster started here, in Ray's accounting.
-
-    Raises:
-        RequestError: Ray is not installed, the address is invalid or does not answer, or Ray does not start here.
+    address: HOST:PORT or ray://HOST:PORT of a running cluster, or "auto" for this machine's. None starts one on this
+    machine
+        for the block, regardless of RAY_ADDRESS. processors: CPUs of a cluster started here, in Ray's accounting.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
@@ -78,8 +74,8 @@ def connected(address: str | None, processors: int) -> Iterator[None]:
 
 def _check_connection(address: str) -> None:
     """Fail early: Ray itself would retry for a minute."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not host or not port.isdigit():
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
         raise RequestError(f"the address of a Ray cluster is HOST:PORT, ray://HOST:PORT or auto; got {address!r}")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT).close()
@@ -96,13 +92,11 @@ def running(
     """Deploy, and yield the URL once all replicas are ready. Afterwards the deployment is removed.
 
     Other deployments on the cluster are unaffected, including those of this command, whose applications have other
-    names. The ingress runs in this process.
+    names. The ingress runs in this process. Raises `RequestError`: as `connected`, or the server cannot listen on the
+    address.
+    Raises `EngineError`: the replicas do not start.
 
     address: of a Ray cluster, "auto" for this machine's; None starts Ray for this deployment alone.
-
-    Raises:
-        RequestError: as `connected`, or the server cannot listen on the address. EngineError: the replicas do not
-        start.
     """
     replicas = options.max_replicas or options.replicas
     if address is None and options.threads is None:

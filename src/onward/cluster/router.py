@@ -56,11 +56,9 @@ class HashRing:
     ) -> Iterator[str]:
         """All replicas, the best for a request first. They are computed lazily: the first are cheap.
 
-        Args:
-            key: from `routing_key`; None: prefer the least loaded.
-            load: the number of requests that a replica has now.
-            avoid: replicas that failed the request; they come last.
-            affinity: if false, prefer the least loaded for every request.
+        key: from `routing_key`; None: prefer the least loaded. load: the number of requests that a replica has now.
+        avoid: replicas that failed the request; they come last. affinity: if false, prefer the least loaded for every
+        request.
         """
         loads = {replica: load(replica) for replica in self.replicas}
         if key is None or not affinity:

@@ -52,12 +52,7 @@ class Totals(Generic[_Key]):
         self._earlier: dict[_Key, float] = {}
 
     def merged(self, readings: Mapping[str, Mapping[_Key, float]], names: Collection[str] = ()) -> dict[_Key, float]:
-        """Combine the numbers of all replicas.
-
-        Args:
-            readings: the numbers of each replica that responded.
-            names: of all replicas.
-        """
+        """Combine the readings of the replicas that responded. names: of all replicas."""
         present: dict[_Key, list[float]] = {}
         for replica, numbers in readings.items():
             counts = self._counts.setdefault(replica, {})
@@ -88,6 +83,7 @@ def _add(sums: dict[_Key, float], counts: Mapping[_Key, float]) -> None:
 TIMEOUT = 2.0  # seconds for a replica to respond; Prometheus waits 10 s for a scrape
 _POLL_INTERVAL = 0.05  # seconds, while waiting for replicas
 
+_OK = (200, 503)  # a failing replica reports its state with 503
 # Ratios are averaged. Other current values are added.
 _MEAN_METRICS = frozenset({"onward_prefix_hit_ratio"})
 _MEAN_STATS = frozenset({"hit_rate"})
@@ -120,11 +116,12 @@ class State:
             raise BodyError(f"by must be replica; got {by[:80]!r}", "by")
         names = await self._names()
         requests = [_ask(self._replicas, replace(call, method="GET", query=b""), name, self._timeout) for name in names]
-        responses = dict(zip(names, await asyncio.gather(*requests), strict=True))
-        bodies = {name: response.body for name, response in responses.items() if response and response.is_state}
-        refusal = next((response for response in responses.values() if response and not response.is_state), None)
+        received = zip(names, await asyncio.gather(*requests), strict=True)
+        responses = {name: response for name, response in received if response is not None}
+        bodies = {name: bytes(each.body) for name, each in responses.items() if each.status_code in _OK}
+        refusal = next((each for each in responses.values() if each.status_code not in _OK), None)
         if refusal is not None and not bodies:
-            return Response(refusal.body, refusal.status, dict(refusal.headers))
+            return refusal
         return self._handlers[call.path](bodies, names, by == "replica")
 
     async def _names(self) -> list[str]:
@@ -171,38 +168,22 @@ class State:
         return CompactJSONResponse(stats if by_replica else merged)
 
 
-class _Response:
-    """A replica's response."""
-
-    def __init__(self) -> None:
-        self.status, self.headers, self.body = 0, list[tuple[str, str]](), b""
-
-    def note(self, message: Mapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            self.headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"]]
-        else:
-            self.body += message.get("body", b"")
-
-    @property
-    def is_state(self) -> bool:
-        """Whether it is a state: a failing replica responds with 503."""
-        return self.status in (200, 503)
-
-
-async def _ask(replicas: ChannelReplicaSet, call: ProxiedRequest, name: str, timeout: float) -> _Response | None:
+async def _ask(replicas: ChannelReplicaSet, call: ProxiedRequest, name: str, timeout: float) -> Response | None:
     """The response of one replica; None if there is none in time."""
-    response = _Response()
-    items = replicas.serve(call, RouteAttempt(only=name))
+    response = Response()
+    replies = replicas.serve(call, RouteAttempt(only=name))
     try:
         async with asyncio.timeout(timeout):
-            async for item in items:
-                for message in item.messages:
-                    response.note(message)
+            async for reply in replies:
+                for message in reply.messages:
+                    if message["type"] == "http.response.start":
+                        response.status_code, response.raw_headers = message["status"], message["headers"]
+                    else:
+                        response.body += message.get("body", b"")
     except (TimeoutError, ReplicaLostError, OnwardError):  # the others' state is still useful
         return None
     finally:
-        close_later(items)
+        close_later(replies)
     return response
 
 

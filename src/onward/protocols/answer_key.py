@@ -22,9 +22,7 @@ class ResponseKey:
     The same body with the same key gives the same response, on any server of the same model.
 
     text: 32 hexadecimal digits: milliseconds since 1970, then 80 random bits, as in a UUID of version 7 (RFC 9562).
-
-    Raises:
-        RequestError: any other text.
+    Raises `RequestError`: any other text.
     """
 
     text: str

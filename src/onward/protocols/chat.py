@@ -125,20 +125,20 @@ def _chat_choice(text: Completion, prompt: Sequence[int], tokenizer: Tokenizer) 
 
 
 def chat_logprobs(tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """The logprobs of a chat's tokens. "id", the token's, is an extension."""
     return {"content": logprob_entries(tokens, ids, entries), "refusal": None}
 
 
 def logprob_entries(
     tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any]]:
+    """The tokens in a chat's logprobs. "id" is an extension."""
     content = []
     for token, id, entry in zip(tokens, ids, entries, strict=True):
-        if entry is None:  # the first of a prompt
+        if entry is None:  # the first token of a prompt
             content.append({**_with_bytes(token, id, 0.0), "logprob": None, "top_logprobs": []})
-            continue
-        top = [_with_bytes(other, *pair) for other, pair in zip(token.top, entry.top, strict=True)]
-        content.append(_with_bytes(token, id, entry.chosen) | {"top_logprobs": top})
+        else:
+            top = [_with_bytes(other, *pair) for other, pair in zip(token.top, entry.top, strict=True)]
+            content.append(_with_bytes(token, id, entry.chosen) | {"top_logprobs": top})
     return content
 
 

@@ -13,16 +13,9 @@ from onward.protocols import BodyError
 from onward.server.models import Settings
 
 
-async def read_body(request: Request, settings: Settings) -> bytes:
-    """Read a JSON request body. Raises `BodyError`: its headers don't declare uncompressed JSON in UTF-8, or as
-    `whole_body`. Raises `ClientDisconnect`: the client has disconnected."""
-    _check_headers(request.headers)
-    return await whole_body(request, settings)
-
-
 async def whole_body(request: Request, settings: Settings) -> bytes:
-    """Read a request body. Raises `BodyError`: it is too large or takes too long to arrive. Raises `ClientDisconnect`:
-    the client has disconnected."""
+    """Read a request body. Raises `BodyError`: it is too large or takes too long to arrive. Raises
+    `ClientDisconnect`."""
     chunks: list[bytes] = []
     length = 0
     try:
@@ -38,7 +31,8 @@ async def whole_body(request: Request, settings: Settings) -> bytes:
     return b"".join(chunks)
 
 
-def _check_headers(headers: Headers) -> None:
+def check_headers(headers: Headers) -> None:
+    """Raise `BodyError` unless the headers declare uncompressed JSON in UTF-8."""
     message = Message()
     message["content-type"] = headers.get("content-type", "")
     charset = message.get_content_charset("utf-8")

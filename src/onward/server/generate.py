@@ -23,7 +23,7 @@ from onward.protocols import (
     response_body,
 )
 from onward.protocols.chat_events import as_json
-from onward.server.client import Client, read_body
+from onward.server.client import Client, check_headers, whole_body
 from onward.server.errors import rendered
 from onward.server.gate import CLIENT_CLOSED, access_of
 from onward.server.models import ServedModel, Settings
@@ -102,8 +102,9 @@ async def _respond(
 
 
 async def read_logged(request: Request, settings: Settings) -> bytes:
-    """Read a request's body, and add it to the access log with --log-prompts."""
-    raw = await read_body(request, settings)
+    """Read a JSON body, and add it to the access log with --log-prompts. Raises `BodyError`."""
+    check_headers(request.headers)
+    raw = await whole_body(request, settings)
     if settings.log_prompts:
         access_of(request.scope).fields["body"] = raw.decode("utf-8", "replace")
     return raw

@@ -26,7 +26,7 @@ from typing import Any, Protocol, Self
 from starlette.types import Scope
 
 from onward.errors import OnwardError, RequestError
-from onward.language_model import Completion, Piece, Request
+from onward.language_model import Completion, Piece
 from onward.protocols import BodyError, ParsedBody, ResponseKey
 
 _POSITION = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*(?:\+[0-9]{1,9})?")
@@ -269,20 +269,6 @@ class EventIdFormat:
             message += " continue with identical text: remove the header to get a new response"
             raise BodyError(message, code="fingerprint_mismatch", status=409)
         return cls(prefix, before)
-
-
-def emitted_by(requests: Sequence[Request], emitted: Sequence[Sequence[int]] | None) -> list[list[Sequence[int]]]:
-    """Group known token ids by request; an empty list for a request without any.
-
-    emitted: of all sequences, in the order of the requests; None if none are known.
-    """
-    if emitted is None:
-        return [[] for _ in requests]
-    counts, left = [request.options.n for request in requests], list(emitted)
-    if len(left) != sum(counts):
-        raise RequestError(f"emitted has ids of {len(left)} sequences, but the body asks for {sum(counts)}")
-    groups = [[left.pop(0) for _ in range(count)] for count in counts]
-    return [group if any(group) else [] for group in groups]
 
 
 def idempotency_of(headers: Mapping[bytes, bytes]) -> str | None:

@@ -76,7 +76,8 @@ class Service:
             emitted = resume.emitted
             if resume.last_event_id is not None and emitted is None:
                 emitted = self.responses.emitted(resume.key)
-            subscriber = await self._submit(await self.in_thread(self._read, read, resume), emitted)
+            subscriber = await self.in_thread(self._read, read, resume)
+            await self._submit(subscriber.request, emitted)
         else:
             subscriber = await self._submit_once(read, resume, resume.idempotency)
         self.live.add(subscriber.request)
@@ -97,7 +98,7 @@ class Service:
                 raise reused_key()
             if before is not None and not before.is_cancelled and not before.has_failed:
                 return Subscriber(before, resume, subscriber.ids)
-            await self._submit(subscriber, None if before is None else before.emitted())
+            await self._submit(subscriber.request, None if before is None else before.emitted())
             stored.request = subscriber.request
             return subscriber
 
@@ -115,16 +116,14 @@ class Service:
         digest = digest_of(body) if resume.idempotency is not None else ""
         return Subscriber(ActiveRequest(served, body, digest), resume, ids)
 
-    async def _submit(self, subscriber: Subscriber, emitted: Sequence[Sequence[int]] | None) -> Subscriber:
+    async def _submit(self, active: ActiveRequest, emitted: Sequence[Sequence[int]] | None) -> None:
         """emitted: known token ids of its sequences, which may be more than `resume` has."""
-        active = subscriber.request
         submitting = asyncio.ensure_future(self.in_thread(active.submit, emitted))
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:  # the thread continues, and nothing will await what it submits
             submitting.add_done_callback(lambda _: active.cancel())
             raise
-        return subscriber
 
     def cancel_all(self) -> None:
         self.ending = True

@@ -4,22 +4,15 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 from onward.engine import Generation
-from onward.errors import EngineError
+from onward.errors import EngineError, RequestError
 from onward.language_model import Completion
 from onward.protocols import ParsedBody, ResponseKey
 from onward.server.models import ServedModel
-from onward.server.resume import (
-    EventIdFormat,
-    EventWriter,
-    ResponseEvents,
-    ResumeRequest,
-    emitted_by,
-    idempotency_of,
-    reused_key,
-)
+from onward.server.resume import EventIdFormat, EventWriter, ResponseEvents, ResumeRequest, idempotency_of, reused_key
 
 
 class ActiveRequest:
@@ -39,10 +32,15 @@ class ActiveRequest:
 
     def submit(self, emitted: Sequence[Sequence[int]] | None) -> None:
         """Submit its requests. emitted: known token ids of its sequences, in the order of the requests."""
-        engine = self.served.engine
+        engine, requests = self.served.engine, self.body.requests
+        count = sum(request.options.n for request in requests)
+        if emitted is not None and len(emitted) != count:
+            raise RequestError(f"emitted has ids of {len(emitted)} sequences, but the body asks for {count}")
+        left = iter(emitted or [()] * count)
         try:
-            for request, ids in zip(self.body.requests, emitted_by(self.body.requests, emitted), strict=True):
-                resumed = ids and request.options.beams == 1
+            for request in requests:
+                ids = list(islice(left, request.options.n))
+                resumed = any(ids) and request.options.beams == 1
                 self.generations.append(engine.resume(request, emitted=ids) if resumed else engine.submit(request))
         except BaseException:
             self.cancel()
@@ -145,11 +143,9 @@ class StoredResponse:
         self.request: ActiveRequest | None = None
         self.lock = asyncio.Lock()
 
-    @property
     def in_use(self) -> bool:
         return self.lock.locked() or (self.request is not None and bool(self.request.subscribers))
 
-    @property
     def tokens(self) -> int:
         return 0 if self.request is None else self.request.tokens
 
@@ -190,15 +186,15 @@ class ResponseStore:
     def _evict(self) -> None:
         """Drop expired entries, then the oldest while a limit is exceeded; except those in use."""
         expired = time.monotonic() - self._seconds
-        _drop_oldest(self._responses, expired, lambda response: response.tokens, lambda response: response.in_use)
-        _drop_oldest(self._cancelled, expired, _count, lambda _: False)
+        _drop_oldest(self._responses, expired, StoredResponse.tokens, StoredResponse.in_use)
+        _drop_oldest(self._cancelled, expired, _count)
 
 
 def _drop_oldest(
     entries: OrderedDict[str, tuple[float, _Entry]],
     expired: float,
     tokens_of: Callable[[_Entry], int],
-    in_use: Callable[[_Entry], bool],
+    in_use: Callable[[_Entry], bool] = lambda _: False,
 ) -> None:
     tokens = sum(tokens_of(entry) for _, entry in entries.values())
     for name, (since, entry) in list(entries.items()):

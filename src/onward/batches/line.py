@@ -194,22 +194,19 @@ class BatchLine:
         """The output line of a served request."""
         kind, _, _ = answer["id"].partition("-")
         body = {**answer, "id": f"{kind}-{_hash(id)}", "created": self.created, "usage": _reproducible(answer["usage"])}
-        return self._result(id, self._response(id, 200, body), None)
+        return self._result(id, 200, body)
 
     def failed(self, id: str, error: OnwardError) -> dict[str, Any]:
         """The output line of a failed request."""
-        return self._result(id, self._response(id, status_of(error), {"error": error_fields(error)}), None)
+        return self._result(id, status_of(error), {"error": error_fields(error)})
 
     def refused(self, id: str) -> dict[str, Any]:
         """The output line of an invalid line."""
-        return self._result(id, None, self.error)
+        return {"id": id, "custom_id": self.custom_id, "response": None, "error": self.error}
 
-    def _result(self, id: str, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {"id": id, "custom_id": self.custom_id, "response": response, "error": error}
-
-    @staticmethod
-    def _response(id: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"status_code": status, "request_id": f"req_{_hash(id)}", "body": body}
+    def _result(self, id: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+        response = {"status_code": status, "request_id": f"req_{_hash(id)}", "body": body}
+        return {"id": id, "custom_id": self.custom_id, "response": response, "error": None}
 
 
 def _custom_id_in(text: str | bytes) -> str | None:

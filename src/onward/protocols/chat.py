@@ -1,7 +1,7 @@
 """Completions as response bodies."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from onward.chat import AssistantMessage, MessageDelta, ToolCallDelta
@@ -77,15 +77,12 @@ def delta_body(delta: MessageDelta) -> dict[str, Any]:
     if delta.reasoning:
         body |= dict.fromkeys(_REASONING, delta.reasoning)
     if delta.tool_calls:
-        body["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+        body["tool_calls"] = calls = []
+        for call in delta.tool_calls:
+            start = {} if call.id is None else {"id": call.id, "type": "function"}
+            name = {} if call.id is None else {"name": call.name}
+            calls.append({"index": call.index, **start, "function": {**name, "arguments": call.arguments}})
     return body
-
-
-def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def delta_of(message: AssistantMessage) -> MessageDelta:
@@ -179,7 +176,12 @@ def text_logprobs(
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [None if entry is None else _finite(entry.chosen) for entry in entries],
-        "top_logprobs": [_by_text(token, entry) for token, entry in zip(tokens, entries, strict=True)],
+        "top_logprobs": [
+            None
+            if entry is None
+            else {other.text: _finite(logprob) for other, (_, logprob) in zip(token.top, entry.top, strict=True)}
+            for token, entry in zip(tokens, entries, strict=True)
+        ],
         "text_offset": offsets[: len(tokens)],
         "ids": list(ids),
         **({"content": logprob_entries(tokens, ids, entries)} if with_content else {}),
@@ -206,12 +208,6 @@ def prompt_logprobs(
         }
         listed.append({str(id): own, **likeliest})
     return listed
-
-
-def _by_text(token: TokenText, entry: TokenLogprobs | None) -> Mapping[str, float] | None:
-    if entry is None:
-        return None
-    return {other.text: _finite(logprob) for other, (_, logprob) in zip(token.top, entry.top, strict=True)}
 
 
 def _finite(logprob: float) -> float:

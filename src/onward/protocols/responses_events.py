@@ -68,7 +68,7 @@ class ResponseStream:
             events += self._add_text(_Text, "")
         state = "incomplete" if finish_reason(completion) == "length" else "completed"
         if (text := self._open.get(_Text)) is not None:
-            text.add_logprobs(self._take_entries())
+            text.entries += self._take_entries()
         for item in list(self._open.values()):
             events += self._close(item, state)
         events.append({"type": f"response.{state}", "response": self._response(state, completion)})
@@ -172,11 +172,13 @@ class _Item:
 
     prefix: str  # of its id
     delta: str  # type of the events with new text
+    has_logprobs = False
 
     def __init__(self, key: ResponseKey, place: int) -> None:
         self._at = {"output_index": place}
         self._id = f"{self.prefix}_{key.derived(f'item {place}')}"
         self._text = ""
+        self.entries: list[Entry] = []  # logprobs of its tokens
         self._state = "in_progress"
 
     def begin(self) -> list[Event]:
@@ -184,12 +186,9 @@ class _Item:
 
     def add(self, text: str, entries: Sequence[Entry] = ()) -> list[Event]:
         self._text += text
-        self.add_logprobs(entries)
-        event = {"type": f"response.{self.delta}", **self._in_item, "delta": text, **self.extra(entries)}
+        self.entries += entries
+        event = {"type": f"response.{self.delta}", **self._in_item, "delta": text, **self._logprobs(entries)}
         return [event] if text else []
-
-    def add_logprobs(self, entries: Sequence[Entry]) -> None:
-        """Add the logprobs of its tokens."""
 
     def end(self, state: str) -> list[Event]:
         self._state = state
@@ -198,9 +197,8 @@ class _Item:
     def object(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def extra(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """The fields of such an event besides its text."""
-        return {}
+    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        return {"logprobs": list(entries)} if self.has_logprobs else {}
 
     @property
     def _in_item(self) -> dict[str, Any]:
@@ -210,10 +208,6 @@ class _Item:
 class _PartItem(_Item):
     """An item whose content is one part."""
 
-    def __init__(self, key: ResponseKey, place: int) -> None:
-        super().__init__(key, place)
-        self._entries: list[Entry] = []
-
     def begin(self) -> list[Event]:
         (added,) = super().begin()
         return [added, {"type": "response.content_part.added", **self._in_item, "part": self.part("")}]
@@ -221,7 +215,7 @@ class _PartItem(_Item):
     def end(self, state: str) -> list[Event]:
         kind = self.delta.removesuffix(".delta")
         return [
-            {"type": f"response.{kind}.done", **self._in_item, "text": self._text, **self.extra(self._entries)},
+            {"type": f"response.{kind}.done", **self._in_item, "text": self._text, **self._logprobs(self.entries)},
             {"type": "response.content_part.done", **self._in_item, "part": self.part(self._text)},
             *super().end(state),
         ]
@@ -249,17 +243,10 @@ class _Reasoning(_PartItem):
 
 
 class _Text(_PartItem):
-    prefix, delta = "msg", "output_text.delta"
-
-    def add_logprobs(self, entries: Sequence[Entry]) -> None:
-        self._entries += entries
-
-    def extra(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        return {"logprobs": list(entries)}
+    prefix, delta, has_logprobs = "msg", "output_text.delta", True
 
     def part(self, text: str) -> dict[str, Any]:
-        entries = list(self._entries) if text else []
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
+        return {"type": "output_text", "text": text, "annotations": [], **self._logprobs(self.entries if text else ())}
 
     def object(self) -> dict[str, Any]:
         message = {"role": "assistant", "content": self._content}

@@ -20,7 +20,7 @@ from onward.protocols import error_fields, status_of
 from onward.server import generate, page_files, tokenize
 from onward.server.errors import CompactJSONResponse, error_answer, plain_error
 from onward.server.gate import CLIENT_CLOSED, Gate, access_of
-from onward.server.log import log_defect
+from onward.server.log import log_defect, refusal
 from onward.server.metrics import CONTENT_TYPE
 from onward.server.models import Settings
 from onward.server.openapi import document
@@ -90,9 +90,10 @@ def _routes(service: Service, streams: OpenStreams, lifespan: object) -> FastAPI
     async def on_error(request: Request, error: OnwardError) -> Response:
         fields = error_fields(error)
         service.metrics.refusals[fields["code"] or "invalid_request"] += 1
-        access_of(request.scope).note_error(fields, with_values=service.settings.log_prompts)
+        access = access_of(request.scope)
+        access.fields |= refusal(fields, with_values=service.settings.log_prompts)
         if status_of(error) >= 500:
-            log_defect(error, id=access_of(request.scope).id)
+            log_defect(error, id=access.id)
         return error_answer(error)
 
     @app.exception_handler(HTTPException)
@@ -103,7 +104,7 @@ def _routes(service: Service, streams: OpenStreams, lifespan: object) -> FastAPI
         allowed = headers.get("Allow", "").split(", ")
         if "GET" in allowed and "HEAD" not in allowed:
             headers["Allow"] += ", HEAD"
-        access_of(request.scope).note_error({"code": code})
+        access_of(request.scope).fields |= refusal({"code": code})
         return plain_error(error.status_code, message, code, headers)
 
     @app.exception_handler(ClientDisconnect)

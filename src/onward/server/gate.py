@@ -37,9 +37,6 @@ class AccessRecord:
         self.fields: dict[str, Any] = {}
         self._scope, self._began = scope, time.perf_counter()
 
-    def note_error(self, fields: Mapping[str, Any], *, with_values: bool = False) -> None:
-        self.fields |= refusal(fields, with_values=with_values)
-
     def write(self) -> None:
         client = self._scope.get("client")
         log(
@@ -101,7 +98,7 @@ class Gate:
             except OnwardError as error:
                 fields = error_fields(error)
                 self._service.metrics.refusals[fields["code"]] += 1
-                access.note_error(fields, with_values=self._service.settings.log_prompts)
+                access.fields |= refusal(fields, with_values=self._service.settings.log_prompts)
                 await error_answer(error)(scope, receive, send)
             else:
                 await self._app(scope, receive, send)

@@ -35,21 +35,16 @@ _POSITION = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*(?:\+[0-9]{1,9})?")
 class ResponseEvents(Protocol):
     """Formats a response as events. They depend on the pieces alone, not on how these are batched.
 
-    per_piece: whether a piece may have several events; pieces are then formatted one by one.
+    per_piece: whether a piece may have several events; pieces are then formatted one by one. pieces: formats pieces of
+    one sequence; returns each event, with the number of pieces that are complete after it.
     """
 
     per_piece: bool
 
     def begin(self, at: int) -> list[str]: ...
-
-    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
-        """Format pieces of one sequence: each event, with the number of pieces that are complete after it."""
-        ...
-
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]: ...
     def end(self, at: int, completion: Completion) -> list[str]: ...
-
     def finish(self) -> list[str]: ...
-
     def error(self, error: OnwardError) -> list[str]: ...
 
 

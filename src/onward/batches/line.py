@@ -128,11 +128,9 @@ _RUN_COUNTS = ("cached_tokens", "accepted_prediction_tokens", "rejected_predicti
 
 @dataclass(frozen=True)
 class BatchLine:
-    """An input line.
-
-    number: in its file, from 1. custom_id: None if it is unreadable. error: what is wrong with the line, as the
-    output's "error"; then url and body are unset. created: the file's modification time, in seconds since 1970.
-    """
+    """An input line. number: in its file, from 1. custom_id: None if it is unreadable. error: what is wrong with the
+    line, as the output's "error"; then url and body are unset. created: the file's modification time, in seconds since
+    1970."""
 
     number: int
     custom_id: str | None

@@ -55,21 +55,16 @@ class BatchResults:
         self._has_new = False
         try:
             if destination.exists():
-                self._check_kind()
+                if os.path.samefile(destination, batch.source):
+                    raise RequestError(f"{str(destination)!r} is the batch itself: choose another output")
+                if destination.is_dir() != batch.source.is_dir():
+                    kind = "a folder" if batch.source.is_dir() else "a file"
+                    message = f"{str(batch.source)!r} is {kind}, but {str(destination)!r} is not"
+                    raise RequestError(f"{message}: choose an output of the same kind")
             self._is_stream = destination.exists() and not (destination.is_file() or destination.is_dir())
             self._parts = destination.resolve().with_name(f"{destination.resolve().name}.parts")
         except OSError as error:
             raise self._failure(error) from error
-
-    def _check_kind(self) -> None:
-        destination, source = self.destination, self._batch.source
-        if os.path.samefile(destination, source):
-            raise RequestError(f"{str(destination)!r} is the batch itself: choose another output")
-        if destination.is_dir() != source.is_dir():
-            kind = "a folder" if source.is_dir() else "a file"
-            raise RequestError(
-                f"{str(source)!r} is {kind}, but {str(destination)!r} is not: choose an output of the same kind"
-            )
 
     def __enter__(self) -> Self:
         try:
@@ -158,7 +153,8 @@ class BatchResults:
                         self._append([(result["id"], result_line(result))])
 
     def _results_of(self, file: Path) -> Iterator[tuple[int, str | None, dict[str, Any]]]:
-        """The results in a file: the length of the line, the custom_id if it was served, and the result."""
+        """The results in a file: the length of the line, the custom_id if it was served, and the result. Raises
+        `RequestError`: a line is not a result, or belongs to another batch."""
         for number, text in rows_of(file, results=True):
             try:
                 result = json.loads(text)
@@ -166,9 +162,15 @@ class BatchResults:
                 if isinstance(text, bytes) and not text.endswith(b"\n"):  # the last line, cut off while being written
                     return
                 result = None
-            custom_id = served_id(result, number, file, self._batch)
-            assert result is not None
-            yield len(text), custom_id, result
+            if not isinstance(result, dict) or not {"id", "custom_id", "response", "error"} <= set(result):
+                raise RequestError(f"line {number} of {str(file)!r} is not a batch result: choose another output")
+            custom_id, response = result["custom_id"], result["response"]
+            if custom_id is not None and custom_id not in self._batch.custom_ids:
+                source = str(self._batch.source)
+                message = f"{str(file)!r} has results of another batch: {source!r} has no custom_id {custom_id!r}"
+                raise RequestError(f"{message}; choose another output")
+            is_served = isinstance(response, dict) and response.get("status_code") == 200
+            yield len(text), custom_id if is_served else None, result
 
     def _output_files(self) -> list[Path]:
         if self.destination.is_dir():
@@ -229,16 +231,3 @@ class BatchResults:
 
     def _failure(self, error: OSError) -> RequestError:
         return RequestError(f"the results cannot be written to {str(self.destination)!r}: {error.strerror or error}")
-
-
-def served_id(result: Any, number: int, file: Path, batch: BatchInput) -> str | None:
-    """The custom_id of a result, if it was served. Raises `RequestError`: it is not a result, or belongs to another
-    batch."""
-    if not isinstance(result, dict) or not {"id", "custom_id", "response", "error"} <= set(result):
-        raise RequestError(f"line {number} of {str(file)!r} is not a batch result: choose another output")
-    custom_id, response = result["custom_id"], result["response"]
-    if custom_id is not None and custom_id not in batch.custom_ids:
-        message = f"{str(file)!r} has results of another batch: {str(batch.source)!r} has no custom_id {custom_id!r}"
-        raise RequestError(f"{message}; choose another output")
-    is_served = isinstance(response, dict) and response.get("status_code") == 200
-    return custom_id if is_served else None

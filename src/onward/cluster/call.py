@@ -21,12 +21,9 @@ Emitted = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class ProxiedRequest:
-    """An HTTP request, with what makes its response the same on every replica.
-
-    response_key: determines the response's id, time and seed. emitted: token ids generated in earlier attempts, if
-    known.
-    last_event_id: the last event that the client has of a stream. See `onward.server.resume`.
-    """
+    """An HTTP request, with what makes its response the same on every replica. response_key: determines the response's
+    id, time and seed. emitted: token ids generated in earlier attempts, if known. last_event_id: the last event that
+    the client has of a stream. See `onward.server.resume`."""
 
     method: str
     path: str
@@ -44,11 +41,9 @@ class ProxiedRequest:
 
 
 class Reply(NamedTuple):
-    """A part of a response. A healthy replica sends one every half second, which may be empty.
-
-    replica: its name. fingerprint: of its engine; equal ones generate identical text. messages: of ASGI. is_last:
-    whether they end the response. number: of the call.
-    """
+    """A part of a response. A healthy replica sends one every half second, which may be empty. replica: its name.
+    fingerprint: of its engine; equal ones generate identical text. messages: of ASGI. is_last: whether they end the
+    response. number: of the call."""
 
     replica: str
     fingerprint: str
@@ -68,12 +63,9 @@ class ReplyBatch(NamedTuple):
 
 @dataclass
 class RouteAttempt:
-    """Where to send a call, and where it was sent.
-
-    key: equal for requests with a common beginning, if any. avoid: replicas that failed the call. only: the one replica
-    that may serve it. replica: where it was sent last, if anywhere. since: when, on this process's monotonic clock.
-    on_assign: called with the replica.
-    """
+    """Where to send a call, and where it was sent. key: equal for requests with a common beginning, if any. avoid:
+    replicas that failed the call. only: the one replica that may serve it. replica: where it was sent last, if
+    anywhere. since: when, on this process's monotonic clock. on_assign: called with the replica."""
 
     key: str | None = None
     avoid: frozenset[str] = field(default_factory=frozenset)
@@ -156,7 +148,8 @@ class ProxiedResponse:
                 self._note(message.get("onward", {}))
             elif not self.started:
                 self.started, self._fingerprint, self._status = True, reply.fingerprint, message["status"]
-                self._is_stream = _is_stream(message)
+                headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+                self._is_stream = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
                 await self._send(message)
             elif message["status"] != self._status:
                 raise DivergedError(f"the response has the status {message['status']}; before, it had {self._status}")
@@ -207,8 +200,3 @@ class ProxiedResponse:
             new: Sequence[Sequence[int]] = report["emitted"]
             before = self.emitted or ((),) * len(new)
             self.emitted = tuple((*old, *ids) for old, ids in zip(before, new, strict=True))
-
-
-def _is_stream(start: Mapping[str, Any]) -> bool:
-    types = [value for name, value in start.get("headers", ()) if name.lower() == b"content-type"]
-    return any(kind.startswith(b"text/event-stream") for kind in types)

@@ -35,9 +35,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 class ReplyQueue:
     """The messages of all responses for one ingress, collected into batches. A response's status, its first part and
-    its end are not delayed.
-
-    replica: its name. fingerprint: of its engine. gather: seconds between two other batches.
+    its end are not delayed. replica: its name. fingerprint: of its engine. gather: seconds between two other batches.
     """
 
     def __init__(
@@ -153,10 +151,8 @@ def _joined(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 async def serve_into(app: App, call: ProxiedRequest, number: int, queue: ReplyQueue, replica: str = "") -> None:
     """Serve a call, and queue the messages of its response. To the application, cancellation and a closed queue are a
-    client that disconnects.
-
-    The last message of the response has the entry `LOG_FIELDS`. replica: for the header x-onward-replica.
-    """
+    client that disconnects. The last message of the response has the entry `LOG_FIELDS`. replica: for the header
+    x-onward-replica."""
     disconnected, scope = asyncio.Event(), _scope(call)
     last: list[Any] = []
     requests = [{"type": "http.request", "body": call.body, "more_body": False}]
@@ -217,10 +213,8 @@ def _scope(call: ProxiedRequest) -> dict[str, Any]:
 
 
 class Channel:
-    """Hands the batches of one replica to the streams that they are for.
-
-    keep_open: whether to stay open after so many seconds without streams. on_close: called when the channel ends.
-    """
+    """Hands the batches of one replica to the streams that they are for. keep_open: whether to stay open after so many
+    seconds without streams. on_close: called when the channel ends."""
 
     def __init__(
         self,
@@ -270,26 +264,21 @@ class ReplicaTransport(Protocol):
     @property
     def names(self) -> frozenset[str]:
         """The replicas that take requests now."""
-        ...
 
     def call(
         self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int
     ) -> tuple[Awaitable[None], Callable[[], None]]:
         """Have a replica serve a call (`serve_into`). Returns what ends with it, and a function to cancel it. Calls
         `route.assign` with the replica, in any thread."""
-        ...
 
     def batches(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
         """The batches of a replica for an ingress (`ReplyQueue.batches`)."""
-        ...
 
 
 class ChannelReplicaSet:
-    """Replicas whose replies come through channels; the calls themselves only report their end.
-
-    A response arrives complete and in order, or the call is lost: a channel that ended is never reopened, since later
-    calls use channels with another name.
-    """
+    """Replicas whose replies come through channels; the calls themselves only report their end. A response arrives
+    complete and in order, or the call is lost: a channel that ended is never reopened, since later calls use channels
+    with another name."""
 
     def __init__(self, remote: ReplicaTransport) -> None:
         self._remote = remote

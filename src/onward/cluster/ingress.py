@@ -92,11 +92,9 @@ _MAX_QUARANTINED, _MAX_DEATHS = 10_000, 2
 
 
 class Quarantine:
-    """Requests that were being served when replicas died: after the second death they are refused for a while.
-
-    A request is identified by a digest of its body. Replicas that only hang or leave don't count, and a request that
-    was served completely is not the cause.
-    """
+    """Requests that were being served when replicas died: after the second death they are refused for a while. A
+    request is identified by a digest of its body. Replicas that only hang or leave don't count, and a request that was
+    served completely is not the cause."""
 
     def __init__(self, options: RetryOptions) -> None:
         self._seconds = options.quarantine
@@ -135,10 +133,8 @@ class _Outcome(enum.Enum):
 
 
 class Ingress:
-    """An ASGI application that forwards requests to replicas.
-
-    options: limits of retries. settings: for the ingress itself: the access log, and limits of requests.
-    """
+    """An ASGI application that forwards requests to replicas. options: limits of retries. settings: for the ingress
+    itself: the access log, and limits of requests."""
 
     def __init__(self, replicas: ChannelReplicaSet, options: RetryOptions, settings: Settings | None = None) -> None:
         self._replicas, self._options = replicas, options
@@ -192,13 +188,8 @@ class Ingress:
         if self._log_prompts and scope["method"] == "POST":
             response.log_fields["body"] = body.decode("utf-8", "replace")
         call = self._call_of(scope, body, request_id)
-        state = self._state.has(call)
-        await self._until_disconnected(
-            receive, self._send_state(call, response) if state else self._serve(call, response)
-        )
-
-    async def _send_state(self, call: ProxiedRequest, response: ProxiedResponse) -> None:
-        await response.send_response(await self._state.respond(call))
+        serve = self._state.serve if self._state.has(call) else self._serve
+        await self._until_disconnected(receive, serve(call, response))
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, wait up to `seconds` for running ones, and cancel the others."""
@@ -307,7 +298,8 @@ class Ingress:
                 reply = await self._next(replies, route)
                 route.replica = reply.replica
                 self._compare(reply)
-                if _is_busy(reply) and (response.started or self._others(route)):
+                status = next((each["status"] for each in reply.messages if "status" in each), None)
+                if status in _BUSY and (response.started or self._others(route)):
                     return _Outcome.BUSY
                 await response.forward(reply)
                 if not response.is_complete and route.replica not in self._replicas.names and self._others(route):
@@ -358,10 +350,6 @@ class Ingress:
 
 def _digest(path: str, body: bytes) -> bytes:
     return hashlib.blake2b(path.encode() + b" " + body).digest()
-
-
-def _is_busy(reply: Reply) -> bool:
-    return any(message["type"] == "http.response.start" and message["status"] in _BUSY for message in reply.messages)
 
 
 async def _lifespan(receive: Any, send: Send) -> None:

@@ -26,16 +26,14 @@ LOAD, _FULL_SECONDS = "load", 10.0
 _POINTS = 64
 # The prefix of sessions' keys. Their replica is skipped only if it has this many times the mean load.
 _SESSION, _SESSION_BOUND = "session ", 1.25
-# The part of a prompt in its key: enough for several cache blocks, but shorter than what long conversations share.
+# The part of a prompt in its key: several cache blocks, but short enough for long conversations to share it.
 _MAX_CHARACTERS, _MAX_IDS = 2048, 512
 
 
 class HashRing:
-    """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350).
-
-    From a key's point on, the first replica that is not skipped is the best. So a key keeps its replicas as long as
-    they exist, and only the keys of a replica that leaves move.
-    """
+    """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350). From a key's point
+    on, the first replica that is not skipped is the best. So a key keeps its replicas as long as they exist, and only
+    the keys of a replica that leaves move."""
 
     def __init__(self) -> None:
         self.replicas: frozenset[str] = frozenset()
@@ -54,11 +52,9 @@ class HashRing:
     def order(
         self, key: str | None, load: Callable[[str], float], avoid: Collection[str] = (), *, affinity: bool = True
     ) -> Iterator[str]:
-        """All replicas, the best for a request first. They are computed lazily: the first are cheap.
-
-        key: from `routing_key`; None: prefer the least loaded. load: the number of requests that a replica has now.
-        avoid: replicas that failed the request; they come last. affinity: if false, prefer the least loaded for every
-        request.
+        """All replicas, the best for a request first. They are computed lazily: the first are cheap. key: from
+        `routing_key`; None: prefer the least loaded. load: the number of requests that a replica has now. avoid:
+        replicas that failed the request; they come last. affinity: if false, prefer the least loaded for every request.
         """
         loads = {replica: load(replica) for replica in self.replicas}
         if key is None or not affinity:
@@ -94,12 +90,9 @@ class HashRing:
 
 
 def _bound(key: str, loads: Mapping[str, float]) -> float:
-    """The load from which on a replica is skipped; there is always one below.
-
-    As long as a replica is idle, a cached prefix saves less time than sharing a replica costs. If none is, those with
-    at least the mean load are skipped (benchmarks/results/2026-11-23-fleet.md). Sessions are worth more: their whole
-    text is cached on one replica.
-    """
+    """The load from which on a replica is skipped; there is always one below. As long as a replica is idle, a cached
+    prefix saves less time than sharing a replica costs. If none is, those with at least the mean load are skipped
+    (benchmarks/results/2026-11-23-fleet.md). Sessions are worth more: their whole text is cached on one replica."""
     mean = (sum(loads.values()) + 1) / max(1, len(loads))
     if key.startswith(_SESSION):
         return math.ceil(_SESSION_BOUND * mean)
@@ -107,11 +100,9 @@ def _bound(key: str, loads: Mapping[str, float]) -> float:
 
 
 def routing_key(headers: Mapping[str, str], body: bytes) -> str | None:
-    """A key that is equal for requests that share a session or the start of a prompt; None without either.
-
-    It is the header x-session-id, or the model and the start of the prompt: for a chat, its messages up to the first of
-    the user, which later turns repeat.
-    """
+    """A key that is equal for requests that share a session or the start of a prompt; None without either. It is the
+    header x-session-id, or the model and the start of the prompt: for a chat, its messages up to the first of the user,
+    which later turns repeat."""
     session = headers.get("x-session-id")
     if session:
         return f"{_SESSION}{session}"
@@ -146,9 +137,7 @@ def _hash(text: str) -> int:
 
 def load_of(stats: "EngineStats", max_sequences: int) -> float:
     """How full a replica is: 1 if it runs as much as it can at once, or has prompts for `_FULL_SECONDS` to process.
-
-    Waiting requests count like running ones. max_sequences: the maximum that it runs at once.
-    """
+    Waiting requests count like running ones. max_sequences: the maximum that it runs at once."""
     requests = (stats.running + stats.waiting) / max_sequences
     speed = stats.prompt_tokens_per_second
     prompts = stats.waiting_tokens / speed / _FULL_SECONDS if speed > 0 else 0.0

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
 from onward import __version__
-from onward.cluster.call import ProxiedRequest, ReplicaLostError, RouteAttempt, close_later
+from onward.cluster.call import ProxiedRequest, ProxiedResponse, ReplicaLostError, RouteAttempt, close_later
 from onward.cluster.channel import ChannelReplicaSet
 from onward.engine import EngineStats
 from onward.errors import OnwardError
@@ -40,11 +40,9 @@ class Kind(enum.Enum):
 
 
 class Totals(Generic[_Key]):
-    """The combined numbers of all replicas, from one reading to the next. kind: of a number, by its key.
-
-    A count never falls, whichever replicas respond: the sum includes the last count of a replica that doesn't respond,
-    or is lost. What it counted after that is missing.
-    """
+    """The combined numbers of all replicas, from one reading to the next. kind: of a number, by its key. A count never
+    falls, whichever replicas respond: the sum includes the last count of a replica that doesn't respond, or is lost.
+    What it counted after that is missing."""
 
     def __init__(self, kind: Callable[[_Key], Kind]) -> None:
         self._kind = kind
@@ -84,9 +82,6 @@ TIMEOUT = 2.0  # seconds for a replica to respond; Prometheus waits 10 s for a s
 _POLL_INTERVAL = 0.05  # seconds, while waiting for replicas
 
 _OK = (200, 503)  # a failing replica reports its state with 503
-# Ratios are averaged. Other current values are added.
-_MEAN_METRICS = frozenset({"onward_prefix_hit_ratio"})
-_MEAN_STATS = frozenset({"hit_rate"})
 _COUNTED_STATS = frozenset({"steps", "tokens", "preemptions", "seconds"})
 
 # A metric sample: its family, name and labels.
@@ -108,8 +103,8 @@ class State:
         """Whether a call asks for the state."""
         return call.method in ("GET", "HEAD") and call.path in self._handlers
 
-    async def respond(self, call: ProxiedRequest) -> Response:
-        """Ask all replicas, and respond for all. If they refuse, for example because of a wrong key, return a refusal.
+    async def serve(self, call: ProxiedRequest, response: ProxiedResponse) -> None:
+        """Ask all replicas, and respond for all. If they refuse, for example because of a wrong key, so does this.
         Raises `BodyError`: the query is invalid."""
         by = parse_qs(call.query.decode("latin-1"), keep_blank_values=True).get("by", [""])[-1]
         if by not in ("", "replica"):
@@ -117,12 +112,13 @@ class State:
         names = await self._names()
         requests = [_ask(self._replicas, replace(call, method="GET", query=b""), name, self._timeout) for name in names]
         received = zip(names, await asyncio.gather(*requests), strict=True)
-        responses = {name: response for name, response in received if response is not None}
+        responses = {name: each for name, each in received if each is not None}
         bodies = {name: bytes(each.body) for name, each in responses.items() if each.status_code in _OK}
         refusal = next((each for each in responses.values() if each.status_code not in _OK), None)
         if refusal is not None and not bodies:
-            return refusal
-        return self._handlers[call.path](bodies, names, by == "replica")
+            await response.send_response(refusal)
+        else:
+            await response.send_response(self._handlers[call.path](bodies, names, by == "replica"))
 
     async def _names(self) -> list[str]:
         """The replicas, after waiting a little for some to be available."""
@@ -204,12 +200,12 @@ def _kind_of_metric(key: _Sample) -> Kind:
     family, sample, _ = key
     if sample.endswith(("_total", "_bucket", "_sum", "_count", "_created")):
         return Kind.COUNT
-    return Kind.MEAN if family in _MEAN_METRICS else Kind.SUM
+    return Kind.MEAN if family == "onward_prefix_hit_ratio" else Kind.SUM
 
 
 def _kind_of_stat(key: tuple[str, ...]) -> Kind:
     _, name, *_ = key
-    return Kind.COUNT if name in _COUNTED_STATS else Kind.MEAN if name in _MEAN_STATS else Kind.SUM
+    return Kind.COUNT if name in _COUNTED_STATS else Kind.MEAN if name == "hit_rate" else Kind.SUM
 
 
 def _flat(stats: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -191,10 +191,8 @@ def text_logprobs(
 def prompt_logprobs(
     prompt: Sequence[int], entries: Sequence[TokenLogprobs | None] | None, tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """The logprobs of a prompt in vLLM's format: for each token, itself and the top alternatives.
-
-    rank: 1 for the likeliest; None for a token that is not among the listed ones.
-    """
+    """The logprobs of a prompt in vLLM's format: for each token, itself and the top alternatives. rank: 1 for the
+    likeliest; None for a token that is not among the listed ones."""
     assert entries is not None, "the body asks for them"
     listed: list[dict[str, dict[str, Any]] | None] = []
     for id, entry, token in zip(prompt, entries, token_texts(prompt, entries, (), tokenizer), strict=True):
@@ -215,11 +213,9 @@ def _finite(logprob: float) -> float:
 
 
 class ContentLogprobs:
-    """Selects the logprobs of a message's content while it is generated.
-
-    The text is parsed token by token. A token belongs to the content if one of its characters does, or a part of one.
-    Text that may be the start of a mark is held back until that is certain.
-    """
+    """Selects the logprobs of a message's content while it is generated. The text is parsed token by token. A token
+    belongs to the content if one of its characters does, or a part of one. Text that may be the start of a mark is held
+    back until that is certain."""
 
     def __init__(self, request: Request, seed: int | None, tokenizer: Tokenizer) -> None:
         assert request.answer is not None, "a chat's text is parsed as a message"

@@ -29,10 +29,8 @@ _CHUNKS = {"chat.completion": "chat.completion.chunk", "text_completion": "text_
 
 
 class ChunkStream:
-    """The chunks of the response to one body, each as JSON. Call `begin` first and `usage` last.
-
-    A chunk has one choice. The first of a choice has its role; the last has its finish_reason and no content.
-    """
+    """The chunks of the response to one body, each as JSON. Call `begin` first and `usage` last. A chunk has one
+    choice. The first of a choice has its role; the last has its finish_reason and no content."""
 
     def __init__(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
         self._body, self._tokenizer = body, tokenizer
@@ -88,10 +86,8 @@ class ChunkStream:
 
 
 class _Choice:
-    """The state of one choice.
-
-    texts: of its tokens, if logprobs are asked for. with_ids: whether chunks have token ids.
-    """
+    """The state of one choice. texts: of its tokens, if logprobs are asked for. with_ids: whether chunks have token
+    ids."""
 
     opening: str  # JSON before the content
     closing: str  # and after it

@@ -115,10 +115,7 @@ class BodyReader:
     def read(self, url: str, body: object, key: ResponseKey | None = None, seed: int | None = None) -> ParsedBody:
         """Parse a body sent to one of `URLS`. Raises `BodyError`: a field is unknown, unsupported or of a wrong type;
         another model; no prompt. Raises `RequestError` or `TokenizerError`: as `LanguageModel.request`, if no field is
-        to blame.
-
-        key: of the response; a new one by default. seed: if the body has none; by default the key's.
-        """
+        to blame. key: of the response; a new one by default. seed: if the body has none; by default the key's."""
         kind = URLS[url]
         if not isinstance(body, dict) or not all(isinstance(name, str) for name in body):
             raise BodyError(f"the body must be a JSON object; got {type(body).__name__}", code="invalid_type")

@@ -149,10 +149,8 @@ def _models(service: Service) -> APIRouter:
 
 
 def _health(service: Service) -> Response:
-    """Report whether every engine is idle or making progress.
-
-    It takes no lock, so it answers even if an engine hangs while holding one.
-    """
+    """Report whether every engine is idle or making progress. It takes no lock, so it answers even if an engine hangs
+    while holding one."""
     models: dict[str, Any] = {}
     for model in service.models:
         seconds = model.engine.seconds_since_step

@@ -133,9 +133,7 @@ async def drain(app: App, server: uvicorn.Server) -> None:
 
 async def drain_requests(in_flight: Callable[[], int], seconds: float, cancel: Callable[[], None]) -> None:
     """Wait up to `seconds` for requests to finish, then cancel the others and let them report that to their clients.
-
-    in_flight: returns the number of requests.
-    """
+    in_flight: returns the number of requests."""
     await _wait_idle(in_flight, seconds)
     if in_flight():
         cancel()

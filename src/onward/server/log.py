@@ -21,11 +21,8 @@ def log(event: str, **fields: Any) -> None:
 
 
 def refusal(fields: Mapping[str, Any], *, with_values: bool = False) -> dict[str, Any]:
-    """The log fields that say why a request was refused.
-
-    fields: from `error_fields`. with_values: include the values that the message quotes. They may contain prompts,
-    which are logged only with --log-prompts.
-    """
+    """The log fields that say why a request was refused. fields: from `error_fields`. with_values: include the values
+    that the message quotes. They may contain prompts, which are logged only with --log-prompts."""
     message = str(fields.get("message") or "")
     reason = message if with_values else _QUOTED.sub("…", message)
     error = {"param": fields.get("param"), "code": fields.get("code"), "reason": reason}

@@ -60,10 +60,8 @@ class ModelMetrics:
             self._started.add(generation)
 
     def record(self, generation: Generation, completion: Completion | None, now: float) -> None:
-        """Record a request that has been answered, or whose clients have all disconnected.
-
-        completion: None if it failed, or was cancelled and ends with its next step.
-        """
+        """Record a request that has been answered, or whose clients have all disconnected. completion: None if it
+        failed, or was cancelled and ends with its next step."""
         self.duration.observe(now - generation.submitted)
         self.record_first_token(generation)
         self._started.discard(generation)
@@ -93,10 +91,8 @@ def _new_tokens(generation: Generation) -> int:
 
 
 class Metrics:
-    """The metrics of a server, updated in the event loop's thread.
-
-    live: returns the generations that engines are serving, with their model's name.
-    """
+    """The metrics of a server, updated in the event loop's thread. live: returns the generations that engines are
+    serving, with their model's name."""
 
     def __init__(self, models: Iterable[ServedModel], live: Callable[[], Iterable[tuple[str, Generation]]]) -> None:
         self._live = live
@@ -108,11 +104,8 @@ class Metrics:
         return self._models[model][1]
 
     def snapshot(self) -> Callable[[], bytes]:
-        """Return a function that renders the metrics in Prometheus' text format.
-
-        Call this one in the event loop's thread, and the returned one in another thread, since it waits for the
-        engines.
-        """
+        """Return a function that renders the metrics in Prometheus' text format. Call this one in the event loop's
+        thread, and the returned one in another thread, since it waits for the engines."""
         for model, generation in self._live():
             self.of(model).record_first_token(generation)
         counted = [*self._request_metrics(), *self._response_metrics()]

@@ -33,11 +33,9 @@ _POSITION = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*(?:\+[0-9]{1,9})?")
 
 
 class ResponseEvents(Protocol):
-    """Formats a response as events. They depend on the pieces alone, not on how these are batched.
-
-    per_piece: whether a piece may have several events; pieces are then formatted one by one. pieces: formats pieces of
-    one sequence; returns each event, with the number of pieces that are complete after it.
-    """
+    """Formats a response as events. They depend on the pieces alone, not on how these are batched. per_piece: whether a
+    piece may have several events; pieces are then formatted one by one. pieces: formats pieces of one sequence; returns
+    each event, with the number of pieces that are complete after it."""
 
     per_piece: bool
 
@@ -50,10 +48,8 @@ class ResponseEvents(Protocol):
 
 @dataclass
 class RequestPosition:
-    """A position in the events of one request.
-
-    counts: complete pieces of each sequence. extra: events since the last complete piece, or that belong to no piece.
-    """
+    """A position in the events of one request. counts: complete pieces of each sequence. extra: events since the last
+    complete piece, or that belong to no piece."""
 
     counts: list[int]
     extra: int = 0
@@ -104,11 +100,9 @@ class StreamPosition:
 
 
 class EventWriter:
-    """Writes events with their ids, except those that were sent before.
-
-    events: formats the response. prefix: of every event id. before: the position that the client has already received.
-    known: how many token ids of each sequence the caller knows.
-    """
+    """Writes events with their ids, except those that were sent before. events: formats the response. prefix: of every
+    event id. before: the position that the client has already received. known: how many token ids of each sequence the
+    caller knows."""
 
     def __init__(self, events: ResponseEvents, prefix: str, before: StreamPosition, known: Sequence[int]) -> None:
         self._events, self._prefix, self._before = events, prefix, before
@@ -210,11 +204,9 @@ _EVENT_ID = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{8})\.([0-9a-f]{8})\.([0-9,;+/
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """What a request says about a response that may have been started before.
-
-    key: of the response. emitted: token ids of its sequences that the caller knows, if any. last_event_id: the last
-    event that the client has. reports: whether messages report token ids. idempotency: see `idempotency_of`.
-    """
+    """What a request says about a response that may have been started before. key: of the response. emitted: token ids
+    of its sequences that the caller knows, if any. last_event_id: the last event that the client has. reports: whether
+    messages report token ids. idempotency: see `idempotency_of`."""
 
     key: ResponseKey
     emitted: Sequence[Sequence[int]] | None = None

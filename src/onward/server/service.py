@@ -43,16 +43,10 @@ _Result = TypeVar("_Result")
 # Reads a body, given the key of its response.
 Read = Callable[[ResponseKey], tuple[ServedModel, ParsedBody]]
 
-# Threads that read bodies: JSON, templates, tokenizers (these release the GIL).
-_READERS = 4
-
 
 class Service:
-    """A server's models, settings and metrics.
-
-    draining: no more requests are taken. ending: running requests are cancelled. live: requests that engines are
-    serving.
-    responses: what is stored of finished and cancelled responses.
+    """A server's models, settings and metrics. draining: no more requests are taken. ending: running requests are
+    cancelled. live: requests that engines are serving. responses: what is stored of finished and cancelled responses.
     """
 
     def __init__(self, engines: Mapping[str, Engine], settings: Settings) -> None:
@@ -62,7 +56,8 @@ class Service:
         self.draining = self.ending = False
         self.live: set[ActiveRequest] = set()
         self.metrics = Metrics(self.models, self._running)
-        self._pool = ThreadPoolExecutor(_READERS, "onward-reader")
+        # Threads that read bodies: JSON, templates, tokenizers (these release the GIL).
+        self._pool = ThreadPoolExecutor(4, "onward-reader")
 
     async def in_thread(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run a slow function in a thread."""

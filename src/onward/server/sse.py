@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -14,7 +14,6 @@ from onward.server.models import Settings
 from onward.server.resume import ResponseEvents
 from onward.server.submission import Subscriber
 
-_COMMENT = b": waiting\n\n"
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -23,10 +22,8 @@ _HEADERS = {
 
 
 class EventStream(Response):
-    """A streaming response. The status and headers are sent immediately, while the request waits in the queue.
-
-    ended: called when the stream ends for any reason.
-    """
+    """A streaming response. The status and headers are sent immediately, while the request waits in the queue. ended:
+    called when the stream ends for any reason."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class EventStream(Response):
         self._changed.set()
 
     async def _stream(self, send: Send) -> None:
-        await self._send(send, self._writer.begin())
+        await self._send(send, "".join(self._writer.begin()))
         while not self._client.disconnected:
             self._changed.clear()
             events: list[str] = []
@@ -88,18 +85,18 @@ class EventStream(Response):
             except Exception as error:
                 self._request.cancel()
                 shown = error if isinstance(error, OnwardError) else OnwardError(DEFECT)
-                await self._send(send, [*events, *self._writer.error(shown)], is_last=True)
+                await self._send(send, "".join([*events, *self._writer.error(shown)]), is_last=True)
                 if shown is not error:
                     raise
                 return
             if not self._sent:
-                await self._send(send, [*events, *self._writer.finish()], is_last=True)
+                await self._send(send, "".join([*events, *self._writer.finish()]), is_last=True)
                 return
-            await self._send(send, events)
+            await self._send(send, "".join(events))
             await self._changed.wait()
             if self._wants_comment:
                 self._wants_comment = False
-                await self._write(send, _COMMENT, is_last=False)
+                await self._send(send, ": waiting\n\n")
 
     def _add_events(self, events: list[str]) -> None:
         """Append the events since the last call. Raises the error of a failed request."""
@@ -113,14 +110,13 @@ class EventStream(Response):
                 del self._sent[at]
                 events += self._writer.end(at, self._request.completion(at))
 
-    async def _send(self, send: Send, events: Sequence[str], *, is_last: bool = False) -> None:
-        if events or is_last:
-            await self._write(send, "".join(events).encode("utf-8", "backslashreplace"), is_last=is_last)
-
-    async def _write(self, send: Send, content: bytes, *, is_last: bool) -> None:
-        """Waits if the client reads more slowly than tokens are generated."""
+    async def _send(self, send: Send, text: str, *, is_last: bool = False) -> None:
+        """Send part of the body. Waits if the client reads more slowly than tokens are generated."""
+        if not text and not is_last:
+            return
         self._last_sent = self._sending_since = time.monotonic()
-        message: Message = {"type": "http.response.body", "body": content, "more_body": not is_last}
+        body = text.encode("utf-8", "backslashreplace")
+        message: Message = {"type": "http.response.body", "body": body, "more_body": not is_last}
         if self._subscriber.resume.reports:
             message["onward"] = {"emitted": self._writer.emitted(), "id": self._writer.id}
         await send(message)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -16,12 +17,9 @@ from onward.server.resume import EventIdFormat, EventWriter, ResponseEvents, Res
 
 
 class ActiveRequest:
-    """The requests of one body while engines serve them.
-
-    digest: of the body, if it has an Idempotency-Key. subscribers: several if the body was repeated. is_cancelled:
-    whether it was cancelled before its end. counted: whether the metrics include it. tokens: of its prompts and
-    outputs, once there are no subscribers.
-    """
+    """The requests of one body while engines serve them. digest: of the body, if it has an Idempotency-Key.
+    subscribers: several if the body was repeated. is_cancelled: whether it was cancelled before its end. counted:
+    whether the metrics include it. tokens: of its prompts and outputs, once there are no subscribers."""
 
     def __init__(self, served: ServedModel, body: ParsedBody, digest: str) -> None:
         self.served, self.body, self.digest = served, body, digest
@@ -98,10 +96,8 @@ class ActiveRequest:
 
 
 class Subscriber:
-    """A client's interest in a request, which is cancelled when the last one leaves.
-
-    resume: what the client had before. ids: of its events; None for a response that is no stream.
-    """
+    """A client's interest in a request, which is cancelled when the last one leaves. resume: what the client had
+    before. ids: of its events; None for a response that is no stream."""
 
     def __init__(self, request: ActiveRequest, resume: ResumeRequest, ids: EventIdFormat | None) -> None:
         self.request, self.resume, self.ids = request, resume, ids
@@ -131,17 +127,14 @@ _MAX_RESPONSES, _MAX_TOKENS, _MAX_KEYS = 1024, 2_000_000, 10_000
 _Entry = TypeVar("_Entry")
 
 
+@dataclass(eq=False)
 class StoredResponse:
-    """The response to requests with one Idempotency-Key.
+    """The response to requests with one Idempotency-Key. key: of the response; with it, the same body gives the same
+    response. request: None before it was submitted. lock: taken while a repetition checks that."""
 
-    key: of the response; with it, the same body gives the same response. request: None before it was submitted. lock:
-    taken while a repetition checks that.
-    """
-
-    def __init__(self, key: ResponseKey) -> None:
-        self.key = key
-        self.request: ActiveRequest | None = None
-        self.lock = asyncio.Lock()
+    key: ResponseKey
+    request: ActiveRequest | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def in_use(self) -> bool:
         return self.lock.locked() or (self.request is not None and bool(self.request.subscribers))
@@ -151,10 +144,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses for repeated and resumed requests, the oldest first. Use it in the event loop's thread only.
-
-    seconds: how long each is stored after it started.
-    """
+    """Responses for repeated and resumed requests, the oldest first. Use it in the event loop's thread only. seconds:
+    how long each is stored after it started."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -210,10 +201,8 @@ def _count(emitted: list[list[int]]) -> int:
 
 
 class IdempotencyKeys:
-    """The response keys of each caller's Idempotency-Keys. seconds: how long one is stored.
-
-    A response key determines the whole response, so nothing else has to be stored.
-    """
+    """The response keys of each caller's Idempotency-Keys. seconds: how long one is stored. A response key determines
+    the whole response, so nothing else has to be stored."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -97,7 +97,7 @@ class ActiveRequest:
 
 class Subscriber:
     """A client's interest in a request, which is cancelled when the last one leaves. resume: what the client had
-    before. ids: of its events; None for a response that is no stream."""
+    before. ids: of its events; None for a response that is not a stream."""
 
     def __init__(self, request: ActiveRequest, resume: ResumeRequest, ids: EventIdFormat | None) -> None:
         self.request, self.resume, self.ids = request, resume, ids

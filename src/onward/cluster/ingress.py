@@ -48,8 +48,7 @@ class RetryOptions:
     attempts: maximum per request, including the first; attempts that a replica handed over don't count.
     silence: seconds without a reply or heartbeat (every half second) after which a replica counts as lost.
     retry_share: retries allowed per request received, beyond `retry_burst`, so that retries cannot multiply the load
-    when
-        many replicas are lost (the retry budget of Finagle and Envoy).
+        when many replicas are lost (the retry budget of Finagle and Envoy).
     quarantine: seconds for which a request is refused after two replicas died serving it; 0 refuses none.
     """
 

@@ -17,9 +17,8 @@ from onward.util.text_input import TextError, parse_json
 class DeployOptions:
     """The options of a deployment. All values are JSON, as `serve build` writes them.
 
-    source: for `onward.load`. name: the model's name in requests; by default the source. load: options of
-    `onward.load`.
-    engine: options of `onward.Engine`. settings: of `onward.server.Settings`.
+    source: for `onward.load`. name: the model's name in requests; by default the source.
+    load: options of `onward.load`. engine: options of `onward.Engine`. settings: of `onward.server.Settings`.
     replicas: how many; with max_replicas the minimum, scaled up as the load requires.
     cpus: for a replica with all its ranks, in Ray's accounting. threads: of its kernels; None: as many as cpus.
     retries: see `RetryOptions`. affinity: whether to route requests with a common prefix to one replica.

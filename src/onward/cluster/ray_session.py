@@ -43,8 +43,8 @@ def connected(address: str | None, processors: int) -> Iterator[None]:
     addresses, unless RAY_AUTH_MODE says otherwise.
 
     address: HOST:PORT or ray://HOST:PORT of a running cluster, or "auto" for this machine's. None starts one on this
-    machine
-        for the block, regardless of RAY_ADDRESS. processors: CPUs of a cluster started here, in Ray's accounting.
+        machine for the block, regardless of RAY_ADDRESS.
+    processors: CPUs of a cluster started here, in Ray's accounting.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
@@ -93,8 +93,7 @@ def running(
 
     Other deployments on the cluster are unaffected, including those of this command, whose applications have other
     names. The ingress runs in this process. Raises `RequestError`: as `connected`, or the server cannot listen on the
-    address.
-    Raises `EngineError`: the replicas do not start.
+    address. Raises `EngineError`: the replicas do not start.
 
     address: of a Ray cluster, "auto" for this machine's; None starts Ray for this deployment alone.
     """

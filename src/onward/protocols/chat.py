@@ -167,8 +167,7 @@ def text_logprobs(
     """The logprobs of a completion's tokens. offset: of the first token in the text. "ids" is an extension.
 
     with_content: add another one, "content", in the format of chats: with the ids of alternatives, which a mapping by
-    text
-        cannot tell apart.
+        text cannot tell apart.
     """
     offsets = [offset]
     for token in tokens[:-1]:

@@ -62,9 +62,8 @@ class ParsedBody:
     """A body, parsed into requests.
 
     kind: type of the response object. model: name for the response. requests: one for each prompt; a chat has one.
-    echoes:
-        the prompts' texts, to be echoed. stream: respond with chunks. include_usage: in the last chunk.
-        return_token_ids: in each choice. prompt_logprobs: in the response.
+    echoes: the prompts' texts, to be echoed. stream: respond with chunks. include_usage: in the last chunk.
+    return_token_ids: in each choice. prompt_logprobs: in the response.
     key: of the response. fields: of the body.
     """
 

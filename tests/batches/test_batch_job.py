@@ -202,7 +202,7 @@ def test_parquet_is_what_json_lines_are(tmp_path: Path) -> None:
     assert json.loads(found[4]["response"])["body"]["seed"] == BatchLine(5, "4").seed
     assert serve(tmp_path / "in.parquet", tmp_path / "out.parquet").done_before == 598
     parquet.write_table(arrow.Table.from_pylist([{"custom_id": "a"}]), tmp_path / "short.parquet")
-    with pytest.raises(RequestError, match=r"has no column method, url, body"):
+    with pytest.raises(RequestError, match=r"lacks the columns method, url, body"):
         BatchInput(tmp_path / "short.parquet")
     (tmp_path / "text.parquet").write_text("no parquet")
     with pytest.raises(RequestError, match=r"text.parquet' cannot be read"):
@@ -220,8 +220,8 @@ def test_replicas_that_cannot_be_had_are_one_error(tmp_path: Path) -> None:
         with BatchResults(tmp_path / "out.jsonl", batch) as results:
             asyncio.run(BatchJob(batch, results, start, 2).run())
 
-    with pytest.raises(EngineError, match="3 replicas died one after the other while they loaded: no memory"):
+    with pytest.raises(EngineError, match="3 replicas in a row died while loading: no memory"):
         run(lambda: Dying(lambda lines: False))
     prints = iter(["one", "other"])
-    with pytest.raises(RequestError, match="two replicas would not give the same answers"):
+    with pytest.raises(RequestError, match="replicas would give different results"):
         run(lambda: Fake(lambda lines: False, next(prints)))

@@ -123,11 +123,11 @@ def test_a_pipe_gets_the_results_at_the_end(tmp_path: Path) -> None:
     [
         ("in.jsonl", "is the batch itself"),
         ("link.jsonl", "is the batch itself"),
-        ("folder", "'in.jsonl' is a file, and 'folder' is not"),
-        ("other.jsonl", "a result of custom_id 'other'"),
-        ("double.jsonl", "two results of custom_id 'a'"),
-        ("notes.jsonl", "line 1 of 'notes.jsonl' is no result of a batch"),
-        ("torn.jsonl", "line 1 of 'torn.jsonl' is no result of a batch"),
+        ("folder", "'in.jsonl' is a file, but 'folder' is not"),
+        ("other.jsonl", "has no custom_id 'other'"),
+        ("double.jsonl", "two results for custom_id 'a'"),
+        ("notes.jsonl", "line 1 of 'notes.jsonl' is not a batch result"),
+        ("torn.jsonl", "line 1 of 'torn.jsonl' is not a batch result"),
         ("no/folder/out.jsonl", "cannot be written to"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_second_process_waits_for_its_turn_by_being_refused(tmp_path: Path) ->
     batch = BatchInput(write(tmp_path / "in.jsonl", "a"))
     with (
         BatchResults(tmp_path / "out.jsonl", batch),
-        pytest.raises(RequestError, match="another process works at"),
+        pytest.raises(RequestError, match="another process is using"),
         BatchResults(tmp_path / "out.jsonl", batch),
     ):
         pass

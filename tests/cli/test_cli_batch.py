@@ -192,7 +192,7 @@ def test_an_error_that_is_not_onwards_is_of_its_line_alone(
     assert body(answers["last"])
     assert answers["bad"]["response"]["status_code"] == 500
     message = answers["bad"]["response"]["body"]["error"]["message"]
-    assert message == "the text could not be finished: MemoryError: no room"
+    assert message == "the request failed: MemoryError: no room"
 
 
 def test_an_answer_that_json_cannot_hold_fails_alone(
@@ -339,19 +339,19 @@ def test_results_that_find_no_room_are_one_line(cli: Cli, loaded: onward.Languag
     ("arguments", "message"),
     [
         (("none.jsonl", "out.jsonl"), "'none.jsonl' cannot be read: No such file"),
-        ((".", "notes.txt"), "'.' is a folder, and 'notes.txt' is not"),
+        ((".", "notes.txt"), "'.' is a folder, but 'notes.txt' is not"),
         (("in.jsonl", "out.jsonl", "--replicas", "0"), "--replicas must be 1 or more"),
         (("in.jsonl", "out.jsonl", "--address", "here:1"), "give --replicas, too"),
         (("in.jsonl", "in.jsonl"), "is the batch itself"),
         (("in.jsonl", "link.jsonl"), "is the batch itself"),
         (("in.jsonl", "no/folder/out.jsonl"), "cannot be written to"),
-        (("in.jsonl", "."), "'in.jsonl' is a file, and '.' is not"),
-        (("in.jsonl", "/"), "'in.jsonl' is a file, and '/' is not"),
+        (("in.jsonl", "."), "'in.jsonl' is a file, but '.' is not"),
+        (("in.jsonl", "/"), "'in.jsonl' is a file, but '/' is not"),
         (("in.jsonl", "o" * 300), "cannot be written to"),
-        (("in.jsonl", "notes.txt"), "line 1 of 'notes.txt' is no result of a batch"),
-        (("in.jsonl", "data.json"), "line 1 of 'data.json' is no result of a batch"),
-        (("in.jsonl", "other.jsonl"), "a result of custom_id 'other'"),
-        (("in.jsonl", "double.jsonl"), "two results of custom_id 'a'"),
+        (("in.jsonl", "notes.txt"), "line 1 of 'notes.txt' is not a batch result"),
+        (("in.jsonl", "data.json"), "line 1 of 'data.json' is not a batch result"),
+        (("in.jsonl", "other.jsonl"), "has no custom_id 'other'"),
+        (("in.jsonl", "double.jsonl"), "two results for custom_id 'a'"),
         (("in.jsonl", "done.jsonl", "--max-sequences", "0"), "max_sequences must be"),
         (("in.jsonl", "out.jsonl", "--max-sequences", "0"), "max_sequences must be"),
         (("in.jsonl", "out.jsonl", "--cache-memory", "0"), "--cache-memory must be"),

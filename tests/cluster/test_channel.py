@@ -39,16 +39,16 @@ async def streaming(scope: Any, receive: Any, send: Any) -> None:
 
 
 class Fakes:
-    """Replicas of this process. breaks: after how many parcels the channels that are opened end, in turn."""
+    """Replicas of this process. breaks: after how many batches the channels that are opened end, in turn."""
 
     def __init__(self, app: Any = streaming, breaks: tuple[int, ...] = (), names: tuple[str, ...] = ("a", "b")) -> None:
         self.app, self.breaks, self.names = app, list(breaks), frozenset(names)
         self.opened: list[tuple[str, str]] = []
-        self._outboxes: dict[tuple[str, str], ReplyQueue] = {}
+        self._queues: dict[tuple[str, str], ReplyQueue] = {}
         self._turn = 0
 
-    def _outbox(self, replica: str, ingress: str) -> ReplyQueue:
-        return self._outboxes.setdefault((replica, ingress), ReplyQueue(replica, "same", gather=0.001, heartbeat=0.05))
+    def _queue(self, replica: str, ingress: str) -> ReplyQueue:
+        return self._queues.setdefault((replica, ingress), ReplyQueue(replica, "same", gather=0.001, heartbeat=0.05))
 
     def call(
         self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int
@@ -56,27 +56,27 @@ class Fakes:
         self._turn += 1
         choices = sorted(self.names - route.avoid) or sorted(self.names)
         replica = choices[self._turn % len(choices)]
-        route.found(replica)
-        serving = asyncio.ensure_future(serve_into(self.app, call, number, self._outbox(replica, ingress)))
+        route.assign(replica)
+        serving = asyncio.ensure_future(serve_into(self.app, call, number, self._queue(replica, ingress)))
 
         def end() -> None:
             serving.cancel()
 
         return serving, end
 
-    async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
+    async def batches(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
         self.opened.append((replica, ingress))
         left = self.breaks.pop(0) if self.breaks else -1
-        parcels = self._outbox(replica, ingress).parcels()
+        batches = self._queue(replica, ingress).batches()
         try:
-            async for parcel in parcels:
+            async for batch in batches:
                 if not left:
                     raise ReplicaLostError("it broke", died=False)
                 left -= 1
-                yield parcel
+                yield batch
         finally:
-            await parcels.aclose()
-            del self._outboxes[replica, ingress]
+            await batches.aclose()
+            del self._queues[replica, ingress]
 
 
 async def asked(ingress: Ingress, name: str) -> bytes:
@@ -123,10 +123,10 @@ def test_a_channel_does_not_belong_to_the_request_that_opened_it() -> None:
     fakes = Fakes(names=("a",))
 
     class Noting(Fakes):
-        async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
+        async def batches(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
             assert requested.get() == ""
-            async for parcel in fakes.parcels(replica, ingress):
-                yield parcel
+            async for batch in fakes.batches(replica, ingress):
+                yield batch
 
         def call(self, *call: Any) -> tuple[Awaitable[None], Callable[[], None]]:
             assert requested.get() == "by somebody"
@@ -152,7 +152,7 @@ def test_what_fails_is_told_at_once() -> None:
 
 
 def test_an_answer_without_an_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_LAST_WORDS", 0.1)
+    monkeypatch.setattr(channels, "_CANCEL_GRACE", 0.1)
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -166,7 +166,7 @@ def test_an_answer_without_an_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_channel_that_nobody_uses_is_closed_and_the_next_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_IDLE", 0.0)
+    monkeypatch.setattr(channels, "_IDLE_TIMEOUT", 0.0)
     fakes = Fakes(names=("a",))
 
     async def run() -> None:
@@ -181,19 +181,19 @@ def test_a_channel_that_nobody_uses_is_closed_and_the_next_has_another_name(monk
 
 def test_beginnings_and_ends_do_not_wait_to_be_gathered() -> None:
     async def run() -> None:
-        outbox = ReplyQueue("a", "same", gather=3600.0, heartbeat=3600.0)
-        parcels = outbox.parcels()
-        assert (await anext(parcels)).is_beat
+        queue = ReplyQueue("a", "same", gather=3600.0, heartbeat=3600.0)
+        batches = queue.batches()
+        assert (await anext(batches)).is_beat
 
         async def say(number: int, *bodies: bytes, last: bool = False) -> None:
             for body in bodies:
-                await outbox.put(number, {"type": "http.response.body", "body": body, "more_body": not last})
+                await queue.put(number, {"type": "http.response.body", "body": body, "more_body": not last})
 
         async def got() -> list[tuple[int, bytes]]:
-            parcel = await asyncio.wait_for(anext(parcels), 20)
-            return [(item.number, item.messages[-1].get("body", b"")) for item in parcel.items]
+            batch = await asyncio.wait_for(anext(batches), 20)
+            return [(item.number, item.messages[-1].get("body", b"")) for item in batch.items]
 
-        await outbox.put(1, {"type": "http.response.start", "status": 200, "headers": []})
+        await queue.put(1, {"type": "http.response.start", "status": 200, "headers": []})
         assert await got() == [(1, b"")]
         await say(1, b"a")
         assert await got() == [(1, b"a")]
@@ -205,24 +205,24 @@ def test_beginnings_and_ends_do_not_wait_to_be_gathered() -> None:
         await say(2, b"z", last=True)
         assert await got() == [(1, b"d"), (2, b"yz")]
         await say(1, b"e")
-        coming = asyncio.ensure_future(anext(parcels))
+        coming = asyncio.ensure_future(anext(batches))
         assert not (await asyncio.wait([coming], timeout=0.05))[0]
         await say(1, b"", last=True)
         assert [item.is_last for item in (await asyncio.wait_for(coming, 20)).items] == [True]
-        await parcels.aclose()
+        await batches.aclose()
 
     asyncio.run(run())
 
 
 def test_a_closed_outbox_keeps_nothing() -> None:
     async def run() -> None:
-        outbox = ReplyQueue("a", "same")
-        parcels = outbox.parcels()
-        await anext(parcels)
-        await parcels.aclose()
+        queue = ReplyQueue("a", "same")
+        batches = queue.batches()
+        await anext(batches)
+        await batches.aclose()
         for _ in range(200):
-            await outbox.put(1, {"type": "http.response.body", "body": b"a", "more_body": True})
-        assert not outbox._parts
+            await queue.put(1, {"type": "http.response.body", "body": b"a", "more_body": True})
+        assert not queue._messages
 
     asyncio.run(asyncio.wait_for(run(), 10))
 
@@ -230,7 +230,7 @@ def test_a_closed_outbox_keeps_nothing() -> None:
 @pytest.mark.parametrize("is_opened", [True, False])
 def test_a_call_ends_with_its_ingress(is_opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray does not tell a replica of the death of a caller: it ends what nobody listens to, and waits for nobody."""
-    monkeypatch.setattr(bridge, "_PATIENCE", 0.3)
+    monkeypatch.setattr(bridge, "_LEASE", 0.3)
     left = asyncio.Event()
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -247,20 +247,20 @@ def test_a_call_ends_with_its_ingress(is_opened: bool, monkeypatch: pytest.Monke
         left.set()
 
     async def run() -> None:
-        outbox = ReplyQueue("a", "same", heartbeat=0.05)
-        parcels = outbox.parcels()
-        serving = asyncio.ensure_future(serve_into(endless, CALL, 1, outbox))
+        queue = ReplyQueue("a", "same", heartbeat=0.05)
+        batches = queue.batches()
+        serving = asyncio.ensure_future(serve_into(endless, CALL, 1, queue))
         for _ in range(6):  # as long as the ingress says that it listens
             await asyncio.sleep(0.1)
-            outbox.hear()
+            queue.renew()
             if is_opened:
-                await anext(parcels)
+                await anext(batches)
         assert not serving.done()
         if is_opened:
-            assert [parcel async for parcel in parcels]
+            assert [batch async for batch in batches]
         await asyncio.wait_for(serving, 5)
         assert left.is_set()
-        assert outbox.is_closed
+        assert queue.is_closed
 
     asyncio.run(asyncio.wait_for(run(), 20))
 
@@ -270,25 +270,25 @@ def test_an_application_waits_where_much_is_to_be_sent() -> None:
 
     async def run() -> None:
         nonlocal said
-        outbox = ReplyQueue("a", "same", gather=0.0)
+        queue = ReplyQueue("a", "same", gather=0.0)
 
         async def speak() -> None:
             nonlocal said
             for at in range(1000):
                 told = {"id": str(at), "emitted": [[at], []]}
                 body = b"%d " % at
-                await outbox.put(7, {"type": "http.response.body", "body": body, "more_body": at < 999, "onward": told})
+                await queue.put(7, {"type": "http.response.body", "body": body, "more_body": at < 999, "onward": told})
                 said += 1
 
         speaking = asyncio.ensure_future(speak())
         await asyncio.sleep(0.05)
-        assert said < bridge._MOST
+        assert said < bridge._MAX_QUEUED
         messages: list[Any] = []
-        async for parcel in outbox.parcels():
-            for item in parcel.items:
+        async for batch in queue.batches():
+            for item in batch.items:
                 assert item.number == 7
                 messages += item.messages
-            if parcel.items and parcel.items[0].is_last:
+            if batch.items and batch.items[0].is_last:
                 break
         await speaking
         assert b"".join(message["body"] for message in messages) == b"".join(b"%d " % at for at in range(1000))

@@ -53,18 +53,18 @@ async def busy(scope: Any, receive: Any, send: Any) -> None:
 
 async def served(app: Any, call: ProxiedRequest, name: str, fingerprint: str) -> AsyncGenerator[Reply, None]:
     """What a replica brings of a call."""
-    outbox = ReplyQueue(name, fingerprint, gather=0.0)
-    serving = asyncio.ensure_future(serve_into(app, call, 0, outbox))
-    parcels = outbox.parcels()
+    queue = ReplyQueue(name, fingerprint, gather=0.0)
+    serving = asyncio.ensure_future(serve_into(app, call, 0, queue))
+    batches = queue.batches()
     try:
-        async for parcel in parcels:
-            messages = [message for item in parcel.items for message in item.messages]
-            is_last = any(item.is_last for item in parcel.items)
+        async for batch in batches:
+            messages = [message for item in batch.items for message in item.messages]
+            is_last = any(item.is_last for item in batch.items)
             yield Reply(name, fingerprint, tuple(messages), is_last)
             if is_last:
                 return
     finally:
-        await parcels.aclose()
+        await batches.aclose()
         serving.cancel()
 
 
@@ -92,7 +92,7 @@ class Fakes:
     async def serve(self, call: ProxiedRequest, route: RouteAttempt) -> AsyncGenerator[Reply, None]:
         name = min(self.names, key=lambda name: (name in route.avoid, name))
         await asyncio.sleep(self.seeking)
-        route.found(name)
+        route.assign(name)
         self.calls.append((name, call))
         fault, after = self.faults.pop(0) if self.faults else ("", 0)
         count = 0
@@ -176,7 +176,7 @@ def test_whatever_is_lost_the_client_gets_one_whole_answer(faults: list[Fault], 
     if got.status == (200 if app is streaming else 201) and deaths < 2:
         assert without_comments(got.body) == (STREAM if app is streaming else b'{"a": 1}')
     assert got.is_whole
-    assert len({call.answer_key for _, call in replicas.calls}) == 1
+    assert len({call.response_key for _, call in replicas.calls}) == 1
 
 
 def test_replicas_that_die_with_a_request_twice_are_its_work_unless_it_was_served_between() -> None:
@@ -184,9 +184,9 @@ def test_replicas_that_die_with_a_request_twice_are_its_work_unless_it_was_serve
     ingress = Ingress(replicas, RetryOptions())
     for _ in range(2):
         assert without_comments(ask_at(ingress).body) == STREAM
-    assert b"two replicas died while they served this request" in ask_at(ingress).body
+    assert b"two replicas died while serving this request" in ask_at(ingress).body
     count = len(replicas.calls)
-    assert b"it is refused for a while" in ask_at(ingress).body
+    assert b"it is temporarily refused" in ask_at(ingress).body
     assert len(replicas.calls) == count
 
 
@@ -225,7 +225,7 @@ def test_a_busy_replica_is_passed_over_and_the_last_one_says_so() -> None:
 
 
 def test_an_answer_that_has_begun_waits_where_all_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingress_module, "_PAUSE", 0.01)
+    monkeypatch.setattr(ingress_module, "_RETRY_DELAY", 0.01)
     for left in range(6):
         turns = itertools.count()
 
@@ -238,15 +238,15 @@ def test_an_answer_that_has_begun_waits_where_all_others_are_busy(monkeypatch: p
 
 
 def test_an_answer_that_has_begun_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingress_module, "_PAUSE", 0.01)
-    monkeypatch.setattr(ingress_module, "_WAIT", 0.05)
+    monkeypatch.setattr(ingress_module, "_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(ingress_module, "_TIMEOUT", 0.05)
     replicas = Fakes([("die", 3)], names=("a", "b"), apps={"b": busy})
-    assert b"no replica had room for the rest of the answer" in ask(replicas).body
+    assert b"the response cannot be completed" in ask(replicas).body
     assert len(replicas.calls) < 10
 
 
 def test_a_busy_replica_is_waited_for_where_the_others_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingress_module, "_PAUSE", 0.01)
+    monkeypatch.setattr(ingress_module, "_RETRY_DELAY", 0.01)
     turns = itertools.count()
 
     async def busy_once(*asked: Any) -> None:
@@ -268,7 +268,7 @@ def test_another_fingerprint_does_not_go_on() -> None:
     replicas.fingerprints = {"b": "other"}
     got = ask(replicas)
     assert STREAM.startswith(without_comments(got.body).split(b'data: {"error"')[0])
-    assert b"another model, another build or another processor" in got.body
+    assert b"another model, build or processor" in got.body
 
 
 def test_replicas_that_differ_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -312,10 +312,10 @@ def test_attempts_end_and_a_request_that_kills_is_refused() -> None:
     assert b"3 replicas were lost" in got.body
     replicas = Fakes([("die", 0)] * 9)
     got = ask(replicas, attempts=3)
-    assert b"two replicas died while they served this request" in got.body
+    assert b"two replicas died while serving this request" in got.body
     assert len(replicas.calls) == 2
     got = ask(Fakes([("die", 0)]), retry_burst=0)
-    assert b"too many requests are tried again" in got.body
+    assert b"too many requests are being retried" in got.body
 
 
 def test_an_answer_that_began_as_a_stream_ends_with_an_event() -> None:
@@ -348,7 +348,7 @@ def test_a_client_that_leaves_ends_its_call() -> None:
         ingress = Ingress(replicas, RetryOptions())
         await asyncio.wait_for(ingress(SCOPE, receive, Got().send), 10)
         await asyncio.wait_for(left.wait(), 10)
-        assert ingress.inside == 0
+        assert ingress.in_flight == 0
 
     asyncio.run(run())
 
@@ -360,7 +360,7 @@ def test_what_comes_again_has_the_key_of_its_answer() -> None:
 
     def keys(**headers: str) -> str:
         assert ask_at(ingress, **headers).status == 201
-        return replicas.calls[-1][1].answer_key
+        return replicas.calls[-1][1].response_key
 
     first = keys(idempotency_key="k")
     assert keys(idempotency_key="k") == first
@@ -374,19 +374,19 @@ def test_what_comes_again_has_the_key_of_its_answer() -> None:
 def test_repeats_are_forgotten() -> None:
     repeats = IdempotencyKeys(10.0)
     headers = {b"idempotency-key": b"k"}
-    first = repeats.answer_key(headers, b"a", 0.0)
-    assert repeats.answer_key(headers, b"a", 10.0) == first
-    assert repeats.answer_key(headers, b"b", 10.1) != first
+    first = repeats.response_key(headers, b"a", 0.0)
+    assert repeats.response_key(headers, b"a", 10.0) == first
+    assert repeats.response_key(headers, b"b", 10.1) != first
     for at in range(20_000):
-        repeats.answer_key({b"idempotency-key": b"%d" % at}, b"a", 11.0)
-    assert len(repeats._kept) == 10_000
+        repeats.response_key({b"idempotency-key": b"%d" % at}, b"a", 11.0)
+    assert len(repeats._entries) == 10_000
 
 
 def test_a_stream_that_is_taken_up_again_has_the_key_of_its_beginning() -> None:
     replicas = Fakes([])
     replicas.app = whole
     ask_at(Ingress(replicas, RetryOptions()), last_event_id=f"{'0a' * 16}.11111111.22222222.3")
-    assert replicas.calls[-1][1].answer_key == "0a" * 16
+    assert replicas.calls[-1][1].response_key == "0a" * 16
 
 
 def test_an_idempotency_key_is_what_a_server_takes() -> None:
@@ -441,10 +441,10 @@ def test_an_ingress_that_drains_lets_requests_end_and_takes_none(seconds: float,
 
     asyncio.run(run())
     assert (second.status, ready.status) == (503, 503)
-    assert b"shuts down" in second.body
+    assert b"is shutting down" in second.body
     assert first.is_whole
     if whole_answer:
         assert without_comments(first.body) == STREAM
     else:
         assert without_comments(first.body).startswith(EVENTS[0] + EVENTS[1])
-        assert b"shut down before the answer was whole" in first.body
+        assert b"shut down before the response was complete" in first.body

@@ -25,14 +25,14 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"replica": 2}, "'replica' is no option of a deployment"),
+        ({"replica": 2}, "'replica' is not a deployment option"),
         ({"settings": {"api_key": ["secret"]}}, "unknown option 'api_key': did you mean api_keys"),
         ({"retries": {"attempt": 2}}, "unknown option 'attempt': did you mean attempts"),
         ({"settings": [1]}, r"settings must be a mapping of options; got \[1\]"),
         ({"retries": "3"}, "retries must be a mapping of options; got 3"),
         ({"load": 8}, "load must be a mapping of options; got 8"),
         ({"engine": "many"}, "engine must be a mapping of options; got 'many'"),
-        ({"fused": True}, "'fused' is no option of a deployment: replicas always answer through the ingress"),
+        ({"fused": True}, "'fused' is not a deployment option: replicas always answer through the ingress"),
         ({"affinity": 1}, "affinity must be true or false; got 1"),
         ({"replicas": 0}, "replicas must be a whole number of 1 or more; got 0"),
         ({"cpus": "nan"}, "cpus must be a number above 0"),
@@ -54,7 +54,7 @@ def test_what_is_right_is_taken() -> None:
 @pytest.mark.parametrize("value", ["secret", 5, [5]])
 def test_one_text_is_no_list_of_texts(name: str, value: Any) -> None:
     """Each character of a key would be a key."""
-    with pytest.raises(RequestError, match=f"{name} must be a list of texts; got"):
+    with pytest.raises(RequestError, match=f"{name} must be a list of strings; got"):
         Settings(**{name: value})
 
 
@@ -79,22 +79,22 @@ class Handle:
 
 
 def test_an_ingress_says_that_it_listens_as_long_as_its_channel_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment, "LISTENING", 0.1)
+    monkeypatch.setattr(deployment, "RENEW_INTERVAL", 0.1)
     monkeypatch.setattr(deployment, "_cancel", lambda response: None)
-    monkeypatch.setattr(bridge, "_PATIENCE", 1.0)
+    monkeypatch.setattr(bridge, "_LEASE", 1.0)
     replica = Replica.__new__(Replica)
-    replica._name, replica._fingerprint, replica._outboxes = "a", "same", {}
+    replica._name, replica._fingerprint, replica._queues = "a", "same", {}
 
     async def run() -> None:
-        parcels = RayReplicas(Handle(replica)).parcels("a", "one")
-        await anext(parcels)
-        outbox = replica._outboxes["one"]
+        batches = RayReplicas(Handle(replica)).batches("a", "one")
+        await anext(batches)
+        queue = replica._queues["one"]
         end = time.monotonic() + 2.5
         while time.monotonic() < end:
-            await anext(parcels)
-        assert not outbox.is_closed
-        await parcels.aclose()
-        await asyncio.wait_for(outbox.closed(), 10)
+            await anext(batches)
+        assert not queue.is_closed
+        await batches.aclose()
+        await asyncio.wait_for(queue.wait_closed(), 10)
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -102,18 +102,18 @@ def test_an_ingress_says_that_it_listens_as_long_as_its_channel_is_open(monkeypa
 def test_a_replica_gives_no_words_to_a_channel_of_another() -> None:
     """Ray may send a call elsewhere than it was to go."""
     replica = Replica.__new__(Replica)
-    replica._name, replica._fingerprint, replica._outboxes = "a", "same", {"one": ReplyQueue("a", "same")}
+    replica._name, replica._fingerprint, replica._queues = "a", "same", {"one": ReplyQueue("a", "same")}
 
-    async def parcels(of: str) -> list[ReplyBatch]:
-        await replica._outboxes["one"].put(1, {"type": "http.response.body", "body": b"x"})
-        coming = replica.parcels(RouteAttempt(only=of), "one")
+    async def batches(of: str) -> list[ReplyBatch]:
+        await replica._queues["one"].put(1, {"type": "http.response.body", "body": b"x"})
+        coming = replica.batches(RouteAttempt(only=of), "one")
         got = [await anext(coming)]
-        got += [parcel async for parcel in coming] if of != "a" else []
+        got += [batch async for batch in coming] if of != "a" else []
         await coming.aclose()
         return got
 
-    (parcel,) = asyncio.run(parcels("b"))
-    assert (parcel.replica, parcel.items) == ("a", ())
-    assert list(replica._outboxes) == ["one"]
-    (parcel,) = asyncio.run(parcels("a"))
-    assert [message["body"] for message in parcel.items[0].messages] == [b"xx"]
+    (batch,) = asyncio.run(batches("b"))
+    assert (batch.replica, batch.items) == ("a", ())
+    assert list(replica._queues) == ["one"]
+    (batch,) = asyncio.run(batches("a"))
+    assert [message["body"] for message in batch.items[0].messages] == [b"xx"]

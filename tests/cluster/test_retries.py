@@ -15,10 +15,10 @@ def test_retries_stay_within_their_share(events: list[bool], burst: int, share: 
     came = taken = 0
     for is_request in events:
         if is_request:
-            budget.came()
+            budget.deposit()
             came += 1
         else:
-            taken += budget.take()
+            taken += budget.withdraw()
         assert taken <= burst + share * came + 1e-9
         assert 0 <= budget.left <= burst
 
@@ -27,22 +27,22 @@ def test_a_request_is_refused_after_the_deaths_of_two_replicas_for_a_while() -> 
     quarantine = Quarantine(RetryOptions(quarantine=60.0))
     quarantine.note_death(b"poison", "a", 0.0)
     quarantine.note_death(b"poison", "a", 1.0)
-    assert not quarantine.holds(b"poison", 1.0), "one replica died, whoever tells of it"
+    assert not quarantine.contains(b"poison", 1.0), "one replica died, whoever tells of it"
     quarantine.note_death(b"poison", "b", 2.0)
     quarantine.note_death(b"other", "b", 2.0)
-    assert quarantine.holds(b"poison", 2.0)
-    assert not quarantine.holds(b"other", 2.0)
-    assert quarantine.holds(b"poison", 61.9)
-    assert not quarantine.holds(b"poison", 62.0)
-    assert not quarantine.holds(b"poison", 62.0)
-    assert not quarantine.holds(b"unknown", 0.0)
+    assert quarantine.contains(b"poison", 2.0)
+    assert not quarantine.contains(b"other", 2.0)
+    assert quarantine.contains(b"poison", 61.9)
+    assert not quarantine.contains(b"poison", 62.0)
+    assert not quarantine.contains(b"poison", 62.0)
+    assert not quarantine.contains(b"unknown", 0.0)
 
 
 def test_what_was_served_whole_is_no_cause() -> None:
     quarantine = Quarantine(RetryOptions())
     for replica in ("a", "b", "c"):
         quarantine.note_death(b"liked", replica, 0.0)
-        assert not quarantine.holds(b"liked", 0.0)
+        assert not quarantine.contains(b"liked", 0.0)
         quarantine.forget(b"liked")
 
 
@@ -50,7 +50,7 @@ def test_a_quarantine_of_no_time_refuses_none() -> None:
     quarantine = Quarantine(RetryOptions(quarantine=0.0))
     for replica in ("a", "b", "c"):
         quarantine.note_death(b"poison", replica, 5.0)
-        assert not quarantine.holds(b"poison", 5.0)
+        assert not quarantine.contains(b"poison", 5.0)
 
 
 def test_a_quarantine_remembers_a_bounded_number() -> None:

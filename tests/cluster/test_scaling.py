@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from streams import STORY, free_port, read
 
-from onward.cluster.router import LOAD, load_of, wanted_replicas
+from onward.cluster.router import LOAD, desired_replicas, load_of
 from onward.engine.stats import EngineStats
 
 IDLE = EngineStats(
@@ -41,8 +41,8 @@ def test_how_full_a_replica_is() -> None:
 
 def test_what_all_have_is_shared_out() -> None:
     context = SimpleNamespace(aggregated_metrics={LOAD: {"a": 1.5, "b": 0.75}})
-    assert wanted_replicas(context) == (2.25, {})
-    assert wanted_replicas(SimpleNamespace(aggregated_metrics={})) == (0, {})
+    assert desired_replicas(context) == (2.25, {})
+    assert desired_replicas(SimpleNamespace(aggregated_metrics={})) == (0, {})
 
 
 @pytest.mark.timeout(240)

@@ -35,7 +35,7 @@ class Fakes:
 
     async def serve(self, call: ProxiedRequest, route: RouteAttempt) -> AsyncGenerator[Reply, None]:
         name = route.only or min(self.names - route.avoid or self.names)
-        route.found(name)
+        route.assign(name)
         if name in self.slow:
             await asyncio.Event().wait()
         if name in self.dying or name in self.gone:
@@ -121,7 +121,7 @@ def test_the_whole_is_the_sum_of_the_parts(deployment: Deployment) -> None:
     async def run() -> None:
         for name in "aab":
             await deployment.write(name)
-        parts = [samples_of(app.service.metrics.snapshot().text()) for app in deployment.fakes.apps.values()]
+        parts = [samples_of(app.service.metrics.snapshot()()) for app in deployment.fakes.apps.values()]
         merged, by_replica = await deployment.samples(), await deployment.samples(b"by=replica")
         own = {key for key in merged if key[0].startswith("onward_replicas")}
         assert merged.keys() - own == parts[0].keys() | parts[1].keys(), "names and labels are those of one server"
@@ -150,7 +150,7 @@ def test_the_whole_is_the_sum_of_the_parts(deployment: Deployment) -> None:
 def test_counts_never_fall_while_replicas_die_and_are_slow(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deployment.ingress._state._patience = 0.3
+    deployment.ingress._state._timeout = 0.3
 
     async def run() -> None:
         before: dict[Any, float] = {}
@@ -188,7 +188,7 @@ def test_health_is_that_of_all(deployment: Deployment) -> None:
         content = json.loads(health.body)
         assert (health.status, content["status"], sorted(content["replicas"])) == (200, "ok", ["a", "b"])
         assert content["models"]["demo"]["state"] in ("idle", "running")
-        deployment.ingress._state._patience = 1.0
+        deployment.ingress._state._timeout = 1.0
         deployment.fakes.slow = {"a"}
         ready = await deployment.ask("/ready")
         assert (ready.status, json.loads(ready.body)["replicas"]["a"]) == (200, {"status": "unreachable"})
@@ -244,5 +244,8 @@ def test_each_request_is_one_line_of_the_log(deployment: Deployment, caplog: pyt
         assert (line["client"], line["method"], line["path"]) == ("192.0.2.7", "POST", "/v1/completions")
     assert of_ingress[0]["body"] == BODY.decode()
     assert of_ingress[5]["error"]["reason"].endswith("got 'x'"), "with --log-prompts, as a single server's"
-    assert of_ingress[3]["error"] == {"code": "body_too_large", "reason": "a body has 1000 bytes at most"}
+    assert of_ingress[3]["error"] == {
+        "code": "body_too_large",
+        "reason": "the body is too large: at most 1000 bytes are allowed",
+    }
     assert (of_ingress[6]["replica"], of_ingress[6]["retries"]) == ("b", 1)

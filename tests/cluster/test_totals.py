@@ -24,7 +24,7 @@ EVENT = st.tuples(st.integers(0, 4), st.sampled_from(["work", "die", "slow", "ba
 @given(st.lists(EVENT, max_size=60), st.integers(0, 2))
 def test_counts_never_fall_and_no_seen_count_is_lost(events: list[tuple[int, str, int]], kept_gone: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "_GONE", kept_gone)
+        patch.setattr(state, "_MAX_GONE", kept_gone)
         names = [f"replica {at}" for at in range(5)]
         counts: Counter[str] = Counter()
         seen: Counter[str] = Counter()  # the last count of each that a reading saw

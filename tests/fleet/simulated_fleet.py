@@ -96,7 +96,7 @@ class Fleet:
 
     def _came(self, arrival: Arrival, now: float) -> None:
         self.requests.append(arrival)
-        self._budget.came()
+        self._budget.deposit()
         if self._plan.patience:
             self._post(now + self._plan.patience, lambda now: self._give_up(arrival, now))
         self._attempt(arrival, now)
@@ -213,7 +213,7 @@ class Fleet:
             return
         if arrival.attempts >= self._plan.options.attempts:
             self._over(arrival, "attempts", now)
-        elif self._plan.budget and not self._budget.take():
+        elif self._plan.budget and not self._budget.withdraw():
             self.exhausted += 1
             self._over(arrival, "budget", now)
         else:

@@ -386,5 +386,5 @@ def test_prompt_logprobs_where_they_are_not_served(reader: BodyReader) -> None:
         with pytest.raises(BodyError) as error:
             dataclasses.replace(reader, streams=True).read(url, of(url, **fields))
         assert error.value.param == "prompt_logprobs"
-    with pytest.raises(BodyError, match="no field of responses"):
+    with pytest.raises(BodyError, match="is not a field of responses"):
         read_response(reader, {"input": "Hi", "prompt_logprobs": 1})

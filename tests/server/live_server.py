@@ -60,7 +60,9 @@ class LiveServer:
     def wait_idle(self) -> None:
         """Wait until nothing runs; the books are then in order."""
         deadline = time.monotonic() + SECONDS
-        while self.app.gate.inside or self.app.service.live or any(_busy(engine) for engine in self.engines.values()):
+        while (
+            self.app.gate.in_flight or self.app.service.live or any(_busy(engine) for engine in self.engines.values())
+        ):
             assert time.monotonic() < deadline, "something runs on"
             time.sleep(0.005)
         for engine in self.engines.values():

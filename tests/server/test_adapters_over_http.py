@@ -44,7 +44,7 @@ def test_a_models_name_calls_an_adapter(
     adapted.drop_adapter("late")
     refused = server.post(TEXT, {"prompt": "x", "max_tokens": 1, "model": "late"})
     assert refused.status_code == 404
-    assert "there is no model 'late' here; there is 'demo', 'a', 'b'" in refused.json()["error"]["message"]
+    assert "no model 'late'; available: 'demo', 'a', 'b'" in refused.json()["error"]["message"]
 
 
 def test_of_several_models_the_one_that_has_it_is_called(
@@ -58,4 +58,4 @@ def test_of_several_models_the_one_that_has_it_is_called(
         assert server.post(TEXT, body).json()["choices"][0]["text"] == expected
     refused = server.post(TEXT, {"prompt": "x", "model": "b"})
     assert refused.status_code == 400
-    assert "'one' and 'two' each have an adapter 'b'" in refused.json()["error"]["message"]
+    assert "the adapter name 'b' is ambiguous: 'one' and 'two' each have one" in refused.json()["error"]["message"]

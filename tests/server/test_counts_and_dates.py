@@ -89,13 +89,13 @@ def test_an_answer_that_is_sent_again_is_not_counted_again(
     start: Start, lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start({"demo": lm})
-    ended = Service.ended
+    finish = Service.finish
 
     def scraped(service: Service, recipient: Any) -> None:
         service.metrics.snapshot()
-        ended(service, recipient)
+        finish(service, recipient)
 
-    monkeypatch.setattr(Service, "ended", scraped)
+    monkeypatch.setattr(Service, "finish", scraped)
     for stream in (True, False, True):
         for _ in range(3):
             body = {"prompt": "The fox", "max_tokens": 4, "stream": stream}
@@ -104,7 +104,7 @@ def test_an_answer_that_is_sent_again_is_not_counted_again(
     counted = counters(server.get("/metrics").text)
     assert counted['onward_time_to_first_token_seconds_count{model="demo"}'] == 2
     assert counted['onward_request_seconds_count{model="demo"}'] == 2
-    assert not server.app.service.metrics.of("demo")._begun, "nothing of what has ended is kept"
+    assert not server.app.service.metrics.of("demo")._started, "nothing of what has ended is kept"
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"n": 2, "temperature": 1.0, "seed": 1}])
@@ -119,7 +119,7 @@ def test_tokens_that_came_before_a_break_are_counted_once(lm: onward.LanguageMod
 
     def counted(generation: Generation) -> int:
         metrics = ModelMetrics()
-        metrics.note(generation, generation.result(), generation.submitted)
+        metrics.record(generation, generation.result(), generation.submitted)
         return metrics.output_tokens
 
     assert counted(whole) == 9 * len(texts)

@@ -65,17 +65,17 @@ async def idle(app, engine):
     while engine.stats().running or engine.stats().waiting:
         await asyncio.sleep(0.001)
     assert not app.service.live
-    assert not app.gate.inside
+    assert not app.gate.in_flight
 
 
 @pytest.mark.parametrize("url", URLS)
-@pytest.mark.parametrize("broken", ["events", "teller", "begin", "whole"])
+@pytest.mark.parametrize("broken", ["events", "writer", "begin", "whole"])
 def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, url, broken):
-    events, whole = ("_Chunks", "_whole") if "completions" in url else ("_Events", "_whole_response")
+    events, whole = ("_Chunks", "_completion_body") if "completions" in url else ("_Events", "_response_body")
     if broken == "events":
         monkeypatch.setattr(answering, events, fails)
-    elif broken == "teller":
-        monkeypatch.setattr(Subscriber, "teller", fails)
+    elif broken == "writer":
+        monkeypatch.setattr(Subscriber, "writer", fails)
     elif broken == "begin":
         monkeypatch.setattr(getattr(answering, events), "begin", fails)
     else:
@@ -88,7 +88,7 @@ def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, u
         return answer
 
     status, text = asyncio.run(asked())
-    assert (status, broken) in {(500, "events"), (500, "teller"), (500, "whole"), (200, "begin")}
+    assert (status, broken) in {(500, "events"), (500, "writer"), (500, "whole"), (200, "begin")}
     assert "[DONE]" not in text
 
 

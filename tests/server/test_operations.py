@@ -133,7 +133,7 @@ def test_what_is_cancelled_at_the_end_is_told(start: Start, lm: onward.LanguageM
     thread = threading.Thread(target=lambda: whole.append(server.post(TEXT, LONG | {"n": 4})))
     thread.start()
     until(lambda: server.engines["demo"].stats().sequences == 5)
-    server.app.service.end()
+    server.app.service.cancel_all()
     *_, last = stream.read().decode().strip().split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
     thread.join(SECONDS)
@@ -298,7 +298,7 @@ def test_metrics_count_what_was_served(start: Start, lm: onward.LanguageModel) -
     server.post(TEXT, {"prompt": "The fox", "max_tokens": 9, "seed": 1, "ignore_eos": True})
     text_of(server.stream(TEXT, {"prompt": "The fox", "max_tokens": 5, "seed": 1, "ignore_eos": True}).chunks)
     server.wait_idle()
-    metrics = server.app.service.metrics.snapshot().text()
+    metrics = server.app.service.metrics.snapshot()()
     answer = server.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     values = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))

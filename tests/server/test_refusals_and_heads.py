@@ -224,4 +224,4 @@ def test_metrics_are_whole_while_requests_come_and_go(start: Start, lm: onward.L
     ended = sum(counted.ended.values())
     values = dict(line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if line[0] != "#")
     assert values['onward_time_to_first_token_seconds_count{model="demo"}'] == f"{ended}.0", "none is noted twice"
-    assert not counted._begun
+    assert not counted._started

@@ -146,7 +146,7 @@ def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
         got: list[str] = []
         reader = threading.Thread(target=lambda: got.append(sent(server, TEXT, body, key).text))
         reader.start()
-        until(lambda: any(len(submission.clients) == 2 for submission in server.app.service.live) or bool(got))
+        until(lambda: any(len(request.subscribers) == 2 for request in server.app.service.live) or bool(got))
     reader.join(SECONDS)
     assert data_of(got[0])[-1] == "data: [DONE]"
     text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in data_of(got[0])[:-1])
@@ -157,16 +157,16 @@ def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
 def test_what_is_kept_is_bounded_and_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("onward.server.submission.time", SimpleNamespace(monotonic=lambda: now[0]))
-    kept = ResponseStore(10.0)
+    store = ResponseStore(10.0)
     key = ResponseKey.new()
-    assert kept.of("a", key).key == key
+    assert store.get("a", key).key == key
     now[0] = 9.0
-    assert kept.of("a", ResponseKey.new()).key == key
+    assert store.get("a", ResponseKey.new()).key == key
     now[0] = 11.0
-    assert kept.of("a", ResponseKey.new()).key != key
+    assert store.get("a", ResponseKey.new()).key != key
     for number in range(3000):
-        kept.of(str(number), key)
-    assert len(kept) <= 1025
+        store.get(str(number), key)
+    assert len(store) <= 1025
 
 
 def test_keys_are_of_one_server(start: Start, lm: onward.LanguageModel) -> None:

@@ -305,7 +305,7 @@ def test_whoever_calls_in_process_is_told_of_the_ids_that_the_application_has_ke
         async def taken_up_again() -> None:
             whole = await told()
             cut = await told(stop=20)
-            kept = app.service.kept.emitted(ResponseKey(key))
+            kept = app.service.responses.emitted(ResponseKey(key))
             assert kept is not None
             assert 0 < len(kept[0]) < 200
             rest = await told(last_event_id=cut[-1]["id"])
@@ -335,9 +335,9 @@ def test_the_same_key_gives_the_same_answer_in_one_piece(lm: onward.LanguageMode
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"answer": "abc"}, "the key of an answer is 32 hexadecimal digits"),
+        ({"answer": "abc"}, "a response key is 32 hexadecimal digits"),
         ({"anser": "abc"}, "scope['onward'] has answer, emitted and last_event_id; got 'anser'"),
-        ({"emitted": [[1], [2]]}, "emitted has ids of 2 texts, and the body asks for 1"),
+        ({"emitted": [[1], [2]]}, "emitted has ids of 2 sequences, but the body asks for 1"),
         ({"emitted": [[10**9]]}, "emitted must hold ids"),
     ],
 )

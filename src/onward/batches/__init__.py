@@ -1,8 +1,9 @@
-"""Batches of requests in OpenAI's format, through an engine of this process or over replicas on Ray.
+"""Batches of requests in OpenAI's format, on an engine of this process or replicas on Ray.
 
-job.py       chunks of lines over replicas, each served again where its replica dies; an engine is a replica
-results.py   the results so far, in journals; in the end the output, whole
-replicas.py  replicas as actors of Ray
+job.py      distributes chunks of lines over replicas, and retries them if a replica dies; an engine is a replica
+line.py     reads input lines and formats output lines
+results.py  stores results in journals, and finally writes the output
+ray.py      replicas as Ray actors
 """
 
 from onward.batches.job import BatchJob, EngineReplica, Progress, Replica, ReplicaDiedError, fingerprint_of

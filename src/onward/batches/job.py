@@ -1,9 +1,9 @@
-"""A batch over replicas. An engine of this process is one; tests have some that they let die.
+"""Run a batch over replicas: an engine of this process, or Ray actors.
 
-Every replica has a few chunks at a time, so that its engine is never short of lines. A result is on the disk before it
-counts. A replica that dies is replaced, and its chunks are served again, by whichever is free. A chunk over which two
-replicas died is set aside. In the end its lines are served one by one, each alone on its replica; one that then ends
-three replicas gets an error for its result: the line is to blame, and the batch goes on without it.
+Every replica has a few chunks at a time, so that its engine never runs out of lines. A result counts once it is on
+disk. A replica that dies is replaced, and its chunks are retried on any free replica. After two deaths, a chunk is set
+aside, and its lines are finally served one by one, each alone on its replica. A line that then kills three replicas
+gets an error as its result, and the batch continues without it.
 """
 
 import asyncio
@@ -24,53 +24,49 @@ from onward.errors import EngineBusyError, EngineError, OnwardError, RequestErro
 from onward.language_model import Request
 from onward.protocols import BodyReader, ResponseKey, answer_body
 
-# Lines of a chunk, and chunks that a replica has at a time.
+# Lines per chunk, and chunks that each replica has at a time.
 _CHUNK, _AHEAD = 32, 3
-# Deaths of replicas: of a chunk until its lines are suspects; of a line that was alone; in a row, while loading.
-_OF_A_CHUNK, _OF_A_LINE, _WHILE_LOADING = 2, 3, 3
+# Replica deaths after which a chunk's lines are suspects, a line alone is to blame, and loading is given up.
+_MAX_CHUNK_DEATHS, _MAX_LINE_DEATHS, _MAX_LOAD_DEATHS = 2, 3, 3
 
 
 class ReplicaDiedError(Exception):
-    """A replica answers no longer, whatever the reason."""
+    """A replica does not answer any more, for any reason."""
 
 
 class Replica(Protocol):
-    """An engine somewhere. Every method may raise `ReplicaDiedError`."""
+    """An engine, possibly in another process. Every method may raise `ReplicaDiedError`."""
 
     async def load(self) -> str:
-        """Load the model; the fingerprint under which its results count."""
+        """Load the model, and return the fingerprint of its results."""
 
     async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
-        """A result for each line, in order."""
+        """Return the result of each line, in order."""
 
     def close(self) -> None:
         """Make sure that it does nothing more."""
 
 
 class EngineReplica:
-    """An engine of this process, for one asyncio loop. It never dies: an engine that has failed ends the batch."""
+    """An engine of this process, for one asyncio loop. It never dies: if the engine fails, the batch ends."""
 
     def __init__(self, engine: Engine, reader: BodyReader) -> None:
         self._engine, self._reader = engine, reader
         self._fingerprint = fingerprint_of(reader)
         self._running: set[asyncio.Task[None]] = set()
-        assert reader.lm.tokenizer is not None, "a batch needs one"
+        assert reader.lm.tokenizer is not None, "a batch needs a tokenizer"
         self._tokenizer = reader.lm.tokenizer
 
     async def load(self) -> str:
-        """The fingerprint."""
         return self._fingerprint
 
     async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
-        """A result for each line, in order. The engine gets their requests in that order, as soon as it takes them.
-
-        Raises:
-            EngineError: the engine has failed. Any other error is of a line alone, a defect too.
-        """
+        """Return the result of each line, in order. The engine gets their requests in that order, as soon as it takes
+        them. Raises `EngineError`: the engine has failed. Any other error becomes the result of its line."""
         return await asyncio.gather(*map(self._serve, lines))
 
     def close(self) -> None:
-        """Nothing: the engine is its owner's."""
+        """Do nothing: the engine belongs to the caller."""
 
     async def _serve(self, line: BatchLine) -> LineResult:
         id = line.id(self._fingerprint)
@@ -78,7 +74,7 @@ class EngineReplica:
         try:
             body = self._reader.read(line.url, line.body, ResponseKey.new(line.created), line.seed)
             for request in body.requests:
-                generations.append(await self._submitted(request))
+                generations.append(await self._submit(request))
             completions = [await generation for generation in generations]
             answer = answer_body(body, completions, self._tokenizer, onward.__version__)
             text = result_line(line.served(id, answer))
@@ -90,36 +86,36 @@ class EngineReplica:
             return _failure(line, id, error)
         return LineResult(id, text, False, answer["usage"]["completion_tokens"])
 
-    async def _submitted(self, request: Request) -> Generation:
+    async def _submit(self, request: Request) -> Generation:
         """Submit a request as soon as the engine takes it."""
         while True:
             try:
                 generation = self._engine.submit(request)
-                break
             except EngineBusyError as error:
                 if self._running:
                     await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
                 else:
                     await asyncio.sleep(error.retry_after)
-        task = asyncio.ensure_future(_end_of(generation))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return generation
+                continue
+            task = asyncio.ensure_future(_wait(generation))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            return generation
 
 
-async def _end_of(generation: Generation) -> None:
-    with suppress(Exception):  # its line has it
+async def _wait(generation: Generation) -> None:
+    with suppress(Exception):  # reported by its line
         await generation
 
 
 def _failure(line: BatchLine, id: str, error: Exception) -> LineResult:
     if not isinstance(error, OnwardError):
-        error = OnwardError(f"the text could not be finished: {type(error).__name__}: {one_line(error)}")
+        error = OnwardError(f"the request failed: {type(error).__name__}: {one_line(error)}")
     return LineResult(id, result_line(line.failed(id, error)), True)
 
 
 def fingerprint_of(reader: BodyReader) -> str:
-    """A hash of all that a line's answer follows from beside the line: the model, what runs it, and the settings."""
+    """A hash of everything besides its line that a result depends on: the model, the software and the settings."""
     lm = reader.lm
     parts = {
         "version": onward.__version__,
@@ -136,7 +132,7 @@ def fingerprint_of(reader: BodyReader) -> str:
 
 @dataclass
 class Progress:
-    """Counts of lines: in all, done before, served and failed now; and of tokens generated now."""
+    """Counts of lines (total, done in earlier runs, served, failed), and of tokens generated in this run."""
 
     lines: int
     done_before: int = 0
@@ -146,18 +142,17 @@ class Progress:
 
     @property
     def over(self) -> int:
-        """Lines that nothing is left to do for."""
+        """Finished lines."""
         return self.done_before + self.served + self.failed
 
     def add(self, result: LineResult) -> None:
-        """Count a line that is over."""
         self.served += not result.failed
         self.failed += result.failed
         self.tokens += result.tokens
 
 
-class _Place:
-    """Where a replica runs, and another one once it has died. fingerprint: of the job, as soon as it is known."""
+class _Slot:
+    """A place for a replica, which is replaced after it died. fingerprint: of the job, once known."""
 
     def __init__(self, start: Callable[[], Replica], fingerprint: str | None = None) -> None:
         self.fingerprint = fingerprint
@@ -175,45 +170,38 @@ class _Place:
             raise
 
     async def ready(self) -> Replica:
-        """The replica that runs, loaded. Raises `EngineError`: several died one after the other while they loaded.
-        Raises `RequestError`: its results would be others."""
+        """Return the loaded replica. Raises `EngineError`: several in a row died while loading. Raises `RequestError`:
+        its results would differ."""
         async with self._starting:
-            died: Exception | None = None
-            for _ in range(_WHILE_LOADING):
+            death: Exception | None = None
+            for _ in range(_MAX_LOAD_DEATHS):
                 if self._replica is not None:
                     return self._replica
                 replica = self._start()
                 try:
-                    self._check(await replica.load())
+                    fingerprint = await replica.load()
                 except ReplicaDiedError as error:
-                    died = error
+                    death = error
                     replica.close()
                     continue
-                self._replica = replica
-            if self._replica is None:
-                raise EngineError(f"{_WHILE_LOADING} replicas died one after the other while they loaded: {died}")
-            return self._replica
+                if self.fingerprint not in (None, fingerprint):
+                    message = "replicas would give different results: their models, versions or instruction sets differ"
+                    raise RequestError(f"{message}; run all of them on the same kind of machine")
+                self.fingerprint, self._replica = fingerprint, replica
+                return replica
+            raise EngineError(f"{_MAX_LOAD_DEATHS} replicas in a row died while loading: {death}")
 
     def close(self) -> None:
         if self._replica is not None:
             self._replica.close()
             self._replica = None
 
-    def _check(self, fingerprint: str) -> None:
-        if self.fingerprint not in (None, fingerprint):
-            raise RequestError(
-                "two replicas would not give the same answers: their models, versions or instruction sets differ; let "
-                "all run on machines that are alike"
-            )
-        self.fingerprint = fingerprint
-
 
 class BatchJob:
     """One run of a batch over replicas.
 
-    start: makes a replica; called again where one has died. chunk: lines that a replica is sent, and gives back, in one
-    piece. ahead: chunks that each has at a time; it wants more lines than its engine runs at once. show: called after
-    each chunk.
+    start: makes a replica; also called to replace one. chunk: lines sent to a replica together. ahead: chunks that each
+    replica has at a time, which should be more lines than its engine runs at once. show: called after each chunk.
     """
 
     def __init__(
@@ -229,33 +217,32 @@ class BatchJob:
     ) -> None:
         self._batch, self._results, self._show = batch, results, show
         self._chunk, self._ahead = chunk, ahead
-        self._places = [_Place(start) for _ in range(replicas)]
-        self._again: deque[tuple[list[BatchLine], int]] = deque()  # chunks with how many replicas died over them
+        self._slots = [_Slot(start) for _ in range(replicas)]
+        self._retries: deque[tuple[list[BatchLine], int]] = (
+            deque()
+        )  # chunks, with the number of replicas that died serving them
         self._suspects: deque[BatchLine] = deque()
         self.progress = Progress(batch.count)
 
     async def run(self) -> Progress:
-        """Serve all lines that are not done, and write the output.
-
-        Raises:
-            OnwardError: replicas cannot be had, or results cannot be written. What is done is kept for the next run.
-        """
+        """Serve all unfinished lines, and write the output. Raises `OnwardError`: replicas cannot be started, or
+        results cannot be written. Finished lines are stored for the next run."""
         try:
-            await self._places[0].ready()
-            self._fingerprint = str(self._places[0].fingerprint)
-            for place in self._places:
-                place.fingerprint = self._fingerprint
+            await self._slots[0].ready()
+            self._fingerprint = str(self._slots[0].fingerprint)
+            for slot in self._slots:
+                slot.fingerprint = self._fingerprint
             chunks = self._chunks()
-            await _all(self._serve_chunks(place, chunks) for place in self._places for _ in range(self._ahead))
-            await _all(self._serve_suspects(place) for place in self._places)
+            await _run_all(self._serve_chunks(slot, chunks) for slot in self._slots for _ in range(self._ahead))
+            await _run_all(self._serve_suspects(slot) for slot in self._slots)
         finally:
-            for place in self._places:
-                place.close()
+            for slot in self._slots:
+                slot.close()
         self._results.finish(self._fingerprint)
         return self.progress
 
     def _chunks(self) -> Iterator[list[BatchLine]]:
-        """What is not done, read as it is asked for."""
+        """The unfinished lines, read lazily."""
         chunk: list[BatchLine] = []
         for line in self._batch.lines():
             if line.error is not None:
@@ -270,33 +257,33 @@ class BatchJob:
         if chunk:
             yield chunk
 
-    async def _serve_chunks(self, place: _Place, chunks: Iterator[list[BatchLine]]) -> None:
-        """One of the chunks that a replica has at a time, and the next when it is done."""
+    async def _serve_chunks(self, slot: _Slot, chunks: Iterator[list[BatchLine]]) -> None:
+        """Serve one chunk at a time until there are no more."""
         while True:
-            lines, deaths = self._again.popleft() if self._again else (next(chunks, []), 0)
+            lines, deaths = self._retries.popleft() if self._retries else (next(chunks, []), 0)
             if not lines:
                 return
             try:
-                self._add(await place.serve(lines))
+                self._add(await slot.serve(lines))
             except ReplicaDiedError:
-                if deaths + 1 < _OF_A_CHUNK:
-                    self._again.append((lines, deaths + 1))
+                if deaths + 1 < _MAX_CHUNK_DEATHS:
+                    self._retries.append((lines, deaths + 1))
                 else:
                     self._suspects.extend(lines)
 
-    async def _serve_suspects(self, place: _Place) -> None:
+    async def _serve_suspects(self, slot: _Slot) -> None:
         while self._suspects:
             line = self._suspects.popleft()
-            died: Exception | None = None
-            for _ in range(_OF_A_LINE):
+            death: Exception | None = None
+            for _ in range(_MAX_LINE_DEATHS):
                 try:
-                    self._add(await place.serve([line]))
+                    self._add(await slot.serve([line]))
                     break
-                except ReplicaDiedError as death:
-                    died = death
+                except ReplicaDiedError as error:
+                    death = error
             else:
-                error = OnwardError(f"{_OF_A_LINE} replicas died, each while it served this line alone: {died}")
-                self._add([_failure(line, line.id(self._fingerprint), error)])
+                failure = OnwardError(f"{_MAX_LINE_DEATHS} replicas died while serving this line alone: {death}")
+                self._add([_failure(line, line.id(self._fingerprint), failure)])
 
     def _add(self, results: Sequence[LineResult]) -> None:
         self._results.add(results)
@@ -305,8 +292,8 @@ class BatchJob:
         self._show(self.progress)
 
 
-async def _all(work: Iterator[Awaitable[None]]) -> None:
-    """Wait for all; what one raises ends the others."""
+async def _run_all(work: Iterator[Awaitable[None]]) -> None:
+    """Wait for all; if one raises, cancel the others."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Replicas of a batch as actors of Ray, which comes with `onward[cluster]`."""
+"""Batch replicas as Ray actors (extra `onward[cluster]`)."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +11,8 @@ from onward.engine import Engine
 from onward.errors import OnwardError, one_line
 from onward.protocols import BodyReader
 
-# Seconds between two looks at whether a replica is alive, and that it has to say so.
-_LOOK, _PATIENCE = 10.0, 60.0
+# Seconds between checks that a replica is alive, and for it to respond.
+_CHECK_INTERVAL, _CHECK_TIMEOUT = 10.0, 60.0
 
 
 class _Actor:
@@ -38,39 +38,38 @@ class _Actor:
 
 
 class RayReplica:
-    """An actor as the job sees it."""
+    """The job's side of an actor."""
 
     def __init__(self, make: Callable[[], BodyReader], limits: Mapping[str, Any]) -> None:
         import ray
 
-        # It is not restarted by Ray: the job starts another one, which has to load first.
+        # Ray doesn't restart it: the job starts another one, which has to load first.
         options = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": 64, "scheduling_strategy": "SPREAD"}
         self._actor: Any = ray.remote(_Actor).options(**options).remote(make, dict(limits))
 
     async def load(self) -> str:
-        loaded: str | OnwardError = await self._answer(self._actor.load.remote())
+        loaded = await self._result(self._actor.load.remote())
         if isinstance(loaded, OnwardError):
             raise loaded
-        return loaded
+        return str(loaded)
 
     async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
-        answer = asyncio.ensure_future(self._answer(self._actor.serve.remote(list(lines))))
-        while not (await asyncio.wait([answer], timeout=_LOOK))[0]:
+        result = asyncio.ensure_future(self._result(self._actor.serve.remote(list(lines))))
+        while not (await asyncio.wait([result], timeout=_CHECK_INTERVAL))[0]:
             try:
-                await asyncio.wait_for(self._answer(self._actor.step_seconds.remote()), _PATIENCE)
+                await asyncio.wait_for(self._result(self._actor.step_seconds.remote()), _CHECK_TIMEOUT)
             except (TimeoutError, ReplicaDiedError) as error:
-                answer.cancel()
-                raise ReplicaDiedError(f"it does not answer: {error}") from error
-        served: list[LineResult] = await answer
-        return served
+                result.cancel()
+                raise ReplicaDiedError(f"it does not respond: {error}") from error
+        return await result  # type: ignore[no-any-return]
 
     def close(self) -> None:
         import ray
 
         ray.kill(self._actor)
 
-    async def _answer(self, reference: Any) -> Any:
-        """Raises ReplicaDiedError, whatever the process or its engine died of."""
+    async def _result(self, reference: Any) -> Any:
+        """Raises `ReplicaDiedError`, however the process or its engine died."""
         from ray.exceptions import RayError
 
         try:

@@ -1,11 +1,11 @@
-"""The results of a batch: on the disk as they come, and in the order of the input once all are there.
+"""The results of a batch: on disk as they arrive, and finally in the order of the input.
 
-While a batch runs, its results are appended to a journal in a folder beside the output, `OUT.parts`: one file for each
-run. At the end the output is written in the order of the input and renamed into place, for a folder file by file and at
-last `_manifest.json`, which says that it is whole. Then the journals go.
+While a batch runs, its results are appended to a journal in a folder beside the output, `OUT.parts`, with one file per
+run. At the end the output is written in the order of the input and renamed into place; for a folder, file by file,
+followed by `_manifest.json`, which marks it as complete. Then the journals are removed.
 
-A result is found by its id, a hash of its request and of the model, so a line is served at least once, and counts once.
-Ids and places are in memory, some 200 bytes a line; lines are not.
+A result is found by its id, a hash of its request and the model, so a line is served at least once and counts once. Ids
+and offsets are in memory, about 200 bytes per line; lines are not.
 """
 
 import fcntl
@@ -28,9 +28,8 @@ _MANIFEST, _LOCK, _JOURNALS = "_manifest.json", "lock", "*.jsonl"
 
 
 class LineResult(NamedTuple):
-    """id: of the result. text: the line of the output. failed: whether it says why there is no answer. tokens:
-    generated for it.
-    """
+    """A result. id: see `BatchLine.id`. text: the output line. failed: whether it is an error. tokens: generated for
+    it."""
 
     id: str
     text: bytes
@@ -39,16 +38,13 @@ class LineResult(NamedTuple):
 
 
 class BatchResults:
-    """The results of one batch. A context manager that keeps other processes from the same output.
+    """The results of one batch. A context manager that locks the output against other processes.
 
-    The results of earlier runs are there, but for lines that failed: those are served again.
+    Results of earlier runs are included, except for failed lines, which are served again.
 
-    destination: a file, or a folder where the batch is one. What is neither, such as a pipe, gets the results at the
-    end, and nothing of earlier runs is known.
-
-    Raises:
-        RequestError: the output cannot be read or written, is the input, holds anything but results of this batch, or
-            another process works at it.
+    destination: a file, or a folder if the batch is one. Anything else, such as a pipe, gets the results at the end,
+    and has no earlier ones. Raises `RequestError`: the output cannot be read or written, is the input, contains
+    anything but results of this batch, or is used by another process.
     """
 
     def __init__(self, destination: Path, batch: BatchInput) -> None:
@@ -59,19 +55,16 @@ class BatchResults:
         self._has_new = False
         try:
             if destination.exists():
-                self._check_kind()
+                if os.path.samefile(destination, batch.source):
+                    raise RequestError(f"{str(destination)!r} is the batch itself: choose another output")
+                if destination.is_dir() != batch.source.is_dir():
+                    kind = "a folder" if batch.source.is_dir() else "a file"
+                    message = f"{str(batch.source)!r} is {kind}, but {str(destination)!r} is not"
+                    raise RequestError(f"{message}: choose an output of the same kind")
             self._is_stream = destination.exists() and not (destination.is_file() or destination.is_dir())
             self._parts = destination.resolve().with_name(f"{destination.resolve().name}.parts")
         except OSError as error:
             raise self._failure(error) from error
-
-    def _check_kind(self) -> None:
-        destination, source = self.destination, self._batch.source
-        if os.path.samefile(destination, source):
-            raise RequestError(f"{str(destination)!r} is the batch itself: name another place for the results")
-        if destination.is_dir() != source.is_dir():
-            kind = "a folder" if source.is_dir() else "a file"
-            raise RequestError(f"{str(source)!r} is {kind}, and {str(destination)!r} is not: name one alike")
 
     def __enter__(self) -> Self:
         try:
@@ -86,7 +79,7 @@ class BatchResults:
             self._resume()
         except BlockingIOError:
             self._lock.close()
-            raise RequestError(f"another process works at {str(self._parts)!r}: let it end first") from None
+            raise RequestError(f"another process is using {str(self._parts)!r}: wait for it to end") from None
         except BaseException:
             self._close()
             raise
@@ -96,9 +89,9 @@ class BatchResults:
         self._close()
 
     def _close(self) -> None:
-        """Leave the folder of journals where these have results that the output does not have."""
+        """Leave the folder of journals if they have results that the output lacks."""
         if self._journal is not None:
-            with suppress(OSError):  # of what could not be written, which has raised
+            with suppress(OSError):  # after a failed write, which was already raised
                 self._journal.close()
             if not self._has_new:
                 Path(self._journal.name).unlink(missing_ok=True)
@@ -107,16 +100,15 @@ class BatchResults:
         self._lock.close()
 
     def has(self, id: str) -> bool:
-        """Whether there is a result of this id."""
         return id in self._places
 
     def add(self, results: Iterable[LineResult]) -> None:
-        """Append results, and hand them to the system at once: what is written survives the end of this process."""
+        """Append results, and pass them to the operating system immediately, so that they survive this process."""
         self._has_new = True
         self._append((result.id, result.text) for result in results)
 
     def finish(self, fingerprint: str) -> None:
-        """Write the output, and remove the journals. Every line has a result, or holds no request."""
+        """Write the output, and remove the journals. Every line has a result, or is invalid."""
         try:
             if self._batch.source.is_dir():
                 self._write_folder(fingerprint)
@@ -125,8 +117,6 @@ class BatchResults:
             shutil.rmtree(self._parts)
         except OSError as error:
             raise self._failure(error) from error
-
-    # ── journals ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _append(self, lines: Iterable[tuple[str, bytes]]) -> None:
         places: dict[str, tuple[Path, int]] = {}
@@ -142,7 +132,8 @@ class BatchResults:
         self._places |= places
 
     def _resume(self) -> None:
-        """Find what is done: in the journals of earlier runs, and in an output, whose results go to a journal."""
+        """Find finished lines in the journals of earlier runs, and in an output, whose results are copied to a
+        journal."""
         for journal in self._parts.glob(_JOURNALS):
             at = 0
             for size, custom_id, result in self._results_of(journal):
@@ -153,46 +144,49 @@ class BatchResults:
             seen: set[str] = set()
             for _, custom_id, result in self._results_of(file):
                 if custom_id in seen:
-                    raise RequestError(f"{str(file)!r} has two results of custom_id {custom_id!r}: name another file")
+                    raise RequestError(
+                        f"{str(file)!r} has two results for custom_id {custom_id!r}: choose another output"
+                    )
                 if custom_id is not None:
                     seen.add(custom_id)
                     if not self.has(result["id"]):
                         self._append([(result["id"], result_line(result))])
 
     def _results_of(self, file: Path) -> Iterator[tuple[int, str | None, dict[str, Any]]]:
-        """The results in a file: the length of the line, the custom_id where it was served, and the result."""
+        """The results in a file: the length of the line, the custom_id if it was served, and the result. Raises
+        `RequestError`: a line is not a result, or belongs to another batch."""
         for number, text in rows_of(file, results=True):
             try:
                 result = json.loads(text)
             except (ValueError, RecursionError):
-                if isinstance(text, bytes) and not text.endswith(b"\n"):  # the last one, which was being written
+                if isinstance(text, bytes) and not text.endswith(b"\n"):  # the last line, cut off while being written
                     return
                 result = None
-            custom_id = served_id(result, number, file, self._batch)
-            assert result is not None
-            yield len(text), custom_id, result
+            if not isinstance(result, dict) or not {"id", "custom_id", "response", "error"} <= set(result):
+                raise RequestError(f"line {number} of {str(file)!r} is not a batch result: choose another output")
+            custom_id, response = result["custom_id"], result["response"]
+            if custom_id is not None and custom_id not in self._batch.custom_ids:
+                source = str(self._batch.source)
+                message = f"{str(file)!r} has results of another batch: {source!r} has no custom_id {custom_id!r}"
+                raise RequestError(f"{message}; choose another output")
+            is_served = isinstance(response, dict) and response.get("status_code") == 200
+            yield len(text), custom_id if is_served else None, result
 
     def _output_files(self) -> list[Path]:
         if self.destination.is_dir():
-            return [file for file in map(self._output_of, self._batch.files) if file.exists()]
+            return [path for file in self._batch.files if (path := self.destination / file.name).exists()]
         return [self.destination] if self.destination.is_file() else []
-
-    # ── the output ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _output_of(self, file: Path) -> Path:
-        """Where the results of an input file go."""
-        return self.destination / file.name
 
     def _write_folder(self, fingerprint: str) -> None:
         self.destination.mkdir(exist_ok=True)
         manifest = self.destination / _MANIFEST
         manifest.unlink(missing_ok=True)
-        counts = {file.name: self._write(file, self._output_of(file), fingerprint) for file in self._batch.files}
-        described = {"model": fingerprint, "files": counts}
-        self._write_file(manifest, lambda place: place.write_text(json.dumps(described, indent=2) + "\n"))
+        counts = {file.name: self._write(file, self.destination / file.name, fingerprint) for file in self._batch.files}
+        content = json.dumps({"model": fingerprint, "files": counts}, indent=2) + "\n"
+        self._write_file(manifest, lambda path: path.write_text(content))
 
     def _write(self, source: Path, file: Path, fingerprint: str) -> int:
-        """The results of a file in the order of its lines. Returns how many these are."""
+        """Write the results of a file in the order of its lines. Returns their number."""
         count = 0
 
         def lines(journals: dict[Path, IO[bytes]]) -> Iterator[bytes]:
@@ -201,10 +195,10 @@ class BatchResults:
                 count += 1
                 yield self._line(line, fingerprint, journals)
 
-        def write(place: Path) -> None:
+        def write(path: Path) -> None:
             journals: dict[Path, IO[bytes]] = {}
             try:
-                write_rows(place, lines(journals), file)
+                write_rows(path, lines(journals), file)
             finally:
                 for journal in journals.values():
                     journal.close()
@@ -213,7 +207,7 @@ class BatchResults:
         return count
 
     def _line(self, line: BatchLine, fingerprint: str, journals: dict[Path, IO[bytes]]) -> bytes:
-        """The result of a line. journals: those that are open, one for each run that was stopped."""
+        """The result of a line. journals: the open ones, one for each earlier run."""
         id = line.id(fingerprint)
         if line.error is not None:
             return result_line(line.refused(id))
@@ -224,7 +218,7 @@ class BatchResults:
         return journals[journal].readline().rstrip(b"\n") + b"\n"
 
     def _write_file(self, file: Path, write: Callable[[Path], object]) -> None:
-        """Write a file whole, with the mode that it has, or that any new file has here."""
+        """Write a file atomically, with its present mode, or that of any new file."""
 
         def write_with_mode(temporary: Path) -> None:
             write(temporary)
@@ -237,18 +231,3 @@ class BatchResults:
 
     def _failure(self, error: OSError) -> RequestError:
         return RequestError(f"the results cannot be written to {str(self.destination)!r}: {error.strerror or error}")
-
-
-def served_id(result: Any, number: int, file: Path, batch: BatchInput) -> str | None:
-    """The custom_id of a row of a file of results, where it was served. Raises `RequestError`: it is no result, or one
-    of another batch."""
-    if not isinstance(result, dict) or not {"id", "custom_id", "response", "error"} <= set(result):
-        raise RequestError(f"line {number} of {str(file)!r} is no result of a batch: name another file")
-    custom_id, response = result["custom_id"], result["response"]
-    if custom_id is not None and custom_id not in batch.custom_ids:
-        raise RequestError(
-            f"{str(file)!r} has a result of custom_id {custom_id!r}, which {str(batch.source)!r} does not have: it is "
-            "of another batch, so name another file"
-        )
-    is_served = isinstance(response, dict) and response.get("status_code") == 200
-    return custom_id if is_served else None

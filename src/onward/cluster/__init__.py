@@ -1,6 +1,6 @@
-"""Beyond one machine: replicas of a server behind an ingress that goes on elsewhere when one is lost.
+"""Deployment on several machines: replicas of a server behind an ingress that retries on another when one is lost.
 
-What needs Ray is imported where it is used (extra `onward[cluster]`).
+Modules that need Ray are imported on first use (extra `onward[cluster]`).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What passes between an ingress and a replica: a request on the way there, parts of its answer on the way back."""
+"""The messages between an ingress and its replicas: requests, and parts of responses."""
 
 import asyncio
 import time
@@ -13,26 +13,24 @@ from onward.protocols import error_fields
 from onward.server.errors import error_answer
 from onward.server.log import refusal
 
-# The entry of an answer's last message that has the facts for the log.
-FACTS = "onward.facts"
-# The ids of each text of an answer, those of the body's first request first.
+# The entry of a response's last message with fields for the access log.
+LOG_FIELDS = "onward.log_fields"
+# The token ids of each sequence of a response, in the order of the body's requests.
 Emitted = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class ProxiedRequest:
-    """An HTTP request as it came, and what makes its answer the same wherever it is made.
-
-    answer_key: fixes the answer's id, time and seed. emitted: what its texts have emitted in attempts before; None:
-    nothing, or nobody knows. last_event_id: of what the client has of a stream. See `onward.server.resume`.
-    """
+    """An HTTP request, with what makes its response the same on every replica. response_key: determines the response's
+    id, time and seed. emitted: token ids generated in earlier attempts, if known. last_event_id: the last event that
+    the client has of a stream. See `onward.server.resume`."""
 
     method: str
     path: str
     query: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
-    answer_key: str
+    response_key: str
     emitted: Emitted | None = None
     last_event_id: str | None = None
 
@@ -43,11 +41,9 @@ class ProxiedRequest:
 
 
 class Reply(NamedTuple):
-    """What an answer brought since its last item; a replica that is well sends one every half second, maybe empty.
-
-    replica: its name. fingerprint: what the bits of its texts depend on. messages: of ASGI. is_last: whether they end
-    the answer. number: of the call.
-    """
+    """A part of a response. A healthy replica sends one every half second, which may be empty. replica: its name.
+    fingerprint: of its engine; equal ones generate identical text. messages: of ASGI. is_last: whether they end the
+    response. number: of the call."""
 
     replica: str
     fingerprint: str
@@ -57,7 +53,7 @@ class Reply(NamedTuple):
 
 
 class ReplyBatch(NamedTuple):
-    """The items of all answers of a replica for an ingress. is_beat: whether it also says that the replica is well."""
+    """The parts of all responses of a replica for an ingress. is_beat: whether it is also a heartbeat."""
 
     replica: str
     fingerprint: str
@@ -67,26 +63,29 @@ class ReplyBatch(NamedTuple):
 
 @dataclass
 class RouteAttempt:
-    """Where a call is to go, and where it went.
-
-    key: what requests of one beginning have in common; None: nothing. avoid: replicas that failed it. only: the replica
-    that gets it, or the call is lost. replica: the one that it was sent to last; None as long as there is none.
-    since: when that was, on this process's monotonic clock.
-    """
+    """Where to send a call, and where it was sent. key: equal for requests with a common beginning, if any. avoid:
+    replicas that failed the call. only: the one replica that may serve it. replica: where it was sent last, if
+    anywhere. since: when, on this process's monotonic clock. on_assign: called with the replica."""
 
     key: str | None = None
     avoid: frozenset[str] = field(default_factory=frozenset)
     only: str | None = None
     replica: str | None = None
     since: float = 0.0
+    on_assign: Callable[[str], object] | None = None
 
-    def found(self, replica: str) -> None:
-        """The call is sent to a replica."""
+    def assign(self, replica: str) -> None:
+        """Note the replica that the call is sent to."""
         self.replica, self.since = replica, time.monotonic()
+        if self.on_assign is not None:
+            self.on_assign(replica)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "on_assign": None}  # the callback stays in its process
 
 
 class ReplicaLostError(Exception):
-    """A replica is gone or silent. died: whether its process is known to be gone."""
+    """A replica is gone or silent. died: whether its process is known to be dead."""
 
     def __init__(self, reason: str, *, died: bool) -> None:
         super().__init__(reason)
@@ -94,13 +93,13 @@ class ReplicaLostError(Exception):
 
 
 def close_later(items: AsyncGenerator[Reply, None]) -> None:
-    """Close a generator of items without waiting: a replica that hangs does not answer."""
+    """Close a generator without waiting: a replica that hangs doesn't answer."""
     closing = asyncio.ensure_future(items.aclose())
     _closing.add(closing)
     closing.add_done_callback(_closing.discard)
 
 
-# Generators that are being closed: a task that nobody holds may be collected.
+# Closing generators: the event loop doesn't keep tasks alive.
 _closing: set[asyncio.Future[None]] = set()
 
 
@@ -108,104 +107,96 @@ Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
 class DivergedError(Exception):
-    """An attempt makes another answer than the one that was begun."""
+    """An attempt generates another response than the one that was started."""
 
 
 class ProxiedResponse:
-    """An answer on its way to a client, from one attempt or several.
+    """A response on its way to a client, from one attempt or several.
 
-    A later attempt resumes a stream after its last event (`last_event_id`). It sends any other body from the start:
-    the part that the client already has is checked to be equal, and left out.
+    A later attempt resumes a stream after its last event (`last_event_id`). Any other body is sent again from its
+    start: the part that the client already has must be equal, and is skipped.
 
-    started: whether the client has its status. ended: whether it has all. emitted: the ids of its texts that are known.
-    last_event_id: of the last event that the client has. facts: for the log. whole_reasons: whether these have what the
-    message of an error quotes of the body.
+    started: whether the client has the status. is_complete: whether it has everything. emitted: token ids, if known.
+    last_event_id: the last event that the client has. log_fields: for the access log. log_values: whether these include
+    the values that an error's message quotes.
     """
 
-    def __init__(self, send: Send, *, whole_reasons: bool = False) -> None:
-        self._send, self._whole_reasons = send, whole_reasons
-        self.facts: dict[str, Any] = {}
-        self.started = self.ended = self._is_stream = False
+    def __init__(self, send: Send, *, log_values: bool = False) -> None:
+        self._send, self._log_values = send, log_values
+        self.log_fields: dict[str, Any] = {}
+        self.started = self.is_complete = self._is_stream = False
         self.emitted: Emitted | None = None
         self.last_event_id: str | None = None
         self._status = 0
-        self._fingerprint: str | None = None  # of whoever began it
-        self._told = bytearray()  # of a body that is no stream
-        self._again = 0  # how much of it the present attempt has repeated
+        self._fingerprint: str | None = None  # of the replica that started it
+        self._sent = bytearray()  # the part of a body that is not a stream
+        self._repeated = 0  # how much of it this attempt has repeated
 
     def begin(self) -> None:
-        """Another attempt begins."""
-        self._again = 0
+        """Start another attempt."""
+        self._repeated = 0
 
-    async def tell(self, item: Reply) -> None:
-        """Hand on what an item brings beyond what the client has. Raises `DivergedError`: it is another answer than the
-        one that was begun."""
-        if self.started and item.fingerprint != self._fingerprint:
-            raise DivergedError("the other replicas have another model, another build or another processor")
-        for message in item.messages:
+    async def forward(self, reply: Reply) -> None:
+        """Forward what the client doesn't have yet. Raises `DivergedError`: it belongs to another response than the one
+        that was started."""
+        if self.started and reply.fingerprint != self._fingerprint:
+            raise DivergedError("the other replicas have another model, build or processor")
+        for message in reply.messages:
             if message["type"] != "http.response.start":
-                self.facts |= message.get(FACTS, {})
-                await self._tell_body(message.get("body", b""), over=not message.get("more_body", False))
+                self.log_fields |= message.get(LOG_FIELDS, {})
+                await self._forward_body(message.get("body", b""), is_last=not message.get("more_body", False))
                 self._note(message.get("onward", {}))
             elif not self.started:
-                self.started, self._fingerprint, self._status = True, item.fingerprint, message["status"]
-                self._is_stream = _is_stream(message)
+                self.started, self._fingerprint, self._status = True, reply.fingerprint, message["status"]
+                headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+                self._is_stream = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
                 await self._send(message)
             elif message["status"] != self._status:
-                raise DivergedError(f"the answer has the status {message['status']}, and had {self._status}")
+                raise DivergedError(f"the response has the status {message['status']}; before, it had {self._status}")
 
-    async def tell_whole(self, response: Response) -> None:
-        """Tell an answer that no replica has begun."""
-        self.started = self.ended = True
+    async def send_response(self, response: Response) -> None:
+        """Send a complete response that comes from no replica."""
+        self.started = self.is_complete = True
         start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         await self._send(start)
         await self._send({"type": "http.response.body", "body": bytes(response.body), "more_body": False})
 
     async def fail(self, error: OnwardError) -> None:
-        """Say that there will be no more: with a status, or in a stream with an event."""
-        self.facts |= refusal(error_fields(error), whole=self._whole_reasons)
-        whole = error_answer(error)
+        """End the response with an error: as its status, or as an event of a stream."""
+        self.log_fields |= refusal(error_fields(error), with_values=self._log_values)
+        response = error_answer(error)
         if not self.started:
-            await self.tell_whole(whole)
+            await self.send_response(response)
             return
-        # What was all but whole, and no stream, breaks off.
-        content = b"data: " + bytes(whole.body) + b"\n\n" if self._is_stream else b""
-        self.ended = True
+        # A response that is not a stream is cut off.
+        content = b"data: " + bytes(response.body) + b"\n\n" if self._is_stream else b""
+        self.is_complete = True
         await self._send({"type": "http.response.body", "body": content, "more_body": False})
 
-    def note_left(self) -> None:
-        """The client has left. What it got is known of a stream alone."""
-        self.facts |= {"finish": ["cancelled"]}
+    def note_disconnect(self) -> None:
+        """Log that the client has disconnected. How much it received is known for streams only."""
+        self.log_fields |= {"finish": ["cancelled"]}
         if self.emitted is not None:
-            self.facts["completion_tokens"] = sum(map(len, self.emitted))
+            self.log_fields["completion_tokens"] = sum(map(len, self.emitted))
 
-    async def _tell_body(self, body: bytes, *, over: bool) -> None:
-        new = body if self._is_stream else self._new_of(body)
-        if over and not self._is_stream and self._again < len(self._told):
-            raise DivergedError("the answer is shorter than what was told of it")
-        self.ended = over
-        if new or over:
-            await self._send({"type": "http.response.body", "body": new, "more_body": not over})
+    async def _forward_body(self, body: bytes, *, is_last: bool) -> None:
+        if not self._is_stream:  # it is sent again from its start
+            start, self._repeated = self._repeated, self._repeated + len(body)
+            known = bytes(self._sent[start : self._repeated])
+            if not body.startswith(known):
+                raise DivergedError("the response differs from the part that was sent")
+            body = body[len(known) :]
+            self._sent += body
+            if is_last and self._repeated < len(self._sent):
+                raise DivergedError("the response is shorter than the part that was sent")
+        self.is_complete = is_last
+        if body or is_last:
+            await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
-    def _new_of(self, body: bytes) -> bytes:
-        """The part of a body, sent again from its start, that the client does not have yet."""
-        begin, self._again = self._again, self._again + len(body)
-        known = bytes(self._told[begin : self._again])
-        if not body.startswith(known):
-            raise DivergedError("the answer begins differently from what was told of it")
-        new = body[len(known) :]
-        self._told += new
-        return new
-
-    def _note(self, told: Mapping[str, Any]) -> None:
-        """What a message of a stream says of itself (`onward.server.resume`)."""
-        if told:
-            self.last_event_id = told["id"]
-            new: Sequence[Sequence[int]] = told["emitted"]
+    def _note(self, report: Mapping[str, Any]) -> None:
+        """Note the report in a stream's message (`onward.server.resume`)."""
+        if report:
+            self.last_event_id = report["id"]
+            new: Sequence[Sequence[int]] = report["emitted"]
             before = self.emitted or ((),) * len(new)
             self.emitted = tuple((*old, *ids) for old, ids in zip(before, new, strict=True))
-
-
-def _is_stream(start: Mapping[str, Any]) -> bool:
-    types = [value for name, value in start.get("headers", ()) if name.lower() == b"content-type"]
-    return any(kind.startswith(b"text/event-stream") for kind in types)

@@ -1,6 +1,6 @@
-"""One channel from each replica to its ingress, whatever the number of streams.
+"""One channel from each replica to its ingress, for all streams.
 
-In the replica, the ASGI application is called within the process, and a `ReplyQueue` collects what its responses send.
+In the replica, the ASGI application is called within the process, and a `ReplyQueue` collects what it sends.
 """
 
 import asyncio
@@ -11,94 +11,97 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
-from onward.cluster.call import FACTS, ProxiedRequest, ReplicaLostError, Reply, ReplyBatch, RouteAttempt
+from onward.cluster.call import LOG_FIELDS, ProxiedRequest, ReplicaLostError, Reply, ReplyBatch, RouteAttempt
 
-# How often a replica says that it is well.
+# Seconds between a replica's heartbeats.
 HEARTBEAT = 0.5
-# Seconds in which what comes is gathered into one parcel, for a parcel costs as much as many tokens of a small model.
-GATHER = 0.02
-# Messages in a parcel, beyond which applications wait for it to be sent: what they say then comes together.
-_MOST = 64
-# Seconds that the application gets for its last words when nobody listens any more.
-_LAST_WORDS = 5.0
-# An ingress says so often that it listens, and counts as lost after so many seconds without that: Ray does not tell a
-# replica that a caller has died.
-LISTENING, _PATIENCE = 5.0, 25.0
+# Seconds for which messages are collected into a batch: sending one costs as much as many tokens of a small model.
+FLUSH_INTERVAL = 0.02
+# Messages in a batch, beyond which applications wait until it is sent, so that their messages are joined.
+_MAX_QUEUED = 64
+# Seconds that an application gets to finish once its client has disconnected, and its last messages to arrive.
+_CANCEL_GRACE = 5.0
+# An ingress renews its lease on a queue this often, and is lost when the lease expires: Ray doesn't tell a replica that
+# a caller has died.
+RENEW_INTERVAL, _LEASE = 5.0, 25.0
+# Seconds after which a channel without streams is closed.
+_IDLE_TIMEOUT = 5.0
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class ReplyQueue:
-    """What answers bring for one ingress, gathered into parcels. An answer's status, its first words and its end do not
-    wait to be gathered.
-
-    replica: its name. fingerprint: what the bits of its texts depend on. gather: seconds between two other parcels.
+    """The messages of all responses for one ingress, collected into batches. A response's status, its first part and
+    its end are not delayed. replica: its name. fingerprint: of its engine. gather: seconds between two other batches.
     """
 
-    def __init__(self, replica: str, fingerprint: str, gather: float = GATHER, heartbeat: float = HEARTBEAT) -> None:
+    def __init__(
+        self, replica: str, fingerprint: str, gather: float = FLUSH_INTERVAL, heartbeat: float = HEARTBEAT
+    ) -> None:
         self._replica, self._fingerprint = replica, fingerprint
         self._gather, self._heartbeat = gather, heartbeat
-        self._parts: dict[int, list[Mapping[str, Any]]] = {}
-        self._speaking: set[int] = set()  # answers that have said their first words
+        self._messages: dict[int, list[Mapping[str, Any]]] = {}
+        self._started: set[int] = set()  # responses whose first part was queued
         self._ended: set[int] = set()
         self._count = 0
-        self._changed, self._urgent, self._taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._changed, self._urgent, self._flushed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._closed = asyncio.Event()
-        self.hear()
+        self.renew()
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody gets what is put into it."""
+        """Whether messages are dropped."""
         return self._closed.is_set()
 
-    def hear(self) -> None:
-        """The ingress has said that it listens, or will."""
-        self._heard = time.monotonic()
+    def renew(self) -> None:
+        """Extend the lease of the ingress."""
+        self._renewed = time.monotonic()
 
-    async def closed(self) -> None:
-        """Wait until nobody gets what is put into it: its channel has ended, or the ingress is lost."""
+    async def wait_closed(self) -> None:
+        """Wait until the channel has ended, or the ingress is lost."""
         while not self.is_closed:
-            await _until(self._closed, self._heard + _PATIENCE)
-            self._close_if_lost()
+            await _until(self._closed, self._renewed + _LEASE)
+            self._close_if_expired()
 
-    def _close_if_lost(self) -> None:
-        if time.monotonic() - self._heard >= _PATIENCE:
+    def _close_if_expired(self) -> None:
+        if time.monotonic() - self._renewed >= _LEASE:
             self.close()
 
     def close(self) -> None:
-        """Keep nothing, and let nobody wait."""
+        """Drop all messages, and let no application wait."""
         self._closed.set()
         self._take()
 
     async def put(self, number: int, message: Mapping[str, Any]) -> None:
-        """Say a message of an answer. Waits while there are many to be sent."""
+        """Queue a message of a response. Waits while the queue is full."""
         if self.is_closed:
             return
-        self._parts.setdefault(number, []).append(message)
+        self._messages.setdefault(number, []).append(message)
         self._count += 1
         is_body = message["type"] == "http.response.body"
         is_last = is_body and not message.get("more_body", False)
-        if is_last or number not in self._speaking:
+        if is_last or number not in self._started:
             self._urgent.set()
         if is_last:
             self._ended.add(number)
-            self._speaking.discard(number)
+            self._started.discard(number)
         elif is_body:
-            self._speaking.add(number)
+            self._started.add(number)
         self._changed.set()
-        if self._count >= _MOST:
-            await self._taken.wait()
+        if self._count >= _MAX_QUEUED:
+            await self._flushed.wait()
 
     def forget(self, number: int) -> None:
-        """An answer says no more, whether or not it has said its end."""
-        self._speaking.discard(number)
+        """A response has no more messages, whether or not it was complete."""
+        self._started.discard(number)
 
-    async def parcels(self) -> AsyncGenerator[ReplyBatch, None]:
-        """What comes, with a heartbeat at least every so often. Closing it closes the outbox: nothing is kept then."""
-        beat = -math.inf  # the last heartbeat
-        due = 0.0  # when the next parcel is sent that nobody waits for
+    async def batches(self) -> AsyncGenerator[ReplyBatch, None]:
+        """The batches, with heartbeats. Closing the generator closes the queue."""
+        beat = -math.inf  # time of the last heartbeat
+        due = 0.0  # time of the next batch that isn't urgent
         try:
             while not self.is_closed:
                 await _until(self._changed, beat + self._heartbeat)
@@ -108,73 +111,67 @@ class ReplyQueue:
                 is_beat = now - beat >= self._heartbeat
                 beat = now if is_beat else beat
                 yield ReplyBatch(self._replica, self._fingerprint, self._take(), is_beat)
-                self._close_if_lost()
+                self._close_if_expired()
         finally:
             self.close()
 
     def _take(self) -> tuple[Reply, ...]:
-        items = tuple(
+        replies = tuple(
             Reply(self._replica, self._fingerprint, tuple(_joined(messages)), number in self._ended, number)
-            for number, messages in self._parts.items()
+            for number, messages in self._messages.items()
         )
-        self._parts, self._count = {}, 0
+        self._messages, self._count = {}, 0
         self._ended.clear()
         self._changed.clear()
         self._urgent.clear()
-        taken, self._taken = self._taken, asyncio.Event()
-        taken.set()
-        return items
+        flushed, self._flushed = self._flushed, asyncio.Event()
+        flushed.set()
+        return replies
 
 
 async def _until(event: asyncio.Event, end: float) -> None:
-    """Wait for an event, or until the clock shows `end`."""
+    """Wait for an event, at most until the time `end`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, end - time.monotonic())):
             await event.wait()
 
 
 def _joined(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages of an answer, with bodies that follow each other as one."""
+    """The messages of a response, with its bodies joined into one."""
     bodies = [message for message in messages if message["type"] == "http.response.body"]
     if len(bodies) < 2:
         return messages
     joined = {**bodies[-1], "body": b"".join([message.get("body", b"") for message in bodies])}
-    told = [message["onward"] for message in bodies if message.get("onward")]
-    if told:
-        emitted = [
-            [id for ids in texts for id in ids] for texts in zip(*(each["emitted"] for each in told), strict=True)
-        ]
-        joined["onward"] = {"id": told[-1]["id"], "emitted": emitted}
+    if reports := [message["onward"] for message in bodies if message.get("onward")]:
+        sequences = zip(*(report["emitted"] for report in reports), strict=True)
+        emitted = [list(itertools.chain.from_iterable(ids)) for ids in sequences]
+        joined["onward"] = {"id": reports[-1]["id"], "emitted": emitted}
     return [*(message for message in messages if message["type"] != "http.response.body"), joined]
 
 
-async def serve_into(app: App, call: ProxiedRequest, number: int, outbox: ReplyQueue, where: str = "") -> None:
-    """Serve a call, and put all that its answer brings into an outbox. Being cancelled is to the application as if the
-    client had left, and so is an outbox that is closed, as by the death of its ingress.
-
-    The message that ends the answer has one more entry, `FACTS`: what the server's log says of the request.
-
-    where: is told as the header x-onward-replica.
-    """
-    gone, scope = asyncio.Event(), _scope(call)
+async def serve_into(app: App, call: ProxiedRequest, number: int, queue: ReplyQueue, replica: str = "") -> None:
+    """Serve a call, and queue the messages of its response. To the application, cancellation and a closed queue are a
+    client that disconnects. The last message of the response has the entry `LOG_FIELDS`. replica: for the header
+    x-onward-replica."""
+    disconnected, scope = asyncio.Event(), _scope(call)
     last: list[Any] = []
     requests = [{"type": "http.request", "body": call.body, "more_body": False}]
 
     async def receive() -> Any:
         if requests:
             return requests.pop()
-        await gone.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
-        if where and message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (b"x-onward-replica", where.encode())]}
+        if replica and message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"x-onward-replica", replica.encode())]}
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            last.append(message)  # the facts are known when the application has ended
+            last.append(message)  # until the application has ended, and the log fields are complete
         else:
-            await outbox.put(number, message)
+            await queue.put(number, message)
 
-    running, closed = asyncio.ensure_future(app(scope, receive, send)), asyncio.ensure_future(outbox.closed())
+    running, closed = asyncio.ensure_future(app(scope, receive, send)), asyncio.ensure_future(queue.wait_closed())
     try:
         await asyncio.wait([running, closed], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -182,21 +179,21 @@ async def serve_into(app: App, call: ProxiedRequest, number: int, outbox: ReplyQ
     finally:
         if last:
             access = scope.get("onward.access")
-            await outbox.put(number, {**last[0], FACTS: {} if access is None else access.fields})
+            await queue.put(number, {**last[0], LOG_FIELDS: {} if access is None else access.fields})
         closed.cancel()
-        gone.set()
+        disconnected.set()
         if not running.done():
-            await asyncio.wait([running], timeout=_LAST_WORDS)
+            await asyncio.wait([running], timeout=_CANCEL_GRACE)
             running.cancel()
-        outbox.forget(number)
+        queue.forget(number)
 
 
 def _scope(call: ProxiedRequest) -> dict[str, Any]:
-    begun: dict[str, Any] = {"answer": call.answer_key}
+    resume: dict[str, Any] = {"answer": call.response_key}
     if call.emitted is not None:
-        begun["emitted"] = call.emitted
+        resume["emitted"] = call.emitted
     if last := call.last_event_id or call.named_headers.get("last-event-id"):
-        begun["last_event_id"] = last
+        resume["last_event_id"] = last
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -211,78 +208,54 @@ def _scope(call: ProxiedRequest) -> dict[str, Any]:
         "client": None,
         "server": None,
         "state": {},
-        "onward": begun,
+        "onward": resume,
     }
 
 
-# Seconds after which a channel without streams is closed.
-_IDLE = 5.0
-# Seconds in which the last words of an answer come after its call has ended.
-
-_News = Reply | BaseException
-
-
 class Channel:
-    """The parcels of one replica, handed to the streams that they are for.
-
-    is_wanted: whether it is to stay after so many seconds without streams. closed: is called when it ends.
-    """
+    """Hands the batches of one replica to the streams that they are for. keep_open: whether to stay open after so many
+    seconds without streams. on_close: called when the channel ends."""
 
     def __init__(
-        self, parcels: AsyncGenerator[ReplyBatch, None], is_wanted: Callable[[float], bool], closed: Callable[[], None]
+        self,
+        batches: AsyncGenerator[ReplyBatch, None],
+        keep_open: Callable[[float], bool],
+        on_close: Callable[[], None],
     ) -> None:
-        self._parcels, self._is_wanted, self._closed = parcels, is_wanted, closed
-        self._streams: dict[int, asyncio.Queue[_News]] = {}
+        self._batches, self._keep_open, self._on_close = batches, keep_open, on_close
+        self._streams: dict[int, asyncio.Queue[Reply | BaseException]] = {}
         self._used = time.monotonic()
-        # In a context of its own: Ray ends with a request what was called in its context, and this serves others too.
+        # In its own context: Ray ends what a request called in its context with that request, but this serves others.
         self._task = asyncio.get_running_loop().create_task(self._read(), context=contextvars.Context())
 
-    def listen(self, number: int, news: asyncio.Queue[_News]) -> None:
-        """Put what comes for a call into a queue."""
-        self._streams[number] = news
+    def listen(self, number: int, queue: asyncio.Queue[Reply | BaseException]) -> None:
+        """Put the replies to a call into a queue."""
+        self._streams[number] = queue
 
     def leave(self, number: int) -> None:
-        """Nobody listens for a call any more: what comes for it is dropped."""
+        """Drop further replies to a call."""
         self._streams.pop(number, None)
         self._used = time.monotonic()
 
     async def _read(self) -> None:
-        lost: Exception = ReplicaLostError("the replica's channel broke off", died=False)
+        lost: Exception = ReplicaLostError("the connection to the replica was lost", died=False)
         try:
-            async for parcel in self._parcels:
-                self._hand_out(parcel)
-                if not self._streams and not self._is_wanted(time.monotonic() - self._used):
+            async for batch in self._batches:
+                for reply in batch.items:
+                    if (queue := self._streams.get(reply.number)) is not None:
+                        queue.put_nowait(reply)
+                if batch.is_beat:
+                    for number in self._streams.keys() - {reply.number for reply in batch.items}:
+                        self._streams[number].put_nowait(Reply(batch.replica, batch.fingerprint))
+                if not self._streams and not self._keep_open(time.monotonic() - self._used):
                     break
         except Exception as error:
             lost = error
         finally:
-            self._closed()
-            for news in self._streams.values():
-                news.put_nowait(lost)
-            await self._parcels.aclose()
-
-    def _hand_out(self, parcel: ReplyBatch) -> None:
-        for item in parcel.items:
-            if (news := self._streams.get(item.number)) is not None:
-                news.put_nowait(item)
-        if parcel.is_beat:
-            for number in self._streams.keys() - {item.number for item in parcel.items}:
-                self._streams[number].put_nowait(Reply(parcel.replica, parcel.fingerprint))
-
-
-class _ObservedRoute(RouteAttempt):
-    """A route that tells of its replica. What is sent of it is a plain one."""
-
-    def __init__(self, route: RouteAttempt, tell: Callable[[str], object]) -> None:
-        super().__init__(route.key, route.avoid, route.only, route.replica)
-        self._tell = tell
-
-    def found(self, replica: str) -> None:
-        super().found(replica)
-        self._tell(replica)
-
-    def __reduce__(self) -> tuple[type[RouteAttempt], tuple[str | None, frozenset[str], str | None, str | None]]:
-        return RouteAttempt, (self.key, self.avoid, self.only, self.replica)
+            self._on_close()
+            for queue in self._streams.values():
+                queue.put_nowait(lost)
+            await self._batches.aclose()
 
 
 class ReplicaTransport(Protocol):
@@ -290,116 +263,95 @@ class ReplicaTransport(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Those that take requests now."""
-        ...
+        """The replicas that take requests now."""
 
     def call(
         self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int
     ) -> tuple[Awaitable[None], Callable[[], None]]:
-        """Have a replica serve a call (`serve_into`): what ends with it, and what ends it before. `route.found` is told
-        who has it, in any thread."""
-        ...
+        """Have a replica serve a call (`serve_into`). Returns what ends with it, and a function to cancel it. Calls
+        `route.assign` with the replica, in any thread."""
 
-    def parcels(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
-        """What a replica has for an ingress (`ReplyQueue.parcels`)."""
-        ...
+    def batches(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
+        """The batches of a replica for an ingress (`ReplyQueue.batches`)."""
 
 
 class ChannelReplicaSet:
-    """Replicas whose answers come through channels: the calls themselves bring nothing but their end.
-
-    What a replica says of an answer comes whole and in order, or the call is lost: a channel that ends is never taken
-    up again, for later calls have channels of another name.
-    """
+    """Replicas whose replies come through channels; the calls themselves only report their end. A response arrives
+    complete and in order, or the call is lost: a channel that ended is never reopened, since later calls use channels
+    with another name."""
 
     def __init__(self, remote: ReplicaTransport) -> None:
         self._remote = remote
-        self._ingress = uuid.uuid4().hex  # what replicas know the present channels by
+        self._ingress = uuid.uuid4().hex  # the name of new channels
         self._numbers = itertools.count()
         self._channels: dict[tuple[str, str], Channel] = {}
-        self._seeking: set[int] = set()  # calls that have no replica yet
+        self._unassigned: set[int] = set()  # calls without a replica
 
     @property
     def names(self) -> frozenset[str]:
-        """Those that take requests now."""
+        """The replicas that take requests now."""
         return self._remote.names
 
     async def serve(self, call: ProxiedRequest, route: RouteAttempt) -> AsyncGenerator[Reply, None]:
-        """Have a replica serve a call; closing the generator ends it there. `route.replica` says who has it. Raises
+        """Have a replica serve a call, and assign it to `route`. Closing the generator cancels the call. Raises
         `ReplicaLostError`: the replica is gone."""
-        loop, stream = asyncio.get_running_loop(), _Stream(next(self._numbers))
-        ingress = self._ingress
+        loop, number, ingress = asyncio.get_running_loop(), next(self._numbers), self._ingress
+        replies: asyncio.Queue[Reply | BaseException] = asyncio.Queue()
+        channel: Channel | None = None
+        is_closed = False
 
-        def found(replica: str) -> None:
-            route.found(replica)
-            if not stream.is_closed:
-                stream.listen_to(self._channel(replica, ingress))
-                self._seeking.discard(stream.number)
+        def assign(replica: str) -> None:
+            nonlocal channel
+            route.assign(replica)
+            if is_closed:
+                return
+            if channel is not None:  # the previous replica did not take the call
+                channel.leave(number)
+            channel = self._channel(replica, ingress)
+            channel.listen(number, replies)
+            self._unassigned.discard(number)
 
-        watched = _ObservedRoute(route, lambda replica: loop.call_soon_threadsafe(found, replica))
-        self._seeking.add(stream.number)
-        ended, end = self._remote.call(call, watched, ingress, stream.number)
-        ending = asyncio.ensure_future(ended)
-        ending.add_done_callback(stream.note_end)
-        is_whole = False
+        def note_end(ended: asyncio.Future[None]) -> None:  # replies may still be on their way
+            if ended.cancelled():
+                return
+            if error := ended.exception():
+                replies.put_nowait(error)
+            elif not is_closed:
+                lost = ReplicaLostError("the replica's response broke off", died=False)
+                loop.call_later(_CANCEL_GRACE, replies.put_nowait, lost)
+
+        sent = replace(route, on_assign=lambda replica: loop.call_soon_threadsafe(assign, replica))
+        self._unassigned.add(number)
+        ended, cancel = self._remote.call(call, sent, ingress, number)
+        ending = asyncio.ensure_future(ended)  # held here: the loop doesn't keep tasks alive
+        ending.add_done_callback(note_end)
+        is_complete = False
         try:
-            while not is_whole:
-                item = await stream.next()
-                is_whole = item.is_last
-                yield item
+            while not is_complete:
+                reply = await replies.get()
+                if isinstance(reply, BaseException):
+                    raise reply
+                is_complete = reply.is_last
+                yield reply
         finally:
-            self._seeking.discard(stream.number)
-            stream.close()
-            if not is_whole:
-                end()
+            is_closed = True
+            self._unassigned.discard(number)
+            if channel is not None:
+                channel.leave(number)
+            if not is_complete:
+                cancel()
 
     def _channel(self, replica: str, ingress: str) -> Channel:
         key = replica, ingress
         if key not in self._channels:
 
-            def closed() -> None:
+            def on_close() -> None:
                 del self._channels[key]
                 if self._ingress == ingress:
                     self._ingress = uuid.uuid4().hex
 
-            def is_wanted(idle: float) -> bool:  # a replica that is to leave waits for its channels
-                return replica in self.names and (idle < _IDLE or bool(self._seeking))
+            def keep_open(idle: float) -> bool:  # a replica that leaves waits for its channels to close
+                return replica in self.names and (idle < _IDLE_TIMEOUT or bool(self._unassigned))
 
-            self._channels[key] = Channel(self._remote.parcels(replica, ingress), is_wanted, closed)
+            self._channels[key] = Channel(self._remote.batches(replica, ingress), keep_open, on_close)
         return self._channels[key]
-
-
-class _Stream:
-    """What comes for one call."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.is_closed = number, False
-        self._news: asyncio.Queue[_News] = asyncio.Queue()
-        self._channel: Channel | None = None
-
-    def listen_to(self, channel: Channel) -> None:
-        if self._channel is not None:  # the replica before did not take the call
-            self._channel.leave(self.number)
-        self._channel = channel
-        channel.listen(self.number, self._news)
-
-    async def next(self) -> Reply:
-        news = await self._news.get()
-        if isinstance(news, BaseException):
-            raise news
-        return news
-
-    def note_end(self, ended: "asyncio.Future[None]") -> None:
-        """The call has ended: what it brought may still be on its way."""
-        if ended.cancelled():
-            return
-        if error := ended.exception():
-            self._news.put_nowait(error)
-        elif not self.is_closed:
-            lost = ReplicaLostError("the replica's answer broke off", died=False)
-            asyncio.get_running_loop().call_later(_LAST_WORDS, self._news.put_nowait, lost)
-
-    def close(self) -> None:
-        self.is_closed = True
-        if self._channel is not None:
-            self._channel.leave(self.number)

@@ -1,4 +1,4 @@
-"""Replicas and their ingress as deployments of Ray Serve."""
+"""Replicas and their ingress as Ray Serve deployments."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from onward.cluster import router as routing
 from onward.cluster.call import ProxiedRequest, ReplicaLostError, ReplyBatch, RouteAttempt
-from onward.cluster.channel import LISTENING, ChannelReplicaSet
+from onward.cluster.channel import RENEW_INTERVAL, ChannelReplicaSet
 from onward.cluster.ingress import Ingress, RetryOptions
 from onward.cluster.options import DeployOptions
 from onward.cluster.replica import Replica
@@ -23,13 +23,13 @@ from onward.server import Settings, log_to_stderr
 
 
 class RayReplicas:
-    """`ReplicaTransport` behind a handle of Serve's."""
+    """`ReplicaTransport` over a Ray Serve handle."""
 
     def __init__(self, handle: Any) -> None:
         self._calls = handle.options(method_name="serve")
-        self._parcels = handle.options(stream=True, method_name="parcels")
-        self._listens = handle.options(method_name="listens")
-        self._listening: set[asyncio.Task[None]] = set()
+        self._batches = handle.options(stream=True, method_name="batches")
+        self._renew = handle.options(method_name="renew")
+        self._renewals: set[asyncio.Task[None]] = set()
         self._deployment = str(handle.deployment_id)
 
     @property
@@ -41,75 +41,67 @@ class RayReplicas:
         self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int
     ) -> tuple[Awaitable[None], Callable[[], None]]:
         response = self._calls.remote(call, route=route, ingress=ingress, number=number)
-        return _ended(response), lambda: _cancel(response)
+        return _result(response), lambda: _cancel(response)
 
-    async def parcels(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
-        response = self._parcels.remote(route=RouteAttempt(only=replica), ingress=ingress)
+    async def batches(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
+        response = self._batches.remote(route=RouteAttempt(only=replica), ingress=ingress)
         ended = asyncio.Event()
-        listening = asyncio.create_task(self._say_that_it_listens(replica, ingress, ended))
-        self._listening.add(listening)
-        listening.add_done_callback(self._listening.discard)
+        renewal = asyncio.create_task(self._keep_renewing(replica, ingress, ended))
+        self._renewals.add(renewal)
+        renewal.add_done_callback(self._renewals.discard)
         try:
-            async for parcel in response:
-                yield parcel
+            async for batch in response:
+                yield batch
         except Exception as error:
-            raise _said(error) from error
+            raise _translated(error) from error
         finally:
             ended.set()
             _cancel(response)
 
-    async def _say_that_it_listens(self, replica: str, ingress: str, ended: asyncio.Event) -> None:
-        """Say so from time to time, until the channel has ended. Where a replica is lost the channel tells of it."""
+    async def _keep_renewing(self, replica: str, ingress: str, ended: asyncio.Event) -> None:
+        """Renew the lease on a replica's queue until the channel has ended. If the replica is lost, the channel
+        raises."""
         while not ended.is_set():
             with contextlib.suppress(Exception):
-                await self._listens.remote(route=RouteAttempt(only=replica), ingress=ingress)
+                await self._renew.remote(route=RouteAttempt(only=replica), ingress=ingress)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), LISTENING)
+                await asyncio.wait_for(ended.wait(), RENEW_INTERVAL)
 
 
-async def _ended(response: Any) -> None:
+async def _result(response: Any) -> None:
     try:
         await response
     except Exception as error:
-        raise _said(error) from error
+        raise _translated(error) from error
 
 
-def _said(error: Exception) -> Exception:
-    """What an error of Ray's means to an ingress."""
+def _translated(error: Exception) -> Exception:
+    """The error for the ingress that corresponds to one of Ray's."""
     if isinstance(error, BackPressureError):
-        return EngineBusyError("all replicas have as many requests as they take; try again in 1 s", 1.0)
-    if isinstance(error, ray.exceptions.RayTaskError):  # the application's own: it would fail elsewhere, too
-        return EngineError("the server failed; its log says why")
+        return EngineBusyError("all replicas are at their limit of requests; try again in 1 s", 1.0)
+    if isinstance(error, ray.exceptions.RayTaskError):  # from the application: it would fail elsewhere, too
+        return EngineError("the server failed; its log has the details")
     if isinstance(error, ray.exceptions.RayError | ReplicaUnavailableError | DeploymentUnavailableError):
         return ReplicaLostError(str(error).partition("\n")[0][:200], died=True)
     return error
 
 
 def _cancel(response: Any) -> None:
-    """End a call. Ray may wait a minute for a replica that hangs, so nobody waits here."""
+    """Cancel a call in a thread, since Ray may wait a minute for a replica that hangs."""
 
     def cancel() -> None:
-        with contextlib.suppress(Exception):  # of a call that has failed: whoever waits for it has its error
+        with contextlib.suppress(Exception):  # the call has failed, which its caller knows
             response.cancel()
 
     threading.Thread(target=cancel, daemon=True).start()
 
 
 REPLICA, INGRESS = "Replica", "Ingress"
-# The most requests that an engine holds, waiting ones too: it says itself when it takes no more.
-_ONGOING = 4096
-
-# How soon Ray looks at what replicas report, and how long more of it has to last until there are more of them.
-_SCALING = {
-    "policy": {"policy_function": "onward.cluster.router:wanted_replicas"},
-    "metrics_interval_s": 2.0,
-    "look_back_period_s": 10.0,
-    "upscale_delay_s": 10.0,
-}
+# Ray's limit of requests per replica, including waiting ones. The engine itself refuses more than it can queue.
+_MAX_REQUESTS = 4096
 
 
 def ingress_of(handle: Any, options: DeployOptions) -> Ingress:
-    """The ingress of replicas. handle: of theirs."""
     replicas = ChannelReplicaSet(RayReplicas(handle))
     return Ingress(replicas, RetryOptions(**options.retries), Settings(**options.settings))
 
@@ -128,11 +120,14 @@ class RayIngress:
 
 def replicas_of(options: DeployOptions) -> Any:
     """The replicas as a Serve application without an ingress."""
-    common: dict[str, Any] = {"name": REPLICA, "ray_actor_options": {"num_cpus": options.cpus}, **_life(options)}
+    common = {"name": REPLICA, "ray_actor_options": {"num_cpus": options.cpus}, **_lifetime(options)}
     count: dict[str, Any] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
-        scaling = {"min_replicas": options.replicas, "max_replicas": options.max_replicas}
-        count = {"autoscaling_config": scaling | _SCALING}
+        scaling: dict[str, Any] = {"min_replicas": options.replicas, "max_replicas": options.max_replicas}
+        scaling["policy"] = {"policy_function": "onward.cluster.router:desired_replicas"}
+        # How often Ray reads the replicas' loads, and how long a higher load has to last before it adds replicas.
+        scaling |= {"metrics_interval_s": 2.0, "look_back_period_s": 10.0, "upscale_delay_s": 10.0}
+        count = {"autoscaling_config": scaling}
     router = RequestRouterConfig(
         request_router_class="onward.cluster.ray_router.PrefixRouter",
         request_router_kwargs={"affinity": options.affinity},
@@ -141,14 +136,14 @@ def replicas_of(options: DeployOptions) -> Any:
 
 
 def application(options: DeployOptions) -> Any:
-    """The whole as a Serve application, behind Ray's own proxies: `ray.serve.run` runs it."""
-    ingress = serve.deployment(name=INGRESS, ray_actor_options={"num_cpus": 0.1}, num_replicas=1, **_life(options))
+    """The whole deployment as a Serve application behind Ray's own proxies, for `ray.serve.run`."""
+    ingress = serve.deployment(name=INGRESS, ray_actor_options={"num_cpus": 0.1}, num_replicas=1, **_lifetime(options))
     return ingress(RayIngress).bind(replicas_of(options), asdict(options))
 
 
-def _life(options: DeployOptions) -> dict[str, Any]:
+def _lifetime(options: DeployOptions) -> dict[str, Any]:
     return {
-        "max_ongoing_requests": _ONGOING,
+        "max_ongoing_requests": _MAX_REQUESTS,
         "graceful_shutdown_timeout_s": Settings(**options.settings).drain,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 10.0,
@@ -156,9 +151,6 @@ def _life(options: DeployOptions) -> dict[str, Any]:
 
 
 def build_app(args: Mapping[str, Any]) -> Any:
-    """For `serve run onward.cluster:build_app source=demo replicas=2`, and for `serve build` and `serve deploy`.
-
-    Raises:
-        RequestError: an unknown argument, or a value outside its range.
-    """
+    """For `serve run onward.cluster:build_app source=demo replicas=2`, and for `serve build` and `serve deploy`. Raises
+    `RequestError`: an unknown argument, or a value outside its range."""
     return application(DeployOptions.of(args))

@@ -1,8 +1,8 @@
-"""The ingress: an ASGI application over replicas, whose clients do not notice when one of them is lost.
+"""The ingress: an ASGI application over replicas, whose clients don't notice when one of them is lost.
 
-A request is tried on a replica. If that replica dies, falls silent or leaves, another one computes the same answer, for
-the ingress has fixed its seed, id and time. The client gets the part that it has not received. The rules for retries
-know neither Ray nor a clock (times are arguments), so simulations run the same code.
+If the replica that serves a request dies, falls silent or leaves, another one generates the same response, since the
+ingress determines its seed, id and time. The client gets the part that it has not received. The retry rules know
+neither Ray nor a clock (times are arguments), so that simulations run the same code.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from onward.errors import EngineBusyError, EngineError, OnwardError, RequestErro
 from onward.protocols import ResponseKey
 from onward.server import Settings
 from onward.server.client import whole_body
-from onward.server.gate import AccessRecord
-from onward.server.lifecycle import emptied
+from onward.server.gate import CLIENT_CLOSED, AccessRecord
+from onward.server.lifecycle import drain_requests
 from onward.server.log import log
 from onward.server.submission import IdempotencyKeys
 from onward.util.checks import check_whole, is_finite
@@ -43,16 +43,13 @@ from onward.util.checks import check_whole, is_finite
 
 @dataclass(frozen=True, kw_only=True)
 class RetryOptions:
-    """How much is tried for a request, and for all of them.
+    """Limits of retries, per request and in total. Raises `RequestError`: a value outside its range.
 
-    attempts: the most for one request, its first included; attempts that a replica handed over do not count.
-    silence: seconds without a word from a replica, which speaks about every half second, after which it counts as lost.
-    retry_share: retries for each request that came, beyond `retry_burst`: so retries cannot multiply the load when
-        many replicas are lost (the retry budget of Finagle and of Envoy).
-    quarantine: seconds for which a request that was there when two replicas died is refused; 0 refuses none.
-
-    Raises:
-        RequestError: a value outside its range.
+    attempts: maximum per request, including the first; attempts that a replica handed over don't count.
+    silence: seconds without a reply or heartbeat (every half second) after which a replica counts as lost.
+    retry_share: retries allowed per request received, beyond `retry_burst`, so that retries cannot multiply the load
+        when many replicas are lost (the retry budget of Finagle and Envoy).
+    quarantine: seconds for which a request is refused after two replicas died serving it; 0 refuses none.
     """
 
     attempts: int = 3
@@ -67,89 +64,76 @@ class RetryOptions:
         for name, low in (("silence", 0.01), ("retry_share", 0.0), ("quarantine", 0.0)):
             value = getattr(self, name)
             if not (is_finite(value) and value >= low):
-                raise RequestError(f"{name} must be a number of {low} or more; got {value!r}")
+                raise RequestError(f"{name} must be at least {low}; got {value!r}")
 
 
 class RetryBudget:
-    """Retries that all requests have together: each request brings a share of one, each retry takes one."""
+    """The retries of all requests together: each request adds a share of one, each retry uses up one."""
 
     def __init__(self, options: RetryOptions) -> None:
-        self._share, self._most = options.retry_share, float(options.retry_burst)
-        self.left = self._most
+        self._share, self._max = options.retry_share, float(options.retry_burst)
+        self.left = self._max
 
-    def came(self) -> None:
-        """A request came."""
-        self.left = min(self._most, self.left + self._share)
+    def deposit(self) -> None:
+        """Add a request's share of a retry."""
+        self.left = min(self._max, self.left + self._share)
 
-    def take(self) -> bool:
-        """Take a retry, if there is one."""
+    def withdraw(self) -> bool:
+        """Use up a retry, if there is one."""
         if self.left < 1:
             return False
         self.left -= 1
         return True
 
 
-# The most requests that are remembered for a quarantine.
-_REMEMBERED = 10_000
-# Replicas that die with a request, until it is held to be the cause.
-_DEATHS = 2
+# Requests whose deaths are remembered, and the deaths after which one is refused.
+_MAX_QUARANTINED, _MAX_DEATHS = 10_000, 2
 
 
 class Quarantine:
-    """Requests that were there when replicas died: at the second death they are refused for a while.
-
-    A request is known by a digest of its body. Replicas that only hang, or hand over, are no deaths, and a request that
-    was served whole is no cause.
-    """
+    """Requests that were being served when replicas died: after the second death they are refused for a while. A
+    request is identified by a digest of its body. Replicas that only hang or leave don't count, and a request that was
+    served completely is not the cause."""
 
     def __init__(self, options: RetryOptions) -> None:
         self._seconds = options.quarantine
         self._deaths: OrderedDict[bytes, tuple[float, frozenset[str]]] = OrderedDict()
 
     def note_death(self, request: bytes, replica: str, now: float) -> None:
-        """A replica died while it served the request."""
         _, replicas = self._deaths.pop(request, (now, frozenset()))
         self._deaths[request] = (now, replicas | {replica})
-        while len(self._deaths) > _REMEMBERED:
+        while len(self._deaths) > _MAX_QUARANTINED:
             self._deaths.popitem(last=False)
 
-    def holds(self, request: bytes, now: float) -> bool:
-        """Whether the request is refused now."""
+    def contains(self, request: bytes, now: float) -> bool:
         since, replicas = self._deaths.get(request, (now, frozenset()))
         if now - since >= self._seconds:
             self.forget(request)
             return False
-        return len(replicas) >= _DEATHS
+        return len(replicas) >= _MAX_DEATHS
 
     def forget(self, request: bytes) -> None:
-        """The request was served whole."""
+        """Forget a request that was served completely."""
         self._deaths.pop(request, None)
 
 
-# Seconds that a request waits for a replica to be there at all.
-_WAIT = 60.0
-# Seconds until all replicas are asked again, where an answer that has begun found all of them busy.
-_PAUSE = 0.25
+_TIMEOUT = 60.0  # seconds that a request waits for a replica
+_RETRY_DELAY = 0.25  # seconds before all replicas are tried again, if a started response finds all of them busy
 _BUSY = (429, 503)
-# The status that the log has of a client that left before there was one; nginx's.
-_LEFT = 499
-# How many fingerprints are remembered: more only where each replica has another.
-_FINGERPRINTS = 64
+_MAX_FINGERPRINTS = 64
 
 
 class _Outcome(enum.Enum):
     """How an attempt ended that lost no replica."""
 
-    WHOLE = enum.auto()
-    BUSY = enum.auto()  # the replica takes no more
-    LEAVING = enum.auto()  # the replica is to end, and others are there
+    COMPLETE = enum.auto()
+    BUSY = enum.auto()  # the replica takes no more requests
+    LEAVING = enum.auto()  # the replica is shutting down, and there are others
 
 
 class Ingress:
-    """An ASGI application that forwards requests to replicas.
-
-    replicas: whom it calls. options: what it tries. settings: of its own side: the log, and limits of requests.
-    """
+    """An ASGI application that forwards requests to replicas. options: limits of retries. settings: for the ingress
+    itself: the access log, and limits of requests."""
 
     def __init__(self, replicas: ChannelReplicaSet, options: RetryOptions, settings: Settings | None = None) -> None:
         self._replicas, self._options = replicas, options
@@ -157,92 +141,84 @@ class Ingress:
         self._log_prompts = self._settings.access_log and self._settings.log_prompts
         self._state = State(replicas)
         self._budget, self._quarantine = RetryBudget(options), Quarantine(options)
-        self._repeats = IdempotencyKeys(self._settings.idempotency_seconds)
-        self._computed: dict[str, str] = {}  # fingerprint -> the first replica that had it
+        self._idempotency = IdempotencyKeys(self._settings.idempotency_seconds)
+        self._fingerprints: dict[str, str] = {}  # fingerprint: the first replica that had it
         self._draining = False
-        self._ends: set[asyncio.Future[None]] = set()  # of the requests that run: done where they are to end
-        self.inside = 0
+        self._ends: set[asyncio.Future[None]] = set()  # of running requests; done to cancel them
+        self.in_flight = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
-            return await _live(receive, send)
+            return await _lifespan(receive, send)
         access = AccessRecord(scope)
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
                 access.status = message["status"]
-                if all(
-                    name.lower() != b"x-request-id" for name, _ in message["headers"]
-                ):  # the answer is not a replica's
+                if all(name.lower() != b"x-request-id" for name, _ in message["headers"]):  # not a replica's response
                     message = {**message, "headers": [*message["headers"], (b"x-request-id", access.id.encode())]}
             await send(message)
 
-        answer = ProxiedResponse(send_with_id, whole_reasons=self._log_prompts)
-        self.inside += 1
+        response = ProxiedResponse(send_with_id, log_values=self._log_prompts)
+        self.in_flight += 1
         try:
-            await self._answered(scope, receive, answer, access.id)
+            await self._handle(scope, receive, response, access.id)
         except OnwardError as error:
-            await answer.fail(error)
+            await response.fail(error)
         finally:
-            self.inside -= 1
+            self.in_flight -= 1
             if self._settings.access_log:
-                if not answer.ended:
-                    answer.note_left()
-                access.status = access.status or _LEFT
-                access.fields |= answer.facts
+                if not response.is_complete:
+                    response.note_disconnect()
+                access.status = access.status or CLIENT_CLOSED
+                access.fields |= response.log_fields
                 access.write()
 
-    async def _answered(self, scope: Any, receive: Any, answer: ProxiedResponse, request_id: str) -> None:
-        """Answer a request, unless the client leaves before. Raises `OnwardError`: it is refused, or fails."""
+    async def _handle(self, scope: Any, receive: Any, response: ProxiedResponse, request_id: str) -> None:
+        """Handle a request until the client disconnects. Raises `OnwardError`: it is refused, or fails."""
         if self._draining and (scope["method"] == "POST" or scope["path"] == "/ready"):
-            raise EngineError("the server shuts down and takes no more requests")
-        if self.inside > self._settings.max_requests:
-            raise EngineBusyError("the ingress has as many requests as it takes; try again in 1 s", 1.0)
+            raise EngineError("the server is shutting down and takes no more requests")
+        if self.in_flight > self._settings.max_requests:
+            raise EngineBusyError("the ingress is at its limit of concurrent requests; try again in 1 s", 1.0)
         try:
             body = await whole_body(Request(scope, receive), self._settings)
         except ClientDisconnect:
             return
         if self._log_prompts and scope["method"] == "POST":
-            answer.facts["body"] = body.decode("utf-8", "replace")
+            response.log_fields["body"] = body.decode("utf-8", "replace")
         call = self._call_of(scope, body, request_id)
-        state = self._state.has(call)
-        await self._until_gone(receive, self._tell_state(call, answer) if state else self._serve(call, answer))
-
-    async def _tell_state(self, call: ProxiedRequest, answer: ProxiedResponse) -> None:
-        await answer.tell_whole(await self._state.answer(call))
+        serve = self._state.serve if self._state.has(call) else self._serve
+        await self._until_disconnected(receive, serve(call, response))
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, let those that run end within so many seconds, and tell the others that they end."""
+        """Refuse new requests, wait up to `seconds` for running ones, and cancel the others."""
         self._draining = True
 
         def cancel() -> None:
-            log("cancels", requests=self.inside)
+            log("cancels", requests=self.in_flight)
             for end in self._ends:
                 end.set_result(None)
 
-        await emptied(lambda: self.inside, seconds, cancel)
+        await drain_requests(lambda: self.in_flight, seconds, cancel)
 
     def _call_of(self, scope: Any, body: bytes, request_id: str) -> ProxiedRequest:
-        given = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-        headers = (*((name, value) for name, value in given if name != b"x-request-id"),)
-        headers += ((b"x-request-id", request_id.encode()),)  # replicas log their defects under it
+        pairs = [(bytes(name), bytes(value)) for name, value in scope["headers"] if name != b"x-request-id"]
+        headers = (*pairs, (b"x-request-id", request_id.encode()))  # replicas log errors under it
         call = ProxiedRequest(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, "")
-        if last := call.named_headers.get(
-            "last-event-id"
-        ):  # which begins with the key; the application checks the rest
+        if last := call.named_headers.get("last-event-id"):  # starts with the key; the application checks the rest
             with contextlib.suppress(OnwardError):
-                return replace(call, answer_key=ResponseKey(last.partition(".")[0]).text)
-        key = self._repeats.answer_key(dict(headers), _digest(call.path, body), time.monotonic())
-        return replace(call, answer_key=key)
+                return replace(call, response_key=ResponseKey(last.partition(".")[0]).text)
+        key = self._idempotency.response_key(dict(headers), _digest(call.path, body), time.monotonic())
+        return replace(call, response_key=key)
 
-    async def _until_gone(self, receive: Any, serving: Any) -> None:
-        """Serve, and stop when the client leaves. Raises `OnwardError`: of `serving`, or the ingress ends before."""
+    async def _until_disconnected(self, receive: Any, serving: Any) -> None:
+        """Run `serving` until the client disconnects. Raises `OnwardError`: as `serving`, or the ingress shuts down."""
 
-        async def gone() -> None:
+        async def disconnected() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        tasks = [asyncio.ensure_future(serving), asyncio.ensure_future(gone())]
+        tasks = [asyncio.ensure_future(serving), asyncio.ensure_future(disconnected())]
         end = asyncio.get_running_loop().create_future()
         self._ends.add(end)
         try:
@@ -250,143 +226,132 @@ class Ingress:
             if tasks[0].done():
                 tasks[0].result()
             elif end.done():
-                raise EngineError("the server shut down before the answer was whole")
+                raise EngineError("the server shut down before the response was complete")
         finally:
             self._ends.discard(end)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _serve(self, call: ProxiedRequest, answer: ProxiedResponse) -> None:
-        """Try until the answer is whole. Raises `OnwardError`: it will not be."""
+    async def _serve(self, call: ProxiedRequest, response: ProxiedResponse) -> None:
+        """Try replicas until the response is complete. Raises `OnwardError`: it won't be."""
         digest = _digest(call.path, call.body)
         key = routing_key(call.named_headers, call.body)
-        avoid: frozenset[str] = frozenset()
-        failed: frozenset[str] = frozenset()  # of these, all that were not merely busy or left
+        avoid: frozenset[str] = frozenset()  # replicas that failed, were busy or left
+        failed: frozenset[str] = frozenset()  # those that failed
         lost, attempts, waited = 0, 0, 0.0
-        self._budget.came()
-        if self._quarantine.holds(digest, time.monotonic()):
-            raise EngineError("two replicas died while they served this request: it is refused for a while")
+        self._budget.deposit()
+        if self._quarantine.contains(digest, time.monotonic()):
+            raise EngineError("two replicas died while serving this request; it is temporarily refused")
         while True:
             route = RouteAttempt(key, avoid)
-            answer.begin()
+            response.begin()
             try:
                 try:
-                    outcome = await self._attempt(call, route, answer)
+                    outcome = await self._attempt(call, route, response)
                 finally:
-                    answer.facts |= {"replica": route.replica, "retries": attempts}
+                    response.log_fields |= {"replica": route.replica, "retries": attempts}
                     attempts += 1
-                if outcome is _Outcome.WHOLE:
+                    tried = frozenset() if route.replica is None else frozenset([route.replica])
+                if outcome is _Outcome.COMPLETE:
                     self._quarantine.forget(digest)
                     return
             except ReplicaLostError as error:
                 lost += 1
                 self._note(error, digest, route, lost)
-                failed |= _set_of(route.replica)
+                failed |= tried
             except DivergedError as error:
-                failed |= _set_of(route.replica)
+                failed |= tried
                 if not self._replicas.names - failed:
                     raise EngineError(str(error)) from error
-            avoid |= _set_of(route.replica)
-            call = replace(call, emitted=answer.emitted, last_event_id=answer.last_event_id)
-            there = self._replicas.names
-            if there - failed and not there - avoid:  # those that are left are busy
-                waited = await _until_asked_again(waited)
+            avoid |= tried
+            call = replace(call, emitted=response.emitted, last_event_id=response.last_event_id)
+            names = self._replicas.names
+            if names - failed and not names - avoid:  # the others are busy
+                if waited >= _TIMEOUT:
+                    message = f"all replicas were busy for {_TIMEOUT:g} s; the response cannot be completed"
+                    raise EngineBusyError(message, 1.0)
+                await asyncio.sleep(_RETRY_DELAY)
+                waited += _RETRY_DELAY
                 avoid = failed
 
     def _note(self, error: ReplicaLostError, digest: bytes, route: RouteAttempt, lost: int) -> None:
-        """A replica was lost. Raises `EngineError`: the request is not tried again."""
+        """Note that a replica was lost. Raises `EngineError`: the request is not retried."""
         now = time.monotonic()
         log("replica lost", replica=route.replica, reason=str(error), lost=lost)
         if error.died and route.replica is not None:
             self._quarantine.note_death(digest, route.replica, now)
-        if self._quarantine.holds(digest, now):
-            raise EngineError("two replicas died while they served this request") from error
+        if self._quarantine.contains(digest, now):
+            raise EngineError("two replicas died while serving this request") from error
         if lost >= self._options.attempts:
-            raise EngineError(f"{lost} replicas were lost while they served this request: {error}") from error
-        if not self._budget.take():
-            raise EngineError(f"a replica was lost, and too many requests are tried again: {error}") from error
+            raise EngineError(f"{lost} replicas were lost while serving this request: {error}") from error
+        if not self._budget.withdraw():
+            raise EngineError(f"a replica was lost, and too many requests are being retried: {error}") from error
 
-    async def _attempt(self, call: ProxiedRequest, route: RouteAttempt, answer: ProxiedResponse) -> _Outcome:
+    async def _attempt(self, call: ProxiedRequest, route: RouteAttempt, response: ProxiedResponse) -> _Outcome:
         """Have one replica serve the call. Raises `ReplicaLostError`: it is gone, or silent for too long. Raises
-        `DivergedError`: it makes another answer."""
-        items = self._replicas.serve(call, route)
+        `DivergedError`: it generates another response."""
+        replies = self._replicas.serve(call, route)
         try:
-            while not answer.ended:
-                item = await self._next(items, route)
-                route.replica = item.replica
-                self._compare(item)
-                if _is_busy(item) and (answer.started or self._others(route)):
+            while not response.is_complete:
+                reply = await self._next(replies, route)
+                route.replica = reply.replica
+                self._compare(reply)
+                status = next((each["status"] for each in reply.messages if "status" in each), None)
+                if status in _BUSY and (response.started or self._others(route)):
                     return _Outcome.BUSY
-                await answer.tell(item)
-                if not answer.ended and route.replica not in self._replicas.names and self._others(route):
+                await response.forward(reply)
+                if not response.is_complete and route.replica not in self._replicas.names and self._others(route):
                     return _Outcome.LEAVING
-            return _Outcome.WHOLE
+            return _Outcome.COMPLETE
         finally:
-            close_later(items)
+            close_later(replies)
 
-    def _compare(self, item: Reply) -> None:
-        """Log that replicas have several fingerprints: the same request may get other texts of them."""
-        if item.fingerprint in self._computed:
+    def _compare(self, reply: Reply) -> None:
+        """Log differing fingerprints: the replicas may generate different text for a request."""
+        if reply.fingerprint in self._fingerprints:
             return
-        for fingerprint, replica in list(self._computed.items())[-1:]:
-            differ = parts_that_differ(fingerprint, item.fingerprint)
-            log("replicas differ", replica=item.replica, other=replica, differ=differ)
-        self._computed[item.fingerprint] = item.replica
-        if len(self._computed) > _FINGERPRINTS:
-            del self._computed[next(iter(self._computed))]
+        if self._fingerprints:
+            fingerprint, replica = next(reversed(self._fingerprints.items()))
+            differ = parts_that_differ(fingerprint, reply.fingerprint)
+            log("replicas differ", replica=reply.replica, other=replica, differ=differ)
+        self._fingerprints[reply.fingerprint] = reply.replica
+        if len(self._fingerprints) > _MAX_FINGERPRINTS:
+            del self._fingerprints[next(iter(self._fingerprints))]
 
-    async def _next(self, items: Any, route: RouteAttempt) -> Reply:
-        """The next item of a call, which may wait for a replica to be there. From when it has one it has less time."""
-        coming = asyncio.ensure_future(anext(items))
-        came = time.monotonic()
+    async def _next(self, replies: Any, route: RouteAttempt) -> Reply:
+        """The next reply to a call. Waiting for a replica is allowed more time than waiting for its reply."""
+        coming = asyncio.ensure_future(anext(replies))
+        started = time.monotonic()
         try:
             while True:
-                limit = _WAIT if route.replica is None else self._options.silence
-                end = max(came, route.since) + limit
-                left = end - time.monotonic()
-                if left <= 0:
+                limit = _TIMEOUT if route.replica is None else self._options.silence
+                end = max(started, route.since) + limit
+                if (left := end - time.monotonic()) <= 0:
                     break
                 done, _ = await asyncio.wait([coming], timeout=min(left, self._options.silence))
                 if done:
                     return coming.result()  # type: ignore[no-any-return]
         except StopAsyncIteration:
-            raise ReplicaLostError("the replica's answer broke off", died=False) from None
+            raise ReplicaLostError("the replica's response broke off", died=False) from None
         finally:
             coming.cancel()
             with contextlib.suppress(BaseException):
                 coming.exception() if coming.done() else None
         if route.replica is None:
-            raise EngineError(f"no replica was there within {_WAIT:g} s")
+            raise EngineError(f"no replica was available within {_TIMEOUT:g} s")
         raise ReplicaLostError(f"replica {route.replica} was silent for {self._options.silence:g} s", died=False)
 
     def _others(self, route: RouteAttempt) -> bool:
-        """Whether there are replicas that have not failed the call."""
+        """Whether other replicas have not failed the call."""
         return bool(self._replicas.names - route.avoid - {route.replica})
-
-
-def _set_of(replica: str | None) -> frozenset[str]:
-    return frozenset() if replica is None else frozenset([replica])
-
-
-async def _until_asked_again(waited: float) -> float:
-    """Wait a little, and say for how long in all. waited: seconds before this. Raises `EngineBusyError`: that was long
-    enough."""
-    if waited >= _WAIT:
-        raise EngineBusyError(f"no replica had room for the rest of the answer within {_WAIT:g} s", 1.0)
-    await asyncio.sleep(_PAUSE)
-    return waited + _PAUSE
 
 
 def _digest(path: str, body: bytes) -> bytes:
     return hashlib.blake2b(path.encode() + b" " + body).digest()
 
 
-def _is_busy(item: Reply) -> bool:
-    return any(message["type"] == "http.response.start" and message["status"] in _BUSY for message in item.messages)
-
-
-async def _live(receive: Any, send: Send) -> None:
+async def _lifespan(receive: Any, send: Send) -> None:
     while True:
         kind = (await receive())["type"]
         await send({"type": f"{kind}.complete"})

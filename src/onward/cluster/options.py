@@ -1,4 +1,4 @@
-"""What is deployed, and how."""
+"""Deployment options."""
 
 import contextlib
 from collections.abc import Mapping
@@ -12,29 +12,18 @@ from onward.util.checks import check_whole, is_finite
 from onward.util.option_names import REMOVED, check_option_names
 from onward.util.text_input import TextError, parse_json
 
-_TEXTS = (str, str | None)
-
-
-def _read(value: Any) -> Any:
-    """A text that is JSON as what it says."""
-    if isinstance(value, str):
-        with contextlib.suppress(TextError):
-            return parse_json(value)
-    return value
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeployOptions:
-    """What is deployed, and how. Everything in it is JSON, as `serve build` writes it.
+    """The options of a deployment. All values are JSON, as `serve build` writes them.
 
-    source: what `onward.load` takes. name: that requests call the model by; the source's by default. load: options of
-    `onward.load`. engine: options of `onward.Engine`. settings: of `onward.server.Settings`.
-    replicas: how many; with max_replicas the least, and as many more as waiting requests ask for.
-    cpus: of a replica with all its ranks, in Ray's accounts. threads: of its kernels; None: as many as cpus.
-    retries: see `RetryOptions`. affinity: whether requests of one beginning go to one replica.
+    source: for `onward.load`. name: the model's name in requests; by default the source.
+    load: options of `onward.load`. engine: options of `onward.Engine`. settings: of `onward.server.Settings`.
+    replicas: how many; with max_replicas the minimum, scaled up as the load requires.
+    cpus: for a replica with all its ranks, in Ray's accounting. threads: of its kernels; None: as many as cpus.
+    retries: see `RetryOptions`. affinity: whether to route requests with a common prefix to one replica.
 
-    Raises:
-        RequestError: an unknown option or a value outside its range.
+    Raises `RequestError`: an unknown option or a value outside its range.
     """
 
     source: str = "demo"
@@ -50,10 +39,10 @@ class DeployOptions:
     affinity: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("replicas", 1), ("max_replicas", self.replicas), ("threads", 1)):
+        for name, low in (("replicas", 1), ("max_replicas", self.replicas), ("threads", 1)):
             value = getattr(self, name)
             if value is not None:
-                check_whole(name, value, low=least)
+                check_whole(name, value, low=low)
         if not (is_finite(self.cpus) and self.cpus > 0):
             raise RequestError(f"cpus must be a number above 0; got {self.cpus!r}")
         if not isinstance(self.affinity, bool):
@@ -67,15 +56,17 @@ class DeployOptions:
         RetryOptions(**self.retries)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "DeployOptions":
-        """The options of a mapping, such as the `args` of a Serve config file. A command line's are text.
-
-        Raises:
-            RequestError: an unknown one, or a value outside its range.
-        """
+    def of(cls, options: Mapping[str, Any]) -> "DeployOptions":
+        """Make options from a mapping, such as the `args` of a Serve config file. Strings from a command line are
+        parsed as JSON. Raises `RequestError`: an unknown option, or a value outside its range."""
         known = {each.name: each.type for each in fields(cls)}
-        if removed := sorted(set(given) & set(REMOVED)):
-            raise RequestError(f"{removed[0]!r} is no option of a deployment: {REMOVED[removed[0]]}")
-        if unknown := sorted(set(given) - set(known)):
-            raise RequestError(f"{unknown[0]!r} is no option of a deployment; they are {', '.join(known)}")
-        return cls(**{name: _read(value) if known[name] not in _TEXTS else value for name, value in given.items()})
+        if removed := sorted(set(options) & set(REMOVED)):
+            raise RequestError(f"{removed[0]!r} is not a deployment option: {REMOVED[removed[0]]}")
+        if unknown := sorted(set(options) - set(known)):
+            raise RequestError(f"{unknown[0]!r} is not a deployment option; the options are {', '.join(known)}")
+        values = dict(options)
+        for name, value in options.items():
+            if isinstance(value, str) and known[name] not in (str, str | None):
+                with contextlib.suppress(TextError):
+                    values[name] = parse_json(value)
+        return cls(**values)

@@ -1,4 +1,4 @@
-"""Ray Serve's choice of a replica, made by `HashRing`."""
+"""Ray Serve's request router, with `HashRing`."""
 
 import asyncio
 from collections import deque
@@ -11,33 +11,30 @@ from onward.cluster import router as routing
 from onward.cluster.call import ReplicaLostError, RouteAttempt
 from onward.cluster.router import HashRing
 
-# Replicas that are asked in turn whether they take a call, before it waits a little and the router chooses anew.
-_ASKED = 16
-# Seconds until a replica that did not accept a call meant for it alone is asked again.
-_ASKED_AGAIN = 0.1
-# Names of dead replicas that are remembered.
-_DEAD = 64
+_MAX_CANDIDATES = 16  # replicas tried for a call before it backs off and the router chooses again
+_RETRY_DELAY = 0.1  # seconds before retrying the only replica for a call
+_MAX_DEAD = 64  # names of dead replicas that are remembered
 
 
 class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
-    """Sends a call to the replica that `HashRing` names for its `RouteAttempt`, an argument of the call called `route`.
+    """Sends a call to the replica that `HashRing` picks for its `RouteAttempt`, the call's argument `route`.
 
-    It runs in the process of the ingress, and writes there into the route who has the call. Of Ray's router for
-    sessions it keeps how calls wait and are tried again where a replica takes no more.
+    It runs in the process of the ingress, and assigns the replica to the route there. From Ray's session router it
+    inherits how calls wait and are retried if a replica takes no more.
 
-    A call for one particular replica (`RouteAttempt.only`) does not enter Ray's queue. Ray searches with two tasks for
-    each remaining replica, and a task that searches for a dead one never ends: a few such calls would block all others,
+    A call for one particular replica (`RouteAttempt.only`) bypasses Ray's queue. Ray searches with two tasks for each
+    remaining replica, and a task that searches for a dead one never ends: a few such calls would block all others,
     including those to healthy replicas.
     """
 
-    # A replica whose processor is busy takes longer than a tenth of a second to say how much it has to do.
+    # A replica with a busy CPU takes longer than the default 0.1 s to report its queue length.
     queue_len_response_deadline_s = 1.0
     max_queue_len_response_deadline_s = 2.0
 
     def initialize_state(self, affinity: bool = True, **others: Any) -> None:
         super().initialize_state(**others)
         self._ring, self._affinity = HashRing(), affinity
-        self._dead: deque[str] = deque(maxlen=_DEAD)
+        self._dead: deque[str] = deque(maxlen=_MAX_DEAD)
         self._ring.update([_name(replica) for replica in self._replica_id_set])
         routing.ROUTERS[str(self._deployment_id)] = self
 
@@ -65,22 +62,22 @@ class PrefixRouter(ConsistentHashRouter):  # type: ignore[misc]
         by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
         loads = {_name(replica): self._replica_queue_len_cache.get(replica) or 0 for replica in self._replica_id_set}
         ranked = self._ring.order(route.key, lambda name: loads.get(name, 0), route.avoid, affinity=self._affinity)
-        return [[by_name[name]] for name in islice(ranked, _ASKED) if name in by_name]
+        return [[by_name[name]] for name in islice(ranked, _MAX_CANDIDATES) if name in by_name]
 
     async def _choose_replica_for_request(self, pending_request: Any, *, is_retry: bool = False) -> Any:
         route = _route_of(pending_request)
         if route is not None and route.only is not None:
             if is_retry:
-                await asyncio.sleep(_ASKED_AGAIN)
+                await asyncio.sleep(_RETRY_DELAY)
             replica = self._replica(route.only)
         else:
             replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        if route is not None:  # told before the replica accepts: one that hangs never does
-            route.found(_name(replica.replica_id))
+        if route is not None:  # before the replica accepts, since one that hangs never does
+            route.assign(_name(replica.replica_id))
         return replica
 
     def _replica(self, name: str) -> Any:
-        """The replica of that name. Raises `ReplicaLostError`: it is not there any more."""
+        """The replica of that name. Raises `ReplicaLostError`: it is gone."""
         for replica in self._replicas_list:
             if _name(replica.replica_id) == name:
                 return replica

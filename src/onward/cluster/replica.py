@@ -1,4 +1,4 @@
-"""Replicas: a model, its engine and the application of `onward serve` in an actor of Ray Serve."""
+"""Replicas: Ray Serve actors with a model, its engine and the application of `onward serve`."""
 
 import asyncio
 import os
@@ -31,69 +31,67 @@ class Replica:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", OnwardWarning)
             lm = onward.load(chosen.source, **chosen.load)
-        self._warned = [str(one.message) for one in caught if issubclass(one.category, OnwardWarning)]
+        self._load_warnings = [str(one.message) for one in caught if issubclass(one.category, OnwardWarning)]
         self._engine = onward.Engine(lm, **chosen.engine)
-        # The ingress writes the lines of the log, with what replicas say of their answers.
+        # The ingress writes the access log, with fields from the replicas.
         settings = Settings(**{**chosen.settings, "access_log": False})
-        self._hang = settings.hang_seconds
+        self._hang_seconds = settings.hang_seconds
         self._app = create_app({chosen.name or chosen.source: self._engine}, settings)
         self._watching: asyncio.Task[None] | None = None
         self._name = str(serve.get_replica_context().replica_id.unique_id)
-        self._limit = self._engine.max_sequences
         self._fingerprint = f"{self._engine.fingerprint}-{probe(self._engine)}"
-        self._outboxes: dict[str, ReplyQueue] = {}
+        self._queues: dict[str, ReplyQueue] = {}
 
     async def serve(self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int) -> None:
-        """Serve a call of an ingress, which gets what the answer brings from `parcels`."""
+        """Serve a call of an ingress, which reads the response from `batches`."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._app.streams.watch())
         where = f"{self._name} {platform.node()} {os.getpid()}"
-        outbox = self._outbox(ingress)
+        queue = self._queue(ingress)
         try:
-            await serve_into(self._app, call, number, outbox, where)
+            await serve_into(self._app, call, number, queue, where)
         finally:
-            if outbox.is_closed:
-                self._drop(ingress, outbox)
+            if queue.is_closed:
+                self._drop(ingress, queue)
 
-    async def parcels(self, route: RouteAttempt, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
-        """All that the calls of an ingress bring, as long as it listens."""
-        if route.only != self._name:  # its words are not for a channel of another replica
+    async def batches(self, route: RouteAttempt, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
+        """The messages for an ingress, as long as its lease lasts."""
+        if route.only != self._name:  # the channel is for another replica
             yield ReplyBatch(self._name, self._fingerprint, (), is_beat=True)
             return
-        outbox = self._outbox(ingress)
+        queue = self._queue(ingress)
         try:
-            async for parcel in outbox.parcels():
-                yield parcel
+            async for batch in queue.batches():
+                yield batch
         finally:
-            self._drop(ingress, outbox)
+            self._drop(ingress, queue)
 
-    async def listens(self, route: RouteAttempt, ingress: str) -> None:
-        """An ingress says that it still listens to `parcels`."""
-        if route.only == self._name and ingress in self._outboxes:
-            self._outboxes[ingress].hear()
+    async def renew(self, route: RouteAttempt, ingress: str) -> None:
+        """Extend the lease of an ingress on its queue."""
+        if route.only == self._name and ingress in self._queues:
+            self._queues[ingress].renew()
 
-    async def warned(self) -> list[str]:
-        """What loading the model warned of."""
-        return self._warned
+    async def load_warnings(self) -> list[str]:
+        """The warnings from loading the model."""
+        return self._load_warnings
 
-    def _outbox(self, ingress: str) -> ReplyQueue:
-        if ingress not in self._outboxes:
-            self._outboxes[ingress] = ReplyQueue(self._name, self._fingerprint)
-        return self._outboxes[ingress]
+    def _queue(self, ingress: str) -> ReplyQueue:
+        if ingress not in self._queues:
+            self._queues[ingress] = ReplyQueue(self._name, self._fingerprint)
+        return self._queues[ingress]
 
-    def _drop(self, ingress: str, outbox: ReplyQueue) -> None:
-        if self._outboxes.get(ingress) is outbox:
-            del self._outboxes[ingress]
+    def _drop(self, ingress: str, queue: ReplyQueue) -> None:
+        if self._queues.get(ingress) is queue:
+            del self._queues[ingress]
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For Ray, which starts and ends replicas by it (`wanted_replicas`)."""
-        return {LOAD: load_of(self._engine.stats(), self._limit)}
+        """The load, for Ray's autoscaling (`desired_replicas`)."""
+        return {LOAD: load_of(self._engine.stats(), self._engine.max_sequences)}
 
     def check_health(self) -> None:
-        """For Ray, which replaces a replica that raises. Raises `EngineError`: the engine has failed, or its step does
-        not end."""
+        """Ray replaces a replica that raises here. Raises `EngineError`: the engine has failed or hangs."""
         self._engine.check_open()
-        if self._engine.seconds_since_step > self._hang:
+        if self._engine.seconds_since_step > self._hang_seconds:
             raise EngineError(f"a step has been running for {self._engine.seconds_since_step:.0f} s: the engine hangs")
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""What all replicas say of their state, as one answer: /metrics, /stats, /health and /ready of an ingress."""
+"""The state of all replicas in one response: /metrics, /stats, /health and /ready of an ingress."""
 
 import asyncio
 import enum
@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
 from onward import __version__
-from onward.cluster.call import ProxiedRequest, ReplicaLostError, RouteAttempt, close_later
+from onward.cluster.call import ProxiedRequest, ProxiedResponse, ReplicaLostError, RouteAttempt, close_later
 from onward.cluster.channel import ChannelReplicaSet
 from onward.engine import EngineStats
 from onward.errors import OnwardError
@@ -27,37 +27,30 @@ from onward.server.metrics import CONTENT_TYPE
 
 _Key = TypeVar("_Key", bound=Hashable)
 
-# Replicas that are gone whose counts are kept one by one; those of earlier ones are kept as a sum.
-_GONE = 64
+# Lost replicas whose counts are stored individually; those of earlier ones are stored as a sum.
+_MAX_GONE = 64
 
 
 class Kind(enum.Enum):
-    """How numbers of several replicas make one."""
+    """How the numbers of several replicas are combined."""
 
-    COUNT = enum.auto()  # only grows: the sum, with the last counts of replicas that are gone
-    SUM = enum.auto()  # of what replicas have now
-    MEAN = enum.auto()  # of a ratio, where a sum says nothing
+    COUNT = enum.auto()  # never falls: the sum, including the last counts of lost replicas
+    SUM = enum.auto()  # of the current values
+    MEAN = enum.auto()  # of ratios, whose sum is meaningless
 
 
 class Totals(Generic[_Key]):
-    """The numbers of all replicas together, from one reading to the next. kind: of a number, by its key.
-
-    A count never falls, whichever replicas answer: of one that does not answer, or is gone, its last count goes on to
-    be part of the sum. What it counted after that is missing.
-    """
+    """The combined numbers of all replicas, from one reading to the next. kind: of a number, by its key. A count never
+    falls, whichever replicas respond: the sum includes the last count of a replica that doesn't respond, or is lost.
+    What it counted after that is missing."""
 
     def __init__(self, kind: Callable[[_Key], Kind]) -> None:
         self._kind = kind
-        self._counts: OrderedDict[str, dict[_Key, float]] = OrderedDict()  # of each replica, the latest last
+        self._counts: OrderedDict[str, dict[_Key, float]] = OrderedDict()  # by replica, the latest last
         self._earlier: dict[_Key, float] = {}
 
     def merged(self, readings: Mapping[str, Mapping[_Key, float]], names: Collection[str] = ()) -> dict[_Key, float]:
-        """The numbers of all.
-
-        Args:
-            readings: the numbers of each replica that has answered.
-            names: of all replicas that are there.
-        """
+        """Combine the readings of the replicas that responded. names: of all replicas."""
         present: dict[_Key, list[float]] = {}
         for replica, numbers in readings.items():
             counts = self._counts.setdefault(replica, {})
@@ -76,7 +69,7 @@ class Totals(Generic[_Key]):
 
     def _fold(self, present: Collection[str]) -> None:
         gone = [replica for replica in self._counts if replica not in present]
-        for replica in gone[: max(0, len(gone) - _GONE)]:
+        for replica in gone[: max(0, len(gone) - _MAX_GONE)]:
             _add(self._earlier, self._counts.pop(replica))
 
 
@@ -85,56 +78,54 @@ def _add(sums: dict[_Key, float], counts: Mapping[_Key, float]) -> None:
         sums[key] = sums.get(key, 0) + count
 
 
-# Seconds that a replica has to answer. Prometheus itself waits 10 s for a scrape.
-PATIENCE = 2.0
-# Seconds between two looks at whether there are replicas, as long as there are none.
-_LOOK = 0.05
+TIMEOUT = 2.0  # seconds for a replica to respond; Prometheus waits 10 s for a scrape
+_POLL_INTERVAL = 0.05  # seconds, while waiting for replicas
 
-# Ratios: their sum says nothing. All other numbers of now are sums.
-_MEAN_METRICS = frozenset({"onward_prefix_hit_ratio"})
-_MEAN_STATS = frozenset({"hit_rate"})
+_OK = (200, 503)  # a failing replica reports its state with 503
 _COUNTED_STATS = frozenset({"steps", "tokens", "preemptions", "seconds"})
 
-# A sample of a metric: its family, its name and its labels.
+# A metric sample: its family, name and labels.
 _Sample = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 class State:
-    """The state of all replicas together. patience: seconds that one of them has to answer."""
+    """The combined state of all replicas. timeout: seconds for each to respond."""
 
-    def __init__(self, replicas: ChannelReplicaSet, patience: float = PATIENCE) -> None:
-        self._replicas, self._patience = replicas, patience
+    def __init__(self, replicas: ChannelReplicaSet, timeout: float = TIMEOUT) -> None:
+        self._replicas, self._timeout = replicas, timeout
         self._metrics: Totals[_Sample] = Totals(_kind_of_metric)
         self._stats: Totals[tuple[str, ...]] = Totals(_kind_of_stat)
-        self._families: dict[str, Metric] = {}  # of all metrics that any replica had, without their samples
-        self._answers = {"/metrics": self._metrics_of, "/stats": self._stats_of}
-        self._answers |= {"/health": _health_of, "/ready": _health_of}
+        self._families: dict[str, Metric] = {}  # of all replicas' metrics, without samples
+        self._handlers = {"/metrics": self._metrics_of, "/stats": self._stats_of}
+        self._handlers |= {"/health": _health_of, "/ready": _health_of}
 
     def has(self, call: ProxiedRequest) -> bool:
         """Whether a call asks for the state."""
-        return call.method in ("GET", "HEAD") and call.path in self._answers
+        return call.method in ("GET", "HEAD") and call.path in self._handlers
 
-    async def answer(self, call: ProxiedRequest) -> Response:
-        """Ask all replicas, and answer for all. A refusal of theirs, such as for a wrong key, is the answer. Raises
-        `BodyError`: the query asks for something unknown."""
+    async def serve(self, call: ProxiedRequest, response: ProxiedResponse) -> None:
+        """Ask all replicas, and respond for all. If they refuse, for example because of a wrong key, so does this.
+        Raises `BodyError`: the query is invalid."""
         by = parse_qs(call.query.decode("latin-1"), keep_blank_values=True).get("by", [""])[-1]
         if by not in ("", "replica"):
             raise BodyError(f"by must be replica; got {by[:80]!r}", "by")
         names = await self._names()
-        asked = [_asked(self._replicas, replace(call, method="GET", query=b""), name, self._patience) for name in names]
-        answers = dict(zip(names, await asyncio.gather(*asked), strict=True))
-        bodies = {name: answer.body for name, answer in answers.items() if answer is not None and answer.is_state}
-        refusal = next((answer for answer in answers.values() if answer is not None and not answer.is_state), None)
+        requests = [_ask(self._replicas, replace(call, method="GET", query=b""), name, self._timeout) for name in names]
+        received = zip(names, await asyncio.gather(*requests), strict=True)
+        responses = {name: each for name, each in received if each is not None}
+        bodies = {name: bytes(each.body) for name, each in responses.items() if each.status_code in _OK}
+        refusal = next((each for each in responses.values() if each.status_code not in _OK), None)
         if refusal is not None and not bodies:
-            return Response(refusal.body, refusal.status, dict(refusal.headers))
-        return self._answers[call.path](bodies, names, by == "replica")
+            await response.send_response(refusal)
+        else:
+            await response.send_response(self._handlers[call.path](bodies, names, by == "replica"))
 
     async def _names(self) -> list[str]:
-        """The replicas that are there; they have a little time to come."""
+        """The replicas, after waiting a little for some to be available."""
         waited = 0.0
-        while not self._replicas.names and waited < self._patience:
-            await asyncio.sleep(_LOOK)
-            waited += _LOOK
+        while not self._replicas.names and waited < self._timeout:
+            await asyncio.sleep(_POLL_INTERVAL)
+            waited += _POLL_INTERVAL
         return sorted(self._replicas.names)
 
     def _metrics_of(self, bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
@@ -143,15 +134,14 @@ class State:
         if by_replica:
             numbers = {
                 (family, sample, (*labels, ("replica", name))): number
-                for name, of_one in samples.items()
-                for (family, sample, labels), number in of_one.items()
+                for name, numbers in samples.items()
+                for (family, sample, labels), number in numbers.items()
             }
+        lost = len(names) - len(bodies)
         merged = [
-            *self._with_numbers(numbers),
+            *self._families_with(numbers),
             GaugeMetricFamily("onward_replicas", "Replicas that take requests.", len(names)),
-            GaugeMetricFamily(
-                "onward_replicas_unreachable", "Those of them that did not answer.", len(names) - len(bodies)
-            ),
+            GaugeMetricFamily("onward_replicas_unreachable", "Replicas that did not respond.", lost),
         ]
         return Response(generate_latest(SimpleNamespace(collect=lambda: merged)), media_type=CONTENT_TYPE)
 
@@ -161,7 +151,7 @@ class State:
             for sample in family.samples:
                 yield (family.name, sample.name, tuple(sample.labels.items())), sample.value
 
-    def _with_numbers(self, numbers: Mapping[_Sample, float]) -> Iterator[Metric]:
+    def _families_with(self, numbers: Mapping[_Sample, float]) -> Iterator[Metric]:
         """The metrics with these numbers, in the order of a single server's."""
         metrics = {name: Metric(name, family.documentation, family.type) for name, family in self._families.items()}
         for (family, sample, labels), number in numbers.items():
@@ -170,78 +160,60 @@ class State:
 
     def _stats_of(self, bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
         stats = {name: json.loads(body) for name, body in bodies.items()}
-        merged = _unflat(self._stats.merged({name: dict(_flat(of_one)) for name, of_one in stats.items()}, names))
+        merged = _unflat(self._stats.merged({name: dict(_flat(numbers)) for name, numbers in stats.items()}, names))
         return CompactJSONResponse(stats if by_replica else merged)
 
 
-class _Answer:
-    """Of one replica."""
-
-    def __init__(self) -> None:
-        self.status, self.headers, self.body = 0, list[tuple[str, str]](), b""
-
-    def note(self, message: Mapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            self.headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"]]
-        else:
-            self.body += message.get("body", b"")
-
-    @property
-    def is_state(self) -> bool:
-        """Whether it says a state: a replica that fails says so with 503."""
-        return self.status in (200, 503)
-
-
-async def _asked(replicas: ChannelReplicaSet, call: ProxiedRequest, name: str, patience: float) -> _Answer | None:
-    """What one replica answers; None where it does not within its time."""
-    answer = _Answer()
-    items = replicas.serve(call, RouteAttempt(only=name))
+async def _ask(replicas: ChannelReplicaSet, call: ProxiedRequest, name: str, timeout: float) -> Response | None:
+    """The response of one replica; None if there is none in time."""
+    response = Response()
+    replies = replicas.serve(call, RouteAttempt(only=name))
     try:
-        async with asyncio.timeout(patience):
-            async for item in items:
-                for message in item.messages:
-                    answer.note(message)
-    except (TimeoutError, ReplicaLostError, OnwardError):  # what the others say is still worth knowing
+        async with asyncio.timeout(timeout):
+            async for reply in replies:
+                for message in reply.messages:
+                    if message["type"] == "http.response.start":
+                        response.status_code, response.raw_headers = message["status"], message["headers"]
+                    else:
+                        response.body += message.get("body", b"")
+    except (TimeoutError, ReplicaLostError, OnwardError):  # the others' state is still useful
         return None
     finally:
-        close_later(items)
-    return answer
+        close_later(replies)
+    return response
 
 
 def _health_of(bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
-    """A deployment is well as long as one replica is: requests go there."""
+    """A deployment is healthy as long as one replica is: requests go there."""
     each: dict[str, dict[str, Any]] = {
         name: json.loads(bodies[name]) if name in bodies else {"status": "unreachable"} for name in names
     }
-    well = [state for state in each.values() if state["status"] == "ok"]
+    healthy = [state for state in each.values() if state["status"] == "ok"]
     if not each:
-        return plain_error(503, "no replica is there", "no_replica", {"retry-after": "5"})
-    models: Mapping[str, Any] = next((state["models"] for state in [*well, *each.values()] if "models" in state), {})
-    content = {"status": "ok" if well else "failing", "models": models, "replicas": each, "version": __version__}
-    return CompactJSONResponse(content, 200 if well else 503)
+        return plain_error(503, "no replica is available", "no_replica", {"retry-after": "5"})
+    models: Mapping[str, Any] = next((state["models"] for state in [*healthy, *each.values()] if "models" in state), {})
+    content = {"status": "ok" if healthy else "failing", "models": models, "replicas": each, "version": __version__}
+    return CompactJSONResponse(content, 200 if healthy else 503)
 
 
 def _kind_of_metric(key: _Sample) -> Kind:
     family, sample, _ = key
     if sample.endswith(("_total", "_bucket", "_sum", "_count", "_created")):
         return Kind.COUNT
-    return Kind.MEAN if family in _MEAN_METRICS else Kind.SUM
+    return Kind.MEAN if family == "onward_prefix_hit_ratio" else Kind.SUM
 
 
 def _kind_of_stat(key: tuple[str, ...]) -> Kind:
     _, name, *_ = key
-    if name in _COUNTED_STATS:
-        return Kind.COUNT
-    return Kind.MEAN if name in _MEAN_STATS else Kind.SUM
+    return Kind.COUNT if name in _COUNTED_STATS else Kind.MEAN if name == "hit_rate" else Kind.SUM
 
 
 def _flat(stats: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The numbers of `/stats`, each under its model and its place."""
+    """The numbers of `/stats`, by model and field."""
     for model, numbers in stats.items():
         for name, number in numbers.items():
             if isinstance(number, Mapping):
-                yield from (((model, name, part), of_part) for part, of_part in number.items())
+                yield from (((model, name, part), number) for part, number in number.items())
             else:
                 yield (model, name), number
 
@@ -250,9 +222,9 @@ def _unflat(numbers: Mapping[tuple[str, ...], float]) -> dict[str, dict[str, Any
     order = {each.name: at for at, each in enumerate(fields(EngineStats))}
     stats: dict[str, dict[str, Any]] = {}
     for (model, name, *part), number in sorted(numbers.items(), key=lambda item: order.get(item[0][1], len(order))):
-        of_model = stats.setdefault(model, {})
+        model_stats = stats.setdefault(model, {})
         if part:
-            of_model.setdefault(name, {})[part[0]] = number
+            model_stats.setdefault(name, {})[part[0]] = number
         else:
-            of_model[name] = number
+            model_stats[name] = number
     return stats

@@ -1,7 +1,6 @@
-"""OpenAI's formats: bodies of chats and completions to requests, completions to bodies, and files of batches.
+"""OpenAI's formats: request bodies to requests, and completions to response bodies and streams.
 
-Nothing here runs a model. A body becomes the requests that an engine or a `LanguageModel` serves, and their completions
-become the body of the answer, or its chunks. `onward batch` and `onward serve` use it.
+Nothing here runs a model: an engine or a `LanguageModel` serves the requests. `onward batch` and `onward serve` use it.
 """
 
 from onward.protocols.answer_key import ResponseKey

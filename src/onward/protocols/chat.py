@@ -1,7 +1,7 @@
-"""Completions as the body of an answer."""
+"""Completions as response bodies."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from onward.chat import AssistantMessage, MessageDelta, ToolCallDelta
@@ -11,8 +11,7 @@ from onward.sampling import TokenLogprobs
 from onward.tokenizer import Tokenizer
 from onward.tokenizer.text_stream import TokenText, TokenTexts, token_texts
 
-# OpenAI's for what has no chance; JSON knows no infinity.
-_NO_CHANCE = -9999.0
+_MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON doesn't have
 # Clients read one or the other.
 _REASONING = ("reasoning", "reasoning_content")
 _PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
@@ -21,10 +20,10 @@ _PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
 def answer_body(
     body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
 ) -> dict[str, Any]:
-    """The object that answers a body.
+    """Return the response to a body.
 
-    completions: of its requests, in order. Their choices follow each other, and "seed" is what the first was drawn
-    with: the same body with it gives the same answer.
+    completions: of its requests, in order; their choices follow each other. "seed" is that of the first: the same body
+    with it gives the same response.
     """
     choices: list[dict[str, Any]] = []
     for at, completion in enumerate(completions):
@@ -34,16 +33,15 @@ def answer_body(
             if body.kind == "chat.completion":
                 choice |= _chat_choice(text, prompt, tokenizer)
             else:
-                echo = None if body.echoes is None else body.echoes[at]
-                with_content = body.return_token_ids
-                choice |= _text_choice(text, completion.prompt_logprobs, prompt, echo, tokenizer, with_content)
+                echo = "" if body.echoes is None else body.echoes[at]
+                choice |= _text_choice(text, completion, prompt, echo, tokenizer, body.return_token_ids)
                 if body.prompt_logprobs:
                     choice["prompt_logprobs"] = prompt_logprobs(prompt, completion.prompt_logprobs, tokenizer)
             if body.return_token_ids:
                 choice["token_ids"] = text.token_ids
             choices.append(choice | {"finish_reason": finish_reason(text)})
-    head = answer_head(body, body.kind, completions[0].seed, version)
-    answer = head | {"choices": choices, "usage": usage_of(completions)}
+    answer = answer_head(body, body.kind, completions[0].seed, version)
+    answer |= {"choices": choices, "usage": usage_of(completions)}
     if body.prompt_logprobs and body.kind == "chat.completion":
         entries = completions[0].prompt_logprobs
         answer["prompt_logprobs"] = prompt_logprobs(body.requests[0].prompt, entries, tokenizer)
@@ -51,7 +49,7 @@ def answer_body(
 
 
 def answer_head(body: ParsedBody, kind: str, seed: int | None, version: str) -> dict[str, Any]:
-    """What an answer, or every chunk of one, begins with. kind: of the object."""
+    """The fields common to a response and its chunks. kind: the object type."""
     return {
         "id": f"{_PREFIXES[body.kind]}-{body.key.text}",
         "object": kind,
@@ -63,9 +61,9 @@ def answer_head(body: ParsedBody, kind: str, seed: int | None, version: str) -> 
 
 
 def finish_reason(text: Completion) -> str:
-    """OpenAI's word for how a text ended: "tool_calls" where it has calls to run. A stop string that cuts the last call
-    leaves nothing to run: "stop"."""
-    if text.finish_reason != "stop":  # a text that ran out of time was cut, too; OpenAI has no other word for it
+    """OpenAI's finish reason: "tool_calls" if there are calls to run. A stop string that cuts off the last call leaves
+    nothing to run: "stop"."""
+    if text.finish_reason != "stop":  # including time limits, for which OpenAI has no other reason
         return "length"
     if text.message is None or not text.message.tool_calls:
         return "stop"
@@ -74,40 +72,34 @@ def finish_reason(text: Completion) -> str:
 
 
 def delta_body(delta: MessageDelta) -> dict[str, Any]:
-    """The "delta" of a chunk: only what came. The role, which the first chunk has, is the caller's."""
+    """The "delta" of a chunk, without the role."""
     body: dict[str, Any] = {"content": delta.content} if delta.content else {}
     if delta.reasoning:
         body |= dict.fromkeys(_REASONING, delta.reasoning)
     if delta.tool_calls:
-        body["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+        body["tool_calls"] = calls = []
+        for call in delta.tool_calls:
+            start = {} if call.id is None else {"id": call.id, "type": "function"}
+            name = {} if call.id is None else {"name": call.name}
+            calls.append({"index": call.index, **start, "function": {**name, "arguments": call.arguments}})
     return body
 
 
-def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
-
-
 def delta_of(message: AssistantMessage) -> MessageDelta:
-    """A whole message as one delta."""
-    calls = enumerate(message.tool_calls)
-    told = tuple(ToolCallDelta(at, call.id, call.name, call.arguments) for at, call in calls)
-    return MessageDelta(message.content or "", message.reasoning or "", told)
+    calls = [ToolCallDelta(at, call.id, call.name, call.arguments) for at, call in enumerate(message.tool_calls)]
+    return MessageDelta(message.content or "", message.reasoning or "", tuple(calls))
 
 
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
-    """How many tokens were read and written."""
     prompt = sum(completion.prompt_tokens for completion in completions)
-    new = sum(len(text.token_ids) for completion in completions for text in completion.choices)
+    texts = [text for completion in completions for text in completion.choices]
+    new = sum(len(text.token_ids) for text in texts)
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions)},
     }
-    texts = [text for completion in completions for text in completion.choices]
     details = {}
     if reasoning := sum(text.reasoning_tokens or 0 for text in texts):
         details["reasoning_tokens"] = reasoning
@@ -122,33 +114,28 @@ def _chat_choice(text: Completion, prompt: Sequence[int], tokenizer: Tokenizer) 
     if text.logprobs is not None:
         tokens = token_texts(text.token_ids, text.logprobs, prompt, tokenizer)
         logprobs = chat_logprobs(tokens, text.token_ids, text.logprobs)
-    return {"message": _message(text), "logprobs": logprobs}
-
-
-def _message(text: Completion) -> dict[str, Any]:
-    assert text.message is not None, "the text of a chat is read as a message"
-    said = text.message.to_dict()
+    assert text.message is not None, "a chat's text is parsed as a message"
+    message = text.message.to_dict()
     if text.message.reasoning is not None:
-        said |= dict.fromkeys(_REASONING, text.message.reasoning)
-    return said | {"refusal": None}
+        message |= dict.fromkeys(_REASONING, text.message.reasoning)
+    return {"message": message | {"refusal": None}, "logprobs": logprobs}
 
 
 def chat_logprobs(tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """The logprobs of a chat's tokens. "id" is a field of ours: the token's."""
     return {"content": logprob_entries(tokens, ids, entries), "refusal": None}
 
 
 def logprob_entries(
     tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any]]:
-    """The tokens as a chat's logprobs list them."""
+    """The tokens in a chat's logprobs. "id" is an extension."""
     content = []
     for token, id, entry in zip(tokens, ids, entries, strict=True):
-        if entry is None:  # the first of a prompt
+        if entry is None:  # the first token of a prompt
             content.append({**_with_bytes(token, id, 0.0), "logprob": None, "top_logprobs": []})
-            continue
-        top = [_with_bytes(other, *of_other) for other, of_other in zip(token.top, entry.top, strict=True)]
-        content.append(_with_bytes(token, id, entry.chosen) | {"top_logprobs": top})
+        else:
+            top = [_with_bytes(other, *pair) for other, pair in zip(token.top, entry.top, strict=True)]
+            content.append(_with_bytes(token, id, entry.chosen) | {"top_logprobs": top})
     return content
 
 
@@ -157,22 +144,16 @@ def _with_bytes(token: TokenText, id: int, logprob: float) -> dict[str, Any]:
 
 
 def _text_choice(
-    text: Completion,
-    prompt_logprobs: Sequence[TokenLogprobs | None] | None,
-    prompt: Sequence[int],
-    echo: str | None,
-    tokenizer: Tokenizer,
-    with_content: bool,
+    text: Completion, completion: Completion, prompt: Sequence[int], echo: str, tokenizer: Tokenizer, with_content: bool
 ) -> dict[str, Any]:
-    whole = text.text if echo is None else echo + text.text
     if text.logprobs is None:
-        return {"text": whole, "logprobs": None}
+        return {"text": echo + text.text, "logprobs": None}
     ids, entries = text.token_ids, list[TokenLogprobs | None](text.logprobs)
     tokens = token_texts(ids, entries, prompt, tokenizer)
-    if prompt_logprobs is not None:
-        tokens = [*token_texts(prompt, prompt_logprobs, (), tokenizer), *tokens]
-        ids, entries = [*prompt, *ids], [*prompt_logprobs, *entries]
-    return {"text": whole, "logprobs": text_logprobs(tokens, ids, entries, with_content=with_content)}
+    if completion.prompt_logprobs is not None:
+        tokens = [*token_texts(prompt, completion.prompt_logprobs, (), tokenizer), *tokens]
+        ids, entries = [*prompt, *ids], [*completion.prompt_logprobs, *entries]
+    return {"text": echo + text.text, "logprobs": text_logprobs(tokens, ids, entries, with_content=with_content)}
 
 
 def text_logprobs(
@@ -183,10 +164,10 @@ def text_logprobs(
     *,
     with_content: bool = False,
 ) -> dict[str, Any]:
-    """The logprobs of a completion's tokens. offset: of the first in the text. "ids" is a field of ours.
+    """The logprobs of a completion's tokens. offset: of the first token in the text. "ids" is an extension.
 
-    with_content: another one, "content", has the tokens as a chat's logprobs have them: with the ids of alternatives,
-        which a mapping by text cannot tell apart.
+    with_content: add another one, "content", in the format of chats: with the ids of alternatives, which a mapping by
+        text cannot tell apart.
     """
     offsets = [offset]
     for token in tokens[:-1]:
@@ -194,7 +175,12 @@ def text_logprobs(
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [None if entry is None else _finite(entry.chosen) for entry in entries],
-        "top_logprobs": [_by_text(token, entry) for token, entry in zip(tokens, entries, strict=True)],
+        "top_logprobs": [
+            None
+            if entry is None
+            else {other.text: _finite(logprob) for other, (_, logprob) in zip(token.top, entry.top, strict=True)}
+            for token, entry in zip(tokens, entries, strict=True)
+        ],
         "text_offset": offsets[: len(tokens)],
         "ids": list(ids),
         **({"content": logprob_entries(tokens, ids, entries)} if with_content else {}),
@@ -204,11 +190,9 @@ def text_logprobs(
 def prompt_logprobs(
     prompt: Sequence[int], entries: Sequence[TokenLogprobs | None] | None, tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """The logprobs of a prompt as vLLM writes them: for each id, the id itself and the likeliest at its place.
-
-    rank: 1 for the likeliest; None for an id that is none of those listed.
-    """
-    assert entries is not None, "they were asked for"
+    """The logprobs of a prompt in vLLM's format: for each token, itself and the top alternatives. rank: 1 for the
+    likeliest; None for a token that is not among the listed ones."""
+    assert entries is not None, "the body asks for them"
     listed: list[dict[str, dict[str, Any]] | None] = []
     for id, entry, token in zip(prompt, entries, token_texts(prompt, entries, (), tokenizer), strict=True):
         if entry is None:
@@ -223,83 +207,75 @@ def prompt_logprobs(
     return listed
 
 
-def _by_text(token: TokenText, entry: TokenLogprobs | None) -> Mapping[str, float] | None:
-    if entry is None:
-        return None
-    return {other.text: _finite(logprob) for other, (_, logprob) in zip(token.top, entry.top, strict=True)}
-
-
 def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _NO_CHANCE
+    return logprob if math.isfinite(logprob) else _MIN_LOGPROB
 
 
 class ContentLogprobs:
-    """Finds the tokens of one answer's content as they come.
-
-    The answer is read a token at a time, as a message. A token is of the content where a character of it is, or where
-    it is a part of one. Text that is held back, since it may begin a mark, is told when it is certain.
-    """
+    """Selects the logprobs of a message's content while it is generated. The text is parsed token by token. A token
+    belongs to the content if one of its characters does, or a part of one. Text that may be the start of a mark is held
+    back until that is certain."""
 
     def __init__(self, request: Request, seed: int | None, tokenizer: Tokenizer) -> None:
-        assert request.answer is not None, "the text of a chat is read as a message"
+        assert request.answer is not None, "a chat's text is parsed as a message"
         self._parser = request.answer.parser(request.prompt, seed)
         self._marks = dict(request.answer.marks)
         self._texts = TokenTexts(request.prompt, tokenizer)
-        self._coming: list[tuple[int, TokenLogprobs]] = []  # tokens whose texts are not final
-        # Since the last content: texts, each with the entries of its tokens that were not told.
+        self._pending: list[tuple[int, TokenLogprobs]] = []  # tokens whose texts are not final
+        # The texts since the last content, each with the unsent entries of its tokens.
         self._read: list[tuple[str, list[dict[str, Any]]]] = []
         self.pushed = 0
 
     def push(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """The entries that are certain with these tokens."""
-        told: list[dict[str, Any]] = []
+        """The entries of content that is certain after these tokens."""
+        new: list[dict[str, Any]] = []
         for piece in pieces:
             assert piece.logprobs is not None, "logprobs were asked for"
             self.pushed += 1
-            self._coming.append((piece.token_id, piece.logprobs))
-            told += self._settle(self._texts.push(piece.token_id, piece.logprobs))
-        return told
+            self._pending.append((piece.token_id, piece.logprobs))
+            new += self._settle(self._texts.push(piece.token_id, piece.logprobs))
+        return new
 
     def rest(self, completion: Completion) -> list[dict[str, Any]]:
-        """The entries of a text that has ended, but for those that were told."""
-        entries = completion.logprobs or ()
-        tokens = list(zip(completion.token_ids, entries, strict=True))[self.pushed :]
-        told = self.push([Piece("", id, entry) for id, entry in tokens])
-        told += self._settle(self._texts.flush())
+        """The remaining entries of a finished text."""
+        tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=True))[self.pushed :]
+        new = self.push([Piece("", id, entry) for id, entry in tokens])
+        new += self._settle(self._texts.flush())
         self._parser.finish()
-        return told + self._said(self._parser.take().content)
+        return new + self._match(self._parser.take().content)
 
     def _settle(self, final: Sequence[TokenText]) -> list[dict[str, Any]]:
-        """Read tokens whose texts have become final."""
-        told: list[dict[str, Any]] = []
-        entries: list[dict[str, Any]] = []  # of the parts of a character, which is in the last of them
+        """Parse tokens whose texts are final."""
+        new: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []  # of a character's tokens, whose text is in the last one
         for at, token in enumerate(final, 1):
-            id, entry = self._coming.pop(0)
+            id, entry = self._pending.pop(0)
             entries += logprob_entries([token], [id], [entry])
             text = self._marks.get(id, token.text)
             if token.bytes and not text and at < len(final):
                 continue
             self._parser.feed(text)
             self._read.append((text, entries))
-            told += self._said(self._parser.take().content)
+            new += self._match(self._parser.take().content)
             entries = []
-        return told
+        return new
 
-    def _said(self, content: str) -> list[dict[str, Any]]:
-        """The entries of the tokens that have this content, which ends the text that was read but for what is held."""
+    def _match(self, content: str) -> list[dict[str, Any]]:
+        """The entries of the tokens with this content: a suffix of the text read so far, apart from what is held
+        back."""
         if not content:
             return []
         begin = "".join(text for text, _ in self._read).rfind(content)
         end, at = begin + len(content), 0
-        told: list[dict[str, Any]] = []
+        new: list[dict[str, Any]] = []
         rest: list[tuple[str, list[dict[str, Any]]]] = []
         for text, entries in self._read:
             after = at + len(text)
             if at < end and after > begin:
-                told += entries
+                new += entries
                 entries = []
             if after > end:
                 rest.append((text[max(0, end - at) :], entries))
             at = after
         self._read = rest
-        return told
+        return new

@@ -1,7 +1,7 @@
-"""Completions as chunks: what a stream sends of an answer while its texts grow.
+"""Completions as chunks: the messages of a stream while its texts grow.
 
-What the chunks add up to is the answer of `answer_body`, whatever came in which step. A token costs a join and an
-escape: everything else of a chunk is written once for each choice.
+The chunks add up to the `answer_body`, however tokens are batched into steps. A token costs a join and an escape: the
+rest of a chunk is formatted once per choice.
 """
 
 import json
@@ -29,10 +29,8 @@ _CHUNKS = {"chat.completion": "chat.completion.chunk", "text_completion": "text_
 
 
 class ChunkStream:
-    """The chunks of the answer to one body, each as JSON. `begin` comes first, `usage` last.
-
-    A chunk has one choice. The first of a choice has its role, the last its finish_reason and no content.
-    """
+    """The chunks of the response to one body, each as JSON. Call `begin` first and `usage` last. A chunk has one
+    choice. The first of a choice has its role; the last has its finish_reason and no content."""
 
     def __init__(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
         self._body, self._tokenizer = body, tokenizer
@@ -43,23 +41,23 @@ class ChunkStream:
         self._completions: dict[int, Completion] = {}
 
     def begin(self, at: int) -> list[str]:
-        """The prompt numbered `at`, where the answer begins with it."""
+        """The prompt of request `at`, if the response echoes it."""
         if self._body.echoes is None:
             return []
         chunks = []
         for number in range(self._body.requests[at].options.n):
             choice = self._choice(at, number)
-            assert isinstance(choice, _TextChoice), "a chat has no echo"
+            assert isinstance(choice, _TextChoice), "chats have no echo"
             chunks.append(self._chunk(choice.echo(self._body.echoes[at])))
         return chunks
 
     def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
-        """The chunks of what a text of the request numbered `at` has brought since, each with how many of these pieces
-        are told with it. Chunks of more pieces at once, or of fewer, add up to the same."""
-        return [(told, self._chunk(chunk)) for told, chunk in self._choice(at, pieces[0].choice).grow(pieces)]
+        """The chunks for new pieces of one sequence of request `at`, each with the number of pieces complete after it.
+        Chunks add up to the same text however pieces are batched."""
+        return [(count, self._chunk(chunk)) for count, chunk in self._choice(at, pieces[0].choice).push(pieces)]
 
     def end(self, at: int, completion: Completion) -> list[str]:
-        """What pieces have not brought, and how the texts have ended."""
+        """The chunks for the remaining content of request `at`, and the finish reasons."""
         self._completions[at] = completion
         chunks = []
         for number, text in enumerate(completion.choices):
@@ -68,7 +66,7 @@ class ChunkStream:
         return [self._chunk(chunk) for chunk in chunks]
 
     def usage(self) -> list[str]:
-        """The last chunk, where it was asked for. All requests have ended."""
+        """The last chunk, if the body asks for it. All requests have ended."""
         if not self._body.include_usage:
             return []
         usage = usage_of([self._completions[at] for at in range(len(self._body.requests))])
@@ -88,31 +86,38 @@ class ChunkStream:
 
 
 class _Choice:
-    """What has been sent of one text.
+    """The state of one choice. texts: of its tokens, if logprobs are asked for. with_ids: whether chunks have token
+    ids."""
 
-    texts: of its tokens, where logprobs are asked for. with_ids: whether chunks have the ids of their tokens.
-    """
+    opening: str  # JSON before the content
+    closing: str  # and after it
+    empty: str  # the last chunk's content
 
     def __init__(self, number: int, texts: TokenTexts | None, with_ids: bool) -> None:
         self._number, self._texts, self._with_ids = number, texts, with_ids
         self._is_plain = texts is None and not with_ids
         self._tokens = 0  # sent
-        self._waiting: list[tuple[int, TokenLogprobs]] = []  # tokens whose texts are not final
+        self._pending: list[tuple[int, TokenLogprobs]] = []  # tokens whose texts are not final
+        self._before = f'{{"index":{number},{self.opening}'
+        self._after = f'{self.closing},"logprobs":null,"finish_reason":null}}'
+
+    def finish(self, reason: str) -> str:
+        return f'{{"index":{self._number},{self.empty},"logprobs":null,"finish_reason":"{reason}"}}'
 
     def _details(self, pieces: Sequence[Piece], *, is_last: bool = False) -> dict[str, Any] | None:
-        """What a chunk has beside the text of these tokens; None where that is nothing."""
+        """The fields of a chunk with these pieces besides the content; None if there are none."""
         final = []
         for piece in pieces:
             if self._texts is not None:
                 assert piece.logprobs is not None, "logprobs were asked for"
                 final += self._texts.push(piece.token_id, piece.logprobs)
-                self._waiting.append((piece.token_id, piece.logprobs))
+                self._pending.append((piece.token_id, piece.logprobs))
         if is_last and self._texts is not None:
             final += self._texts.flush()
-        told, self._waiting = self._waiting[: len(final)], self._waiting[len(final) :]
+        entries, self._pending = self._pending[: len(final)], self._pending[len(final) :]
         logprobs = None
         if final:
-            logprobs = self._logprobs(final, [id for id, _ in told], [entry for _, entry in told])
+            logprobs = self._logprobs(final, [id for id, _ in entries], [entry for _, entry in entries])
         ids = [piece.token_id for piece in pieces] if self._with_ids else []
         if logprobs is None and not ids:
             return None
@@ -121,33 +126,36 @@ class _Choice:
             details["drafted"] = [piece.drafted for piece in pieces]
         return details
 
+    def _detailed(self, content: Any, details: Mapping[str, Any] | None) -> list[str]:
+        return [self._json(content, details)] if content or details is not None else []
+
+    def _json(self, content: Any, details: Mapping[str, Any] | None) -> str:
+        fields = {"logprobs": None, **(details or {}), "finish_reason": None}
+        return as_json({"index": self._number, **self._content(content), **fields})
+
+    def _content(self, content: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
     def _logprobs(self, tokens: Sequence[TokenText], ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _written(self, content: Mapping[str, Any], details: Mapping[str, Any] | None) -> str:
-        choice = {"index": self._number, **content, "logprobs": None, **(details or {}), "finish_reason": None}
-        return as_json(choice)
-
-    def _untold(self, whole: Completion) -> list[Piece]:
-        """The tokens of a text that have not come as pieces."""
-        at = self._tokens
-        entries = [None] * len(whole.token_ids) if whole.logprobs is None else whole.logprobs
-        return [Piece("", *token) for token in zip(whole.token_ids[at:], entries[at:], strict=True)]
+    def _unsent(self, completion: Completion) -> list[Piece]:
+        """The tokens of a completion that were not sent as pieces."""
+        entries = [None] * len(completion.token_ids) if completion.logprobs is None else completion.logprobs
+        tokens = zip(completion.token_ids, entries, strict=True)
+        return [Piece("", *token) for token in list(tokens)[self._tokens :]]
 
 
 class _ChatChoice(_Choice):
-    def __init__(self, number: int, texts: TokenTexts | None, with_ids: bool) -> None:
-        super().__init__(number, texts, with_ids)
-        self._has_role = False
-        self._before = f'{{"index":{number},"delta":{{"content":'
-        self._after = '},"logprobs":null,"finish_reason":null}'
+    opening, closing, empty = '"delta":{"content":', "}", '"delta":{}'
+    _has_role = False
 
-    def grow(self, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
-        """The choices of chunks with these tokens, each with how many of them are told then. Reasoning and calls have
+    def push(self, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        """The choices for new pieces, each with the number of pieces complete after it. Reasoning and tool calls have
         chunks of their own."""
         deltas = [piece.message for piece in pieces if piece.message is not None]
         if len(pieces) > 1 and any(delta.reasoning or delta.tool_calls for delta in deltas):
-            return [(at + 1, chunk) for at, piece in enumerate(pieces) for _, chunk in self.grow([piece])]
+            return [(at + 1, chunk) for at, piece in enumerate(pieces) for _, chunk in self.push([piece])]
         self._tokens += len(pieces)
         delta = deltas[0] if len(deltas) == 1 else MessageDelta("".join([delta.content for delta in deltas]))
         if not self._is_plain:
@@ -156,48 +164,35 @@ class _ChatChoice(_Choice):
             return []
         if self._has_role and not (delta.reasoning or delta.tool_calls):
             return [(len(pieces), f"{self._before}{encode_basestring(delta.content)}{self._after}")]
-        return [(len(pieces), self._written({"delta": self._delta(delta)}, None))]
+        return [(len(pieces), self._json(delta, None))]
 
-    def rest(self, whole: Completion) -> list[str]:
-        """The choices of chunks with what pieces have not brought: the messages of beams, waiting logprobs, a role."""
-        untold = self._untold(whole)
+    def rest(self, completion: Completion) -> list[str]:
+        """The choices for what was not sent as pieces: messages of beam search, pending logprobs, the role."""
         delta = MessageDelta()
-        if whole.message is not None and not self._tokens:
-            delta = delta_of(whole.message)
-        chunks = self._detailed(delta, self._details(untold, is_last=True))
-        if not chunks and not self._has_role:
-            chunks = [self._written({"delta": self._delta(delta)}, None)]
-        return chunks
+        if completion.message is not None and not self._tokens:
+            delta = delta_of(completion.message)
+        chunks = self._detailed(delta, self._details(self._unsent(completion), is_last=True))
+        return chunks if chunks or self._has_role else [self._json(delta, None)]
 
-    def finish(self, reason: str) -> str:
-        return f'{{"index":{self._number},"delta":{{}},"logprobs":null,"finish_reason":"{reason}"}}'
-
-    def _detailed(self, delta: MessageDelta, details: Mapping[str, Any] | None) -> list[str]:
-        return [self._written({"delta": self._delta(delta)}, details)] if delta or details is not None else []
-
-    def _delta(self, delta: MessageDelta) -> dict[str, Any]:
+    def _content(self, delta: MessageDelta) -> dict[str, Any]:
         role = {} if self._has_role else {"role": "assistant"}
         self._has_role = True
-        return role | (delta_body(delta) or {"content": ""})
+        return {"delta": role | (delta_body(delta) or {"content": ""})}
 
     def _logprobs(self, tokens: Sequence[TokenText], ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any]:
         return chat_logprobs(tokens, ids, entries)
 
 
 class _TextChoice(_Choice):
-    def __init__(self, number: int, texts: TokenTexts | None, with_ids: bool) -> None:
-        super().__init__(number, texts, with_ids)
-        self._characters = 0  # sent
-        self._offset = 0  # of the next token in the text
-        self._before = f'{{"index":{number},"text":'
-        self._after = ',"logprobs":null,"finish_reason":null}'
+    opening, closing, empty = '"text":', "", '"text":""'
+    _characters = 0  # sent
+    _offset = 0  # of the next token in the text
 
-    def echo(self, text: str) -> str:
-        """The choice of a chunk with the prompt."""
-        return f"{self._before}{encode_basestring(text)}{self._after}"
+    def echo(self, prompt: str) -> str:
+        return f"{self._before}{encode_basestring(prompt)}{self._after}"
 
-    def grow(self, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
-        """The choices of chunks with these tokens, each with how many of them are told then."""
+    def push(self, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        """The choices for new pieces, each with the number of pieces complete after it."""
         text = pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces])
         self._tokens += len(pieces)
         self._characters += len(text)
@@ -205,16 +200,13 @@ class _TextChoice(_Choice):
             return [(len(pieces), f"{self._before}{encode_basestring(text)}{self._after}")] if text else []
         return [(len(pieces), chunk) for chunk in self._detailed(text, self._details(pieces))]
 
-    def rest(self, whole: Completion) -> list[str]:
-        """The choices of chunks with what pieces have not brought: texts of beams, and what was held back at a cut."""
-        text = whole.text[self._characters :]
-        return self._detailed(text, self._details(self._untold(whole), is_last=True))
+    def rest(self, completion: Completion) -> list[str]:
+        """The choices for what was not sent as pieces: texts of beam search, and text held back at a cut."""
+        text = completion.text[self._characters :]
+        return self._detailed(text, self._details(self._unsent(completion), is_last=True))
 
-    def finish(self, reason: str) -> str:
-        return f'{{"index":{self._number},"text":"","logprobs":null,"finish_reason":"{reason}"}}'
-
-    def _detailed(self, text: str, details: Mapping[str, Any] | None) -> list[str]:
-        return [self._written({"text": text}, details)] if text or details is not None else []
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
     def _logprobs(self, tokens: Sequence[TokenText], ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any]:
         offset = self._offset
@@ -223,5 +215,5 @@ class _TextChoice(_Choice):
 
 
 def as_json(value: Any) -> str:
-    """JSON for the wire, in UTF-8's own characters."""
+    """Compact JSON, with non-ASCII characters unescaped."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

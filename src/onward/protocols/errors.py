@@ -1,15 +1,14 @@
-"""Errors as OpenAI's API writes them: a status and {message, type, param, code}."""
+"""Errors in OpenAI's format: an HTTP status and {message, type, param, code}."""
 
 from typing import Any
 
 from onward.errors import ContextOverflowError, EngineBusyError, EngineError, OnwardError, RequestError, TokenizerError
 
-# Characters of a message: it may quote what was sent.
-_LONGEST = 1000
+_MAX_LENGTH = 1000  # characters of a message, which may quote the body
 
 
 class BodyError(RequestError):
-    """A body asks for what is not served, or is none. param: the field. code: OpenAI's word for it. status: of HTTP."""
+    """A request body is invalid or unsupported. param: the field. code: OpenAI's error code. status: of HTTP."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> None:
         super().__init__(message)
@@ -20,7 +19,7 @@ class BodyError(RequestError):
 
 
 def status_of(error: OnwardError) -> int:
-    """The status of HTTP that says whose fault it is: 4xx the request's, 429 too many, 5xx ours."""
+    """The HTTP status of an error."""
     if isinstance(error, BodyError):
         return error.status
     if isinstance(error, RequestError | TokenizerError):
@@ -31,7 +30,7 @@ def status_of(error: OnwardError) -> int:
 
 
 def error_fields(error: OnwardError) -> dict[str, Any]:
-    """The object under "error"."""
+    """The object under "error" in a response."""
     status = status_of(error)
     kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
     codes = {429: "engine_busy", 500: "server_error", 503: "engine_unavailable"}
@@ -42,7 +41,7 @@ def error_fields(error: OnwardError) -> dict[str, Any]:
         code = "context_length_exceeded"
     message = str(error)
     return {
-        "message": message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…",
+        "message": message if len(message) <= _MAX_LENGTH else f"{message[:_MAX_LENGTH]}…",
         "type": kinds.get(status, "invalid_request_error"),
         "param": param,
         "code": code,

@@ -1,4 +1,4 @@
-"""Answers to /v1/responses: an object with items, and the events by which a stream builds it."""
+"""Responses of /v1/responses: an object with items, and the events that build it in a stream."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,34 +18,34 @@ Entry = dict[str, Any]  # of logprobs
 
 
 def response_body(body: ParsedBody, completion: Completion, tokenizer: Tokenizer, version: str) -> dict[str, Any]:
-    """The object that answers a body: what the events of its stream add up to."""
+    """The response to a body: the result of its stream's events."""
     answer = ResponseStream(body, tokenizer, version)
     answer.begin()
     return answer.end(completion)[-1]["response"]  # type: ignore[no-any-return]
 
 
 class ResponseStream:
-    """The events of the answer to one body, in order. `begin` comes first; `end` or `error` last."""
+    """The events of the response to one body. Call `begin` first; `end` or `error` last."""
 
     def __init__(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
         self._body, self._version = body, version
         request = body.requests[0]
-        wanted = request.options.logprobs is not None
-        self._logprobs = ContentLogprobs(request, request.options.seed, tokenizer) if wanted else None
-        self._entries: list[Entry] = []  # of tokens whose text has not come
+        self._logprobs: ContentLogprobs | None = None
+        if request.options.logprobs is not None:
+            self._logprobs = ContentLogprobs(request, request.options.seed, tokenizer)
+        self._entries: list[Entry] = []  # of tokens whose text was not sent
         self._number = 0
-        self._tokens = 0  # told
+        self._tokens = 0  # sent
         self._items: list[_Item] = []
         self._open: dict[type[_Item], _Item] = {}
 
     def begin(self) -> list[Event]:
         response = self._response("in_progress")
-        return self._numbered(
-            [{"type": f"response.{state}", "response": response} for state in ("created", "in_progress")]
-        )
+        types = ("response.created", "response.in_progress")
+        return self._numbered([{"type": type, "response": response} for type in types])
 
     def pieces(self, pieces: Sequence[Piece]) -> list[Event]:
-        """What tokens bring."""
+        """The events for new tokens."""
         self._tokens += len(pieces)
         events: list[Event] = []
         for piece in pieces:
@@ -56,63 +56,58 @@ class ResponseStream:
         return self._numbered(events)
 
     def end(self, completion: Completion) -> list[Event]:
-        """What pieces have not brought, the ends of all items, and the whole response."""
+        """The events for the remaining content, the ends of all items, and the complete response."""
         events: list[Event] = []
         message = completion.message
-        assert message is not None, "the text of a chat is read as a message"
+        assert message is not None, "a chat's text is parsed as a message"
         if self._logprobs is not None:
             self._entries += self._logprobs.rest(completion)
         if not self._tokens:
             events += self._add(delta_of(message))
         if not self._items:
-            events += self._opened(_Text, "")
-        is_whole = finish_reason(completion) != "length"
+            events += self._add_text(_Text, "")
+        state = "incomplete" if finish_reason(completion) == "length" else "completed"
         if (text := self._open.get(_Text)) is not None:
-            text.tell(self._taken())
+            text.entries += self._take_entries()
         for item in list(self._open.values()):
-            events += self._close(item, "completed" if is_whole else "incomplete")
-        state = "completed" if is_whole else "incomplete"
+            events += self._close(item, state)
         events.append({"type": f"response.{state}", "response": self._response(state, completion)})
         return self._numbered(events)
 
     def error(self, error: OnwardError) -> list[Event]:
-        """The end of a response that has failed."""
-        says = error_fields(error)
-        failed = self._response("failed") | {"error": {"code": "server_error", "message": says["message"]}}
+        """The end of a failed response."""
+        fields = {"code": "server_error", "message": error_fields(error)["message"]}
+        failed = self._response("failed") | {"error": fields}
         return self._numbered([{"type": "response.failed", "response": failed}])
 
     def _add(self, delta: MessageDelta) -> list[Event]:
         events: list[Event] = []
         if delta.reasoning:
-            events += self._opened(_Reasoning, delta.reasoning)
+            events += self._add_text(_Reasoning, delta.reasoning)
         if delta.content:
-            events += self._closed(_Reasoning) + self._opened(_Text, delta.content)
+            events += self._close_open(_Reasoning) + self._add_text(_Text, delta.content)
         for call in delta.tool_calls:
             if call.id is not None:
-                events += self._closed(_Reasoning) + self._closed(_Call)
-                events += self._started(_Call(self._body.key, self._place, call))
+                events += self._close_open(_Reasoning) + self._close_open(_Call)
+                events += self._start(_Call(self._body.key, len(self._items), call))
             events += self._open[_Call].add(call.arguments)
         return events
 
-    @property
-    def _place(self) -> int:
-        return len(self._items)
+    def _add_text(self, kind: "type[_Reasoning | _Text]", text: str) -> list[Event]:
+        """Add text to the open item of a kind, starting one if necessary."""
+        events = [] if kind in self._open else self._start(kind(self._body.key, len(self._items)))
+        return events + self._open[kind].add(text, self._take_entries() if kind is _Text else ())
 
-    def _opened(self, kind: "type[_Reasoning | _Text]", text: str) -> list[Event]:
-        """Add text to the item of a kind that is open, or that now begins."""
-        events = [] if kind in self._open else self._started(kind(self._body.key, self._place))
-        return events + self._open[kind].add(text, self._taken() if kind is _Text else ())
-
-    def _taken(self) -> list[Entry]:
+    def _take_entries(self) -> list[Entry]:
         entries, self._entries = self._entries, []
         return entries
 
-    def _started(self, item: "_Item") -> list[Event]:
+    def _start(self, item: "_Item") -> list[Event]:
         self._items.append(item)
         self._open[type(item)] = item
         return item.begin()
 
-    def _closed(self, kind: "type[_Item]") -> list[Event]:
+    def _close_open(self, kind: "type[_Item]") -> list[Event]:
         return self._close(self._open[kind], "completed") if kind in self._open else []
 
     def _close(self, item: "_Item", state: str) -> list[Event]:
@@ -126,7 +121,7 @@ class ResponseStream:
         return events
 
     def _response(self, state: str, completion: Completion | None = None) -> dict[str, Any]:
-        given, options = self._body.given, self._body.requests[0].options
+        fields, options = self._body.fields, self._body.requests[0].options
         return {
             "id": f"resp_{self._body.key.text}",
             "object": "response",
@@ -135,24 +130,24 @@ class ResponseStream:
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if state == "incomplete" else None,
-            "instructions": given.get("instructions"),
+            "instructions": fields.get("instructions"),
             "max_output_tokens": options.max_new_tokens,
-            "metadata": given.get("metadata", {}),
+            "metadata": fields.get("metadata", {}),
             "model": self._body.model,
             "output": [item.object() for item in self._items],
-            "parallel_tool_calls": given.get("parallel_tool_calls", True),
+            "parallel_tool_calls": fields.get("parallel_tool_calls", True),
             "previous_response_id": None,
-            "reasoning": given.get("reasoning", {"effort": None, "summary": None}),
+            "reasoning": fields.get("reasoning", {"effort": None, "summary": None}),
             "store": False,
             "temperature": options.temperature,
-            "text": given.get("text", {"format": {"type": "text"}}),
-            "tool_choice": given.get("tool_choice", "auto"),
+            "text": fields.get("text", {"format": {"type": "text"}}),
+            "tool_choice": fields.get("tool_choice", "auto"),
             "tools": tools_of(self._body),
             "top_logprobs": options.logprobs or 0,
             "top_p": options.top_p,
             "truncation": "disabled",
             "usage": None if completion is None else _usage(completion),
-            "user": given.get("user"),
+            "user": fields.get("user"),
             "seed": self._body.seed,
             "system_fingerprint": f"onward-{self._version}",
         }
@@ -173,14 +168,17 @@ def _usage(completion: Completion) -> dict[str, Any]:
 
 
 class _Item:
-    """An item of the output while it grows."""
+    """An item of the output while it is generated."""
 
-    prefix: str
+    prefix: str  # of its id
+    delta: str  # type of the events with new text
+    has_logprobs = False
 
     def __init__(self, key: ResponseKey, place: int) -> None:
         self._at = {"output_index": place}
         self._id = f"{self.prefix}_{key.derived(f'item {place}')}"
         self._text = ""
+        self.entries: list[Entry] = []  # logprobs of its tokens
         self._state = "in_progress"
 
     def begin(self) -> list[Event]:
@@ -188,12 +186,9 @@ class _Item:
 
     def add(self, text: str, entries: Sequence[Entry] = ()) -> list[Event]:
         self._text += text
-        self.tell(entries)
-        new = self.extra(entries)
-        return [{"type": f"response.{self.delta}", **self._in_item, "delta": text, **new}] if text else []
-
-    def tell(self, entries: Sequence[Entry]) -> None:
-        """Logprobs of its tokens."""
+        self.entries += entries
+        event = {"type": f"response.{self.delta}", **self._in_item, "delta": text, **self._logprobs(entries)}
+        return [event] if text else []
 
     def end(self, state: str) -> list[Event]:
         self._state = state
@@ -202,24 +197,16 @@ class _Item:
     def object(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    # Of the events with what is new.
-    delta: str
-
-    def extra(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """What such an event has beside its text."""
-        return {}
+    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        return {"logprobs": list(entries)} if self.has_logprobs else {}
 
     @property
     def _in_item(self) -> dict[str, Any]:
         return {"item_id": self._id, **self._at}
 
 
-class _OfOnePart(_Item):
+class _PartItem(_Item):
     """An item whose content is one part."""
-
-    def __init__(self, key: ResponseKey, place: int) -> None:
-        super().__init__(key, place)
-        self._entries: list[Entry] = []
 
     def begin(self) -> list[Event]:
         (added,) = super().begin()
@@ -228,7 +215,7 @@ class _OfOnePart(_Item):
     def end(self, state: str) -> list[Event]:
         kind = self.delta.removesuffix(".delta")
         return [
-            {"type": f"response.{kind}.done", **self._in_item, "text": self._text, **self.extra(self._entries)},
+            {"type": f"response.{kind}.done", **self._in_item, "text": self._text, **self._logprobs(self.entries)},
             {"type": "response.content_part.done", **self._in_item, "part": self.part(self._text)},
             *super().end(state),
         ]
@@ -245,7 +232,7 @@ class _OfOnePart(_Item):
         return [] if self._state == "in_progress" else [self.part(self._text)]
 
 
-class _Reasoning(_OfOnePart):
+class _Reasoning(_PartItem):
     prefix, delta = "rs", "reasoning_text.delta"
 
     def part(self, text: str) -> dict[str, Any]:
@@ -255,22 +242,15 @@ class _Reasoning(_OfOnePart):
         return {"id": self._id, "type": "reasoning", "summary": [], "content": self._content, "status": self._state}
 
 
-class _Text(_OfOnePart):
-    prefix, delta = "msg", "output_text.delta"
-
-    def tell(self, entries: Sequence[Entry]) -> None:
-        self._entries += entries
-
-    def extra(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        return {"logprobs": list(entries)}
+class _Text(_PartItem):
+    prefix, delta, has_logprobs = "msg", "output_text.delta", True
 
     def part(self, text: str) -> dict[str, Any]:
-        entries = list(self._entries) if text else []
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
+        return {"type": "output_text", "text": text, "annotations": [], **self._logprobs(self.entries if text else ())}
 
     def object(self) -> dict[str, Any]:
-        said = {"role": "assistant", "content": self._content}
-        return {"id": self._id, "type": "message", "status": self._state, **said}
+        message = {"role": "assistant", "content": self._content}
+        return {"id": self._id, "type": "message", "status": self._state, **message}
 
 
 class _Call(_Item):
@@ -285,5 +265,5 @@ class _Call(_Item):
         return [done | {"arguments": self._text, "name": self._name}, *super().end(state)]
 
     def object(self) -> dict[str, Any]:
-        called = {"call_id": self._call_id, "name": self._name, "arguments": self._text}
-        return {"id": self._id, "type": "function_call", "status": self._state, **called}
+        call = {"call_id": self._call_id, "name": self._name, "arguments": self._text}
+        return {"id": self._id, "type": "function_call", "status": self._state, **call}

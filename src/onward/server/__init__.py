@@ -1,15 +1,8 @@
-"""The HTTP server: OpenAI's endpoints over engines. It needs the extra `onward[serve]` (docs/serving.md)."""
+"""The HTTP server: OpenAI's endpoints over Onward engines. It needs the extra `onward[serve]` (docs/serving.md)."""
 
 from onward.server.app import App, create_app
 from onward.server.lifecycle import bound, run
 from onward.server.log import log_to_stderr
 from onward.server.models import Settings
 
-__all__ = [
-    "App",
-    "Settings",
-    "bound",
-    "create_app",
-    "log_to_stderr",
-    "run",
-]
+__all__ = ["App", "Settings", "bound", "create_app", "log_to_stderr", "run"]

@@ -1,9 +1,9 @@
-"""The application: endpoints over engines, behind the gate."""
+"""The ASGI application: the endpoints, behind the gate."""
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
 from typing import Any, cast
 
 from fastapi import APIRouter, FastAPI, Request
@@ -19,8 +19,8 @@ from onward.errors import EngineError, OnwardError
 from onward.protocols import error_fields, status_of
 from onward.server import generate, page_files, tokenize
 from onward.server.errors import CompactJSONResponse, error_answer, plain_error
-from onward.server.gate import Gate, access_of
-from onward.server.log import log_defect
+from onward.server.gate import CLIENT_CLOSED, Gate, access_of
+from onward.server.log import log_defect, refusal
 from onward.server.metrics import CONTENT_TYPE
 from onward.server.models import Settings
 from onward.server.openapi import document
@@ -29,9 +29,9 @@ from onward.server.sse import OpenStreams
 
 
 class App:
-    """The ASGI application that `create_app` makes. Any server of such applications runs it.
+    """The ASGI application that `create_app` returns; any ASGI server can run it.
 
-    service: its models, settings and counts. routes: the FastAPI application within.
+    service: the models, settings and metrics. routes: the inner FastAPI application.
     """
 
     def __init__(self, service: Service) -> None:
@@ -40,7 +40,7 @@ class App:
         self.routes = _routes(service, self.streams, self._lifespan)
         self.gate = Gate(self.routes, service)
         self._outer: ASGIApp = self.gate
-        if service.settings.cors_origins:  # around the gate: pages may read why they are kept out, too
+        if service.settings.cors_origins:  # outside the gate, so that pages can read its refusals
             self._outer = CORSMiddleware(
                 self.gate,
                 allow_origins=service.settings.cors_origins,
@@ -54,65 +54,81 @@ class App:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(self.streams.watch())
+        watcher = asyncio.create_task(self.streams.watch())
         try:
             yield
         finally:
-            watching.cancel()
+            watcher.cancel()
             self.service.close()
 
 
 def create_app(engines: Mapping[str, Engine], settings: Settings | None = None) -> App:
-    """An ASGI application that serves engines, each under its name. It does not close them.
+    """Return an ASGI application that serves engines, each under its name. It does not close them.
 
         app = onward.server.create_app({"demo": onward.Engine(onward.load("demo"))})
 
     Raises:
-        RequestError: no engine. TokenizerError: a model without a tokenizer.
+        RequestError: no engines. TokenizerError: a model without a tokenizer.
     """
     return App(Service(engines, Settings() if settings is None else settings))
 
 
 def _routes(service: Service, streams: OpenStreams, lifespan: object) -> FastAPI:
-    # The pages that FastAPI has for its document come from elsewhere, so there are none.
+    # FastAPI's own documentation pages load assets from a CDN, so they are disabled.
     app = FastAPI(
         docs_url=None, redoc_url=None, default_response_class=CompactJSONResponse, lifespan=cast("None", lifespan)
     )
-    described = document()
-    app.openapi = lambda: described  # type: ignore[method-assign]
+    schema = document()
+    app.openapi = lambda: schema  # type: ignore[method-assign]
     for prefix in ("/v1", ""):
         app.include_router(generate.router(service, streams), prefix=prefix)
         app.include_router(_models(service), prefix=prefix)
         app.include_router(tokenize.router(service), prefix=prefix)
-    app.include_router(_state(service))
     app.include_router(page_files.router())
 
     @app.exception_handler(OnwardError)
-    async def refused(request: Request, error: OnwardError) -> Response:
+    async def on_error(request: Request, error: OnwardError) -> Response:
         fields = error_fields(error)
         service.metrics.refusals[fields["code"] or "invalid_request"] += 1
-        access_of(request.scope).note_error(fields, whole=service.settings.log_prompts)
+        access = access_of(request.scope)
+        access.fields |= refusal(fields, with_values=service.settings.log_prompts)
         if status_of(error) >= 500:
-            log_defect(error, id=access_of(request.scope).id)
+            log_defect(error, id=access.id)
         return error_answer(error)
 
     @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        known = {
-            404: ("unknown_url", f"there is no {request.url.path} here"),
-            405: ("method_not_allowed", error.detail),
-        }
-        code, message = known.get(error.status_code, ("http_error", error.detail))
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+        message = f"no such URL: {request.url.path}" if error.status_code == 404 else error.detail
         headers = dict(error.headers or {})
         allowed = headers.get("Allow", "").split(", ")
         if "GET" in allowed and "HEAD" not in allowed:
             headers["Allow"] += ", HEAD"
-        access_of(request.scope).note_error({"code": code})
+        access_of(request.scope).fields |= refusal({"code": code})
         return plain_error(error.status_code, message, code, headers)
 
     @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)
+    async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _health(service)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if service.draining:
+            return plain_error(503, "the server is shutting down", "draining", {"retry-after": "5"})
+        return _health(service)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await service.in_thread(service.metrics.snapshot()), media_type=CONTENT_TYPE)
+
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        engines = {model.name: model.engine for model in service.models}
+        return await service.in_thread(lambda: {name: asdict(engine.stats()) for name, engine in engines.items()})
 
     return app
 
@@ -132,51 +148,18 @@ def _models(service: Service) -> APIRouter:
     return routes
 
 
-def _state(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.get("/health")
-    async def health() -> Response:
-        return _health(service)
-
-    @routes.get("/ready")
-    async def ready() -> Response:
-        if service.draining:
-            return plain_error(503, "the server shuts down", "draining", {"retry-after": "5"})
-        return _health(service)
-
-    @routes.get("/metrics")
-    async def metrics() -> Response:
-        snapshot = service.metrics.snapshot()
-        return Response(await service.in_thread(snapshot.text), media_type=CONTENT_TYPE)
-
-    @routes.get("/stats")
-    async def stats() -> dict[str, Any]:
-        return await service.in_thread(_stats, service)
-
-    return routes
-
-
 def _health(service: Service) -> Response:
-    """That each engine advances, or has nothing to do; not that the process lives, which an answer shows anyway.
-
-    It waits for no lock, so it answers where an engine hangs with one.
-    """
+    """Report whether every engine is idle or making progress. It takes no lock, so it answers even if an engine hangs
+    while holding one."""
     models: dict[str, Any] = {}
-    healthy = True
     for model in service.models:
         seconds = model.engine.seconds_since_step
-        hangs = seconds > service.settings.hang_seconds
-        state = "hangs" if hangs else "running" if seconds else "idle"
+        state = "hangs" if seconds > service.settings.hang_seconds else "running" if seconds else "idle"
         try:
             model.engine.check_open()
         except EngineError:
             state = "closed" if service.draining else "failed"
-        healthy = healthy and state in ("running", "idle", "closed")
         models[model.name] = {"state": state, "seconds_since_step": round(seconds, 3)}
+    healthy = all(model["state"] in ("running", "idle", "closed") for model in models.values())
     content = {"status": "ok" if healthy else "failing", "models": models, "version": __version__}
     return CompactJSONResponse(content, 200 if healthy else 503)
-
-
-def _stats(service: Service) -> dict[str, Any]:
-    return {model.name: dataclasses.asdict(model.engine.stats()) for model in service.models}

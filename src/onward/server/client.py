@@ -1,4 +1,4 @@
-"""The other end of a request: what it sends, and whether it is still there."""
+"""The client of a request: its body, and whether it is still connected."""
 
 import asyncio
 import contextlib
@@ -13,73 +13,63 @@ from onward.protocols import BodyError
 from onward.server.models import Settings
 
 
-async def read_body(request: Request, settings: Settings) -> bytes:
-    """The body of a request, if its headers say that it is JSON in UTF-8. Raises `BodyError`: they do not, or as
-    `whole_body` raises it. Raises `ClientDisconnect`: the client has left."""
-    _check_kind(request.headers)
-    return await whole_body(request, settings)
-
-
 async def whole_body(request: Request, settings: Settings) -> bytes:
-    """The body of a request. Raises `BodyError`: it is too large, or does not arrive. Raises `ClientDisconnect`: the
-    client has left."""
-    parts: list[bytes] = []
+    """Read a request body. Raises `BodyError`: it is too large or takes too long to arrive. Raises
+    `ClientDisconnect`."""
+    chunks: list[bytes] = []
     length = 0
     try:
         async with asyncio.timeout(settings.body_seconds):
-            async for part in request.stream():
-                length += len(part)
+            async for chunk in request.stream():
+                length += len(chunk)
                 if length > settings.max_body:
                     raise too_large(settings)
-                parts.append(part)
+                chunks.append(chunk)
     except TimeoutError:
         message = f"the body did not arrive within {settings.body_seconds:g} s"
         raise BodyError(message, code="request_timeout", status=408) from None
-    return b"".join(parts)
+    return b"".join(chunks)
 
 
-def _check_kind(headers: Headers) -> None:
-    """Raise unless a body is JSON, in UTF-8 and not compressed, by its headers."""
+def check_headers(headers: Headers) -> None:
+    """Raise `BodyError` unless the headers declare uncompressed JSON in UTF-8."""
     message = Message()
     message["content-type"] = headers.get("content-type", "")
-    kind, charset = message.get_content_type(), message.get_content_charset("utf-8")
-    if not headers.get("content-type") or kind != "application/json":
-        given = headers.get("content-type", "").partition(";")[0].strip() or "none"
-        text = f"a body must be JSON, with the header 'Content-Type: application/json'; got {given!r}"
+    charset = message.get_content_charset("utf-8")
+    if not headers.get("content-type") or message.get_content_type() != "application/json":
+        media_type = headers.get("content-type", "").partition(";")[0].strip() or "none"
+        text = f"the body must be JSON, with the header 'Content-Type: application/json'; got {media_type!r}"
         raise BodyError(text, code="unsupported_media_type", status=415)
-    if charset not in _CHARSETS:
-        text = f"a body must be in UTF-8; Content-Type has the charset {charset!r}"
+    if charset not in ("utf-8", "utf8", "us-ascii", "ascii"):  # ASCII is valid UTF-8
+        text = f"the body must be UTF-8; Content-Type has the charset {charset!r}"
         raise BodyError(text, code="unsupported_charset", status=415)
-    codings = [coding.strip().lower() for coding in ",".join(headers.getlist("content-encoding")).split(",")]
-    if encoded := [coding for coding in codings if coding not in ("", "identity")]:
-        text = f"a body must not be compressed; got Content-Encoding {', '.join(encoded)!r}: send it as it is"
+    codings = ",".join(headers.getlist("content-encoding")).lower().split(",")
+    if encoded := [coding.strip() for coding in codings if coding.strip() not in ("", "identity")]:
+        text = f"the body must not be compressed; got Content-Encoding {', '.join(encoded)!r}: send it uncompressed"
         raise BodyError(text, code="unsupported_content_encoding", status=415)
 
 
 def too_large(settings: Settings) -> BodyError:
-    return BodyError(f"a body has {settings.max_body} bytes at most", code="body_too_large", status=413)
-
-
-# ASCII is UTF-8, too.
-_CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
+    return BodyError(
+        f"the body is too large: at most {settings.max_body} bytes are allowed", code="body_too_large", status=413
+    )
 
 
 class Client:
-    """Tells when a client leaves whose body has been read."""
+    """Watches for the client to disconnect after its body has been read."""
 
     def __init__(self, receive: Receive) -> None:
-        self.gone = False
-        self._leaves: Callable[[], None] | None = None
+        self.disconnected = False
+        self._callback: Callable[[], None] | None = None
         self._task = asyncio.create_task(self._listen(receive))
 
-    def on_leave(self, leaves: Callable[[], None]) -> None:
-        """Call `leaves()` when the client leaves, at once where it has."""
-        self._leaves = leaves
-        if self.gone:
-            leaves()
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` when the client disconnects, immediately if it already has."""
+        self._callback = callback
+        if self.disconnected:
+            callback()
 
     def close(self) -> None:
-        """Listen no longer."""
         self._task.cancel()
 
     async def _listen(self, receive: Receive) -> None:
@@ -88,6 +78,6 @@ class Client:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     break
-        self.gone = True
-        if self._leaves is not None:
-            self._leaves()
+        self.disconnected = True
+        if self._callback is not None:
+            self._callback()

@@ -1,10 +1,10 @@
-"""The endpoints that generate: /v1/chat/completions, /v1/completions and /v1/responses, which stores nothing."""
+"""The generation endpoints: /v1/chat/completions, /v1/completions, and /v1/responses, which stores nothing."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from onward import __version__
@@ -23,27 +23,26 @@ from onward.protocols import (
     response_body,
 )
 from onward.protocols.chat_events import as_json
-from onward.server.client import Client, read_body
+from onward.server.client import Client, check_headers, whole_body
 from onward.server.errors import rendered
-from onward.server.gate import access_of
+from onward.server.gate import CLIENT_CLOSED, access_of
 from onward.server.models import ServedModel, Settings
-from onward.server.resume import AnswerEvents, ResumeRequest
+from onward.server.resume import ResponseEvents, ResumeRequest
 from onward.server.service import Service, parsed
 from onward.server.sse import EventStream, OpenStreams
 from onward.server.submission import ActiveRequest
 from onward.tokenizer import Tokenizer
 
-# Reads the fields of a body that was sent to a URL.
+# Reads the fields of a body sent to a URL.
 Read = Callable[[BodyReader, str, dict[str, Any], ResponseKey], ParsedBody]
-# Makes the events of a stream, and the whole answer.
-MakeEvents = Callable[[ActiveRequest], AnswerEvents]
-MakeAnswer = Callable[[ActiveRequest, Sequence[Completion]], dict[str, Any]]
+MakeEvents = Callable[[ActiveRequest], ResponseEvents]
+MakeBody = Callable[[ActiveRequest, Sequence[Completion]], dict[str, Any]]
 
 
 def router(service: Service, streams: OpenStreams) -> APIRouter:
     routes = APIRouter()
 
-    def add(url: str, read: Read, events: MakeEvents, whole: MakeAnswer) -> None:
+    def add(url: str, read: Read, events: MakeEvents, make_body: MakeBody) -> None:
         def read_raw(raw: bytes, key: ResponseKey) -> tuple[ServedModel, ParsedBody]:
             fields = parsed(raw)
             served = service.models.find(fields.get("model"))
@@ -51,101 +50,93 @@ def router(service: Service, streams: OpenStreams) -> APIRouter:
 
         @routes.post(url.removeprefix("/v1"))
         async def generate(request: Request) -> Response:
-            return await _answer(service, streams, request, read_raw, events, whole)
+            return await _respond(service, streams, request, read_raw, events, make_body)
 
     for url in URLS:
-        add(url, BodyReader.read, _Chunks, _whole)
-    add("/v1/responses", lambda reader, _, fields, key: read_response(reader, fields, key), _Events, _whole_response)
+        add(url, BodyReader.read, _Chunks, _completion_body)
+    add("/v1/responses", lambda reader, _, fields, key: read_response(reader, fields, key), _Events, _response_body)
     return routes
 
 
-async def _answer(
+async def _respond(
     service: Service,
     streams: OpenStreams,
     request: Request,
     read: Callable[[bytes, ResponseKey], tuple[ServedModel, ParsedBody]],
     events: MakeEvents,
-    whole: MakeAnswer,
+    make_body: MakeBody,
 ) -> Response:
-    """Read a body, have its requests served, and answer: in one piece, or with a stream."""
-    access = access_of(request.scope)
-    handover = ResumeRequest.of(request.scope)
-    try:
-        raw = await read_logged(request, service.settings)
-    except ClientDisconnect:
-        return _nobody()
+    """Read a body, submit its requests, and respond with JSON or a stream."""
+    resume = ResumeRequest.of(request.scope)
+    raw = await read_logged(request, service.settings)
     client = Client(request.receive)
     try:
-        recipient = await service.submit(client, lambda key: read(raw, key), handover)
+        subscriber = await service.submit(client, lambda key: read(raw, key), resume)
     except BaseException:
         client.close()
         raise
 
-    submission = recipient.submission
+    active = subscriber.request
 
-    def ended() -> None:
+    def finish_request() -> None:
         client.close()
-        service.ended(recipient)
-        access.fields |= submission.facts()
+        service.finish(subscriber)
+        access_of(request.scope).fields |= active.log_fields()
 
-    if submission.body.stream:
+    if active.body.stream:
         try:
-            return EventStream(recipient, events(submission), client, streams, ended)
-        except BaseException:  # nobody would call it later
-            ended()
+            return EventStream(subscriber, events(active), client, streams, finish_request)
+        except BaseException:  # the stream will not call it
+            finish_request()
             raise
     try:
-        completions = await submission.completions()
-        content = await service.in_thread(lambda: rendered(whole(submission, completions)))
+        completions = await active.completions()
+        content = await service.in_thread(lambda: rendered(make_body(active, completions)))
         return Response(content, media_type="application/json")
     except OnwardError:
-        if client.gone:
-            return _nobody()
+        if client.disconnected:
+            return Response(status_code=CLIENT_CLOSED)
         raise
     finally:
-        ended()
+        finish_request()
 
 
 async def read_logged(request: Request, settings: Settings) -> bytes:
-    """A request's body, which --log-prompts writes into the request's line of the log."""
-    raw = await read_body(request, settings)
+    """Read a JSON body, and add it to the access log with --log-prompts. Raises `BodyError`."""
+    check_headers(request.headers)
+    raw = await whole_body(request, settings)
     if settings.log_prompts:
         access_of(request.scope).fields["body"] = raw.decode("utf-8", "replace")
     return raw
 
 
-def _nobody() -> Response:
-    """The answer to a client that has left. Only the log sees its status, which is nginx's."""
-    return Response(status_code=499)
-
-
-def _tokenizer(submission: ActiveRequest) -> Tokenizer:
-    tokenizer = submission.served.engine.lm.tokenizer
-    assert tokenizer is not None, "a served model has one"
+def _tokenizer(active: ActiveRequest) -> Tokenizer:
+    tokenizer = active.served.engine.lm.tokenizer
+    assert tokenizer is not None, "served models have one"
     return tokenizer
 
 
-def _whole(submission: ActiveRequest, completions: Sequence[Completion]) -> dict[str, Any]:
-    return answer_body(submission.body, completions, _tokenizer(submission), __version__)
+def _completion_body(active: ActiveRequest, completions: Sequence[Completion]) -> dict[str, Any]:
+    return answer_body(active.body, completions, _tokenizer(active), __version__)
 
 
-def _whole_response(submission: ActiveRequest, completions: Sequence[Completion]) -> dict[str, Any]:
-    return response_body(submission.body, completions[0], _tokenizer(submission), __version__)
+def _response_body(active: ActiveRequest, completions: Sequence[Completion]) -> dict[str, Any]:
+    return response_body(active.body, completions[0], _tokenizer(active), __version__)
 
 
 class _Chunks:
-    """The chunks of an answer as events."""
+    """Chat and completion chunks as server-sent events."""
 
-    singly = False
+    per_piece = False
 
-    def __init__(self, submission: ActiveRequest) -> None:
-        self._chunks = ChunkStream(submission.body, _tokenizer(submission), __version__)
+    def __init__(self, active: ActiveRequest) -> None:
+        self._chunks = ChunkStream(active.body, _tokenizer(active), __version__)
 
     def begin(self, at: int) -> list[str]:
         return list(map(_event, self._chunks.begin(at)))
 
     def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
-        return [(told, _event(chunk)) for told, chunk in self._chunks.pieces(at, pieces)]
+        return [(count, _event(chunk)) for count, chunk in self._chunks.pieces(at, pieces)]
 
     def end(self, at: int, completion: Completion) -> list[str]:
         return list(map(_event, self._chunks.end(at, completion)))
@@ -162,21 +153,21 @@ def _event(chunk: str) -> str:
 
 
 class _Events:
-    """The events of a response, each with its name."""
+    """The events of /v1/responses as server-sent events."""
 
-    singly = True
+    per_piece = True
 
-    def __init__(self, submission: ActiveRequest) -> None:
-        self._stream = ResponseStream(submission.body, _tokenizer(submission), __version__)
+    def __init__(self, active: ActiveRequest) -> None:
+        self._stream = ResponseStream(active.body, _tokenizer(active), __version__)
 
     def begin(self, at: int) -> list[str]:
         return _named(self._stream.begin())
 
     def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
         events = []
-        for whole, piece in enumerate(pieces):
-            told = _named(self._stream.pieces([piece]))
-            events += [(whole + (event is told[-1]), event) for event in told]
+        for done, piece in enumerate(pieces):
+            new = _named(self._stream.pieces([piece]))
+            events += [(done + (event is new[-1]), event) for event in new]
         return events
 
     def end(self, at: int, completion: Completion) -> list[str]:

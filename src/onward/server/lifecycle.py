@@ -1,4 +1,4 @@
-"""The life of a server: it listens, serves, drains at the first signal and ends."""
+"""The life of a server process: listen, serve, drain at the first signal, stop."""
 
 import asyncio
 import contextlib
@@ -16,14 +16,14 @@ from onward.errors import RequestError
 from onward.server.app import App
 from onward.server.log import log
 
-# How long requests that were cancelled get to tell their clients.
-_LAST_WORDS = 5.0
-# How long data may stay unread in a socket before the system closes it.
+# Seconds that cancelled requests get to report the error to their clients.
+_CANCEL_GRACE = 5.0
+# How long sent data may stay unacknowledged before the system closes the connection.
 _UNREAD_MS = 120_000
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which leaves signals to `run`."""
+    """uvicorn's server, with signal handling left to `run`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -31,11 +31,10 @@ class Server(uvicorn.Server):
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
-    """How uvicorn serves the application."""
     return uvicorn.Config(
         app,
         log_config=None,
-        loop="asyncio",  # the one that `run` takes, whatever else is installed
+        loop="asyncio",  # the one that `run` uses, even if uvloop is installed
         access_log=False,
         server_header=False,
         ws="none",
@@ -46,37 +45,37 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
 
 
 def bound(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
-    """A socket for a server to listen at. port: 0 takes a free one.
+    """Return a socket bound to an address, for a server to listen on. port: 0 picks a free one.
 
     Raises:
-        RequestError: the address is in use, or is none of this machine.
+        RequestError: the address is in use, or doesn't belong to this machine.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise RequestError(f"the server cannot listen at {host}: {error.strerror or error}") from error
+        raise RequestError(f"the server cannot listen on {host}: {error.strerror or error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # clients that never read
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # for clients that never read
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise RequestError(f"the server cannot listen at {host}:{port}: {error.strerror or error}") from error
+        raise RequestError(f"the server cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listener
 
 
 def run(app: App, listener: socket.socket, ready: Callable[[str], None] | None = None) -> None:
-    """Serve until a signal comes (SIGTERM or SIGINT), then drain. A second signal ends the process at once.
+    """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process immediately.
 
         onward.server.run(app, onward.server.bound("127.0.0.1", 8000))
 
-    listener: see `bound`. ready: is called with the address, when the server listens.
+    listener: see `bound`. ready: called with the URL once the server listens.
 
     Raises:
-        RequestError: it cannot listen there.
+        RequestError: the server cannot listen on the socket.
     """
     asyncio.run(_run(app, listener, ready))
 
@@ -84,67 +83,64 @@ def run(app: App, listener: socket.socket, ready: Callable[[str], None] | None =
 async def _run(app: App, listener: socket.socket, ready: Callable[[str], None] | None) -> None:
     server = Server(config_of(app))
     loop = asyncio.get_running_loop()
-    draining: list[asyncio.Task[None]] = []
+    drains: list[asyncio.Task[None]] = []
 
-    def signalled(number: int) -> None:
-        if draining:
+    def on_signal(number: int) -> None:
+        if drains:
             log("ends at once", signal=signal.Signals(number).name)
             sys.stderr.flush()
             os._exit(128 + number)
         log("drains", signal=signal.Signals(number).name, seconds=app.service.settings.drain)
-        draining.append(loop.create_task(drain(app, server)))
+        drains.append(loop.create_task(drain(app, server)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled, number)
+        loop.add_signal_handler(number, on_signal, number)
     try:
         serving = loop.create_task(server.serve([listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if server.started:
-            at = address_of(listener)
-            log("serves", url=at, models=[model.name for model in app.service.models])
+            url = address_of(listener)
+            log("serves", url=url, models=[model.name for model in app.service.models])
             if ready is not None:
-                ready(at)
+                ready(url)
         await serving
     except OSError as error:
-        raise RequestError(f"the server cannot listen at {address_of(listener)}: {error.strerror or error}") from error
+        raise RequestError(f"the server cannot listen on {address_of(listener)}: {error.strerror or error}") from error
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
 def address_of(listener: socket.socket) -> str:
-    """The URL of a socket that listens."""
+    """The URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def drain(app: App, server: uvicorn.Server) -> None:
-    """Take no more requests, let those that run end within the time for it, cancel the others, and stop."""
+    """Refuse new requests, wait for running ones up to the drain timeout, cancel the rest, and stop."""
     service = app.service
     service.draining = True
 
     def cancel() -> None:
         log("cancels", requests=len(service.live))
-        service.end()
+        service.cancel_all()
 
-    await emptied(lambda: app.gate.inside, service.settings.drain, cancel)
+    await drain_requests(lambda: app.gate.in_flight, service.settings.drain, cancel)
     server.should_exit = True
 
 
-async def emptied(inside: Callable[[], int], seconds: float, cancel: Callable[[], None]) -> None:
-    """Let requests end within so many seconds, then cancel the others and give them a little for their last words.
-
-    inside: how many there are.
-    """
-    if not await _is_empty(inside, seconds):
+async def drain_requests(in_flight: Callable[[], int], seconds: float, cancel: Callable[[], None]) -> None:
+    """Wait up to `seconds` for requests to finish, then cancel the others and let them report that to their clients.
+    in_flight: returns the number of requests."""
+    await _wait_idle(in_flight, seconds)
+    if in_flight():
         cancel()
-        await _is_empty(inside, _LAST_WORDS)
+        await _wait_idle(in_flight, _CANCEL_GRACE)
 
 
-async def _is_empty(inside: Callable[[], int], seconds: float) -> bool:
-    """Whether nobody waits for an answer any more, within so many seconds."""
+async def _wait_idle(in_flight: Callable[[], int], seconds: float) -> None:
     end = time.monotonic() + seconds
-    while inside() and time.monotonic() < end:
+    while in_flight() and time.monotonic() < end:
         await asyncio.sleep(0.02)
-    return not inside()

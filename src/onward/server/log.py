@@ -1,4 +1,4 @@
-"""The log: lines of JSON on stderr, one for each request and for what happens to the server."""
+"""The log: JSON lines on stderr, one for each request and each event in the server's life."""
 
 import json
 import logging
@@ -10,32 +10,27 @@ from collections.abc import Mapping
 from typing import Any
 
 _logger = logging.getLogger("onward.server")
-# Characters of each text of an error.
-_LONGEST = 300
-# Where a message quotes the body: after "got" or a colon, and in quotes.
+_MAX_LENGTH = 300  # characters of each field of an error
+# The parts of a message that quote the body: after "got" or a colon, and in quotes.
 _QUOTED = re.compile(r"[;,]? got .*|: .*|'.*'|\".*\"", re.DOTALL)
 
 
 def log(event: str, **fields: Any) -> None:
-    """Write a line."""
     if _logger.isEnabledFor(logging.INFO):
         _logger.info(_line("info", event, fields))
 
 
-def refusal(fields: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
-    """The part of a request's line that says why it was refused.
-
-    fields: of the error. whole: with the values that the message quotes, which may be a prompt's content. The log has
-    prompts only where --log-prompts asks for them.
-    """
+def refusal(fields: Mapping[str, Any], *, with_values: bool = False) -> dict[str, Any]:
+    """The log fields that say why a request was refused. fields: from `error_fields`. with_values: include the values
+    that the message quotes. They may contain prompts, which are logged only with --log-prompts."""
     message = str(fields.get("message") or "")
-    reason = message if whole else _QUOTED.sub("…", message)
+    reason = message if with_values else _QUOTED.sub("…", message)
     error = {"param": fields.get("param"), "code": fields.get("code"), "reason": reason}
-    return {"error": {name: str(value)[:_LONGEST] for name, value in error.items() if value}}
+    return {"error": {name: str(value)[:_MAX_LENGTH] for name, value in error.items() if value}}
 
 
 def log_defect(error: BaseException, **fields: Any) -> None:
-    """Write a line about an error of ours, with its traceback. Clients never get to see that."""
+    """Log an unexpected error with its traceback, which clients never see."""
     fields["traceback"] = "".join(traceback.format_exception(error))
     _logger.error(_line("error", "defect", fields))
 
@@ -46,8 +41,8 @@ def _line(level: str, event: str, fields: dict[str, Any]) -> str:
     return json.dumps({"time": stamp, "level": level, "event": event} | fields, default=str)
 
 
-class _OtherLines(logging.Formatter):
-    """What other libraries log (uvicorn's errors), as lines of the same kind."""
+class _LineFormatter(logging.Formatter):
+    """Formats other libraries' records (uvicorn's errors) as lines of the same kind."""
 
     def format(self, record: logging.LogRecord) -> str:
         if record.name == _logger.name:
@@ -59,9 +54,9 @@ class _OtherLines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Have the lines written. Without this they go where the application's logging sends them."""
+    """Write the log to stderr. Without this, the lines go wherever the application configured logging."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OtherLines())
+    handler.setFormatter(_LineFormatter())
     for name, level in ((_logger.name, logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

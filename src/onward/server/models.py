@@ -1,4 +1,4 @@
-"""The models that a server has."""
+"""The models and settings of a server."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,21 +16,21 @@ from onward.util.checks import check_whole, is_finite
 class Settings:
     """The settings of a server.
 
-    api_keys: one of them is asked of every request but those for the state of the server; none asks for nothing.
-    max_new_tokens: of requests that do not say; None: as many as the context holds.
-    variables: of the chat template, by the name of a model; a request's own come first.
-    max_body: the most bytes of a request's body. max_prompts: the most prompts in one. max_logprobs: of how many of
-        the likeliest ids a token's logprobs tell.
-    max_requests: the most requests that the server holds at once; more are refused with 503.
+    api_keys: keys that requests may use, except to the health endpoints; empty requires none.
+    max_new_tokens: the default for requests that don't set it; None: up to the context length.
+    variables: of the chat template, by model name; a request's own take precedence.
+    max_body: maximum bytes of a request's body. max_prompts: maximum prompts in one. max_logprobs: maximum alternatives
+        listed per token.
+    max_requests: maximum concurrent requests; more are refused with 503.
     body_seconds: how long a body may take to arrive.
-    keep_alive: seconds without a chunk after which a stream gets a comment.
+    keep_alive: seconds without a chunk before a stream gets a comment.
     stalled_seconds: how long a client may leave a stream unread before its request is cancelled.
-    hang_seconds: how long a step may take before /health says that the engine hangs.
-    idempotency_seconds: how long what came with an Idempotency-Key is kept, to be answered the same again.
+    hang_seconds: how long a step may take before /health reports that the engine hangs.
+    idempotency_seconds: how long responses to requests with an Idempotency-Key are remembered.
     drain: seconds that running requests get after the first signal.
     cors_origins: origins whose pages may call the server; "*" for any.
-    hosts: names that requests may call the server by (the Host header); none allows any.
-    access_log: a line for each request. log_prompts: with the body of each.
+    hosts: names that requests may call the server by (the Host header); empty allows any.
+    access_log: log each request. log_prompts: include its body.
 
     Raises:
         RequestError: a value outside its range.
@@ -66,14 +66,14 @@ class Settings:
         for name in ("api_keys", "cors_origins", "hosts"):
             texts = getattr(self, name)
             if isinstance(texts, str) or not isinstance(texts, Iterable) or not all(isinstance(t, str) for t in texts):
-                raise RequestError(f"{name} must be a list of texts; got {texts!r}")
+                raise RequestError(f"{name} must be a list of strings; got {texts!r}")
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise RequestError("an API key must be printable ASCII without spaces, and not empty")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model with its engine, under the name that requests call it by."""
+    """A model, with its engine, under the name that requests use."""
 
     name: str
     engine: Engine
@@ -82,65 +82,58 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """How many tokens a prompt and its answer may have together."""
+        """Maximum tokens of a prompt and its output together."""
         return self.engine.lm.model.max_seq_len
 
     def listed(self) -> list[dict[str, Any]]:
-        """As /v1/models has it: the model, and each of its adapters, whose `parent` it is."""
-        fields = {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "onward",
-            "max_model_len": self.max_model_len,
-        }
+        """The entries of /v1/models: the model, then its adapters, whose `parent` it is."""
+        fields = {"id": self.name, "object": "model", "created": self.created, "owned_by": "onward"}
+        fields["max_model_len"] = self.max_model_len
         return [fields, *({**fields, "id": name, "parent": self.name} for name in self.engine.lm.adapters)]
 
 
 class ServedModels:
-    """All models of a server. What they share is the process alone."""
+    """All models of a server, by name."""
 
     def __init__(self, engines: Mapping[str, Engine], settings: Settings) -> None:
         if not engines:
-            raise RequestError("a server needs a model, at least one")
-        self._models = {name: _served(name, engine, settings) for name, engine in engines.items()}
+            raise RequestError("a server needs at least one model")
+        self._models: dict[str, ServedModel] = {}
+        for name, engine in engines.items():
+            lm = engine.lm
+            needed_tokenizer(lm.tokenizer, "a server")
+            options: dict[str, Any] = {}
+            if settings.max_new_tokens is not None or lm.model.max_seq_len is not None:
+                options["max_new_tokens"] = settings.max_new_tokens
+            lm.defaults.replace(**options)  # validates them
+            reader = BodyReader(lm, name, options, settings.variables.get(name, {}), streams=True)
+            self._models[name] = ServedModel(name, engine, reader)
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
 
     def listed(self) -> list[dict[str, Any]]:
-        """All names that requests may call, as /v1/models has them."""
+        """The entries of /v1/models."""
         return [fields for model in self for fields in model.listed()]
 
     def find(self, name: object) -> ServedModel:
-        """The model of that name, or with an adapter of that name; where there is one model alone, a request may leave
-        the name out. Raises `BodyError`: no name, an unknown one, or the name of adapters of several models."""
+        """The model of that name, or with an adapter of that name. If there is only one model, the name may be None.
+        Raises `BodyError`: no name, an unknown name, or an adapter name of several models."""
         if name is None and len(self._models) == 1:
             return next(iter(self._models.values()))
         names = list(dict.fromkeys(fields["id"] for fields in self.listed()))
         known = " and ".join(map(repr, names)) if len(names) < 3 else ", ".join(map(repr, names))
         if name is None:
-            message = f"this server has several models, {known}: say which"
+            message = f"model is required: this server has {known}"
             raise BodyError(message, "model", "missing_required_parameter")
         if not isinstance(name, str):
-            raise BodyError(f"model must be a text; got {name!r}", "model", "invalid_type")
+            raise BodyError(f"model must be a string; got {name!r}", "model", "invalid_type")
         if name in self._models:
             return self._models[name]
         adapted = [model for model in self if name in model.engine.lm.adapters]
         if not adapted:
-            raise BodyError(f"there is no model {name!r} here; there is {known}", "model", "model_not_found", 404)
+            raise BodyError(f"no model {name!r}; available: {known}", "model", "model_not_found", 404)
         if len(adapted) > 1:
-            of = " and ".join(repr(model.name) for model in adapted)
-            raise BodyError(f"{of} each have an adapter {name!r}: give them names of their own", "model")
+            models = " and ".join(repr(model.name) for model in adapted)
+            raise BodyError(f"the adapter name {name!r} is ambiguous: {models} each have one; rename them", "model")
         return adapted[0]
-
-
-def _served(name: str, engine: Engine, settings: Settings) -> ServedModel:
-    lm = engine.lm
-    needed_tokenizer(lm.tokenizer, "a server")
-    options: dict[str, Any] = {}
-    if settings.max_new_tokens is not None or lm.model.max_seq_len is not None:
-        options["max_new_tokens"] = settings.max_new_tokens
-    lm.defaults.replace(**options)  # which checks them
-    variables = settings.variables.get(name, {})
-    return ServedModel(name, engine, BodyReader(lm, name, options, variables, streams=True))

@@ -1,9 +1,8 @@
-"""The document of the endpoints at /openapi.json: paths, bodies and answers.
+"""The OpenAPI document at /openapi.json.
 
-The fields of bodies come from where they are read: the options of `generate` with their types, and the reader's own.
+The schemas of bodies are built from the `generate` options' types and the body reader's own fields.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
@@ -16,12 +15,13 @@ from onward.protocols.schema import LABELS, LENGTHS, NEUTRAL, field_options
 
 Schema = dict[str, Any]
 
-_TEXT: Schema = {"type": "string"}
-_WHOLE: Schema = {"type": "integer"}
+_STRING: Schema = {"type": "string"}
+_INTEGER: Schema = {"type": "integer"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _NUMBER: Schema = {"type": "number"}
 _BOOLEAN: Schema = {"type": "boolean"}
 _OBJECT: Schema = {"type": "object"}
+_NULL: Schema = {"type": "null"}
 _IDS: Schema = {"type": "array", "items": _COUNT, "minItems": 1}
 
 
@@ -29,241 +29,228 @@ def _list(items: Schema, **more: Any) -> Schema:
     return {"type": "array", "items": items, **more}
 
 
-def _maybe(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
+def _nullable(*schemas: Schema) -> Schema:
+    return {"anyOf": [*schemas, _NULL]}
+
+
+def _fields(schema: Schema, *names: str) -> dict[str, Schema]:
+    return dict.fromkeys(names, schema)
 
 
 def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None, **more: Any) -> Schema:
-    fields = {**required, **(optional or {})}
-    return {"type": "object", "properties": fields, "required": [*required], **more}
+    return {"type": "object", "properties": {**required, **(optional or {})}, "required": [*required], **more}
+
+
+def _strict(required: Mapping[str, Schema], optional: Mapping[str, Schema]) -> Schema:
+    return _object(required, optional, additionalProperties=False)
 
 
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
+def _json(schema: Schema) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
 def document() -> dict[str, Any]:
-    """The OpenAPI document of a server."""
+    """Return the OpenAPI document of a server."""
     paths: dict[str, Any] = {}
     for path, operation in _operations().items():
         method = "post" if "requestBody" in operation else "get"
         paths[path] = {method: operation}
         if path.startswith("/v1/"):
-            plain = f"{operation['operationId']}_plain"
-            paths[path.removeprefix("/v1")] = {method: {**operation, "operationId": plain}}
+            paths[path.removeprefix("/v1")] = {method: operation | {"operationId": f"{operation['operationId']}_plain"}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Onward", "version": __version__, "description": "OpenAI's protocol over Onward's engines."},
+        "info": {"title": "Onward", "version": __version__, "description": "OpenAI's API, served by Onward engines."},
         "paths": paths,
         "components": {"schemas": _schemas(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
 
 
 def _operations() -> dict[str, Any]:
-    name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
+    name = {"name": "name", "in": "path", "required": True, "schema": _STRING}
+    html = {"text/html": {"schema": _STRING}}
     return {
-        "/v1/chat/completions": _generating("chat", "Answer a conversation.", "ChatBody", "ChatCompletion"),
-        "/v1/completions": _generating("complete", "Go on with a text.", "TextBody", "TextCompletion"),
-        "/v1/responses": _generating("respond", "Answer an input; nothing is stored.", "ResponseBody", "Response"),
-        "/v1/models": _operation("models", "What is served.", _ref("Models"), (401, 403)),
-        "/v1/models/{name}": _operation("model", "One of the models.", _ref("Model"), (401, 403, 404))
-        | {"parameters": [name]},
-        "/v1/tokenize": _posting("tokenize", "The ids of a text or a conversation.", "TokenizeBody", "Tokens"),
-        "/v1/detokenize": _posting("detokenize", "The text of ids.", "DetokenizeBody", "Detokenized"),
-        "/health": _state("health", "Whether every engine advances, or has nothing to do."),
-        "/ready": _state("ready", "Whether requests are taken."),
-        "/stats": _operation("stats", "What the engines do now.", _OBJECT, (401, 403)),
-        "/metrics": _operation("metrics", "For Prometheus.", _TEXT, (401, 403), "text/plain"),
-        "/": _operation("page", "A page for people.", _TEXT, (403,), "text/html") | {"security": []},
+        "/v1/chat/completions": _generate("chat", "Generate a chat completion.", "ChatBody", "ChatCompletion"),
+        "/v1/completions": _generate("complete", "Generate a completion.", "TextBody", "TextCompletion"),
+        "/v1/responses": _generate("respond", "Generate a response; nothing is stored.", "ResponseBody", "Response"),
+        "/v1/models": _get("models", "List the models.", _json(_ref("Models"))),
+        "/v1/models/{name}": _get("model", "Get a model.", _json(_ref("Model")), 404) | {"parameters": [name]},
+        "/v1/tokenize": _post("tokenize", "Tokenize a text or a conversation.", "TokenizeBody", "Tokens"),
+        "/v1/detokenize": _post("detokenize", "Decode token ids to text.", "DetokenizeBody", "Detokenized"),
+        "/health": _health("health", "Whether every engine is idle or making progress."),
+        "/ready": _health("ready", "Whether the server accepts requests."),
+        "/stats": _get("stats", "The current state of the engines.", _json(_OBJECT)),
+        "/metrics": _get("metrics", "Prometheus metrics.", {"text/plain": {"schema": _STRING}}),
+        "/": _operation("page", "The web page.", html, 403) | {"security": []},
     }
 
 
 _ERRORS = {
-    400: "What is wrong with the request.",
-    401: "No API key, or a wrong one.",
-    403: "A name that the server does not answer to.",
-    404: "There is no such model.",
-    408: "The body did not arrive.",
-    409: "The stream was begun by an engine whose texts would go on otherwise.",
+    400: "The request is invalid.",
+    401: "The API key is missing or wrong.",
+    403: "The Host header is not an allowed name.",
+    404: "The model does not exist.",
+    408: "The body did not arrive in time.",
+    409: "The stream was started by an engine that would generate different text.",
     413: "The body is too large.",
-    415: "The body is no JSON by its own account.",
-    422: "Last-Event-ID or Idempotency-Key came with another body.",
-    429: "The queue is full; Retry-After says when to come back.",
-    500: "Something is wrong with the server.",
-    503: "The server takes no requests; Retry-After says when to come back.",
+    415: "Content-Type is not application/json.",
+    422: "The Last-Event-ID or Idempotency-Key was used with another body.",
+    429: "The queue is full; Retry-After says when to retry.",
+    500: "Internal server error.",
+    503: "The server takes no requests; Retry-After says when to retry.",
 }
 _HEADERS = {
-    "Last-Event-ID": "The id of a stream's event: the same body is answered with the events after it.",
+    "Last-Event-ID": "The id of a stream's event. The same body is answered with the events after it.",
     "Idempotency-Key": "The same body with the same key gets the same answer.",
 }
-_OF_BODIES = (400, 401, 403, 404, 408, 413, 415, 500, 503)
 
 
-def _generating(id: str, summary: str, body: str, answer: str) -> dict[str, Any]:
-    operation = _posting(id, summary, body, answer)
-    operation["responses"] |= {str(status): _error(status) for status in (409, 422, 429)}
+def _generate(id: str, summary: str, body: str, response: str) -> dict[str, Any]:
+    operation = _post(id, summary, body, response, 409, 422, 429)
     operation["parameters"] = [
-        {"name": name, "in": "header", "required": False, "description": about, "schema": _TEXT}
-        for name, about in _HEADERS.items()
+        {"name": name, "in": "header", "required": False, "description": description, "schema": _STRING}
+        for name, description in _HEADERS.items()
     ]
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
+    event = _object({"data": _STRING}, {"event": _STRING})
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
     return operation
 
 
-def _posting(id: str, summary: str, body: str, answer: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": _ref(body)}}
-    operation = _operation(id, summary, _ref(answer), _OF_BODIES)
-    return operation | {"requestBody": {"required": True, "content": content}}
+def _post(id: str, summary: str, body: str, response: str, *errors: int) -> dict[str, Any]:
+    operation = _get(id, summary, _json(_ref(response)), 400, 404, 408, 413, 415, 500, 503, *errors)
+    return operation | {"requestBody": {"required": True, "content": _json(_ref(body))}}
 
 
-def _operation(
-    id: str, summary: str, answer: Schema, errors: tuple[int, ...], kind: str = "application/json"
-) -> dict[str, Any]:
-    responses: dict[str, Any] = {"200": {"description": "The answer.", "content": {kind: {"schema": answer}}}}
-    responses |= {str(status): _error(status) for status in errors}
+def _get(id: str, summary: str, content: dict[str, Any], *errors: int) -> dict[str, Any]:
+    return _operation(id, summary, content, 401, 403, *errors)
+
+
+def _operation(id: str, summary: str, content: dict[str, Any], *errors: int) -> dict[str, Any]:
+    responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
+    error = _json(_ref("Error"))
+    responses |= {str(status): {"description": _ERRORS[status], "content": error} for status in errors}
     return {"operationId": id, "summary": summary, "responses": responses, "security": [{"key": []}]}
 
 
-def _error(status: int) -> dict[str, Any]:
-    return {"description": _ERRORS[status], "content": {"application/json": {"schema": _ref("Error")}}}
-
-
-def _state(id: str, summary: str) -> dict[str, Any]:
-    operation = _operation(id, summary, _ref("Health"), (403,))
-    either = {"anyOf": [_ref("Health"), _ref("Error")]}
-    operation["responses"]["503"] = {"description": "No.", "content": {"application/json": {"schema": either}}}
+def _health(id: str, summary: str) -> dict[str, Any]:
+    operation = _operation(id, summary, _json(_ref("Health")), 403)
+    content = _json({"anyOf": [_ref("Health"), _ref("Error")]})
+    operation["responses"]["503"] = {"description": "Not healthy or not ready.", "content": content}
     return operation | {"security": []}
-
-
-# One event of a stream.
-_EVENT = _object({"data": _TEXT}, {"event": _TEXT})
-
-# ── bodies ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@functools.cache
-def _options() -> dict[str, Schema]:
-    """The options of `generate` that a body may have."""
-    hints = get_type_hints(GenerateOptionsDict)
-    return {name: _schema_of(hints[name]) for name in field_options()}
 
 
 def _schema_of(hint: Any) -> Schema:
     try:
         return TypeAdapter(hint).json_schema()
-    except (PydanticSchemaGenerationError, PydanticUserError):  # a type that JSON has no word for; the reader checks it
+    except (PydanticSchemaGenerationError, PydanticUserError):  # a type without a JSON Schema; the reader checks it
         return {}
 
 
 def _common() -> dict[str, Schema]:
-    """The fields that chats and completions share."""
-    neutral = {name: {"enum": [*served, None], "description": "not served"} for name, served in NEUTRAL.items()}
-    own = {
-        "model": _TEXT,
-        **dict.fromkeys(LENGTHS, _maybe(_COUNT)),
-        **_options(),
-        "logit_bias": _maybe({"type": "object", "additionalProperties": _NUMBER}),
-        "json_schema": {"anyOf": [_OBJECT, _BOOLEAN, {"type": "null"}]},
-        "stream": _maybe(_BOOLEAN),
-        "stream_options": _maybe(_object({}, {"include_usage": _BOOLEAN}, additionalProperties=False)),
-        "return_token_ids": _maybe(_BOOLEAN),
-        **{name: {"description": "a label, which changes nothing"} for name in LABELS},
+    """The fields common to chats and completions."""
+    hints = get_type_hints(GenerateOptionsDict)
+    return {
+        **{name: {"enum": [*values, None], "description": "not supported"} for name, values in NEUTRAL.items()},
+        "model": _STRING,
+        **_fields(_nullable(_COUNT), *LENGTHS),
+        **{name: _schema_of(hints[name]) for name in field_options()},
+        "logit_bias": _nullable({"type": "object", "additionalProperties": _NUMBER}),
+        "json_schema": _nullable(_OBJECT, _BOOLEAN),
+        "stream_options": _nullable(_strict({}, {"include_usage": _BOOLEAN})),
+        **_fields(_nullable(_BOOLEAN), "stream", "return_token_ids"),
+        **_fields({"description": "a label, without effect"}, *LABELS),
     }
-    return {**neutral, **own}
 
 
-_PART = _object({"type": {"const": "text"}, "text": _TEXT})
+_PART = _object({"type": {"const": "text"}, "text": _STRING})
 _MESSAGE = _object(
-    {"role": _TEXT},
+    {"role": _STRING},
     {
-        "content": {"anyOf": [_TEXT, _list(_PART), {"type": "null"}]},
-        "tool_calls": _maybe(_list(_OBJECT)),
-        "tool_call_id": _maybe(_TEXT),
-        "reasoning": _maybe(_TEXT),
-        "reasoning_content": _maybe(_TEXT),
+        "content": _nullable(_STRING, _list(_PART)),
+        "tool_calls": _nullable(_list(_OBJECT)),
+        **_fields(_nullable(_STRING), "tool_call_id", "reasoning", "reasoning_content"),
     },
 )
 _MESSAGES = _list(_ref("Message"), minItems=1)
+_TOOL_FIELDS = {
+    "tools": _nullable(_list(_OBJECT)),
+    "tool_choice": _nullable(_STRING, _OBJECT),
+    "parallel_tool_calls": _nullable(_BOOLEAN),
+    "top_logprobs": _nullable(_COUNT),
+}
 
 
 def _chat_body() -> Schema:
-    own = {
-        "logprobs": _maybe(_BOOLEAN),
-        "top_logprobs": _maybe(_COUNT),
-        "tools": _maybe(_list(_OBJECT)),
-        "tool_choice": {"anyOf": [_TEXT, _OBJECT, {"type": "null"}]},
-        "parallel_tool_calls": _maybe(_BOOLEAN),
-        "response_format": _maybe(_object({"type": {"enum": ["text", "json_object", "json_schema"]}})),
-        "prediction": _maybe(_object({"type": {"const": "content"}, "content": {"anyOf": [_TEXT, _list(_PART)]}})),
-        "reasoning_effort": _maybe(_TEXT),
-        "chat_template_kwargs": _maybe(_OBJECT),
+    fields = {
+        **_TOOL_FIELDS,
+        "logprobs": _nullable(_BOOLEAN),
+        "response_format": _nullable(_object({"type": {"enum": ["text", "json_object", "json_schema"]}})),
+        "prediction": _nullable(_object({"type": {"const": "content"}, "content": {"anyOf": [_STRING, _list(_PART)]}})),
+        "reasoning_effort": _nullable(_STRING),
+        "chat_template_kwargs": _nullable(_OBJECT),
     }
-    return _object({"messages": _MESSAGES}, {**_common(), **own}, additionalProperties=False)
+    return _strict({"messages": _MESSAGES}, {**_common(), **fields})
 
 
-def _text_body() -> Schema:
-    prompt = {"anyOf": [_TEXT, _IDS, _list({"anyOf": [_TEXT, _IDS]}, minItems=1)]}
-    own = {"logprobs": _maybe(_COUNT), "echo": _maybe(_BOOLEAN), "best_of": _maybe(_COUNT)}
-    return _object({"prompt": prompt}, {**_common(), **own}, additionalProperties=False)
+def _completion_body() -> Schema:
+    prompt = {"anyOf": [_STRING, _IDS, _list({"anyOf": [_STRING, _IDS]}, minItems=1)]}
+    fields = {"logprobs": _nullable(_COUNT), "echo": _nullable(_BOOLEAN), "best_of": _nullable(_COUNT)}
+    return _strict({"prompt": prompt}, {**_common(), **fields})
 
 
 def _response_body() -> Schema:
-    own = {
-        "model": _TEXT,
-        "instructions": _maybe(_TEXT),
-        "max_output_tokens": _maybe(_COUNT),
-        "temperature": _maybe(_NUMBER),
-        "top_p": _maybe(_NUMBER),
-        "tools": _maybe(_list(_OBJECT)),
-        "tool_choice": {"anyOf": [_TEXT, _OBJECT, {"type": "null"}]},
-        "parallel_tool_calls": _maybe(_BOOLEAN),
-        "text": _maybe(_object({}, {"format": _object({"type": _TEXT})})),
-        "reasoning": _maybe(_object({}, {"effort": _maybe(_TEXT)})),
-        "stream": _maybe(_BOOLEAN),
+    fields = {
+        **_TOOL_FIELDS,
+        "model": _STRING,
+        "instructions": _nullable(_STRING),
+        "max_output_tokens": _nullable(_COUNT),
+        **_fields(_nullable(_NUMBER), "temperature", "top_p"),
+        "text": _nullable(_object({}, {"format": _object({"type": _STRING})})),
+        "reasoning": _nullable(_object({}, {"effort": _nullable(_STRING)})),
+        "stream": _nullable(_BOOLEAN),
         "store": {"enum": [False, None]},
-        "include": _maybe(_list({"const": "message.output_text.logprobs"})),
-        "top_logprobs": _maybe(_COUNT),
+        "include": _nullable(_list({"const": "message.output_text.logprobs"})),
     }
-    return _object({"input": {"anyOf": [_TEXT, _list(_OBJECT, minItems=1)]}}, own)
-
-
-# ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    return _object({"input": {"anyOf": [_STRING, _list(_OBJECT, minItems=1)]}}, fields)
 
 
 def _schemas() -> dict[str, Schema]:
-    usage = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT))
-    head = {"id": _TEXT, "created": _WHOLE, "model": _TEXT, "usage": usage, "system_fingerprint": _TEXT}
-    head |= {"seed": _maybe(_COUNT)}
-    ended = {"index": _COUNT, "finish_reason": {"enum": ["stop", "length", "tool_calls"]}, "logprobs": _maybe(_OBJECT)}
-    said = _object({"role": {"const": "assistant"}, "content": _maybe(_TEXT)}, {"tool_calls": _list(_OBJECT)})
-    chat_choices = _list(_object({**ended, "message": said}))
-    text_choices = _list(_object({**ended, "text": _TEXT}))
-    error = {"message": _TEXT, "type": _TEXT, "param": _maybe(_TEXT), "code": _maybe(_TEXT)}
-    model = {"id": _TEXT, "object": {"const": "model"}, "created": _WHOLE, "owned_by": _TEXT}
-    response = {"id": _TEXT, "object": {"const": "response"}, "status": _TEXT, "output": _list(_OBJECT), "model": _TEXT}
-    of_chat = {"model": _TEXT, "add_generation_prompt": _BOOLEAN, "chat_template_kwargs": _OBJECT, "created": _COUNT}
-    of_text = {"model": _TEXT, "add_special_tokens": _BOOLEAN}
+    usage = _object(_fields(_COUNT, "prompt_tokens", "completion_tokens", "total_tokens"))
+    head = {**_fields(_STRING, "id", "model", "system_fingerprint"), "created": _INTEGER, "usage": usage}
+    head |= {"seed": _nullable(_COUNT)}
+    reasons = {"enum": ["stop", "length", "tool_calls"]}
+    choice = {"index": _COUNT, "finish_reason": reasons, "logprobs": _nullable(_OBJECT)}
+    message = _object({"role": {"const": "assistant"}, "content": _nullable(_STRING)}, {"tool_calls": _list(_OBJECT)})
+    chat_choices = _list(_object({**choice, "message": message}))
+    text_choices = _list(_object({**choice, "text": _STRING}))
+    model = {**_fields(_STRING, "id", "owned_by"), "object": {"const": "model"}, "created": _INTEGER}
+    response = {**_fields(_STRING, "id", "status", "model"), "object": {"const": "response"}, "output": _list(_OBJECT)}
+    chat_options = {"add_generation_prompt": _BOOLEAN, "chat_template_kwargs": _OBJECT, "created": _COUNT}
+    text_options = {"model": _STRING, "add_special_tokens": _BOOLEAN}
+    max_len = {"max_model_len": _nullable(_COUNT)}
+    error = {**_fields(_STRING, "message", "type"), **_fields(_nullable(_STRING), "param", "code")}
     return {
         "Message": _MESSAGE,
         "ChatBody": _chat_body(),
-        "TextBody": _text_body(),
+        "TextBody": _completion_body(),
         "ResponseBody": _response_body(),
         "TokenizeBody": {
             "anyOf": [
-                _object({"prompt": _TEXT}, of_text, additionalProperties=False),
-                _object({"messages": _MESSAGES}, of_chat, additionalProperties=False),
+                _strict({"prompt": _STRING}, text_options),
+                _strict({"messages": _MESSAGES}, {"model": _STRING, **chat_options}),
             ]
         },
-        "DetokenizeBody": _object({"tokens": _list(_COUNT)}, {"model": _TEXT}, additionalProperties=False),
+        "DetokenizeBody": _strict({"tokens": _list(_COUNT)}, {"model": _STRING}),
         "ChatCompletion": _object({**head, "object": {"const": "chat.completion"}, "choices": chat_choices}),
         "TextCompletion": _object({**head, "object": {"const": "text_completion"}, "choices": text_choices}),
         "Response": _object(response),
-        "Model": _object(model, {"max_model_len": _maybe(_COUNT)}),
+        "Model": _object(model, max_len),
         "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
-        "Tokens": _object(
-            {"tokens": _list(_COUNT), "count": _COUNT, "max_model_len": _maybe(_COUNT)}, {"created": _COUNT}
-        ),
-        "Detokenized": _object({"prompt": _TEXT}),
-        "Health": _object({"status": _TEXT, "models": _OBJECT, "version": _TEXT}),
+        "Tokens": _object({"tokens": _list(_COUNT), "count": _COUNT, **max_len}, {"created": _COUNT}),
+        "Detokenized": _object({"prompt": _STRING}),
+        "Health": _object({"status": _STRING, "models": _OBJECT, "version": _STRING}),
         "Error": _object({"error": _object(error)}),
     }

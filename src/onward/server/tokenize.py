@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what a model reads of a text."""
+"""/tokenize and /detokenize: convert between text and token ids."""
 
 import time
 from functools import partial
@@ -16,8 +16,8 @@ from onward.server.errors import CompactJSONResponse
 from onward.server.generate import read_logged
 from onward.server.service import Service, parsed
 
-_OF_PROMPT = ("prompt", "add_special_tokens")
-_OF_CHAT = ("messages", "add_generation_prompt", "chat_template_kwargs", "created")
+_PROMPT_FIELDS = ("prompt", "add_special_tokens")
+_CHAT_FIELDS = ("messages", "add_generation_prompt", "chat_template_kwargs", "created")
 
 
 def router(service: Service) -> APIRouter:
@@ -37,37 +37,37 @@ def router(service: Service) -> APIRouter:
 
 
 def _tokenized(service: Service, raw: bytes) -> dict[str, Any]:
-    fields = _fields(raw, (*_OF_PROMPT, *_OF_CHAT))
+    fields = _fields(raw, (*_PROMPT_FIELDS, *_CHAT_FIELDS))
     served = service.models.find(fields.get("model"))
     lm = served.engine.lm
     if ("prompt" in fields) == ("messages" in fields):
-        raise BodyError("give a prompt or messages, one of the two", "prompt")
-    names = _OF_CHAT if "messages" in fields else _OF_PROMPT
+        raise BodyError("give either prompt or messages", "prompt")
+    names = _CHAT_FIELDS if "messages" in fields else _PROMPT_FIELDS
     for name in set(fields) - {*names, "model"}:
-        raise BodyError(f"{name} is not for {names[0]}: leave it out", name)
-    of_chat = {"created": _created(fields)} if "messages" in fields else {}
+        raise BodyError(f"{name} cannot be combined with {names[0]}: remove it", name)
+    extra = {"created": _created(fields)} if "messages" in fields else {}
     try:
-        if of_chat:
+        if extra:
             variables = {**served.reader.variables, **read_template_variables(lm, fields)}
             variables["add_generation_prompt"] = _boolean(fields, "add_generation_prompt")
-            now = ResponseKey.new(of_chat["created"]).time
+            now = ResponseKey.new(extra["created"]).time
             tokens = lm.chat_prompt(read_messages(fields["messages"]), variables, now)
         else:
             if not isinstance(fields["prompt"], str):
-                raise BodyError(f"prompt must be a text; got {fields['prompt']!r}", "prompt", "invalid_type")
+                raise BodyError(f"prompt must be a string; got {fields['prompt']!r}", "prompt", "invalid_type")
             tokens = lm.encode(fields["prompt"], add_special_tokens=_boolean(fields, "add_special_tokens"))
     except BodyError:
         raise
     except (RequestError, TokenizerError) as error:
         raise BodyError(str(error), names[0]) from error
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.max_model_len, **of_chat}
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.max_model_len, **extra}
 
 
 def _created(fields: dict[str, Any]) -> int:
-    """The time that the template writes, in seconds since 1970: the body's, or the current one."""
+    """The time for the chat template, in seconds since 1970; by default the current time."""
     created = fields.get("created", int(time.time()))
     if isinstance(created, bool) or not isinstance(created, int) or not 0 <= created <= LAST_SECOND:
-        message = f"created must be whole seconds since 1970, as the created of a chat's answer; got {created!r}"
+        message = f"created must be an integer, in seconds since 1970; got {created!r}"
         raise BodyError(message, "created", "invalid_type")
     return created
 
@@ -88,7 +88,7 @@ def _fields(raw: bytes, known: tuple[str, ...]) -> dict[str, Any]:
     fields = {name: value for name, value in parsed(raw).items() if value is not None}
     for name in fields:
         if name not in (*known, "model"):
-            raise BodyError(f"unknown field {name!r}; there are model, {', '.join(known)}", name, "unknown_parameter")
+            raise BodyError(f"unknown field {name!r}; use model, {', '.join(known)}", name, "unknown_parameter")
     return fields
 
 

@@ -22,7 +22,7 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
 
     from onward.cluster.deployment import application
     from onward.cluster.options import DeployOptions
-    from onward.cluster.ray_session import running
+    from onward.cluster.launch import running
     from onward.errors import RequestError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]

@@ -18,7 +18,7 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
     import ray
 
     from onward.cluster.options import DeployOptions
-    from onward.cluster.ray_session import running
+    from onward.cluster.launch import running
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 

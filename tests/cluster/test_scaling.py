@@ -53,7 +53,7 @@ def test_a_replica_is_added() -> None:
         from ray import serve
 
         from onward.cluster.options import DeployOptions
-        from onward.cluster.ray_session import running
+        from onward.cluster.launch import running
     os.environ["RAY_AUTH_MODE"] = "disabled"
     options = DeployOptions(replicas=1, max_replicas=2, threads=1, engine={"max_sequences": 2})
     over = threading.Event()

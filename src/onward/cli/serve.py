@@ -224,7 +224,7 @@ def deploy(
     bits that they would have got. Ctrl-C ends it.
     """
     with importing("a cluster needs", "cluster"):
-        import onward.cluster.ray_session as package
+        import onward.cluster.launch as package
     chosen = source or "demo"
     load = {key: value for key, value in dataclasses.asdict(loading).items() if value is not None}
     threads = load.pop("threads", None)

@@ -12,17 +12,15 @@ from torch import Tensor
 
 from onward.errors import ProgramError
 from onward.native import Library
-from onward.program.builder import contiguous_strides
 from onward.program.encode import ProgramImage, encode
 from onward.program.executable import Arena, NativeExecutable, SamplingKernel, Signature
-from onward.program.graph import KernelCall, Kind, PackedParams, TorchCall
+from onward.program.graph import Forward, KernelCall, Kind, PackedParams, TorchCall, contiguous_strides
 from onward.program.leaves import CacheLeaves, LeafCache, without_memory
 from onward.program.lower import INFER, fallbacks, is_whole, lower
 from onward.program.shapes import MOST_ROWS, Grid, Shape, TraceShape, make_grid
 from onward.program.trace import trace
 from onward.util.process import renew_in_forks, without_collections
 
-Forward = Callable[..., tuple[Tensor, Any]]
 T = TypeVar("T")
 
 # How many programs, and how many families, are kept. Steps have all numbers of tokens, and only the last ones matter.

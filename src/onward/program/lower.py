@@ -1,7 +1,7 @@
 """Lower a trace to kernel calls, with one rule for each operator."""
 
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch._ops import OpOverload
@@ -78,7 +78,3 @@ def _return_logits(builder: Builder) -> None:
 
 def _return_node(array: Array) -> Node:
     return Node(torch.ops.aten.copy_.default, (array, array), {}, (), (array,), "the forward's return value")
-
-
-def fallbacks(calls: Sequence[ProgramCall]) -> list[TorchCall]:
-    return [call for call in calls if isinstance(call, TorchCall)]

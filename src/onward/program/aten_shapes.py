@@ -61,7 +61,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> T
     """[B, H, T, D] over memory [B, T, H, D], as torch returns it."""
     if q.dim() != 4 or v.dim() != 4 or q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
         raise ProgramError(
-            f"attention wants q [B, H, T, D] and k and v [B, G, S, D]; got {list(q.shape)}, {list(k.shape)} and "
+            f"attention expects q [B, H, T, D] and k and v [B, G, S, D]; got {list(q.shape)}, {list(k.shape)} and "
             f"{list(v.shape)}"
         )
     batch, heads, queries, _ = q.shape
@@ -88,7 +88,7 @@ def _norm(x: Tensor, normalized_shape: Sequence[int], *weights: Any, **_: Any) -
         raise ProgramError(f"a norm over {list(normalized_shape)} does not fit a tensor {list(x.shape)}")
     for weight in weights:
         if isinstance(weight, Tensor) and list(weight.shape) != list(normalized_shape):
-            raise ProgramError(f"a norm over {list(normalized_shape)} wants such a weight; got {list(weight.shape)}")
+            raise ProgramError(f"a norm over {list(normalized_shape)} expects such a weight; got {list(weight.shape)}")
     return empty_meta(x.shape, x.dtype)
 
 
@@ -176,7 +176,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     first = tensors[0]
     if any(part.shape != first.shape for part in tensors):
-        raise ProgramError(f"stack wants tensors of one shape; got {[list(t.shape) for t in tensors]}")
+        raise ProgramError(f"stack expects tensors of equal shapes; got {[list(t.shape) for t in tensors]}")
     axis = dim % (first.dim() + 1)
     return empty_meta((*first.shape[:axis], len(tensors), *first.shape[axis:]), _promoted(tensors))
 

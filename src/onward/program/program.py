@@ -186,13 +186,13 @@ class Program:
 def _check_inputs(tokens: Tensor, offsets: Tensor) -> None:
     if tokens.dim() != 2 or tokens.dtype != torch.int32 or offsets.shape != tokens.shape[:1]:
         raise ProgramError(
-            f"a program wants tokens int32 [B, T] and offsets int32 [B]; got {tokens.dtype} {list(tokens.shape)} "
+            f"a program expects tokens int32 [B, T] and offsets int32 [B]; got {tokens.dtype} {list(tokens.shape)} "
             f"and {offsets.dtype} {list(offsets.shape)}"
         )
     if not tokens.numel():
-        raise ProgramError(f"a program wants at least one row and one token; got tokens {list(tokens.shape)}")
+        raise ProgramError(f"a program expects at least one row and one token; got tokens {list(tokens.shape)}")
     if offsets.dtype != torch.int32:
-        raise ProgramError(f"a program wants offsets int32 [B]; got {offsets.dtype}")
+        raise ProgramError(f"a program expects offsets int32 [B]; got {offsets.dtype}")
 
 
 def compile(

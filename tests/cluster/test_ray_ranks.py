@@ -40,7 +40,7 @@ def test_ranks_in_a_placement_group(cluster: None, monkeypatch: pytest.MonkeyPat
     assert got.token_ids == expected.token_ids
     (group,) = ray.util.placement_group_table().values()
     assert (group["state"], len(group["bundles"])) == ("CREATED", 2)
-    monkeypatch.setattr(ray_ranks, "_ROOM", 2.0)
+    monkeypatch.setattr(ray_ranks, "_PLACEMENT_TIMEOUT", 2.0)
     with pytest.raises(RankError, match="no 1 free processors"):
         onward.load("demo", pipeline=2, address="ray")
     stream = lm.stream("Once upon", max_new_tokens=1000, ignore_eos=True)

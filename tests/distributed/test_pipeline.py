@@ -9,8 +9,8 @@ from rank_threads import ASKED, PROMPTS, over_ranks, same
 from safetensors.torch import load_file, save_file
 
 import onward
-from onward.distributed.pipeline import Microbatch, parts_of
-from onward.distributed.stage import MOST_TOKENS, divide_layers
+from onward.distributed.pipeline import Microbatch, microbatches
+from onward.distributed.stage import MAX_TOKENS, divide_layers
 from onward.errors import RequestError
 from onward.language_model.session_fingerprint import fingerprint
 from onward.testing import random_checkpoint
@@ -66,24 +66,24 @@ def test_many_rows_go_in_parts(tmp_path: Path) -> None:
 def test_rows_that_read_each_other_stay_together() -> None:
     table = torch.arange(64, dtype=torch.int32).view(32, 2)
     tokens, offsets = torch.zeros(32, 1, dtype=torch.int32), torch.full((32,), 70, dtype=torch.int32)
-    assert [len(part.tokens) for part in parts_of(Microbatch(tokens, offsets, table, None), 2)] == [16, 16]
+    assert [len(part.tokens) for part in microbatches(Microbatch(tokens, offsets, table, None), 2)] == [16, 16]
     table[20] = table[3]
-    assert len(parts_of(Microbatch(tokens, offsets, table, None), 2)) == 1, "two rows of one text"
+    assert len(microbatches(Microbatch(tokens, offsets, table, None), 2)) == 1, "two rows of one text"
     table[20] = torch.tensor([table[3, 1], 99])
-    assert len(parts_of(Microbatch(tokens, offsets, table, None), 2)) == 1, "a row that reads what another writes"
+    assert len(microbatches(Microbatch(tokens, offsets, table, None), 2)) == 1, "a row that reads what another writes"
 
 
 def test_a_prompt_goes_in_parts_of_which_the_last_alone_has_a_result() -> None:
     tokens, offsets = torch.zeros(1, 128, dtype=torch.int32), torch.tensor([64], dtype=torch.int32)
     table, last = torch.arange(4, dtype=torch.int32).view(1, 4), torch.tensor([[127]])
-    parts = parts_of(Microbatch(tokens, offsets, table, last), 3)
+    parts = microbatches(Microbatch(tokens, offsets, table, last), 3)
     assert [(part.tokens.shape[1], int(part.offsets), part.has_result) for part in parts] == [
         (42, 64, False),
         (43, 106, False),
         (43, 149, True),
     ]
-    assert parts[-1].at is not None
-    assert parts[-1].at.tolist() == [[42]]
+    assert parts[-1].logits_at is not None
+    assert parts[-1].logits_at.tolist() == [[42]]
 
 
 def test_session_lives_on(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_too_many_tokens_at_once_are_refused_and_change_nothing(tmp_path: Path) 
     with over_ranks(folder, 2) as split:
         cache = split.model.new_blocks(1).view(torch.zeros(1, 4, dtype=torch.int32))
         with pytest.raises(RequestError, match="prefill_chunk"):
-            split.model(torch.zeros(1, MOST_TOKENS + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), cache)
+            split.model(torch.zeros(1, MAX_TOKENS + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), cache)
         with pytest.raises(RequestError, match="takes no cache="):
             split.generate(PROMPTS[0], cache=split.new_cache(1, 64), max_new_tokens=4)
         assert same(one, split, temperature=0)

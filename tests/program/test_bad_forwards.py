@@ -77,8 +77,8 @@ def returning(change: Callable[[Any], Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda cache: {"k": cache["k"]}, "structure it was given"),
-        (lambda cache: (cache["k"], cache["v"]), "structure it was given"),
+        (lambda cache: {"k": cache["k"]}, "with the structure of its input"),
+        (lambda cache: (cache["k"], cache["v"]), "with the structure of its input"),
         (lambda cache: cache | {"v": cache["v"][:, :3]}, r"float32 \[1, 4\] became .*float32 \[1, 3\]"),
         (lambda cache: cache | {"v": cache["v"].double()}, r"float32 \[1, 4\] became .*float64 \[1, 4\]"),
         (lambda cache: cache | {"n": 3}, "2 became 3"),

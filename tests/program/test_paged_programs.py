@@ -15,7 +15,7 @@ from onward.errors import ProgramError
 from onward.models import Model
 from onward.models.linear import pack_params
 from onward.ops.kv_write import BLOCK
-from onward.program.shapes import MOST_ROWS
+from onward.program.shapes import MAX_ROWS
 from onward.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library was built")
@@ -155,7 +155,7 @@ def test_the_number_of_rows_is_not_taken_from_other_sizes() -> None:
         with torch.no_grad():
             expected, _ = model(ids, offsets, eager)
         assert torch.equal(program(ids, offsets, cache)[0], expected)
-    assert [shape.batch for shape in traced] == [2, 17, MOST_ROWS]
+    assert [shape.batch for shape in traced] == [2, 17, MAX_ROWS]
 
 
 @pytest.mark.parametrize("name", ["qwen3 bfloat16", "llama int8", "mistral windowed"])
@@ -175,7 +175,7 @@ def test_logits_of_the_first_rows_alone(name: str) -> None:
         assert torch.equal(logits, program(ids, offsets, all_rows)[0][:3])
         assert same_memory(cache, eager)
     # Of the first rows, then of all: for 5 rows, and for any number when the second one comes.
-    assert [shape.batch for shape in traced] == [5, 5, 17, MOST_ROWS, 17, MOST_ROWS]
+    assert [shape.batch for shape in traced] == [5, 5, 17, MAX_ROWS, 17, MAX_ROWS]
 
 
 def test_a_table_changes_between_steps() -> None:

@@ -13,7 +13,7 @@ import onward
 from onward import native
 from onward.models import Model
 from onward.models.linear import pack_params
-from onward.program.shapes import MOST_ROWS, Shape
+from onward.program.shapes import MAX_ROWS, Shape
 from onward.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library was built")
@@ -100,7 +100,7 @@ def test_a_batch_that_shrinks_is_traced_for_two_sizes_more(tokens: int) -> None:
         with torch.no_grad():
             assert same(program(ids, offsets, mine)[0], model(ids, offsets, plainly)[0])
     assert same(cache, other)
-    assert traced == [(8, tokens), (17, tokens), (MOST_ROWS, tokens), (1, tokens)]
+    assert traced == [(8, tokens), (17, tokens), (MAX_ROWS, tokens), (1, tokens)]
 
 
 def test_rows_and_tokens_together() -> None:
@@ -112,16 +112,16 @@ def test_rows_and_tokens_together() -> None:
         with torch.no_grad():
             expected = model(ids, offsets, model.new_cache(batch, MAX_LEN))
         assert same(program(ids, offsets, cache), expected)
-    assert traced == [(5, 4), (17, 11), (17, 512), (MOST_ROWS, 11), (MOST_ROWS, 512)]
+    assert traced == [(5, 4), (17, 11), (17, 512), (MAX_ROWS, 11), (MAX_ROWS, 512)]
 
 
 def test_more_rows_or_tokens_than_was_confirmed_are_traced() -> None:
     model = qwen3(torch.float32)
     program, traced = compiled(model)
-    for batch, tokens in ((2, 1), (3, 1), (MOST_ROWS + 3, 1), (MOST_ROWS + 4, 1), (4, 1)):
+    for batch, tokens in ((2, 1), (3, 1), (MAX_ROWS + 3, 1), (MAX_ROWS + 4, 1), (4, 1)):
         program(torch.ones((batch, tokens), dtype=torch.int32), torch.zeros(batch, dtype=torch.int32),
                 model.new_cache(batch, MAX_LEN))  # fmt: skip
-    assert traced == [(2, 1), (17, 1), (MOST_ROWS, 1), (MOST_ROWS + 3, 1), (MOST_ROWS + 4, 1)]
+    assert traced == [(2, 1), (17, 1), (MAX_ROWS, 1), (MAX_ROWS + 3, 1), (MAX_ROWS + 4, 1)]
 
 
 def stacked_cache(batch: int, rows: int | None = None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""`python -m onward.distributed RANK WORLD ADDRESS`: a rank that rank 0 of this host has started."""
+"""`python -m onward.distributed RANK WORLD ADDRESS`: a rank started by rank 0 on the same host."""
 
 import sys
 

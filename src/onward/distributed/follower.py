@@ -1,4 +1,4 @@
-"""A rank other than 0: it holds its part of the weights and of the caches, and does what rank 0 tells it."""
+"""A rank other than 0: it owns a part of the weights and caches, and executes the messages of rank 0."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from onward.cache import KVPool, LayerShape, Slot
-from onward.distributed.group import Tables, empty_like_row
-from onward.distributed.links import Forward, Kind, Links
+from onward.distributed.group import Tables, empty_row
+from onward.distributed.links import ForwardMessage, Kind, Links
 from onward.distributed.stage import rows_of_table
 from onward.models import ModelRun
 
 
 class RankWorker:
-    """The loop of a rank.
+    """The message loop of a rank.
 
-    run: its part of the model, over a table of hidden states. shapes: what its layers cache. width: the most blocks of
-    a text. to: the rank that its hidden states go to.
+    run: its part of the model, over a table of hidden states. shapes: the cache shapes of its layers. width: the
+    maximum number of blocks of a sequence. to: the rank that receives its hidden states.
     """
 
     def __init__(
@@ -25,48 +25,49 @@ class RankWorker:
         self._links, self._run, self._hidden = links, run, hidden
         self._shapes, self._width, self._to = tuple(shapes), width, to
         self._tables = Tables()
-        self._memories: dict[int, KVPool] = {}
+        self._pools: dict[int, KVPool] = {}
 
     @torch.no_grad()
     def serve(self) -> None:
-        """Do what is told until the end."""
+        """Execute messages until `Kind.END`."""
         while True:
             kind, *numbers = self._links.recv_ints()
             if kind == Kind.END:
                 return
-            self._do(Kind(kind), numbers)
+            if kind == Kind.FORWARD:
+                self._forward(ForwardMessage.parse(numbers))
+            elif kind == Kind.NEW_POOL:
+                pool, count = numbers
+                self._pools[pool] = KVPool.of(self._shapes, count=count, dtype=self._hidden.dtype, device="cpu")
+            elif kind == Kind.FREE_POOL:
+                del self._pools[numbers[0]]
+            else:
+                self._execute(Kind(kind), self._pools[numbers[0]], numbers[1:])
 
-    def _do(self, kind: Kind, numbers: list[int]) -> None:
-        if kind is Kind.FORWARD:
-            self._forward(Forward.of(numbers))
-            return
-        number, *rest = numbers
-        if kind is Kind.NEW:
-            self._memories[number] = KVPool.of(self._shapes, count=rest[0], dtype=self._hidden.dtype, device="cpu")
-        elif kind is Kind.FORGET:
-            del self._memories[number]
-        elif kind is Kind.COPY:
-            self._memories[number].copy(rest[0], rest[1], rest[2])
+    def _execute(self, kind: Kind, pool: KVPool, numbers: list[int]) -> None:
+        if kind is Kind.COPY:
+            pool.copy(*numbers)
         elif kind is Kind.GIVE_BACK:
-            self._memories[number].give_back(rest)
-        elif kind is Kind.READ:
-            row = self._memories[number].read(Slot(rest[1:], rest[0], 0), rest[0])
-            for tensor in (*row.keys, *row.values):
-                self._links.send(tensor, 0)
-            self._links.settle()
-        elif kind is Kind.WRITE:
-            row = empty_like_row(self._shapes, rest[0], self._hidden.dtype)
-            for tensor in (*row.keys, *row.values):
-                self._links.receive(tensor, 0)
-            self._memories[number].write(Slot(rest[1:], rest[0], 0), row, rest[0])
+            pool.give_back(numbers)
+        elif kind in (Kind.READ, Kind.WRITE):
+            positions, *blocks = numbers
+            slot = Slot(blocks, positions, 0)
+            if kind is Kind.READ:
+                row = pool.read(slot, positions)
+                self._links.send(0, *row.keys, *row.values)
+                self._links.settle()
+            else:
+                row = empty_row(self._shapes, positions, self._hidden.dtype)
+                self._links.receive(0, *row.keys, *row.values)
+                pool.write(slot, row, positions)
 
-    def _forward(self, given: Forward) -> None:
-        count = given.rows * given.tokens
-        self._links.receive(self._hidden[:count], self._links.rank - 1)
-        self._links.settle()  # what was sent last has arrived long since
-        view = self._memories[given.memory].view(self._tables.filled(given.table, self._width))
-        picks = self._to == 0 and given.has_result  # the last rank alone
-        at = given.at if picks else None
-        out, _ = self._run(rows_of_table(given.rows, given.tokens), given.offsets, view, at)
-        if self._to != 0 or given.has_result:
-            self._links.send(out, self._to)
+    def _forward(self, message: ForwardMessage) -> None:
+        rows = rows_of_table(len(message.offsets), message.tokens)
+        self._links.receive(self._links.rank - 1, self._hidden[: rows.numel()])
+        self._links.settle()  # the last sends completed long ago
+        view = self._pools[message.pool].view(self._tables.filled(message.table, self._width))
+        is_last = self._to == 0
+        logits_at = message.logits_at if is_last and message.has_result else None
+        out, _ = self._run(rows, message.offsets, view, logits_at)
+        if not is_last or message.has_result:
+            self._links.send(self._to, out)

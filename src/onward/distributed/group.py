@@ -1,5 +1,6 @@
-"""Rank 0's side of a split model: what it tells the others, and what it has of their memory."""
+"""Rank 0's side of a split model: messages to the other ranks, and the blocks of their KV caches."""
 
+import itertools
 import os
 import threading
 import weakref
@@ -21,31 +22,16 @@ from onward.errors import RankError
 from onward.ops.kv_write import BLOCK
 
 
-def empty_like_row(shapes: Sequence[LayerShape], positions: int, dtype: torch.dtype) -> KVCache:
-    """A dense cache of one row of these layers, to be written."""
-    return KVCache.of(shapes, batch=1, max_len=positions, dtype=dtype, device="cpu")
-
-
-def joined(rows: Sequence[KVCache]) -> KVCache:
-    """The row of which each rank has one of these."""
-    return KVCache(tuple(k for row in rows for k in row.keys), tuple(v for row in rows for v in row.values))
-
-
-def parts(row: KVCache, shapes: Sequence[Sequence[LayerShape]]) -> list[KVCache]:
-    """The layers of a row that each rank has. shapes: of each rank's layers."""
-    found, begin = [], 0
-    for own in shapes:
-        end = begin + len(own)
-        found.append(KVCache(row.keys[begin:end], row.values[begin:end]))
-        begin = end
-    return found
+def empty_row(shapes: Sequence[LayerShape], positions: int, dtype: torch.dtype, batch: int = 1) -> KVCache:
+    """A dense cache of these layers, for one row by default."""
+    return KVCache.of(shapes, batch=batch, max_len=positions, dtype=dtype, device="cpu")
 
 
 class RankGroup:
-    """All ranks, as rank 0 has them. They end when nobody holds it any more.
+    """Rank 0's handle of all ranks, which end when it is garbage collected.
 
-    shapes: what each rank's layers cache. memories: the number of each memory of blocks, by the address of its keys.
-    processes: of the others, where this process has started them. A rank that hangs while this one waits for it breaks
+    shapes: the cache shapes of each rank's layers. pools: the number of each pool of blocks, by the address of its
+    keys. processes: the other ranks, if this process started them. A rank that hangs while this one waits for it breaks
     the group.
     """
 
@@ -58,39 +44,34 @@ class RankGroup:
     ) -> None:
         self.links, self.shapes, self.dtype, self.processes = links, shapes, dtype, processes
         self.lock = threading.RLock()
-        self.memories: dict[int, int] = {}
+        self.pools: dict[int, int] = {}
         self.others = range(1, links.world)
         self.broken = ""
         self._count = 0
-        self._forgotten: deque[int] = deque()
+        self._freed: deque[int] = deque()
         self._pid = os.getpid()
-        hung = _RankTimeout(links, processes)
-        self._hung, self._watch = hung, HeartbeatMonitor(links.store, self.others, hung)
-        self.close = weakref.finalize(self, _close, links, self.others, processes, self._pid, self._watch)
+        self._timeout = _RankTimeout(links, processes)
+        self._monitor = HeartbeatMonitor(links.store, self.others, self._timeout)
+        self.close = weakref.finalize(self, _close, links, self.others, processes, self._pid, self._monitor)
 
     def __reduce__(self) -> NoReturn:
         raise RankError("a model over several ranks belongs to its process: load it again instead of copying it")
 
-    @property
-    def row_shapes(self) -> list[LayerShape]:
-        """The shapes of a row's layers, of all ranks."""
-        return [shape for of_rank in self.shapes for shape in of_rank]
-
-    def tell(self, kind: Kind, *numbers: int) -> None:
-        """Tell all others, in order with what they were told before. Raises `RankError`: a rank has ended."""
+    def broadcast(self, kind: Kind, *numbers: int) -> None:
+        """Send a message to all other ranks, in order. Raises `RankError`: a rank has ended."""
         self.check()
         with self.lock:
             self.check()
             try:
-                while self._forgotten:
-                    self.links.send_ints([Kind.FORGET, self._forgotten.popleft()], self.others)
+                while self._freed:
+                    self.links.send_ints([Kind.FREE_POOL, self._freed.popleft()], self.others)
                 self.links.send_ints([kind, *numbers], self.others)
-            except RankError as error:  # some were told, and others were not
-                self.broke(str(error))
+            except RankError as error:  # only some ranks have the message
+                self.abort(str(error))
                 raise
 
     def check(self) -> None:
-        """Raise `RankError` where the ranks cannot be told anything."""
+        """Raise `RankError` if messages can't be sent."""
         if os.getpid() != self._pid:
             raise RankError("a forked child does not have its parent's ranks: load the model in the child")
         if self.broken:
@@ -98,65 +79,65 @@ class RankGroup:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """What the ranks do together, one thing at a time. Raises `RankError`: one of them hangs, or has ended."""
-        with self.lock, self._watch.waiting():
+        """Hold the lock during an exchange between ranks. Raises `RankError`: a rank hangs, or has ended."""
+        with self.lock, self._monitor.waiting():
             try:
                 yield
             except RankError as error:
-                self.broke(str(error))
+                self.abort(str(error))
                 raise RankError(self.broken) from error
             except Exception as error:
-                if not self._hung.why:
+                if not self._timeout.reason:
                     raise
-                self.broke(self._hung.why)
+                self.abort(self._timeout.reason)
                 raise RankError(self.broken) from error
 
-    def new_memory(self, count: int) -> int:
-        """Have all others make memory for so many blocks; its number."""
+    def new_pool(self, count: int) -> int:
+        """Create a pool of `count` blocks on all other ranks; return its number."""
         with self.lock:
             self._count += 1
-            self.tell(Kind.NEW, self._count, count)
+            self.broadcast(Kind.NEW_POOL, self._count, count)
             return self._count
 
-    def forget(self, key: int) -> None:
-        """Nobody uses a memory any more. The garbage collector calls this at any time, so the others are told later."""
-        self._forgotten.append(self.memories.pop(key))
+    def free_pool(self, key: int) -> None:
+        """Free a pool with the next message: the garbage collector may call this at any time."""
+        self._freed.append(self.pools.pop(key))
 
-    def broke(self, why: str) -> None:
-        """Refuse everything from now on, and end the others: what the ranks send each other is out of step."""
-        self.broken = self.broken or self._hung.why or why
+    def abort(self, reason: str) -> None:
+        """End the other ranks and refuse further messages, because the ranks are out of sync."""
+        self.broken = self.broken or self._timeout.reason or reason
         self.close()
 
-    def read(self, number: int, blocks: Sequence[int], positions: int, own: KVCache) -> KVCache:
-        """A row of a memory, of all ranks' layers. own: rank 0's."""
+    def read(self, pool: int, blocks: Sequence[int], positions: int, own: KVCache) -> KVCache:
+        """A row of a pool with all ranks' layers. own: rank 0's layers."""
+        rows = [own, *(empty_row(shapes, positions, self.dtype) for shapes in self.shapes[1:])]
         with self.exchanging():
-            self.tell(Kind.READ, number, positions, *blocks)
-            rows = [empty_like_row(shapes, positions, self.dtype) for shapes in self.shapes[1:]]
-            for rank, row in zip(self.others, rows, strict=True):
-                for tensor in (*row.keys, *row.values):
-                    self.links.receive(tensor, rank)
-        return joined([own, *rows])
+            self.broadcast(Kind.READ, pool, positions, *blocks)
+            for rank in self.others:
+                self.links.receive(rank, *rows[rank].keys, *rows[rank].values)
+        return KVCache(tuple(k for row in rows for k in row.keys), tuple(v for row in rows for v in row.values))
 
-    def write(self, number: int, blocks: Sequence[int], positions: int, row: KVCache) -> KVCache:
-        """Give the others their layers of a row; returns rank 0's."""
-        own, *others = parts(row, self.shapes)
+    def write(self, pool: int, blocks: Sequence[int], positions: int, row: KVCache) -> KVCache:
+        """Send the other ranks their layers of a row; return rank 0's."""
+        ends = list(itertools.accumulate(map(len, self.shapes), initial=0))
+        layers = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
         with self.exchanging():
-            self.tell(Kind.WRITE, number, positions, *blocks)
-            for rank, part in zip(self.others, others, strict=True):
-                for tensor in (*part.keys, *part.values):
-                    self.links.send(tensor[:, :, :positions], rank)
+            self.broadcast(Kind.WRITE, pool, positions, *blocks)
+            for rank in self.others:
+                tensors = (*row.keys[layers[rank]], *row.values[layers[rank]])
+                self.links.send(rank, *(tensor[:, :, :positions] for tensor in tensors))
             self.links.settle()
-        return own
+        return KVCache(row.keys[layers[0]], row.values[layers[0]])
 
 
 class _RankTimeout:
-    """Ends the waiting for a rank that hangs: connections close. why: is known before they do; "" while all is well."""
+    """Closes the connections when a rank hangs. reason: set before they close; "" otherwise."""
 
     def __init__(self, links: Links, processes: RankHandles | None) -> None:
-        self._links, self._processes, self.why = links, processes, ""
+        self._links, self._processes, self.reason = links, processes, ""
 
-    def __call__(self, why: str) -> None:
-        self.why = why
+    def __call__(self, reason: str) -> None:
+        self.reason = reason
         if self._processes is not None:
             self._processes.kill()
         else:
@@ -164,38 +145,38 @@ class _RankTimeout:
 
 
 def _close(
-    links: Links, others: Sequence[int], processes: RankHandles | None, pid: int, watch: HeartbeatMonitor
+    links: Links, others: Sequence[int], processes: RankHandles | None, pid: int, monitor: HeartbeatMonitor
 ) -> None:
-    if os.getpid() != pid:  # the parent's connections are not a forked child's to close
+    if os.getpid() != pid:  # a forked child must not close its parent's connections
         return
-    watch.close()
-    with suppress(RankError):  # one may have ended, and then all do
+    monitor.close()
+    with suppress(RankError):  # if one has ended, all end
         links.send_ints([Kind.END], others)
     if processes is not None:
         processes.end()
 
 
 class ShardedKVPool(KVPool):
-    """Rank 0's blocks, which have the same numbers on every rank. What is done to them here is done there."""
+    """Rank 0's pool of blocks, which mirrors its operations on all ranks. Blocks have the same numbers on all ranks."""
 
     def __init__(self, buffer: Tensor, group: RankGroup) -> None:
-        """buffer: of rank 0's layers."""
+        """buffer: the blocks of rank 0's layers."""
         super().__init__(buffer, group.shapes[0])
         self._group = group
-        self.number = group.new_memory(self.count)
-        # Every view of the memory holds this tensor.
+        self.number = group.new_pool(self.count)
+        # Every view of the pool references this tensor.
         key = self._keys[0].data_ptr()
-        group.memories[key] = self.number
-        weakref.finalize(self._keys[0], group.forget, key).atexit = False
-        self.block_nbytes = sum(map(numbers_of_block, group.shapes)) * buffer.itemsize
+        group.pools[key] = self.number
+        weakref.finalize(self._keys[0], group.free_pool, key).atexit = False
+        self.block_nbytes = sum(map(_block_size, group.shapes)) * buffer.itemsize
 
     def copy(self, source: int, to: int, positions: int) -> None:
         super().copy(source, to, positions)
-        self._group.tell(Kind.COPY, self.number, source, to, positions)
+        self._group.broadcast(Kind.COPY, self.number, source, to, positions)
 
     def give_back(self, blocks: Sequence[int]) -> None:
         super().give_back(blocks)
-        self._group.tell(Kind.GIVE_BACK, self.number, *blocks)
+        self._group.broadcast(Kind.GIVE_BACK, self.number, *blocks)
 
     def read(self, place: Slot, positions: int) -> KVCache:
         return self._group.read(self.number, place.blocks, positions, super().read(place, positions))
@@ -205,36 +186,33 @@ class ShardedKVPool(KVPool):
 
 
 def new_blocks(group: RankGroup, count: int) -> ShardedKVPool:
-    """Memory for so many blocks on every rank. Raises `RequestError`: the system refuses so much."""
-    features = numbers_of_block(group.shapes[0])
-    return ShardedKVPool(lazy_zeros((count + 1, features), group.dtype, torch.device("cpu"), huge_pages=True), group)
+    """A pool of `count` blocks on every rank. Raises `RequestError`: not enough memory."""
+    size = _block_size(group.shapes[0])
+    return ShardedKVPool(lazy_zeros((count + 1, size), group.dtype, torch.device("cpu"), huge_pages=True), group)
 
 
 def new_cache(group: RankGroup, batch: int, max_len: int) -> KVCache:
-    """A dense cache of all ranks' layers, for rows that are saved or restored; no forward takes it."""
-    return KVCache.of(group.row_shapes, batch=batch, max_len=max_len, dtype=group.dtype, device="cpu")
+    """A dense cache of all ranks' layers, for rows that are saved or restored; forwards don't support it."""
+    return empty_row([shape for shapes in group.shapes for shape in shapes], max_len, group.dtype, batch)
 
 
-def numbers_of_block(shapes: Sequence[LayerShape]) -> int:
-    """How many numbers a block of these layers has."""
+def _block_size(shapes: Sequence[LayerShape]) -> int:
+    """The number of elements in a block of these layers."""
     return BLOCK * sum(shape.features for shape in shapes)
 
 
 class Tables:
-    """A rank's own tables of blocks, filled with what rank 0 says.
-
-    Every forward gets the same tensors, so programs stay bound to them.
-    """
+    """A rank's own block tables, filled from rank 0's. Programs stay bound to them, because the tensors are reused."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, int, int], Tensor] = {}
 
-    def filled(self, rows: Tensor, width: int, place: int = 0) -> Tensor:
-        """int32 [B, width], whose rows begin as `rows` int32 [B, m]. What is past them is never read.
+    def filled(self, rows: Tensor, width: int, index: int = 0) -> Tensor:
+        """int32 [B, width], whose rows start with `rows` int32 [B, m]; later columns are never read.
 
-        place: among tables of as many rows that are in use at once.
+        index: the index among tables of this size that are in use at once.
         """
-        key = len(rows), width, place
+        key = len(rows), width, index
         if key not in self._tables:
             self._tables[key] = torch.zeros(len(rows), width, dtype=torch.int32)
         table = self._tables[key]

@@ -1,4 +1,4 @@
-"""Processes of this host that are ranks: started by rank 0, and ended with it, however it ends."""
+"""Ranks as processes of this host: started by rank 0, and ended with it, however it ends."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import Store
 
 from onward.errors import RankError
 
-# How long a rank may take to end after it was told to, in seconds.
-_END = 5.0
+# Seconds that ranks may take to end.
+END_TIMEOUT = 5.0
 
 
 class Processes:
@@ -21,8 +21,8 @@ class Processes:
 
     def __init__(self, world: int, address: str) -> None:
         command = [sys.executable, "-m", "onward.distributed"]
-        # Their standard input is a pipe that nobody writes to: it closes when this process ends, also when it is
-        # killed, and then they end, too. In a session of their own the terminal's interrupts do not reach them.
+        # Their stdin is a pipe without data: it closes when this process ends, even if it is killed, and then they end
+        # too. In their own session they don't get the terminal's interrupts.
         self._processes = [
             subprocess.Popen(
                 [*command, str(rank), str(world), address],
@@ -42,28 +42,27 @@ class Processes:
         """Raise `RankError` if one has ended."""
         for rank, process in enumerate(self._processes, start=1):
             if (code := process.poll()) is not None:
-                raise RankError(f"rank {rank} has ended with status {code}; what it wrote to stderr says why")
+                raise RankError(f"rank {rank} has ended with status {code}; see its stderr")
 
     def kill(self) -> None:
-        """End all at once: one of them hangs."""
         for process in self._processes:
             process.kill()
 
     def end(self) -> None:
-        """Wait until all have ended, and kill those that do not."""
+        """Wait until all have ended, and kill them after a timeout."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
         for process in self._processes:
             try:
-                process.wait(_END)
+                process.wait(END_TIMEOUT)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
 def end_with_parent() -> None:
-    """In a rank that `Processes` has started: end when the process that started it has ended."""
+    """In a rank started by `Processes`: end when the parent process ends."""
 
     def watch() -> None:
         while os.read(0, 1):
@@ -73,50 +72,50 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="onward-parent", daemon=True).start()
 
 
-# Seconds between two beats of a rank, and between two looks at them.
-_BEAT = 1.0
-# Seconds without a beat after which a rank counts as lost, while rank 0 waits.
-SILENCE = 15.0
+# Seconds between two heartbeats of a rank, and between two checks of them.
+_INTERVAL = 1.0
+# Seconds without a heartbeat after which a rank counts as lost, while rank 0 waits.
+HEARTBEAT_TIMEOUT = 15.0
 
 
 @contextmanager
-def beating(counts: Store, rank: int) -> Iterator[None]:
-    """While this lasts, a rank beats. A kernel may take its time: it holds no lock of Python's."""
+def heartbeats(store: Store, rank: int) -> Iterator[None]:
+    """Send heartbeats of a rank in a thread. Kernels don't block it: they release the GIL."""
     ended = threading.Event()
 
     def run() -> None:
         while not ended.is_set():
             try:
-                counts.add(_key(rank), 1)
+                store.add(_key(rank), 1)
             except RuntimeError:  # rank 0 has ended
                 return
-            ended.wait(_BEAT)
+            ended.wait(_INTERVAL)
 
     thread = threading.Thread(target=run, name="onward-beat", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        # An interpreter that ends while a thread is inside torch's store aborts the process.
+        # The process aborts if the interpreter ends while a thread is inside torch's store.
         ended.set()
-        thread.join(_BEAT)
+        thread.join(_INTERVAL)
 
 
 class HeartbeatMonitor:
-    """Looks after the other ranks while rank 0 waits for them.
+    """Monitors the other ranks while rank 0 waits for them.
 
-    lost: is called once, in a thread of the watch's, with what is wrong. It has to end the waiting.
+    on_timeout: called once, in the monitor's thread, with the reason. It has to end the wait.
     """
 
-    def __init__(self, counts: Store, ranks: Sequence[int], lost: Callable[[str], None]) -> None:
-        self._counts, self._ranks, self._lost = counts, ranks, lost
-        self._since: float | None = None  # when the present waiting began
+    def __init__(self, store: Store, ranks: Sequence[int], on_timeout: Callable[[str], None]) -> None:
+        self._store, self._ranks, self._on_timeout = store, ranks, on_timeout
+        self._since: float | None = None  # the start of the current wait
         self._is_closed = False
         threading.Thread(target=self._run, name="onward-watch", daemon=True).start()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While this lasts, ranks have to beat."""
+        """Expect heartbeats inside the block."""
         before, self._since = self._since, self._since or time.monotonic()
         try:
             yield
@@ -124,27 +123,28 @@ class HeartbeatMonitor:
             self._since = before
 
     def close(self) -> None:
-        """Look no longer."""
         self._is_closed = True
 
     def _run(self) -> None:
-        seen: dict[int, int] = {}
-        heard: dict[int, float] = {}
+        counts: dict[int, int] = {}
+        times: dict[int, float] = {}  # of the last heartbeats
         while not self._is_closed:
-            time.sleep(_BEAT)
+            time.sleep(_INTERVAL)
             since, now = self._since, time.monotonic()
-            if since is None or now - since < _BEAT:
-                heard.clear()
+            if since is None or now - since < _INTERVAL:
+                times.clear()
                 continue
             try:
-                counts = {rank: self._counts.add(_key(rank), 0) for rank in self._ranks}
+                current = {rank: self._store.add(_key(rank), 0) for rank in self._ranks}
             except RuntimeError:
                 return
-            for rank, count in counts.items():
-                if count != seen.get(rank) or rank not in heard:
-                    seen[rank], heard[rank] = count, now
-                elif now - heard[rank] > SILENCE:
-                    self._lost(f"rank {rank} has not been heard of for {SILENCE:g} s: it hangs, or cannot be reached")
+            for rank, count in current.items():
+                if count != counts.get(rank) or rank not in times:
+                    counts[rank], times[rank] = count, now
+                elif now - times[rank] > HEARTBEAT_TIMEOUT:
+                    self._on_timeout(
+                        f"rank {rank} has not responded for {HEARTBEAT_TIMEOUT:g} s: it hangs, or cannot be reached"
+                    )
                     return
 
 

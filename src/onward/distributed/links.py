@@ -1,4 +1,4 @@
-"""How ranks reach each other: numbers and tensors from one to another, in order."""
+"""The connections between ranks: integers and tensors, sent in order."""
 
 import time
 from collections import deque
@@ -15,89 +15,91 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from onward.errors import RankError, RequestError, one_line
 
-# Numbers of a message that go in one piece; the first says how many there are.
-_PIECE = 1024
-_NUMBERS, _TENSORS = 0, 1
-# Between two words of a rank there may be days. One that dies is noticed at once, for its connection closes.
-_FOREVER = timedelta(days=3650)
-# How long ranks may take to be there, in seconds.
-_START = 300.0
-# How long the last words of a rank that has died may take.
-_LAST_WORDS = 1.0
+# The size of a message's first tensor, in numbers; the first number is their count.
+_MESSAGE_SIZE = 1024
+_INTS, _TENSORS = 0, 1  # tags
+# A rank may be idle for days. A rank that dies is noticed at once, because its connection closes.
+_NO_TIMEOUT = timedelta(days=3650)
+# Seconds that ranks may take to connect.
+_START_TIMEOUT = 300.0
+# Seconds to wait for the error of a rank that has died.
+_ERROR_TIMEOUT = 1.0
 
 
 class Links:
     """The connections of one rank to all others, over gloo.
 
-    Sends do not wait for the receiver: two ranks may send to each other at once.
+    Sends do not wait for the receiver: two ranks may send to each other at the same time.
 
-    rank: its number. world: how many there are. store: where they met.
+    rank: its number. world: the number of ranks. store: the store where they meet.
     """
 
     def __init__(self, rank: int, world: int, store: Store, hostname: str | None) -> None:
-        """hostname: of the interface to use; None lets gloo find one."""
+        """hostname: the interface's host name; None lets gloo choose one."""
         self.rank, self.world, self.store = rank, world, store
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = _FOREVER
+        options._timeout = _NO_TIMEOUT
         if hostname is not None:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
         else:
             options._devices = [dist.ProcessGroupGloo.create_default_device()]
         with self._checked():
             self._group: Any = dist.ProcessGroupGloo(store, rank, world, options)
-        self._unsettled: deque[Any] = deque()
+        self._pending: deque[Any] = deque()
 
     def send_ints(self, numbers: Sequence[int], to: Sequence[int]) -> None:
         """Send integers to some ranks."""
-        first, rest = numbers[: _PIECE - 1], numbers[_PIECE - 1 :]
-        piece = torch.zeros(_PIECE, dtype=torch.int64)
-        piece[: 1 + len(first)] = torch.tensor([len(numbers), *first])
-        pieces = [piece, torch.tensor(rest)] if rest else [piece]
+        first, rest = numbers[: _MESSAGE_SIZE - 1], numbers[_MESSAGE_SIZE - 1 :]
+        head = torch.zeros(_MESSAGE_SIZE, dtype=torch.int64)
+        head[: 1 + len(first)] = torch.tensor([len(numbers), *first])
         for rank in to:
-            for each in pieces:
-                self._send(each, rank, _NUMBERS)
+            for part in (head, torch.tensor(rest)) if rest else (head,):
+                self._send(part, rank, _INTS)
 
     def recv_ints(self, by: int = 0) -> list[int]:
-        """Wait for the integers that a rank tells next."""
-        piece = self._receive(torch.empty(_PIECE, dtype=torch.int64), by, _NUMBERS).tolist()
-        count, numbers = piece[0], piece[1:]
+        """Wait for the next integers from a rank."""
+        count, *numbers = self._receive(torch.empty(_MESSAGE_SIZE, dtype=torch.int64), by, _INTS).tolist()
         if count > len(numbers):
-            numbers += self._receive(torch.empty(count - len(numbers), dtype=torch.int64), by, _NUMBERS).tolist()
+            numbers += self._receive(torch.empty(count - len(numbers), dtype=torch.int64), by, _INTS).tolist()
         return numbers[:count]
 
-    def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor, of which nothing may be written until `settle`."""
-        self._send(x.contiguous(), to, _TENSORS)
+    def send(self, to: int, *tensors: Tensor) -> None:
+        """Send tensors, which must not be written to until `settle`."""
+        for tensor in tensors:
+            self._send(tensor.contiguous(), to, _TENSORS)
 
-    def receive(self, out: Tensor, by: int) -> Tensor:
-        """Wait for the tensor that a rank sends next, and put it into the contiguous `out`."""
-        return self._receive(out, by, _TENSORS)
+    def receive(self, by: int, *outs: Tensor) -> None:
+        """Wait for the next tensors from a rank, and store them in contiguous tensors."""
+        for out in outs:
+            self._receive(out, by, _TENSORS)
 
     def settle(self) -> None:
-        """Wait until all that was sent has been received."""
+        """Wait until all sends have completed."""
         with self._checked():
-            while self._unsettled:
-                self._unsettled.popleft()[0].wait()
+            while self._pending:
+                self._pending.popleft()[0].wait()
 
     def fail(self, error: BaseException) -> None:
-        """Leave last words for rank 0, and hang up."""
+        """Send the error to rank 0, then close."""
         with suppress(Exception):
             self.store.set(f"error/{self.rank}", f"{type(error).__name__}: {one_line(error)}")
-        self._unsettled.clear()
+        self._pending.clear()
         self._group = None
 
     def abort(self) -> None:
-        """End all waiting with an error, from another thread."""
+        """Make all waits fail, from another thread."""
         self._group.abort()
+
+    # gloo doesn't support every dtype, so tensors are sent as bytes.
 
     def _send(self, x: Tensor, to: int, tag: int) -> None:
         with self._checked():
-            raw = _bytes_of(x)
-            self._unsettled.append((self._group.send([raw], to, tag), raw))
+            raw = x.view(-1).view(torch.uint8)
+            self._pending.append((self._group.send([raw], to, tag), raw))
 
     def _receive(self, out: Tensor, by: int, tag: int) -> Tensor:
         with self._checked():
-            self._group.recv([_bytes_of(out)], by, tag).wait()
+            self._group.recv([out.view(-1).view(torch.uint8)], by, tag).wait()
         return out
 
     @contextmanager
@@ -105,60 +107,59 @@ class Links:
         try:
             yield
         except RuntimeError as error:
-            raise RankError(self._why(error)) from error
+            raise RankError(self._reason(error)) from error
 
-    def _why(self, error: RuntimeError) -> str:
-        """What is known of a rank that cannot be reached: its last words, if it left any."""
-        others = [rank for rank in range(1, self.world) if rank != self.rank]
-        until = time.monotonic() + _LAST_WORDS
+    def _reason(self, error: RuntimeError) -> str:
+        """The error that a failed rank has reported, or a general message."""
+        until = time.monotonic() + _ERROR_TIMEOUT
         while self.rank == 0 and time.monotonic() < until:
             with suppress(RuntimeError):
-                for rank in others:
+                for rank in range(1, self.world):
                     if self.store.check([f"error/{rank}"]):
                         return f"rank {rank} has failed: {self.store.get(f'error/{rank}').decode()}"
             time.sleep(0.05)
         return f"rank {self.rank} has lost another rank, which has ended or cannot be reached ({one_line(error)})"
 
 
-def _bytes_of(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor: gloo does not know every dtype."""
-    return x.view(-1).view(torch.uint8)
-
-
 def meet(rank: int, world: int, address: str | None) -> tuple[Store, str]:
-    """The store where ranks find each other, and its address, "host:port".
+    """The store where ranks meet, and its address, "host:port".
 
-    address: where rank 0 holds the store; None in rank 0 takes a free port of this host.
+    address: the address of rank 0's store; None in rank 0 uses a free port of this host.
     """
     host, _, port = ("127.0.0.1:0" if address is None else address).rpartition(":")
     if not host or not port.isdigit():
-        raise RequestError(f"an address of ranks is HOST:PORT, such as 10.0.0.1:29500; got {address!r}")
+        raise RequestError(f"address must be HOST:PORT, such as 10.0.0.1:29500; got {address!r}")
+    timeout = timedelta(seconds=_START_TIMEOUT)
     try:
-        store = TCPStore(host, int(port), world, rank == 0, timeout=timedelta(seconds=_START), wait_for_workers=False)
+        store = TCPStore(host, int(port), world, rank == 0, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
-        raise RankError(f"rank {rank} finds no rank 0 at {address}: {one_line(error)}") from error
+        raise RankError(f"rank {rank} cannot reach rank 0 at {address}: {one_line(error)}") from error
     return store, f"{host}:{store.port}"
 
 
-def await_all(store: Store, world: int, alive: Callable[[], None]) -> None:
-    """In rank 0: wait until every rank has come to the store. alive: raises where that is in vain."""
-    until = time.monotonic() + _START
+def await_all(store: Store, world: int, check: Callable[[], None]) -> None:
+    """In rank 0: wait until every rank has connected to the store. check: raises if a rank has ended."""
+    until = time.monotonic() + _START_TIMEOUT
     while not store.check([f"here/{rank}" for rank in range(1, world)]):
-        alive()
+        check()
         if time.monotonic() > until:
             missing = [rank for rank in range(1, world) if not store.check([f"here/{rank}"])]
-            raise RankError(f"ranks {missing} did not come within {_START:.0f} s: start them with the same address")
+            raise RankError(
+                f"ranks {missing} did not connect within {_START_TIMEOUT:.0f} s: start them with the same address"
+            )
         time.sleep(0.02)
 
 
 class Kind(IntEnum):
-    """END: there is no more. The others are of a memory of blocks: a new one of so many blocks, or one that nobody uses
-    any more; a block's positions copied to another; blocks that hold nothing; a row's positions to be read or written;
-    and a forward over rows of it."""
+    """Kinds of messages from rank 0. All but END and FORWARD start with the number of a pool of blocks.
+
+    NEW_POOL: the number of blocks. COPY: source, target, positions. GIVE_BACK: blocks whose contents are no longer
+    needed. READ, WRITE: the positions and blocks of a row, whose keys and values follow.
+    """
 
     END = 0
-    NEW = 1
-    FORGET = 2
+    NEW_POOL = 1
+    FREE_POOL = 2
     COPY = 3
     GIVE_BACK = 4
     READ = 5
@@ -166,43 +167,39 @@ class Kind(IntEnum):
     FORWARD = 7
 
 
-class Forward(NamedTuple):
-    """What a rank needs for its part of a forward of [B, T] tokens.
+class ForwardMessage(NamedTuple):
+    """A forward of [B, T] tokens.
 
-    offsets: int32 [B]. table: int32 [B, m], the blocks up to each row's last position. at: int64 [R, N], the positions
-    that are wanted at the end; None: all.
+    offsets: int32 [B]. table: int32 [B, m], the blocks up to each row's last position. logits_at: int64 [R, N], the
+    positions whose hidden states rank 0 needs; None for all.
     """
 
-    memory: int
+    pool: int
     tokens: int
     offsets: Tensor
     table: Tensor
-    at: Tensor | None
-
-    @property
-    def rows(self) -> int:
-        return len(self.offsets)
+    logits_at: Tensor | None
 
     @property
     def has_result(self) -> bool:
-        """Whether hidden states come back to rank 0."""
-        return self.at is None or self.at.numel() > 0
+        """Whether the last rank sends hidden states to rank 0."""
+        return self.logits_at is None or self.logits_at.numel() > 0
 
     def numbers(self) -> list[int]:
-        rows, each = (-1, 0) if self.at is None else self.at.shape
-        head = [self.memory, self.tokens, self.rows, self.table.shape[1], rows, each]
-        at = [] if self.at is None else self.at.flatten().tolist()
-        return [*head, *self.offsets.tolist(), *self.table.flatten().tolist(), *at]
+        counts = (-1, 0) if self.logits_at is None else self.logits_at.shape
+        tensors = (self.offsets, self.table) if self.logits_at is None else (self.offsets, self.table, self.logits_at)
+        values = [value for tensor in tensors for value in tensor.flatten().tolist()]
+        return [self.pool, self.tokens, *self.table.shape, *counts, *values]
 
     @staticmethod
-    def of(numbers: Sequence[int]) -> "Forward":
-        memory, tokens, rows, width, wanted, each = numbers[:6]
-        offsets, rest = numbers[6 : 6 + rows], numbers[6 + rows :]
-        table, at = rest[: rows * width], rest[rows * width :]
-        return Forward(
-            memory,
+    def parse(numbers: Sequence[int]) -> "ForwardMessage":
+        pool, tokens, rows, width, logits_rows, per_row, *values = numbers
+        offsets, table = values[:rows], values[rows : rows + rows * width]
+        logits_at = torch.tensor(values[rows + rows * width :], dtype=torch.int64)
+        return ForwardMessage(
+            pool,
             tokens,
             torch.tensor(offsets, dtype=torch.int32),
             torch.tensor(table, dtype=torch.int32).view(rows, width),
-            None if wanted < 0 else torch.tensor(at, dtype=torch.int64).view(wanted, each),
+            None if logits_rows < 0 else logits_at.view(logits_rows, per_row),
         )

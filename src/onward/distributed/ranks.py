@@ -1,4 +1,4 @@
-"""A model over several processes: rank 0 loads it and decodes, the others follow."""
+"""A model over several processes: rank 0 loads it and decodes, and the other ranks execute its messages."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from onward.cache.kinds import without_windows
 from onward.checkpoint import GgufCheckpoint, open_checkpoint
 from onward.distributed.follower import RankWorker
 from onward.distributed.group import RankGroup, new_blocks, new_cache
-from onward.distributed.launchers import Processes, beating
+from onward.distributed.launchers import Processes, heartbeats
 from onward.distributed.links import Links, await_all, meet
 from onward.distributed.pipeline import PipelineForward, rank_run
 from onward.distributed.ray import RankHandles, RayRanks, address_here
@@ -30,8 +30,8 @@ from onward.ops.kv_write import BLOCK
 
 @dataclass(frozen=True)
 class Settings:
-    """source: the checkpoint, a path of `find_folder`. dtype, quantize, compile: as `onward.load` takes them. context:
-    the most positions of a text. threads: of each rank's kernels; None: its own default."""
+    """source: the checkpoint, a path from `find_folder`. dtype, quantize, compile: as in `onward.load`. context: the
+    maximum number of positions. threads: the kernel threads of each rank; None for its default."""
 
     source: str
     pipeline: int
@@ -52,58 +52,55 @@ class Settings:
         return dtype
 
 
-_CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WHY_EAGER = "it runs over several ranks, each with programs of its own"
+_WHY_EAGER = "it runs over several ranks, each with its own programs"
 
 
 class RankParams(NamedTuple):
-    """What rank 0 has of the weights. digests: int64 [world - 1], of the others', so that fingerprints tell them."""
+    """Rank 0's weights. digests: int64 [world - 1], of the other ranks' weights, for fingerprints."""
 
     own: Any
     digests: torch.Tensor
 
 
 def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], address: str | None) -> Model:
-    """The model of which this process is rank 0.
+    """Load a model with this process as rank 0.
 
     Args:
-        layers: the display of so many layers.
-        address: "host:port" where the other ranks, which somebody else starts, find this one (`run_rank`). None starts
-            them on this host, "ray" on the Ray cluster that this process is in.
+        layers: creates the progress display for a number of layers.
+        address: "host:port" where this rank listens for ranks that are started elsewhere (`run_rank`). None starts
+            them on this host, "ray" on the Ray cluster of this process.
 
     Raises:
-        RequestError: the model cannot be split so. RankError: a rank does not come, or fails.
+        RequestError: the model cannot be split this way. RankError: a rank does not connect, or fails.
     """
     checkpoint = open_checkpoint(settings.path)
     if isinstance(checkpoint, GgufCheckpoint):
         raise RequestError(f"a GGUF file cannot be split over ranks yet, and {settings.path} is one: give safetensors")
     architecture = read_config(checkpoint.config).serving(settings.context)
-    shapes = [
-        without_windows(stage_of(architecture, rank, settings.pipeline).cached) for rank in range(settings.pipeline)
-    ]
-    store, where = meet(0, settings.pipeline, address_here() if address == "ray" else address)
+    world = settings.pipeline
+    stages = [stage_of(architecture, rank, world) for rank in range(world)]
+    store, own_address = meet(0, world, address_here() if address == "ray" else address)
     store.set("settings", json.dumps(asdict(settings)))
-    processes: RankHandles | None = None  # somebody else starts them
+    processes: RankHandles | None = None  # started elsewhere
     if address is None:
-        processes = Processes(settings.pipeline, where)
+        processes = Processes(world, own_address)
     elif address == "ray":
-        processes = RayRanks(settings.pipeline, where, run_rank)
+        processes = RayRanks(world, own_address, run_rank)
     try:
-        await_all(store, settings.pipeline, lambda: None if processes is None else processes.check())
-        links = Links(0, settings.pipeline, store, _interface(where))
-        stage = stage_of(architecture, 0, settings.pipeline)
-        params = _read(settings, stage, layers)
+        await_all(store, world, lambda: None if processes is None else processes.check())
+        links = Links(0, world, store, _interface(own_address))
+        params = _read(settings, stages[0], layers)
         dtype = params.embed_tokens.weight.dtype
-        links.send_ints([_DTYPES.index(dtype)], range(1, settings.pipeline))
-        digests = [links.recv_ints(rank)[0] for rank in range(1, settings.pipeline)]  # they are ready
+        links.send_ints([_DTYPES.index(dtype)], range(1, world))
+        digests = [links.recv_ints(rank)[0] for rank in range(1, world)]  # the ranks are ready
     except BaseException:
         if processes is not None:
             processes.end()
         raise
-    group = RankGroup(links, shapes, dtype, processes)
+    group = RankGroup(links, [without_windows(stage.cached) for stage in stages], dtype, processes)
     return Model(
-        forward=PipelineForward(group, stage, params, settings.compile),
+        forward=PipelineForward(group, stages[0], params, settings.compile),
         params=RankParams(params, torch.tensor(digests)),
         new_cache=partial(new_cache, group),
         vocab_size=architecture.vocab_size,
@@ -117,41 +114,41 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
 
 
 def run_rank(rank: int, world: int, address: str, source: str | Path | None = None) -> None:
-    """Be a rank other than 0 until rank 0 ends: for a cluster, where each machine starts its own.
+    """Run a rank other than 0 until rank 0 ends: for a cluster, where each machine starts its own rank.
 
     Args:
         rank: 1 … world - 1.
-        world: how many ranks there are.
+        world: the number of ranks.
         address: "host:port" of rank 0, which calls `onward.load(source, pipeline=world, address=address)`.
-        source: the checkpoint's folder on this machine; by default the path that rank 0 has.
+        source: the checkpoint's folder on this machine; by default the same path as on rank 0.
 
     Raises:
-        RankError: rank 0 is not there, or has ended before its model was given up.
+        RankError: rank 0 cannot be reached, or ended before its model was freed.
     """
     if not 1 <= rank < world:
-        raise RequestError(f"a rank that follows is in 1 … {world - 1}; got {rank}")
+        raise RequestError(f"rank must be in 1 … {world - 1}; got {rank}")
     store, _ = meet(rank, world, address)
     settings = Settings(**json.loads(store.get("settings")))
     store.set(f"here/{rank}", "")
     links = Links(rank, world, store, _interface(address))
-    with beating(store, rank):
+    with heartbeats(store, rank):
         try:
-            _follow(settings if source is None else replace(settings, source=str(source)), links)
+            _run_worker(settings if source is None else replace(settings, source=str(source)), links)
         except BaseException as error:
             links.fail(error)
             raise
 
 
-def _follow(settings: Settings, links: Links) -> None:
+def _run_worker(settings: Settings, links: Links) -> None:
     if settings.threads is not None:
         native.set_num_threads(settings.threads)
         torch.set_num_threads(settings.threads)
     architecture = read_config(open_checkpoint(settings.path).config).serving(settings.context)
     stage = stage_of(architecture, links.rank, settings.pipeline)
-    params = _read(settings, stage, _unseen)
+    params = _read(settings, stage)
     dtype = _DTYPES[links.recv_ints()[0]]
-    if _dtype_of(params) != dtype:  # this rank's part begins with a tensor of another dtype than the model
-        params = _read(replace(settings, dtype=str(dtype).removeprefix("torch.")), stage, _unseen)
+    if _dtype_of(params) != dtype:  # this rank's first tensor has another dtype than the model's
+        params = _read(replace(settings, dtype=str(dtype).removeprefix("torch.")), stage)
     hidden = hidden_states(stage.hidden_size, dtype)
     run = rank_run(stage.hidden, params._replace(embed_tokens=Embedding(hidden)), stage.hidden_size, settings.compile)
     links.send_ints([_digest(run.model)], [0])
@@ -159,40 +156,28 @@ def _follow(settings: Settings, links: Links) -> None:
     RankWorker(links, run, hidden, without_windows(stage.cached), -(-settings.context // BLOCK), to).serve()
 
 
-def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlace]) -> Any:
-    """The weights of a stage, which touch no page of another's."""
-    checkpoint = open_checkpoint(settings.path)
-    with layers(len(stage.layers)) as display:
-        return WeightsReader(
-            checkpoint,
-            stage,
-            settings.torch_dtype,
-            _CPU,
-            format=settings.quantize,
-            name_map=None,
-            adapter=None,
-            layers=display,
-        ).read()
+def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlace] | None = None) -> Any:
+    """Read the weights of a stage without touching pages of other stages. layers: as in `load_ranks`."""
+    checkpoint, count = open_checkpoint(settings.path), len(stage.layers)
+    with LayersInPlace(count, False, None) if layers is None else layers(count) as display:
+        reader = partial(WeightsReader, checkpoint, stage, settings.torch_dtype, torch.device("cpu"))
+        return reader(format=settings.quantize, name_map=None, adapter=None, layers=display).read()
 
 
 def _digest(model: Model) -> int:
-    """A number that tells a rank's weights from others: of all their bytes."""
-    described = json.dumps(fingerprint(model)["weights"], sort_keys=True)
-    return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "little")
-
-
-def _unseen(count: int) -> LayersInPlace:
-    return LayersInPlace(count, False, None)
+    """A digest of all bytes of a rank's weights."""
+    weights = json.dumps(fingerprint(model)["weights"], sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(weights.encode(), digest_size=7).digest(), "little")
 
 
 def _dtype_of(params: StageParams) -> torch.dtype:
-    """That of the first norm."""
+    """The dtype of the first norm."""
     first = params.layers[0]
     norms = first.mixer_norm, first.mixer_post_norm, first.feed_forward_norm, first.feed_forward_post_norm
     return next(norm.dtype for norm in norms if norm is not None)
 
 
 def _interface(address: str) -> str | None:
-    """The network interface's name for ranks of one host; None lets gloo find one."""
+    """The loopback interface for ranks on one host; None lets gloo choose one."""
     host = address.rpartition(":")[0]
     return host if host in ("127.0.0.1", "localhost") else None

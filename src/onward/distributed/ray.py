@@ -1,21 +1,19 @@
-"""Ranks as actors of Ray, in a placement group: each has a processor of some machine of the cluster."""
+"""Ranks as Ray actors in a placement group, each with one CPU of the cluster."""
 
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from onward.distributed.launchers import Processes
+from onward.distributed.launchers import END_TIMEOUT, Processes
 from onward.errors import RankError, RequestError, one_line
 
-# Seconds in which a cluster has to find room.
-_ROOM = 60.0
-# How long a rank may take to end after it was told to, in seconds.
-_END = 5.0
+# Seconds to wait for the placement group.
+_PLACEMENT_TIMEOUT = 60.0
 
 
 def address_here() -> str:
-    """Where ranks on other machines of the cluster find this process; port 0 stands for a free one. Raises
-    `RequestError`: Ray is not installed, or this process is in no cluster."""
+    """The address of this process in the cluster, with port 0 for any free port. Raises `RequestError`: Ray is not
+    installed, or this process is not in a cluster."""
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -26,7 +24,7 @@ def address_here() -> str:
 
 
 class RayRanks:
-    """The ranks but 0 of a model, as `Processes` are. address: of rank 0. run: `run_rank`, which each of them calls."""
+    """The other ranks of a model, like `Processes`. address: of rank 0. run: `run_rank`, called by each rank."""
 
     def __init__(self, world: int, address: str, run: Callable[[int, int, str], None]) -> None:
         import ray
@@ -34,13 +32,13 @@ class RayRanks:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray = ray
-        self._place = _place(ray)
+        self._session = _session(ray)
         self._group: Any = placement_group([{"CPU": 1}] * (world - 1), strategy="SPREAD")
         try:
-            ray.get(self._group.ready(), timeout=_ROOM)
+            ray.get(self._group.ready(), timeout=_PLACEMENT_TIMEOUT)
         except ray.exceptions.GetTimeoutError as error:
             ray.util.remove_placement_group(self._group)
-            message = f"the cluster has no {world - 1} free processors for ranks: add some, or give fewer ranks"
+            message = f"the cluster has no {world - 1} free processors for ranks: add some, or use fewer ranks"
             raise RankError(message) from error
         actor: Any = ray.remote(num_cpus=1, max_restarts=0)(_Rank)
         self._actors = [
@@ -51,7 +49,7 @@ class RayRanks:
 
     def check(self) -> None:
         if not self._is_connected():
-            raise RankError("this process has left the cluster that the ranks are in: reload the model")
+            raise RankError("this process has left the cluster of its ranks: reload the model")
         ended, _ = self._ray.wait(self._ends, timeout=0)
         if not ended:
             return
@@ -68,25 +66,25 @@ class RayRanks:
                 self._ray.kill(actor)
 
     def end(self) -> None:
-        if self._is_connected():  # else they have ended: Ray ends the actors of a process that leaves
+        if self._is_connected():  # otherwise they have ended: Ray ends the actors of a process that leaves
             with suppress(Exception):  # the cluster may be gone
-                self._ray.wait(self._ends, num_returns=len(self._ends), timeout=_END)
+                self._ray.wait(self._ends, num_returns=len(self._ends), timeout=END_TIMEOUT)
                 self.kill()
                 self._ray.util.remove_placement_group(self._group)
-        # Now, and by this thread: a handle that another one frees after ray.shutdown() ends the process.
+        # Free the handles in this thread: freeing one in another thread after ray.shutdown() ends the process.
         self._actors, self._ends, self._group = [], [], None
 
     def _is_connected(self) -> bool:
-        """Whether this process is still in the cluster: outside of it each call of Ray's would start another one."""
-        return bool(self._ray.is_initialized()) and _place(self._ray) == self._place
+        """Whether this process is still in the cluster. Otherwise any call of Ray would start another cluster."""
+        return bool(self._ray.is_initialized()) and _session(self._ray) == self._session
 
 
-# The other ranks, where rank 0 has started them.
+# The other ranks, if rank 0 started them.
 RankHandles: TypeAlias = Processes | RayRanks
 
 
-def _place(ray: Any) -> tuple[str, str]:
-    """What tells this process's stay in a cluster from every other: another cluster counts its jobs from 1 again."""
+def _session(ray: Any) -> tuple[str, str]:
+    """The identity of this process in a cluster. Job ids alone repeat: each cluster counts from 1."""
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_job_id()
 

@@ -1,7 +1,7 @@
-"""The CPU kernels: C++ behind a plain C interface, called through ctypes. Knows no torch.
+"""The CPU kernels: C++ behind a plain C interface, called through ctypes, without a dependency on torch.
 
-Without a compiler at installation there are no libraries. Then everything here still imports, `isa()` is "none" and
-`library()` is None. The sources are in native/, whose README says how to add a kernel.
+An installation without a compiler has no libraries: this package still imports, `isa()` is "none" and `library()` is
+None. The sources are in native/; its README explains how to add a kernel.
 """
 
 from onward.native.loader import (

@@ -1,8 +1,7 @@
-"""Finding, choosing and loading the native library.
+"""Find, select and load the native library.
 
-One shared library is built per instruction set (ISA). The best one that the processor can run is
-loaded when a kernel is first called. `ONWARD_ISA` or `select_isa` choose another, or none. Only the
-chosen library's threads run.
+One shared library is built per instruction set (ISA). The best one that the processor supports is loaded when a kernel
+is first called; `ONWARD_ISA` or `select_isa` select another, or none. Only the selected library runs threads.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import NativeError, NativeUnavailableError, RequestError
-from onward.native.machine import MOST_THREADS, default_threads
+from onward.native.machine import MAX_THREADS, default_threads
 from onward.native.structs import SIGNATURES, Status
 from onward.util.process import call_in_forks
 
@@ -25,7 +24,7 @@ _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
 class Library:
-    """One loaded library. Its C functions are attributes: `library.onward_linear(...)`."""
+    """A loaded library, with its C functions as attributes: `library.onward_linear(...)`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,8 +34,7 @@ class Library:
                 function = getattr(handle, name)
             except AttributeError:
                 raise NativeUnavailableError(
-                    f"{path} has no function {name}: it was built from other sources than this "
-                    "package; install onward again"
+                    f"{path} has no function {name}: it was built from other sources than this package; reinstall it"
                 ) from None
             function.restype = result
             function.argtypes = arguments
@@ -48,7 +46,7 @@ class Library:
         raise AttributeError(f"the native library has no function {name!r}")
 
     def instruction(self, kernel: str) -> int:
-        """The word that calls `kernel` in a program (native/src/program.cpp)."""
+        """The instruction word that calls `kernel` in a program (native/src/program.cpp)."""
         if kernel not in self._instructions:
             word = self.onward_program_instruction(kernel.encode())
             assert word, f"{kernel} is not an instruction"
@@ -64,16 +62,16 @@ class Library:
 _lock = threading.Lock()
 _loaded: dict[str, Library] = {}
 _current: Library | None = None
-_chosen = False  # whether _current has been decided; it may be None
-_threads: int | None = None  # the number that the program set, or None for the default
+_chosen = False  # whether _current has been selected; it may be None
+_threads: int | None = None  # set by `set_num_threads`; None for the default
 
 
 def library_folder() -> Path:
-    """Where the libraries are: ONWARD_NATIVE_DIR, or lib/ in this package."""
+    """The folder of the libraries: ONWARD_NATIVE_DIR, or lib/ in this package."""
     override = os.environ.get("ONWARD_NATIVE_DIR")
     if override:
         return Path(override)
-    # An editable install has two folders for the package: the sources, and what was built, in site-packages.
+    # An editable install has two package folders: the sources, and the build output in site-packages.
     folders = [Path(folder) / "lib" for folder in sys.modules["onward.native"].__path__]
     return next((folder for folder in folders if folder.is_dir()), folders[0])
 
@@ -84,7 +82,7 @@ def built_isas() -> list[str]:
 
 
 def available_isas() -> list[str]:
-    """The instruction sets that were built and that this processor can run, best first."""
+    """The built instruction sets that this processor supports, best first."""
     if not _path("portable").exists():
         return []
     features = _load("portable").onward_cpu_features()
@@ -92,7 +90,7 @@ def available_isas() -> list[str]:
 
 
 def library() -> Library | None:
-    """The library in use, loaded at the first call. None if none was built, or if "none" was chosen."""
+    """The library in use, loaded at the first call. None if none was built, or "none" was selected."""
     if not _chosen:
         with _lock:
             if not _chosen:
@@ -107,33 +105,33 @@ def isa() -> str:
 
 
 def select_isa(name: str) -> None:
-    """Use the library of an instruction set: one of `ISAS`, "auto" for the best, or "none" to use no kernels.
+    """Use the library of an instruction set: one of `ISAS`, "auto" for the best, or "none" to disable kernels.
 
-    Meant for tests and measurements: bits may differ between instruction sets.
+    Meant for tests and benchmarks: results may differ in their last bits between instruction sets.
 
     Raises:
-        NativeUnavailableError: it was not built, or the processor cannot run it.
-        RequestError: any other name.
+        NativeUnavailableError: it was not built, or the processor doesn't support it.
+        RequestError: an unknown name.
     """
     with _lock:
         _choose(name)
 
 
 def num_threads() -> int:
-    """The threads that a kernel call may use, the calling thread among them."""
+    """The number of threads of a kernel call, including the calling thread."""
     current = library()
     return current.onward_num_threads() if current else threads_wanted()[0]
 
 
 def set_num_threads(count: int) -> None:
-    """Set the number of threads of every later kernel call, 1 … 256. Results do not depend on it.
+    """Set the number of threads of later kernel calls, 1 … 256. Results do not depend on it.
 
-    More threads than cores are allowed but seldom help: they sleep while they wait, and do not spin.
+    More threads than cores are allowed but rarely help: waiting threads then sleep instead of spinning.
     """
     global _threads
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_THREADS:
-        raise RequestError(f"the number of threads must be an integer in 1 … {MOST_THREADS}, got {count!r}")
-    _threads = count  # before library(): if that loads one now, it takes this number and not the environment's
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_THREADS:
+        raise RequestError(f"the number of threads must be an integer in 1 … {MAX_THREADS}, got {count!r}")
+    _threads = count  # before library(), which may load one: this number overrides the environment's
     current = library()
     if current:
         current.check(current.onward_set_num_threads(count), "onward_set_num_threads")
@@ -158,11 +156,10 @@ def _load(isa: str) -> Library:
 
 
 def _choose(name: str) -> None:
-    """Make the library of instruction set `name` the one in use. The caller holds the lock."""
+    """Switch to the library of instruction set `name`. The caller holds the lock."""
     global _current, _chosen
     if name not in (*ISAS, "auto", "none"):
         raise RequestError(f"unknown instruction set {name!r}: choose one of {', '.join(ISAS)}, auto, none")
-    chosen = None
     if name != "none":
         available = available_isas()
         if name == "auto":
@@ -173,14 +170,14 @@ def _choose(name: str) -> None:
                 f"the instruction set {name!r} cannot be used: {reason}. "
                 f"Available: {', '.join(available) or 'none'} (in {library_folder()})"
             )
-        chosen = _load(name) if name != "none" else None
+    chosen = None if name == "none" else _load(name)
     if _current is not None and _current is not chosen:
-        _current.onward_set_num_threads(1)  # ends its worker threads
+        _current.onward_set_num_threads(1)  # stops its worker threads
     if chosen is not None:
         chosen.check(chosen.onward_set_num_threads(threads_wanted()[0]), "onward_set_num_threads")
     _current, _chosen = chosen, True
 
 
 def threads_wanted() -> tuple[int, str]:
-    """The number of threads that kernels use from their first call on, and what decided it."""
+    """The configured number of kernel threads, and the setting that decided it."""
     return default_threads() if _threads is None else (_threads, "set by the program")

@@ -1,4 +1,4 @@
-"""The machine that this process runs on: usable cores, cache sizes, available memory, and advice on large buffers."""
+"""The machine of this process: usable cores, cache sizes, available memory, and madvise for large buffers."""
 
 from __future__ import annotations
 
@@ -12,72 +12,67 @@ from pathlib import Path
 
 from onward.errors import RequestError
 
-MOST_THREADS = 256
+MAX_THREADS = 256
 
 
 def default_threads() -> tuple[int, str]:
-    """The number of threads that kernels use where the program sets none, and the limit that decided it.
+    """The default number of kernel threads, and the limit that decided it.
 
-    ONWARD_NUM_THREADS if it is set. Else one thread for each physical core that this process may run on, but no more
-    than OMP_NUM_THREADS and than the CPU quota of its control groups.
+    ONWARD_NUM_THREADS if it is set, else the number of physical cores available to this process, capped by
+    OMP_NUM_THREADS and by the CPU quota of its control groups.
 
     Raises:
-        RequestError: ONWARD_NUM_THREADS is not a number of threads.
+        RequestError: ONWARD_NUM_THREADS is not a valid number of threads.
     """
     text = os.environ.get("ONWARD_NUM_THREADS")
     if text is not None:
-        if not _is_whole(text) or not 1 <= int(text) <= MOST_THREADS:
-            raise RequestError(f"ONWARD_NUM_THREADS must be an integer in 1 … {MOST_THREADS}, got {text!r}")
+        if not _is_whole(text) or not 1 <= int(text) <= MAX_THREADS:
+            raise RequestError(f"ONWARD_NUM_THREADS must be an integer in 1 … {MAX_THREADS}, got {text!r}")
         return int(text), "ONWARD_NUM_THREADS"
     limits = {
         "physical cores": _allowed_cores(),
         "OMP_NUM_THREADS": _omp_threads(),
         "the control group's CPU quota": cpu_quota(),
-        "the most that kernels can use": MOST_THREADS,
+        "the maximum of the kernels": MAX_THREADS,
     }
     reason = min(limits, key=limits.__getitem__)
     return max(1, math.ceil(limits[reason])), reason
 
 
 def _allowed_cores() -> int:
-    """How many physical cores this process may run on, by its CPU affinity. Hyperthreads of a core count once."""
-    if sys.platform == "linux":
-        cpus = os.sched_getaffinity(0)
-    else:
-        cpus = set(range(os.cpu_count() or 1))
+    """The number of physical cores in this process's CPU affinity. Hyperthreads of a core count once."""
+    cpus = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
     return max(1, len({_siblings(cpu) for cpu in cpus}))
 
 
 def _siblings(cpu: int) -> str:
     """A name shared by all hyperthreads of one core."""
-    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    try:
-        return topology.read_text().strip()
-    except OSError:
-        return str(cpu)
+    return _read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")).strip() or str(cpu)
 
 
 def _omp_threads() -> float:
-    """The threads that OMP_NUM_THREADS gives the outermost loops; infinite where it names no number of threads."""
+    """The threads that OMP_NUM_THREADS allows outermost loops; infinite if it is unset or not a number."""
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(outermost) if _is_whole(outermost) and int(outermost) >= 1 else math.inf
 
 
 def _is_whole(text: str) -> bool:
-    return text.isascii() and text.isdigit()  # "²" is a digit, too
+    return text.isascii() and text.isdigit()  # "²" is a digit too
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """How many CPUs the control groups of this process grant; infinite without a limit."""
-    quotas = [quota for folder in group_folders("cpu", root) for quota in (_quota_v2(folder), _quota_v1(folder))]
-    return min(quotas, default=math.inf)
+    """The CPU quota of this process's control groups, in CPUs; infinite without a limit."""
+    quotas = [math.inf]
+    for folder in group_folders("cpu", root):
+        quotas.append(_num_cpus(*(_read(folder / "cpu.max").split() or ("max", ""))))  # version 2
+        quotas.append(_num_cpus(*(_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))))
+    return min(quotas)
 
 
 def group_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
-    """The folders of the control groups (cgroups, version 1 or 2) that limit this process by a controller.
+    """The folders of the control groups (cgroups, version 1 or 2) whose controller limits this process.
 
-    A group has no more than the groups around it, so the least limit counts. In a container the process's own group is
-    mounted as the outermost one.
+    Limits are nested, so the smallest one applies. In a container the process's own group is mounted as the outermost.
     """
     for mount, group in _mounts(controller, root):
         folder = mount / group.strip("/")
@@ -89,9 +84,9 @@ def group_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
 
 
 def _mounts(controller: str, root: Path) -> Iterator[tuple[Path, str]]:
-    """Folders where groups of a controller may be mounted, each with this process's path below it."""
+    """Possible mount points of a controller's groups, each with the path of this process's group below it."""
     mounts = root / "sys/fs/cgroup"
-    for line in (_read_text(root / "proc/self/cgroup") or "0::/").splitlines():
+    for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if not controllers:
@@ -102,14 +97,6 @@ def _mounts(controller: str, root: Path) -> Iterator[tuple[Path, str]]:
             yield mounts / controller, group
 
 
-def _quota_v2(folder: Path) -> float:
-    return _num_cpus(*(_read_text(folder / "cpu.max").split() or ("max", "")))
-
-
-def _quota_v1(folder: Path) -> float:
-    return _num_cpus(_read_text(folder / "cpu.cfs_quota_us").strip(), _read_text(folder / "cpu.cfs_period_us").strip())
-
-
 def _num_cpus(quota: str, period: str = "") -> float:
     """quota / period. Infinite for the "max" of version 2, the -1 of version 1 and an absent file."""
     if not (_is_whole(quota) and _is_whole(period)) or int(period) == 0:
@@ -117,9 +104,10 @@ def _num_cpus(quota: str, period: str = "") -> float:
     return int(quota) / int(period)
 
 
-def _read_text(file: Path) -> str:
+def _read(file: Path) -> str:
+    """The text of a system file; empty if it is missing or unreadable."""
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""
 
@@ -128,20 +116,19 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """The bytes of the first processor's largest cache; 0 where the system does not say."""
+    """The size of the first processor's largest cache in bytes; 0 if unknown."""
     sizes = [0]
     for file in folder.glob("index*/size"):
-        try:
-            text = file.read_text().strip()
+        text = _read(file).strip()
+        if text[-1:] in _UNITS and _is_whole(text[:-1]):
             sizes.append(int(text[:-1]) * _UNITS[text[-1]])
-        except (OSError, ValueError, KeyError, IndexError):
-            continue
     return max(sizes)
 
 
-# Bytes to reckon with where the system does not say how much there is.
-_UNKNOWN = 8 << 30
-# Of control groups of version 2 and 1: the limit, the use, and the prefix of sums over a group and those inside it.
+# The assumed amount of memory where the system does not report it.
+_DEFAULT_MEMORY = 8 << 30
+# The files of the limit and the usage in control groups of version 2 and 1, and the prefix of recursive sums in
+# memory.stat.
 _FILES = (
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -149,13 +136,13 @@ _FILES = (
 
 
 def memory_limit() -> int:
-    """Bytes of memory that a cache may be measured by: all that there is for this process."""
+    """The total memory available to this process in bytes, as a basis for cache sizes."""
     total, _ = machine_memory()
-    return _UNKNOWN if total is None else total
+    return _DEFAULT_MEMORY if total is None else total
 
 
 def machine_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """Bytes of memory, all and available; control groups may grant less than the machine has. None if unknown."""
+    """Total and available memory in bytes, within the limits of control groups. None if unknown."""
     fields = system_fields(str(root / "proc/meminfo"))
     if "MemTotal" not in fields:
         pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}) else None
@@ -163,63 +150,55 @@ def machine_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     for folder in group_folders("memory", root):
         for limit, usage, file_pages in _FILES:
-            granted = _read(str(folder / limit)).strip()
-            if granted.isdigit():
-                total = min(total, int(granted))
-                available = min(available, int(granted) - _used(folder, usage, file_pages))
+            quota = _read(folder / limit).strip()
+            if quota.isdigit():
+                total = min(total, int(quota))
+                available = min(available, int(quota) - _used(folder, usage, file_pages))
     return total, max(0, available)
 
 
 def _used(folder: Path, usage: str, file_pages: str) -> int:
-    """Bytes that a group uses and cannot give back: without the pages of files, which the system drops when it must."""
-    used = _read(str(folder / usage)).strip()
-    stat = dict(line.split() for line in _read(str(folder / "memory.stat")).splitlines() if len(line.split()) == 2)
+    """The memory in use by a group in bytes, without file pages, which the system drops under memory pressure."""
+    used = _read(folder / usage).strip()
+    stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
     droppable = sum(int(stat.get(f"{file_pages}{kind}", "0")) for kind in ("inactive_file", "active_file"))
     return max(0, int(used) - droppable) if used.isdigit() else 0
 
 
 def system_fields(path: str) -> dict[str, str]:
-    """The `name : value` lines of a file under /proc, the first of each name."""
+    """The `name : value` lines of a file under /proc; the first line of a name wins."""
     fields: dict[str, str] = {}
-    for line in _read(path).splitlines():
+    for line in _read(Path(path)).splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
     return fields
-
-
-def _read(path: str) -> str:
-    """Empty where the system has no such file."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 _HUGE_PAGE = 2 << 20
 
 
 def advise_huge_pages(address: int, count: int) -> bool:
-    """Ask the system to use huge pages (2 MB) for the whole ones among `count` bytes at `address`.
+    """Advise the system to back `count` bytes at `address` with huge pages (2 MB) where they span whole ones.
 
-    Call it for weights of many MB, before they are first written: reading them then misses the TLB less.
-    Returns whether the system took the advice; results do not depend on it.
+    Call it for weights of many MB before they are first written: reads then miss the TLB less often.
+    Returns whether the system accepted the advice; results do not depend on it.
     """
     return _advise(address, count, _HUGE_PAGE, getattr(mmap, "MADV_HUGEPAGE", None))
 
 
 def give_back_pages(address: int, count: int) -> bool:
-    """Let the system take the whole pages among `count` bytes at `address`: they hold zeros when they are next read.
+    """Return the whole pages among `count` bytes at `address` to the system: they read as zeros afterwards.
 
-    Only for private maps of no file. Returns whether the system took any; where it cannot the bytes stay as they are.
+    Only for private anonymous mappings. Returns whether the system freed them; otherwise the bytes are unchanged.
     """
     return _advise(address, count, mmap.PAGESIZE, getattr(mmap, "MADV_DONTNEED", None))
 
 
 def _advise(address: int, count: int, page: int, advice: int | None) -> bool:
-    """Advise the system about the whole pages, of this size, among `count` bytes at `address`."""
+    """Call madvise for the whole pages of size `page` among `count` bytes at `address`."""
     start = -(-address // page) * page
     length = (address + count - start) // page * page
-    # Elsewhere the advices of the same names do other things.
+    # On other systems the constants of the same names mean something else.
     if length <= 0 or not sys.platform.startswith("linux") or advice is None:
         return False
     madvise = ctypes.CDLL(None).madvise

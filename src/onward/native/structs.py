@@ -1,9 +1,8 @@
 """The C interface of the native library: its codes and the signature of every function.
 
-Kernels take addresses as integers (`tensor.data_ptr()`), sizes and strides as integers in elements
-unless a name says bytes, and codes of element types from `DType`. They check little: the caller
-checks shapes and dtypes, because its error can name the tensors. Almost every function returns a
-status, which `Library.check` turns into an exception.
+Kernels take addresses as integers (`tensor.data_ptr()`), sizes and strides in elements (unless a name says bytes) and
+element types as codes of `DType`. They check little: callers check shapes and dtypes, because their errors can name the
+tensors. Almost every function returns a status, which `Library.check` turns into an exception.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 
 class DType(IntEnum):
-    """Codes of element types; native/src/api.h holds the same list."""
+    """Codes of element types, as in native/src/api.h."""
 
     F32 = 0
     BF16 = 1
@@ -22,8 +21,7 @@ class DType(IntEnum):
 
 
 class Element(IntEnum):
-    """Codes of element types in the generic kernels: those of DType, and more. native/src/generic/elements.h has the
-    same list."""
+    """Codes of element types in the generic kernels, as in native/src/generic/elements.h; they extend `DType`."""
 
     F32 = 0
     BF16 = 1
@@ -35,7 +33,7 @@ class Element(IntEnum):
 
 
 class Unary(IntEnum):
-    """Operations of onward_unary; native/src/generic/unary.cpp has the same list."""
+    """Operations of onward_unary, as in native/src/generic/unary.cpp."""
 
     COPY = 0
     NEG = 1
@@ -68,7 +66,7 @@ class Unary(IntEnum):
 
 
 class Binary(IntEnum):
-    """Operations of onward_binary; native/src/generic/binary.cpp has the same list."""
+    """Operations of onward_binary, as in native/src/generic/binary.cpp."""
 
     ADD = 0
     SUB = 1
@@ -90,7 +88,7 @@ class Binary(IntEnum):
 
 
 class Reduce(IntEnum):
-    """Operations of onward_reduce; native/src/generic/reduce.cpp has the same list."""
+    """Operations of onward_reduce, as in native/src/generic/reduce.cpp."""
 
     SUM = 0
     MEAN = 1
@@ -102,7 +100,7 @@ class Reduce(IntEnum):
 
 
 class Format(IntEnum):
-    """Codes of packed weight formats; native/src/linear/layout.h holds the same list."""
+    """Codes of packed weight formats, as in native/src/linear/layout.h."""
 
     F32 = 0
     BF16 = 1
@@ -130,7 +128,7 @@ class Format(IntEnum):
 
 
 class Status(IntEnum):
-    """Codes that a kernel returns."""
+    """Status codes of kernels."""
 
     OK = 0
     BAD_ARGUMENT = 1
@@ -145,7 +143,7 @@ Double = c_double
 
 
 class AttentionArguments(Structure):
-    """OnwardAttention of native/src/attention/attention.cpp, where the fields are explained."""
+    """OnwardAttention of native/src/attention/attention.cpp, which documents the fields."""
 
     _fields_ = (
         *((name, Int) for name in ("batch", "heads", "kv_heads", "queries", "positions", "dim", "value_dim")),
@@ -156,8 +154,7 @@ class AttentionArguments(Structure):
         ("mask", Pointer),
         ("mask_strides", Int * 4),
         ("sinks", Pointer),
-        ("scale", Float),
-        ("softcap", Float),
+        *((name, Float) for name in ("scale", "softcap")),
         ("dtype", Code),
         ("table", Pointer),
         ("table_stride", Int),
@@ -165,21 +162,18 @@ class AttentionArguments(Structure):
 
 
 class LinearArguments(Structure):
-    """OnwardLinear of native/src/linear/linear.cpp: one packed matrix [n, k] and where its product goes."""
+    """OnwardLinear of native/src/linear/linear.cpp: one packed matrix [n, k] and its output."""
 
     _fields_ = (
         ("n", Int),
-        ("packed", Pointer),
-        ("bias", Pointer),
-        ("out", Pointer),
+        *((name, Pointer) for name in ("packed", "bias", "out")),
         ("out_stride", Int),
-        ("bias_dtype", Code),
-        ("out_dtype", Code),
+        *((name, Code) for name in ("bias_dtype", "out_dtype")),
     )
 
 
 class LoraArguments(Structure):
-    """OnwardLora of native/src/linear/lora.cpp: the updates of one matrix."""
+    """OnwardLora of native/src/linear/lora.cpp: the low-rank update of one matrix."""
 
     _fields_ = (
         *((name, Int) for name in ("outputs", "rank", "y_stride", "a_stride", "b_stride", "out_stride")),
@@ -188,7 +182,7 @@ class LoraArguments(Structure):
 
 
 class ExpertsArguments(Structure):
-    """OnwardExperts of native/src/experts/experts.h, where the fields are explained."""
+    """OnwardExperts of native/src/experts/experts.h, which documents the fields."""
 
     _fields_ = (
         *((name, Int) for name in ("tokens", "width", "inner", "experts", "chosen")),
@@ -198,23 +192,20 @@ class ExpertsArguments(Structure):
         ("out", Pointer),
         ("out_stride", Int),
         *((name, Code) for name in ("x_dtype", "bias_dtype", "out_dtype", "format", "activation")),
-        ("alpha", Float),
-        ("limit", Float),
+        *((name, Float) for name in ("alpha", "limit")),
     )
 
 
 class HeadsArguments(Structure):
-    """OnwardHeads of native/src/heads.cpp, where the fields are explained."""
+    """OnwardHeads of native/src/heads.cpp, which documents the fields."""
 
     _fields_ = (
         ("heads", Int),
         ("x", Pointer),
         ("x_strides", Int * 3),
         ("norm_weight", Pointer),
-        ("eps", Float),
-        ("weight_offset", Float),
-        ("after_cast", Code),
-        ("rotate", Code),
+        *((name, Float) for name in ("eps", "weight_offset")),
+        *((name, Code) for name in ("after_cast", "rotate")),
         ("out", Pointer),
         ("out_strides", Int * 3),
         ("to_cache", Code),
@@ -225,7 +216,7 @@ class HeadsArguments(Structure):
 
 
 class StateArguments(Structure):
-    """OnwardState of native/src/state/places.h, where the fields are explained."""
+    """OnwardState of native/src/state/places.h, which documents the fields."""
 
     _fields_ = (
         ("data", Pointer),
@@ -238,31 +229,29 @@ class StateArguments(Structure):
     )
 
 
+def _strided(*names: str) -> list[tuple[str, Any]]:
+    """The fields of inputs [B, T, …]: an address, and strides of the first two dimensions."""
+    return [field for name in names for field in ((name, Pointer), (f"{name}_strides", Int * 2))]
+
+
 class ShortConvArguments(Structure):
-    """OnwardShortConv of native/src/state/short_conv.cpp, where the fields are explained."""
+    """OnwardShortConv of native/src/state/short_conv.cpp, which documents the fields."""
 
     _fields_ = (
         *((name, Int) for name in ("batch", "queries", "channels", "taps")),
-        ("x", Pointer),
-        ("x_strides", Int * 2),
+        *_strided("x"),
         *((name, Pointer) for name in ("weight", "bias", "out")),
-        ("dtype", Code),
-        ("silu", Code),
+        *((name, Code) for name in ("dtype", "silu")),
         *StateArguments._fields_,
     )
 
 
 class GatedDeltaArguments(Structure):
-    """OnwardGatedDelta of native/src/state/gated_delta.cpp, where the fields are explained."""
+    """OnwardGatedDelta of native/src/state/gated_delta.cpp, which documents the fields."""
 
     _fields_ = (
         *((name, Int) for name in ("batch", "queries", "key_heads", "value_heads", "key_dim", "value_dim")),
-        ("qkv", Pointer),
-        ("qkv_strides", Int * 2),
-        ("decay", Pointer),
-        ("decay_strides", Int * 2),
-        ("beta", Pointer),
-        ("beta_strides", Int * 2),
+        *_strided("qkv", "decay", "beta"),
         *((name, Pointer) for name in ("log_rate", "decay_bias", "out")),
         ("dtype", Code),
         ("eps", Float),
@@ -271,14 +260,11 @@ class GatedDeltaArguments(Structure):
 
 
 class SsdArguments(Structure):
-    """OnwardSsd of native/src/state/ssd.cpp, where the fields are explained."""
+    """OnwardSsd of native/src/state/ssd.cpp, which documents the fields."""
 
     _fields_ = (
         *((name, Int) for name in ("batch", "queries", "groups", "heads", "state_dim", "head_dim")),
-        ("mixed", Pointer),
-        ("mixed_strides", Int * 2),
-        ("step", Pointer),
-        ("step_strides", Int * 2),
+        *_strided("mixed", "step"),
         *((name, Pointer) for name in ("log_rate", "step_bias", "skip", "out")),
         ("dtype", Code),
         *((name, Float) for name in ("least", "most")),
@@ -286,10 +272,12 @@ class SsdArguments(Structure):
     )
 
 
-# The arguments that stand for a tensor in the generic kernels: address, code of Element, address of int64 strides.
+# A tensor argument of the generic kernels: address, code of Element, address of int64 strides.
 _TENSOR = (Pointer, Code, Pointer)
+# A batch of matrices: address, address of the int64 strides of the batch dimensions, the strides of both matrix dims.
+_MATRIX = (Pointer, Pointer, Int, Int)
 
-# name -> (result, arguments). The comments name the arguments; the sources say what they mean.
+# name -> (result, arguments). The comments name the arguments; the C++ sources document them.
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # cpu.cpp
     "onward_isa_name": (c_char_p, []),
@@ -303,20 +291,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_probe_arithmetic": (Int, [Code, Int]),
     # linear/linear.cpp: format, t, n, k, x, x_dtype, x_stride, packed, bias (or None), bias_dtype,
     # out, out_dtype, out_stride
-    "onward_linear": (
-        Code,
-        [Code, Int, Int, Int, Pointer, Code, Int, Pointer, Pointer, Code, Pointer, Code, Int],
-    ),
+    "onward_linear": (Code, [Code, Int, Int, Int, Pointer, Code, Int, Pointer, Pointer, Code, Pointer, Code, Int]),
     # products, count, format, t, k, x, x_dtype, x_stride
-    "onward_linear_many": (
-        Code,
-        [POINTER(LinearArguments), Int, Code, Int, Int, Pointer, Code, Int],
-    ),
+    "onward_linear_many": (Code, [POINTER(LinearArguments), Int, Code, Int, Int, Pointer, Code, Int]),
     # format, t, heads, n, k, x, x_dtype, x_stride, x_head_stride, packed, out, out_dtype, out_stride, out_head_stride
-    "onward_linear_by_head": (
-        Code,
-        [Code, *[Int] * 4, Pointer, Code, Int, Int, Pointer, Pointer, Code, Int, Int],
-    ),
+    "onward_linear_by_head": (Code, [Code, *[Int] * 4, Pointer, Code, Int, Int, Pointer, Pointer, Code, Int, Int]),
     # linear/quantize.cpp: format, rows, inputs, x, x_dtype, x_stride, packed, sums
     "onward_linear_quantize": (Code, [Code, Int, Int, Pointer, Code, Int, Pointer, Pointer]),
     # linear/pack.cpp: format, rows, inputs
@@ -327,7 +306,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_linear_pack_blocks": (Code, [Code, Int, Int, Pointer, Int, Pointer]),
     # linear/pack.cpp: format, rows, inputs, packed, ids (int64, or None), count, out, out_dtype, out_stride
     "onward_linear_rows": (Code, [Code, Int, Int, Pointer, Pointer, Int, Pointer, Code, Int]),
-    # linear/lora.cpp: parts, count, rows, tokens, inputs, slots there, dtype, x, x_stride, slots (int32)
+    # linear/lora.cpp: parts, count, rows, tokens, inputs, num_slots, dtype, x, x_stride, slots (int32)
     "onward_lora": (Code, [POINTER(LoraArguments), *[Int] * 5, Code, Pointer, Int, Pointer]),
     # experts/experts.cpp
     "onward_experts": (Code, [POINTER(ExpertsArguments)]),
@@ -341,16 +320,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_attention": (Code, [POINTER(AttentionArguments)]),
     # norm.cpp: rows, columns, dtype, x, x_stride, residual (or None), residual_stride, sum (or None), sum_stride,
     # weight (or None), weight_offset, after_cast, eps, out, out_stride
-    "onward_rms_norm": (
-        Code,
-        [Int, Int, Code, *[Pointer, Int] * 3, Pointer, Float, Code, Float, Pointer, Int],
-    ),
+    "onward_rms_norm": (Code, [Int, Int, Code, *[Pointer, Int] * 3, Pointer, Float, Code, Float, Pointer, Int]),
     # rows, columns, dtype, x, x_stride, residual (or None), residual_stride, sum (or None), sum_stride,
     # weight (or None), bias (or None), eps, out, out_stride
-    "onward_layer_norm": (
-        Code,
-        [Int, Int, Code, *[Pointer, Int] * 3, Pointer, Pointer, Float, Pointer, Int],
-    ),
+    "onward_layer_norm": (Code, [Int, Int, Code, *[Pointer, Int] * 3, Pointer, Pointer, Float, Pointer, Int]),
     # rope.cpp: batch, heads, queries, dim, dtype, x, x_strides (int64 [3]), cos, sin, pairs, angle_strides
     # (int64 [2]), interleaved, out, out_strides
     "onward_rotate": (
@@ -361,10 +334,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "onward_rotary_angles": (Code, [Int, Int, Pointer, Pointer, Pointer]),
     # heads.cpp: parts, count, batch, queries, dim, dtype, cos, sin (or None), angle_strides (int64 [2], or
     # None), pairs, offsets (int32, or None)
-    "onward_heads": (
-        Code,
-        [POINTER(HeadsArguments), *[Int] * 4, Code, Pointer, Pointer, Pointer, Int, Pointer],
-    ),
+    "onward_heads": (Code, [POINTER(HeadsArguments), *[Int] * 4, Code, Pointer, Pointer, Pointer, Int, Pointer]),
     # elementwise.cpp: rows, columns, dtype, gate, gate_stride, up, up_stride, out, out_stride
     "onward_swiglu": (Code, [Int, Int, Code, Pointer, Int, Pointer, Int, Pointer, Int]),
     # rows, columns, dtype, approximate, gate, gate_stride, up, up_stride, out, out_stride
@@ -374,10 +344,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # rows, columns, dtype, a, a_stride, b, b_stride, out, out_stride
     "onward_add": (Code, [Int, Int, Code, Pointer, Int, Pointer, Int, Pointer, Int]),
     # gather.cpp: count, columns, dtype, table, rows, table_stride, ids, wide_ids, out, out_stride
-    "onward_gather_rows": (
-        Code,
-        [Int, Int, Code, Pointer, Int, Int, Pointer, Code, Pointer, Int],
-    ),
+    "onward_gather_rows": (Code, [Int, Int, Code, Pointer, Int, Int, Pointer, Code, Pointer, Int]),
     # generic/unary.cpp: op, ndim, shape, x, x_dtype, x_strides, out, out_dtype, out_strides, parameter. Here and
     # below dtypes are codes of Element, shapes and strides addresses of int64.
     "onward_unary": (Code, [Code, Int, Pointer, *_TENSOR, *_TENSOR, Double]),
@@ -401,31 +368,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # out_m_stride, out_n_stride, dtype, alpha, beta
     "onward_matmul": (
         Code,
-        [
-            Int,
-            Pointer,
-            Int,
-            Int,
-            Int,
-            Pointer,
-            Pointer,
-            Int,
-            Int,
-            Pointer,
-            Pointer,
-            Int,
-            Int,
-            Pointer,
-            Int,
-            Int,
-            Pointer,
-            Pointer,
-            Int,
-            Int,
-            Code,
-            Double,
-            Double,
-        ],
+        [Int, Pointer, *[Int] * 3, *_MATRIX * 2, Pointer, Int, Int, *_MATRIX, Code, Double, Double],
     ),
     # generic/index.cpp: ndim, shape, out, out_strides, x, element_bytes, x_strides, num_indices, index_words (int64:
     # for each index its address, code, stride and size of x's dimension, ndim strides), put

@@ -1,7 +1,8 @@
-"""Rules for torch's products, attention, norms, reductions and look-ups."""
+"""Rules for torch's products, attention, norms, reductions and lookups."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +27,14 @@ def linear(b: Builder, node: Node) -> None:
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     if len(weight.shape) != 2:
         raise Unsupported("a weight that is not a matrix")
-    x, rows, inputs, stride = b.rows(x)
-    out = node.outputs[0]
-    flat = Array(x.storage, x.dtype, (rows, inputs), (stride, 1), x.offset)
-    result = Array(out.storage, out.dtype, (rows, out.shape[-1]), (out.shape[-1], 1), out.offset)
-    product(b, flat, transposed(weight), result, bias)
+    transposed = replace(weight, shape=weight.shape[::-1], strides=weight.strides[::-1])
+    _matrix_product(b, x, transposed, node.outputs[0], bias)
+
+
+def _matrix_product(b: Builder, x: Array, y: Array, out: Array, bias: Array | None = None) -> None:
+    """x [..., K] @ y [K, N], as one product of matrices."""
+    x = b.matrix(x)
+    product(b, x, y, replace(out, shape=(x.shape[0], out.shape[-1]), strides=(out.shape[-1], 1)), bias)
 
 
 @lowers(aten.matmul.default, aten.mm.default, aten.bmm.default)
@@ -40,10 +44,9 @@ def matmul(b: Builder, node: Node) -> None:
     if len(x.shape) < 2 or len(y.shape) < 2:
         raise Unsupported("a product with a vector")
     if len(y.shape) == 2 and len(x.shape) > 2:
-        rows_x, rows, inputs, stride = b.rows(x)
-        x = Array(rows_x.storage, x.dtype, (rows, inputs), (stride, 1), rows_x.offset)
-        out = Array(out.storage, out.dtype, (rows, out.shape[-1]), (out.shape[-1], 1), out.offset)
-    product(b, x, y, out)
+        _matrix_product(b, x, y, out)
+    else:
+        product(b, x, y, out)
 
 
 @lowers(aten.addmm.default, aten.baddbmm.default)
@@ -51,14 +54,14 @@ def addmm(b: Builder, node: Node) -> None:
     arguments = named_arguments(node)
     bias, x, y = node.args
     if node.op is aten.baddbmm.default and len([s for s in bias.shape if s > 1]) > 2:
-        raise Unsupported("a bias for each of a batch")
+        raise Unsupported("a bias for each matrix of a batch")
     product(b, x, y, node.outputs[0], bias, arguments["alpha"], arguments["beta"])
 
 
 def product(
     b: Builder, x: Array, y: Array, out: Array, bias: Array | None = None, alpha: float = 1.0, beta: float = 1.0
 ) -> None:
-    """out [..., M, N] = alpha * x [..., M, K] @ y [..., K, N] + beta * bias, batches broadcast."""
+    """out [..., M, N] = alpha * x [..., M, K] @ y [..., K, N] + beta * bias, with broadcast batch dimensions."""
     if not x.dtype == y.dtype == out.dtype or (bias is not None and bias.dtype != x.dtype):
         raise Unsupported("operands of different dtypes")
     batch, (m, n) = list(out.shape[:-2]), out.shape[-2:]
@@ -68,14 +71,6 @@ def product(
         "onward_matmul", len(batch), batch, m, n, x.shape[-1], address(x), x_steps[:-2], *x_steps[-2:],
         address(y), y_steps[:-2], *y_steps[-2:], None if bias is None else address(bias), *bias_steps,
         address(out), list(out.strides[:-2]), *out.strides[-2:], float_code(x), float(alpha), float(beta),
-    )  # fmt: skip
-
-
-def transposed(array: Array) -> Array:
-    shape, strides = array.shape, array.strides
-    return Array(
-        array.storage, array.dtype, (*shape[:-2], shape[-1], shape[-2]), (*strides[:-2], strides[-1], strides[-2]),
-        array.offset,
     )  # fmt: skip
 
 
@@ -93,11 +88,11 @@ def attention(b: Builder, node: Node) -> None:
         offsets = b.constant(torch.zeros(q.shape[0], dtype=torch.int32))
     if mask is not None:
         if mask.dtype == torch.bool:
-            additive = b.temporary(mask.shape, torch.float32)
+            additive = b.trace.temporary(mask.shape, torch.float32)
             choose(b, mask, 0.0, -math.inf, additive)
             mask = additive
         mask = as_float32(b, mask)
-    emit_attention(b, q, k, v, node.outputs[0], offsets, mask, None, scale, 0, 0.0)
+    emit_attention(b, q, k, v, node.outputs[0], None, scale, 0, 0.0, offsets=offsets, mask=mask)
 
 
 # ── norms, softmax, sums ──────────────────────────────────────────────────────────────────────────────────────
@@ -109,7 +104,7 @@ def layer_norm(b: Builder, node: Node) -> None:
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     if len(arguments["normalized_shape"]) != 1 or any(a is not None and a.dtype != x.dtype for a in (weight, bias)):
         raise Unsupported("more than the last axis, or weights of another dtype")
-    emit_layer_norm(b, x, weight, bias, arguments["eps"], node.outputs[0])
+    emit_layer_norm(b, node.outputs[0], None, x, weight, bias, arguments["eps"])
 
 
 @lowers(aten.rms_norm.default)
@@ -118,17 +113,27 @@ def rms_norm(b: Builder, node: Node) -> None:
     x, weight, eps = arguments["input"], arguments["weight"], arguments["eps"]
     if len(arguments["normalized_shape"]) != 1 or (weight is not None and weight.dtype != x.dtype):
         raise Unsupported("more than the last axis, or a weight of another dtype")
-    emit_rms_norm(b, x, weight, torch.finfo(x.dtype).eps if eps is None else eps, node.outputs[0])
+    emit_rms_norm(b, node.outputs[0], None, x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
 
 
 @lowers(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
 def softmax(b: Builder, node: Node) -> None:
+    _along_dim(b, node, "onward_softmax", "log" in node.op._schema.name)
+
+
+@lowers(aten.cumsum.default)
+def cumsum(b: Builder, node: Node) -> None:
+    _along_dim(b, node, "onward_cumsum")
+
+
+def _along_dim(b: Builder, node: Node, kernel: str, *options: int) -> None:
+    """Call a kernel that works along one dimension of its input."""
     x, dim = node.args[:2]
     out = node.outputs[0]
     dim %= max(len(x.shape), 1)
     outer = [i for i in range(len(x.shape)) if i != dim]
     b.call(
-        "onward_softmax", "log" in node.op._schema.name, len(outer), [x.shape[i] for i in outer], x.shape[dim],
+        kernel, *options, len(outer), [x.shape[i] for i in outer], x.shape[dim],
         address(x), element_code(x), [x.strides[i] for i in outer], x.strides[dim],
         address(out), element_code(out), [out.strides[i] for i in outer], out.strides[dim],
     )  # fmt: skip
@@ -149,12 +154,10 @@ _REDUCTIONS = {
 
 @lowers(*_REDUCTIONS)
 def reduction(b: Builder, node: Node) -> None:
-    x, out = node.args[0], node.outputs[0]
-    arguments = named_arguments(node)
+    x, out, arguments = node.args[0], node.outputs[0], named_arguments(node)
     dims = _dims(arguments.get("dim"), len(x.shape))
     outer = [i for i in range(len(x.shape)) if i not in dims]
-    keep = bool(arguments.get("keepdim"))
-    steps = [out.strides[i] for i in outer] if keep else list(out.strides)
+    steps = [out.strides[i] for i in outer] if arguments.get("keepdim") else list(out.strides)
     b.call(
         "onward_reduce", _REDUCTIONS[node.op], len(outer), [x.shape[i] for i in outer], len(dims),
         [x.shape[i] for i in dims], address(x), element_code(x), [x.strides[i] for i in outer],
@@ -168,20 +171,7 @@ def _dims(dim: Any, count: int) -> list[int]:
     return sorted(d % count for d in (dim if isinstance(dim, Sequence) else [dim]))
 
 
-@lowers(aten.cumsum.default)
-def cumsum(b: Builder, node: Node) -> None:
-    x, dim = node.args[:2]
-    out = node.outputs[0]
-    dim %= len(x.shape)
-    outer = [i for i in range(len(x.shape)) if i != dim]
-    b.call(
-        "onward_cumsum", len(outer), [x.shape[i] for i in outer], x.shape[dim], address(x), element_code(x),
-        [x.strides[i] for i in outer], x.strides[dim], address(out), element_code(out),
-        [out.strides[i] for i in outer], out.strides[dim],
-    )  # fmt: skip
-
-
-# ── look-ups ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lookups ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @lowers(aten.embedding.default)
@@ -219,46 +209,40 @@ def index_put(b: Builder, node: Node) -> None:
 
 
 def advanced_index(b: Builder, x: Array, indices: Sequence[Array | None], other: Array, put: bool) -> None:
-    """other = x[indices], or with put x[indices] = other. The indexed dims go where numpy puts them."""
+    """other = x[indices], or with put x[indices] = other, with numpy's order of dims."""
     arrays = [index for index in indices if index is not None]
     if any(index.dtype not in (torch.int32, torch.int64) for index in arrays):
-        raise Unsupported("an index of another dtype than int32 or int64")
-    indices = [*indices, *[None] * (len(x.shape) - len(indices))]
-    used = [i for i, index in enumerate(indices) if index is not None]
-    before, spread, after = index_dims(len(x.shape), indices)
-    shape = [x.shape[i] for i in before] + spread + [x.shape[i] for i in after]
-    steps = [x.strides[i] for i in before] + [0] * len(spread) + [x.strides[i] for i in after]
+        raise Unsupported("an index that is neither int32 nor int64")
+    before, index_shape, after = index_dims(len(x.shape), indices)
+    shape = [x.shape[i] for i in before] + index_shape + [x.shape[i] for i in after]
+    steps = [x.strides[i] for i in before] + [0] * len(index_shape) + [x.strides[i] for i in after]
     words: list[Any] = []
-    for i in used:
-        index = indices[i]
-        assert index is not None
-        along = [0] * len(before) + broadcast(index, spread) + [0] * len(after)
-        words += [address(index), element_code(index), x.strides[i], x.shape[i], *along]
+    for i, index in enumerate(indices):
+        if index is not None:
+            index_steps = [0] * len(before) + broadcast(index, index_shape) + [0] * len(after)
+            words += [address(index), element_code(index), x.strides[i], x.shape[i], *index_steps]
     if put and other.dtype != x.dtype:
-        cast = b.temporary(other.shape, x.dtype)
-        b.copy(other, cast)
-        other = cast
+        other = b.cast(other, x.dtype)
     b.call(
         "onward_index", len(shape), shape, address(other), broadcast(other, shape), address(x), x.dtype.itemsize,
-        steps, len(used), words, put,
+        steps, len(arrays), words, put,
     )  # fmt: skip
 
 
 def index_dims(count: int, indices: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
     """The dims of x[indices], for x of `count` dims: dims of x, the shape of the broadcast indices, dims of x."""
     used = [i for i, index in enumerate(indices) if index is not None]
-    spread = list(broadcast_shapes([tuple(indices[i].shape) for i in used]))
-    # Indexed dims that are neighbours stay where they are; otherwise they come first.
+    # Adjacent indexed dims stay in place; otherwise they come first.
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-    plain = [i for i in range(count) if i not in used]
-    return plain[:first], spread, plain[first:]
+    others = [i for i in range(count) if i not in used]
+    return others[:first], list(broadcast_shapes([indices[i] for i in used])), others[first:]
 
 
 def _infer_index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         raise ProgramError("the forward indexes with a mask: the shape of the result depends on values")
-    before, spread, after = index_dims(x.dim(), indices)
-    return empty_meta([x.shape[i] for i in before] + spread + [x.shape[i] for i in after], x.dtype)
+    before, index_shape, after = index_dims(x.dim(), indices)
+    return empty_meta([x.shape[i] for i in before] + index_shape + [x.shape[i] for i in after], x.dtype)
 
 
 INFER[aten.index.Tensor] = _infer_index

@@ -1,6 +1,7 @@
-"""Rules, and shapes and dtypes, for torch's elementwise operators."""
+"""Rules for torch's elementwise operators, and the shapes and dtypes of their results."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,17 +10,8 @@ from torch._ops import OpOverload
 
 from onward.errors import ProgramError
 from onward.native.structs import Binary, Unary
-from onward.program.builder import (
-    ELEMENTS,
-    Builder,
-    Unsupported,
-    broadcast,
-    contiguous_strides,
-    element_code,
-    lowers,
-    named_arguments,
-)
-from onward.program.graph import Array, Infer, Node, address
+from onward.program.builder import ELEMENTS, Builder, Unsupported, broadcast, element_code, lowers, named_arguments
+from onward.program.graph import Array, Infer, Node, address, contiguous_strides
 
 aten = torch.ops.aten
 
@@ -30,22 +22,11 @@ _UNARY = {
     "bitwise_not": Unary.BITWISE_NOT, "floor": Unary.FLOOR, "ceil": Unary.CEIL, "sign": Unary.SIGN,
     "log1p": Unary.LOG1P, "expm1": Unary.EXPM1, "exp2": Unary.EXP2, "isnan": Unary.ISNAN, "isinf": Unary.ISINF,
 }  # fmt: skip
-# Operators that turn integers into float32.
+# Operators that convert integers to float32.
 _TO_FLOAT = {
-    "exp",
-    "log",
-    "sqrt",
-    "rsqrt",
-    "reciprocal",
-    "sin",
-    "cos",
-    "tanh",
-    "sigmoid",
-    "erf",
-    "log1p",
-    "expm1",
-    "exp2",
-}
+    "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid", "erf", "log1p", "expm1", "exp2",
+    "div",
+}  # fmt: skip
 _TO_BOOL = {"logical_not", "isnan", "isinf", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or"}
 _BINARY = {
     "add": Binary.ADD, "sub": Binary.SUB, "mul": Binary.MUL, "div": Binary.DIV, "maximum": Binary.MAX,
@@ -53,10 +34,10 @@ _BINARY = {
     "ge": Binary.GE, "bitwise_and": Binary.AND, "bitwise_or": Binary.OR, "bitwise_xor": Binary.XOR,
     "logical_and": Binary.AND, "logical_or": Binary.OR, "floor_divide": Binary.FLOOR_DIV, "remainder": Binary.REMAINDER,
 }  # fmt: skip
-# The operation in which torch computes x ** n for these n.
+# The operations that torch uses for x ** n.
 _POWERS = {2: Unary.SQUARE, 0.5: Unary.SQRT, -0.5: Unary.RSQRT, -1: Unary.RECIPROCAL, 1: Unary.COPY}
 
-INFER: dict[OpOverload, Infer] = {}  # shapes and dtypes, for the recorder
+INFER: dict[OpOverload, Infer] = {}  # shapes and dtypes of results, for the recorder
 
 
 def _overloads(name: str) -> list[OpOverload]:
@@ -93,9 +74,9 @@ def _binary_rule(code: Binary) -> Callable[[Builder, Node], None]:
 
 
 def binary(b: Builder, code: Binary, x: Any, y: Any, out: Array) -> None:
-    """out = x op y; x and y arrays or numbers, at least one an array."""
-    compute = _compute(x, y, code)
-    left, right = (_operand(b, side, compute) for side in (x, y))
+    """out = x op y, for arrays or numbers x and y, at least one an array."""
+    compute = _compute_dtype(x, y, code)
+    left, right = (side if isinstance(side, Array) else b.scalar(side, compute) for side in (x, y))
     b.call(
         "onward_binary", code, ELEMENTS[compute], len(out.shape), list(out.shape),
         address(left), element_code(left), broadcast(left, out.shape),
@@ -104,8 +85,8 @@ def binary(b: Builder, code: Binary, x: Any, y: Any, out: Array) -> None:
     )  # fmt: skip
 
 
-def _compute(x: Any, y: Any, code: Binary) -> torch.dtype:
-    """The dtype that both operands are cast to first: torch's promoted dtype, but float32 for the shorter floats."""
+def _compute_dtype(x: Any, y: Any, code: Binary) -> torch.dtype:
+    """The dtype that both operands are cast to: torch's promoted dtype, but float32 for float16 and bfloat16."""
     kinds = [side.dtype if isinstance(side, Array) else type(side) for side in (x, y)]
     if torch.float64 in kinds:
         return torch.float64
@@ -113,43 +94,37 @@ def _compute(x: Any, y: Any, code: Binary) -> torch.dtype:
     return torch.float32 if floats or code == Binary.DIV else torch.int64
 
 
-def _operand(b: Builder, side: Any, compute: torch.dtype) -> Array:
-    return side if isinstance(side, Array) else b.scalar(side, compute)
-
-
 def _as_bool(b: Builder, side: Any) -> Array:
     if not isinstance(side, Array):
         return b.scalar(bool(side), torch.bool)
     if side.dtype == torch.bool:
         return side
-    truth = b.temporary(side.shape, torch.bool)
-    binary(b, Binary.NE, side, 0, truth)
-    return truth
+    nonzero = b.trace.temporary(side.shape, torch.bool)
+    binary(b, Binary.NE, side, 0, nonzero)
+    return nonzero
 
 
 def _output(node: Node) -> Array:
-    """The new array, or for an in-place operator the one it changes."""
+    """The new array, or the array that an in-place operator changes."""
     return (node.outputs or node.writes)[0]
 
 
 # ── shapes and dtypes ─────────────────────────────────────────────────────────────────────────────────────────
-# torch's own meta forms of these are partly written in Python, and importing them takes a second.
+# torch's own meta implementations are partly written in Python, and importing them takes a second.
 
 
 def _infer(name: str) -> Infer:
     def infer(*args: Any, **kwargs: Any) -> Tensor:
         operands = [a for a in args[: 2 if name in _BINARY else 1] if isinstance(a, Tensor | int | float)]
-        dtype = _result_type(name, operands)
-        tensors = [a for a in operands if isinstance(a, Tensor)]
-        shape = broadcast_shapes([tuple(t.shape) for t in tensors])
-        like = next((t for t in tensors if t.shape == shape), None)
-        return empty_meta(shape, dtype, like)
+        shape = broadcast_shapes(operands)
+        like = next((a for a in operands if isinstance(a, Tensor) and a.shape == shape), None)
+        return empty_meta(shape, _result_type(name, operands), like)
 
     return infer
 
 
 def empty_meta(shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
-    """A meta tensor with its dims in the order in which those of `like` lie in memory, as elementwise results are."""
+    """A meta tensor whose dims have the memory order of those of `like`, as results of elementwise operators do."""
     if like is None or like.is_contiguous():
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
     order = sorted(range(len(shape)), key=lambda dim: (like.stride(dim), shape[dim] != 1, -dim))
@@ -160,42 +135,36 @@ def empty_meta(shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = N
     return torch.empty_strided(tuple(shape), strides, dtype=dtype, device="meta")
 
 
-def broadcast_shapes(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape that all of them broadcast to. (torch's own imports its symbolic shapes.)"""
+def broadcast_shapes(operands: Sequence[Any]) -> tuple[int, ...]:
+    """The broadcast shape of the tensors and shapes among the operands. (torch's own imports its symbolic shapes.)"""
+    shapes = [tuple(getattr(operand, "shape", operand)) for operand in operands if not isinstance(operand, int | float)]
     out: list[int] = []
     for shape in shapes:
         out = [1] * (len(shape) - len(out)) + out
-        for place, size in enumerate(reversed(shape), start=1):
+        for i, size in enumerate(reversed(shape), start=1):
             if size != 1:
-                if out[-place] not in (1, size):
+                if out[-i] not in (1, size):
                     raise ProgramError(f"shapes that do not broadcast: {[list(shape) for shape in shapes]}")
-                out[-place] = size
+                out[-i] = size
     return tuple(out)
 
 
 def _result_type(name: str, operands: Sequence[Any]) -> torch.dtype:
     if name in _TO_BOOL:
         return torch.bool
-    first, second = (operands[0], operands[-1])
-    dtype = torch.result_type(first, second) if len(operands) == 2 else first.dtype
-    if (name in _TO_FLOAT or name == "div") and not dtype.is_floating_point:
-        return torch.float32
-    return dtype
+    dtype = torch.result_type(*operands) if len(operands) == 2 else operands[0].dtype
+    return torch.float32 if name in _TO_FLOAT and not dtype.is_floating_point else dtype
 
 
-for _name, _code in _UNARY.items():
+_OPERATIONS: dict[str, Unary | Binary] = {**_UNARY, **_BINARY}
+for _name, _code in _OPERATIONS.items():
     for _op in _overloads(_name):
-        lowers(_op)(_unary_rule(_code))
-        if not _op._schema.is_mutable:
-            INFER[_op] = _infer(_name)
-for _name, _binary_code in _BINARY.items():
-    for _op in _overloads(_name):
-        lowers(_op)(_binary_rule(_binary_code))
+        lowers(_op)(_unary_rule(_code) if isinstance(_code, Unary) else _binary_rule(_code))
         if not _op._schema.is_mutable and len(_op._schema.arguments) <= 3 and "mode" not in _op._overloadname:
             INFER[_op] = _infer(_name)
 
 
-# ── operators with rules of their own ───────────────────────────────────────────────────────────────────────
+# ── other elementwise operators ───────────────────────────────────────────────────────────────────────────────
 
 
 @lowers(aten.gelu.default, aten.gelu_.default)
@@ -222,8 +191,8 @@ def power(b: Builder, node: Node) -> None:
     if exponent != 3:
         b.unary(_POWERS[exponent], x, _output(node))
         return
-    # x * x * x, as torch computes it; of the shorter floats in float32.
-    square = b.temporary(x.shape, torch.promote_types(x.dtype, torch.float32))
+    # x * x * x, as torch computes it; in float32 for float16 and bfloat16.
+    square = b.trace.temporary(x.shape, torch.promote_types(x.dtype, torch.float32))
     b.unary(Unary.SQUARE, x, square)
     binary(b, Binary.MUL, square, x, _output(node))
 
@@ -233,8 +202,7 @@ INFER[aten.pow.Tensor_Scalar] = lambda x, exponent: empty_meta(x.shape, torch.re
 
 @lowers(aten.clamp.default, aten.clamp_.default, aten.clamp_min.default, aten.clamp_max.default)
 def clamp(b: Builder, node: Node) -> None:
-    arguments, out = named_arguments(node), _output(node)
-    x = node.args[0]
+    arguments, x, out = named_arguments(node), node.args[0], _output(node)
     for bound, code in ((arguments.get("min"), Binary.MAX), (arguments.get("max"), Binary.MIN)):
         if bound is not None:
             binary(b, code, x, bound, out)
@@ -247,9 +215,7 @@ def where(b: Builder, node: Node) -> None:
     choose(b, condition, x, y, _output(node))
 
 
-@lowers(
-    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor
-)  # fmt: skip
+@lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
 def masked_fill(b: Builder, node: Node) -> None:
     x, mask, value = node.args
     choose(b, mask, value, x, _output(node))
@@ -272,14 +238,13 @@ def choose(b: Builder, condition: Array, x: Any, y: Any, out: Array) -> None:
     aten.type_as.default, aten.ravel.default, aten.numpy_T.default,
 )  # fmt: skip
 def copy(b: Builder, node: Node) -> None:
-    """Operators that make a copy with the same elements in the same order."""
+    """Operators that copy their elements in the same order."""
     x, out = node.args[0], node.outputs[0]
     element_code(out)
     if x.shape == out.shape:
         b.copy(x, out)
-    elif out.contiguous:  # a reshape that no view can do
-        flat = Array(out.storage, out.dtype, x.shape, contiguous_strides(x.shape), out.offset)
-        b.copy(x, flat)
+    elif out.contiguous:  # a reshape that is not a view
+        b.copy(x, replace(out, shape=x.shape, strides=contiguous_strides(x.shape)))
     else:
         raise Unsupported("a reshape into a layout that is not contiguous")
 
@@ -294,39 +259,34 @@ def copy_(b: Builder, node: Node) -> None:
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.zero_.default,
 )  # fmt: skip
 def fill(b: Builder, node: Node) -> None:
-    out = _output(node)
-    name = node.op._schema.name
-    arguments = named_arguments(node)
+    out, name, arguments = _output(node), node.op._schema.name, named_arguments(node)
     value: Any = 0 if "zero" in name else 1 if "ones" in name else arguments.get("fill_value", arguments.get("value"))
     b.copy(value if isinstance(value, Array) else b.scalar(value, out.dtype), out)
 
 
 @lowers(aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default)
 def empty(b: Builder, node: Node) -> None:
-    """Emit nothing: the values of an empty tensor are undefined until they are written."""
+    """Emit nothing: the values of an empty tensor are undefined."""
 
 
 @lowers(aten.cat.default, aten.concat.default, aten.stack.default)
 def cat(b: Builder, node: Node) -> None:
     arguments, out = named_arguments(node), node.outputs[0]
     dim = arguments["dim"] % len(out.shape)
-    at = 0
+    offset = out.offset
     for part in arguments["tensors"]:
         if node.op is aten.stack.default:
-            part = Array(
-                part.storage, part.dtype, (*part.shape[:dim], 1, *part.shape[dim:]),
-                (*part.strides[:dim], 0, *part.strides[dim:]), part.offset,
-            )  # fmt: skip
-        elif len(part.shape) != len(out.shape):  # torch lets an empty tensor of one dimension pass
+            part = _insert_dim(part, dim, 1)
+        elif len(part.shape) != len(out.shape):  # torch accepts an empty tensor of one dimension
             continue
-        b.copy(part, along(out, dim, at, part.shape[dim]))
-        at += part.shape[dim]
+        b.copy(part, replace(out, shape=part.shape, offset=offset))
+        offset += part.shape[dim] * out.strides[dim]
 
 
-def along(array: Array, dim: int, start: int, length: int) -> Array:
-    """array.narrow(dim, start, length)."""
-    shape = (*array.shape[:dim], length, *array.shape[dim + 1 :])
-    return Array(array.storage, array.dtype, shape, array.strides, array.offset + start * array.strides[dim])
+def _insert_dim(array: Array, dim: int, size: int) -> Array:
+    """The array with a new dimension, along which it repeats."""
+    shape = (*array.shape[:dim], size, *array.shape[dim:])
+    return replace(array, shape=shape, strides=(*array.strides[:dim], 0, *array.strides[dim:]))
 
 
 @lowers(aten.repeat_interleave.self_int)
@@ -335,9 +295,7 @@ def repeat_interleave(b: Builder, node: Node) -> None:
     x, repeats, dim, out = arguments["self"], arguments["repeats"], arguments["dim"], node.outputs[0]
     if dim is None or arguments["output_size"] is not None:
         raise Unsupported("repeat_interleave without a dim")
-    dim %= len(x.shape)
-    shape = (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
-    spread = Array(x.storage, x.dtype, shape, (*x.strides[: dim + 1], 0, *x.strides[dim + 1 :]), x.offset)
     if not out.contiguous:
         raise Unsupported("an output that is not contiguous")
-    b.copy(spread, Array(out.storage, out.dtype, shape, contiguous_strides(shape), out.offset))
+    repeated = _insert_dim(x, dim % len(x.shape) + 1, repeats)
+    b.copy(repeated, replace(out, shape=repeated.shape, strides=contiguous_strides(repeated.shape)))

@@ -1,10 +1,11 @@
-"""Infer the shapes and dtypes that operators with a kernel return.
+"""Infer the shapes and dtypes of operators that have a kernel.
 
-torch has meta forms of them all. But most are written in Python, and the first call of one imports sympy: a second at
-every start. Those of elementwise operators are in `pointwise.py`, with their rules.
+torch has meta implementations of all of them, but most are written in Python, and the first call of one imports sympy,
+which takes a second. Those of elementwise operators are in `aten_pointwise.py`, with their rules.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @_infers(aten.matmul.default, aten.mm.default, aten.bmm.default)
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """[..., M, K] @ [..., K, N], either without its matrix dimension where it is a vector."""
+    """[..., M, K] @ [..., K, N]; either may be a vector."""
     left: tuple[int, ...] = tuple(x.shape) if x.dim() > 1 else (1, *x.shape)
     right: tuple[int, ...] = tuple(y.shape) if y.dim() > 1 else (*y.shape, 1)
     if x.dtype != y.dtype or not x.dim() or not y.dim() or left[-1] != right[-2]:
@@ -57,17 +58,17 @@ def _plus_product(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha:
 
 @_infers(aten.scaled_dot_product_attention.default)
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """[B, H, T, D], with the features of a token's heads side by side in memory, as torch returns it."""
+    """[B, H, T, D] over memory [B, T, H, D], as torch returns it."""
     if q.dim() != 4 or v.dim() != 4 or q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
         raise ProgramError(
-            f"attention wants q [B, H, T, D] and k and v [B, G, S, D]; got {list(q.shape)}, {list(k.shape)} and "
+            f"attention expects q [B, H, T, D] and k and v [B, G, S, D]; got {list(q.shape)}, {list(k.shape)} and "
             f"{list(v.shape)}"
         )
     batch, heads, queries, _ = q.shape
     return empty_meta((batch, queries, heads, v.shape[-1]), q.dtype).transpose(1, 2)
 
 
-# ── along one dimension ───────────────────────────────────────────────────────────────────────────────────────
+# ── operators along dimensions ────────────────────────────────────────────────────────────────────────────────
 
 
 @_infers(aten.softmax.int, aten.log_softmax.int)
@@ -87,7 +88,7 @@ def _norm(x: Tensor, normalized_shape: Sequence[int], *weights: Any, **_: Any) -
         raise ProgramError(f"a norm over {list(normalized_shape)} does not fit a tensor {list(x.shape)}")
     for weight in weights:
         if isinstance(weight, Tensor) and list(weight.shape) != list(normalized_shape):
-            raise ProgramError(f"a norm over {list(normalized_shape)} wants such a weight; got {list(weight.shape)}")
+            raise ProgramError(f"a norm over {list(normalized_shape)} expects such a weight; got {list(weight.shape)}")
     return empty_meta(x.shape, x.dtype)
 
 
@@ -97,29 +98,20 @@ def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     return empty_meta(x.shape, dtype or _sum_dtype(x))
 
 
-@_infers(aten.sum.dim_IntList, aten.mean.dim)
-def _reduced(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    return empty_meta(_reduced_shape(x, dim, keepdim), dtype or _sum_dtype(x))
-
-
-@_infers(aten.sum.default, aten.mean.default)
-def _reduced_whole(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return empty_meta((), dtype or _sum_dtype(x))
+@_infers(aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default)
+def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    return _reduced(x, dim, keepdim, dtype=dtype or _sum_dtype(x))
 
 
 @_infers(aten.amax.default, aten.amin.default)
-def _extreme(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return empty_meta(_reduced_shape(x, dim, keepdim), x.dtype)
+def _reduced(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = _dims(x, dim)
+    shape = [1 if i in dims else size for i, size in enumerate(x.shape) if keepdim or i not in dims]
+    return empty_meta(shape, dtype or x.dtype)
 
 
-@_infers(aten.argmax.default)
-def _argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return empty_meta(_reduced_shape(x, dim, keepdim), torch.int64)
-
-
-@_infers(aten.any.dim, aten.all.dim)
-def _truth(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    return empty_meta(_reduced_shape(x, dim, keepdim), torch.bool)
+INFER[aten.argmax.default] = partial(_reduced, dtype=torch.int64)
+INFER[aten.any.dim] = INFER[aten.all.dim] = partial(_reduced, dtype=torch.bool)
 
 
 @_infers(aten.gather.default)
@@ -129,34 +121,28 @@ def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) ->
 
 
 def _dims(x: Tensor, dim: Any) -> list[int]:
-    """The dimensions that `dim` names, counted from the front; all of them for None or an empty list."""
+    """The non-negative dimensions of a `dim` argument; all of them for None or an empty list."""
     dims = list(dim) if isinstance(dim, Sequence) else [] if dim is None else [dim]
     if any(not -x.dim() <= each < max(x.dim(), 1) for each in dims):
         raise ProgramError(f"a tensor {list(x.shape)} has no dimension {dims}")
     return [each % max(x.dim(), 1) for each in dims] or list(range(x.dim()))
 
 
-def _reduced_shape(x: Tensor, dim: Any, keepdim: bool) -> list[int]:
-    reduced = _dims(x, dim)
-    return [1 if i in reduced else size for i, size in enumerate(x.shape) if keepdim or i not in reduced]
-
-
 def _sum_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_floating_point() else torch.int64
 
 
-# ── choosing and joining ──────────────────────────────────────────────────────────────────────────────────────
+# ── selecting and concatenating ───────────────────────────────────────────────────────────────────────────────
 
 
 @_infers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 def _where(condition: Tensor, x: Any, y: Any) -> Tensor:
-    shapes = [tuple(side.shape) for side in (condition, x, y) if isinstance(side, Tensor)]
-    return empty_meta(broadcast_shapes(shapes), torch.result_type(x, y))
+    return empty_meta(broadcast_shapes([condition, x, y]), torch.result_type(x, y))
 
 
 @_infers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
-    return empty_meta(broadcast_shapes([tuple(x.shape), tuple(mask.shape)]), x.dtype)
+    return empty_meta(broadcast_shapes([x, mask]), x.dtype)
 
 
 @_infers(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
@@ -170,59 +156,45 @@ def _clamp(x: Tensor, *bounds: Any, **named: Any) -> Tensor:
 
 @_infers(aten.rsub.Scalar, aten.rsub.Tensor)
 def _rsub(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
-    shapes = [tuple(side.shape) for side in (x, other) if isinstance(side, Tensor)]
-    return empty_meta(broadcast_shapes(shapes), torch.result_type(x, other), x)
+    return empty_meta(broadcast_shapes([x, other]), torch.result_type(x, other), x)
 
 
 @_infers(aten.cat.default, aten.concat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    parts = [t for t in tensors if tuple(t.shape) != (0,)] or list(tensors)  # torch lets an empty vector pass
+    parts = [t for t in tensors if tuple(t.shape) != (0,)] or list(tensors)  # torch ignores empty vectors
     first = parts[0]
-    at = _dims(first, dim)[0]
-    dtype = first.dtype
+    axis = _dims(first, dim)[0]
     for part in parts:
-        if part.dim() != first.dim() or any(
-            part.shape[i] != first.shape[i] for i in range(first.dim()) if i != at
-        ):  # fmt: skip
+        if part.dim() != first.dim() or any(part.shape[i] != first.shape[i] for i in range(first.dim()) if i != axis):
             raise ProgramError(f"cat along dimension {dim} does not fit shapes {[list(t.shape) for t in tensors]}")
-        dtype = torch.promote_types(dtype, part.dtype)
     shape = list(first.shape)
-    shape[at] = sum(part.shape[at] for part in parts)
-    return empty_meta(shape, dtype)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    return empty_meta(shape, _promoted(parts))
 
 
 @_infers(aten.stack.default)
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     first = tensors[0]
     if any(part.shape != first.shape for part in tensors):
-        raise ProgramError(f"stack wants tensors of one shape; got {[list(t.shape) for t in tensors]}")
-    dtype = first.dtype
-    for part in tensors:
-        dtype = torch.promote_types(dtype, part.dtype)
-    at = dim % (first.dim() + 1)
-    return empty_meta((*first.shape[:at], len(tensors), *first.shape[at:]), dtype)
+        raise ProgramError(f"stack expects tensors of equal shapes; got {[list(t.shape) for t in tensors]}")
+    axis = dim % (first.dim() + 1)
+    return empty_meta((*first.shape[:axis], len(tensors), *first.shape[axis:]), _promoted(tensors))
+
+
+def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+    return reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
 
 
 # ── filling ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@_infers(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)
-def _like(x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+@_infers(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default)
+def _like(x: Tensor, *value: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     return empty_meta(x.shape, dtype or x.dtype, x)
 
 
-@_infers(aten.full_like.default)
-def _full_like(x: Tensor, value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return empty_meta(x.shape, dtype or x.dtype, x)
-
-
-@_infers(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default)
-def _new(x: Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return empty_meta(size, dtype or x.dtype)
-
-
-@_infers(aten.new_full.default)
-def _new_full(x: Tensor, size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+@_infers(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)
+def _new(x: Tensor, size: Sequence[int], *value: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     return empty_meta(size, dtype or x.dtype)
 
 
@@ -241,5 +213,5 @@ def _filled(x: Tensor, *_: Any, **options: Any) -> Tensor:
 
 
 def _check_fits(source: Tensor, to: Tensor) -> None:
-    if broadcast_shapes([tuple(source.shape), tuple(to.shape)]) != tuple(to.shape):
+    if broadcast_shapes([source, to]) != tuple(to.shape):
         raise ProgramError(f"a tensor {list(source.shape)} does not fit into one {list(to.shape)}")

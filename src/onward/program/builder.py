@@ -1,15 +1,16 @@
-"""The builder with which rules turn an operator into kernel calls, and the table of rules."""
+"""The builder that rules use to turn an operator into kernel calls, and the table of rules."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from onward.native.structs import Element
+from onward.native.structs import Element, Unary
 from onward.ops.operator import DTYPES
-from onward.program.graph import Address, Argument, Array, KernelCall, Kind, Node, ProgramCall, Storage, Trace, address
+from onward.program.graph import Address, Argument, Array, KernelCall, Kind, Node, ProgramCall, Trace, address
 
 ELEMENTS = {
     torch.float32: Element.F32,
@@ -23,7 +24,7 @@ ELEMENTS = {
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: torch runs the operator instead
-    """There is no kernel for this use of an operator; the message says what is missing."""
+    """No kernel supports this use of an operator; the message names the missing feature."""
 
 
 class Builder:
@@ -32,7 +33,7 @@ class Builder:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.calls: list[ProgramCall] = []
-        self.node: Node | None = None  # the one that is being lowered
+        self.node: Node | None = None  # the node that is being lowered
         self._scalars: dict[tuple[float, torch.dtype], Array] = {}
 
     def call(self, kernel: str, *args: Argument) -> None:
@@ -41,42 +42,35 @@ class Builder:
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
-        """A contiguous array in the program's own memory."""
-        strides = contiguous_strides(shape)
-        array = Array(self._storage(Kind.TEMPORARY, 0), dtype, tuple(shape), strides, 0)
-        array.storage.nbytes = array.nbytes
-        return array
-
     def constant(self, tensor: Tensor) -> Array:
         tensor = tensor.contiguous()
-        storage = self._storage(Kind.CONSTANT, tensor.nbytes)
-        storage.constant = tensor
+        storage = self.trace.new_storage(Kind.CONSTANT, tensor.nbytes, constant=tensor)
         return Array(storage, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
 
     def scalar(self, value: float | int | bool, dtype: torch.dtype) -> Array:
-        """A constant without dimensions."""
+        """A constant [] of this value."""
         key = (value, dtype)
         if key not in self._scalars:
             self._scalars[key] = self.constant(torch.tensor(value, dtype=dtype))
         return self._scalars[key]
 
-    def _storage(self, kind: Kind, nbytes: int) -> Storage:
-        storage = Storage(len(self.trace.storages), kind, nbytes)
-        self.trace.storages.append(storage)
-        return storage
-
     # ── layouts ───────────────────────────────────────────────────────────────────────────────────────────
 
     def contiguous(self, array: Array) -> Array:
-        if array.contiguous:
-            return array
-        copy = self.temporary(array.shape, array.dtype)
+        return array if array.contiguous else self.cast(array, array.dtype)
+
+    def with_contiguous_rows(self, array: Array) -> Array:
+        """The array, or a copy of it, whose last dimension is contiguous."""
+        return array if array.strides[-1] == 1 else self.contiguous(array)
+
+    def cast(self, array: Array, dtype: torch.dtype) -> Array:
+        """A contiguous copy of the array in another dtype."""
+        copy = self.trace.temporary(array.shape, dtype)
         self.copy(array, copy)
         return copy
 
     def rows(self, array: Array) -> tuple[Array, int, int, int]:
-        """An array [..., D] as rows: (it or a copy, number of rows, D, elements from row to row)."""
+        """An array [..., D] as rows: (the array or a contiguous copy, number of rows, D, row stride)."""
         layout = uniform_rows(array)
         if layout is None:
             array = self.contiguous(array)
@@ -84,10 +78,17 @@ class Builder:
             assert layout is not None
         return (array, *layout)
 
+    def matrix(self, array: Array) -> Array:
+        """An array [..., D], or a copy of it, as a matrix [rows, D]."""
+        array, rows, columns, stride = self.rows(array)
+        return replace(array, shape=(rows, columns), strides=(stride, 1))
+
+    def optional(self, array: Array | None) -> Address | None:
+        """The address of the contiguous array or of a copy of it; None for None."""
+        return None if array is None else address(self.contiguous(array))
+
     def copy(self, source: Array, to: Array) -> None:
         """to[...] = source[...], broadcast and cast."""
-        from onward.native.structs import Unary
-
         self.unary(Unary.COPY, source, to)
 
     def unary(self, op: int, x: Array, out: Array, parameter: float = 0.0) -> None:
@@ -98,7 +99,7 @@ class Builder:
 
 
 def float_code(array: Array) -> int:
-    """The code of a float dtype that the fused kernels take."""
+    """The code of a float dtype for the fused kernels."""
     if array.dtype not in DTYPES:
         raise Unsupported(f"dtype {array.dtype}")
     return DTYPES[array.dtype]
@@ -110,16 +111,8 @@ def element_code(array: Array) -> int:
     return ELEMENTS[array.dtype]
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def broadcast(array: Array, shape: Sequence[int]) -> list[int]:
-    """The strides of an array over a shape that it broadcasts to: 0 where it repeats."""
+    """The strides of an array broadcast to a shape: 0 for repeated dimensions."""
     missing = len(shape) - len(array.shape)
     return [0] * missing + [
         0 if size == 1 and full_size != 1 else stride
@@ -128,7 +121,7 @@ def broadcast(array: Array, shape: Sequence[int]) -> list[int]:
 
 
 def uniform_rows(array: Array) -> tuple[int, int, int] | None:
-    """(rows, columns, elements from row to row) of an array [..., D]; None where its rows are not evenly spaced."""
+    """(rows, columns, row stride) of an array [..., D]; None if its rows are not evenly spaced."""
     *leading, columns = array.shape
     *steps, last = array.strides
     if columns > 1 and last != 1:
@@ -150,13 +143,14 @@ def uniform_rows(array: Array) -> tuple[int, int, int] | None:
 
 
 Rule = Callable[[Builder, Node], None]
+R = TypeVar("R", bound=Rule)
 RULES: dict[OpOverload, Rule] = {}
 
 
-def lowers(*ops: OpOverload) -> Callable[[Rule], Rule]:
-    """Register a rule for operators. A rule emits calls, or raises `Unsupported`; then its calls are dropped."""
+def lowers(*ops: OpOverload) -> Callable[[R], R]:
+    """Register a rule for operators. A rule emits calls, or raises `Unsupported`, which discards its calls."""
 
-    def register(rule: Rule) -> Rule:
+    def register(rule: R) -> R:
         for op in ops:
             RULES[op] = rule
         return rule
@@ -165,24 +159,7 @@ def lowers(*ops: OpOverload) -> Callable[[Rule], Rule]:
 
 
 def named_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a node by name, defaults filled in."""
+    """The arguments of a node by name, including defaults."""
     arguments = {argument.name: argument.default_value for argument in node.op._schema.arguments}
     arguments |= dict(zip(arguments, node.args, strict=False))
     return arguments | node.kwargs
-
-
-__all__ = [
-    "ELEMENTS",
-    "RULES",
-    "Address",
-    "Builder",
-    "Rule",
-    "Unsupported",
-    "broadcast",
-    "contiguous_strides",
-    "element_code",
-    "float_code",
-    "lowers",
-    "named_arguments",
-    "uniform_rows",
-]

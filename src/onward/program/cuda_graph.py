@@ -1,8 +1,9 @@
-"""CUDA graphs: the kernels of one step recorded once and replayed in one call."""
+"""CUDA graphs: the kernels of one step, recorded once and replayed in one call."""
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,17 +11,32 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.errors import one_line
+from onward.program.graph import Forward
 from onward.program.recorder import TraceError
 from onward.util.process import renew_in_forks
 
-Forward = Callable[..., tuple[Tensor, Any]]
 _WARM_UP = 3
-_GRAPHED_TOKENS = 16  # of a row; longer ones run eagerly
+_MAX_TOKENS = 16  # per row; steps with more tokens run eagerly
+
+
+@torch.no_grad()
+def run_eager(
+    forward: Forward,
+    params: Any,
+    selects_logits: bool,
+    tokens: Tensor,
+    offsets: Tensor,
+    cache: Any,
+    logits_at: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    options = {"logits_at": logits_at} if selects_logits else {}
+    logits, cache = forward(tokens, offsets, cache, params, **options)
+    return logits, cache
 
 
 @dataclass(eq=False)
-class _Captured:
-    """A graph with the memory it reads and writes."""
+class _CapturedGraph:
+    """A graph and the memory that it reads and writes."""
 
     replay: Callable[[], None]
     tokens: Tensor
@@ -32,11 +48,10 @@ class _Captured:
 class CudaGraphExecutable:
     """Callable as a program. It captures a graph for every shape of tokens and every cache.
 
-    A graph holds addresses, so it belongs to the cache tensors it was captured with: another cache needs another
-    graph. Prompts (T above `_GRAPHED_TOKENS`) run eagerly: their launches are hidden behind the work, and a graph for
-    every length would cost more than it saves.
-    capture: records the kernels that a function launches; returns a function that replays them, and the tensor that
-        they write. Tests pass their own where there is no GPU.
+    A graph contains addresses, so it belongs to the cache tensors it was captured with. Prompts (T above `_MAX_TOKENS`)
+    run eagerly: kernels take longer than launches there, and a graph for every length would cost more than it saves.
+    capture: records the kernels that a function launches; returns a function that replays them, and their output
+        tensor. Tests without a GPU pass their own.
     """
 
     def __init__(
@@ -46,11 +61,9 @@ class CudaGraphExecutable:
         selects_logits: bool,
         capture: Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]] | None = None,
     ) -> None:
-        self._forward = forward
-        self._params = params
-        self._selects_logits = selects_logits
+        self._eager = partial(run_eager, forward, params, selects_logits)
         self._capture = capture or capture_graph
-        self._graphs: dict[Any, _Captured] = {}
+        self._graphs: dict[Any, _CapturedGraph] = {}
         self._lock = threading.Lock()
         renew_in_forks(self)
 
@@ -61,8 +74,8 @@ class CudaGraphExecutable:
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        if tokens.shape[1] > _GRAPHED_TOKENS:
-            return self._call(tokens, offsets, cache, logits_at)
+        if tokens.shape[1] > _MAX_TOKENS:
+            return self._eager(tokens, offsets, cache, logits_at)
         leaves = [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor)]
         logits_shape = None if logits_at is None else logits_at.shape
         addresses, shapes = tuple(leaf.data_ptr() for leaf in leaves), tuple(leaf.shape for leaf in leaves)
@@ -70,9 +83,9 @@ class CudaGraphExecutable:
         with self._lock:
             graph = self._graphs.get(key)
             if graph is None:
-                # Where this cache replaces another, that one's memory may be freed: drop its graphs.
+                # The memory of a replaced cache may be freed: drop its graphs.
                 self._graphs = {k: g for k, g in self._graphs.items() if k[2] == key[2]}
-                graph = self._graphs[key] = self._captured(tokens, offsets, cache, logits_at)
+                graph = self._graphs[key] = self._new_graph(tokens, offsets, cache, logits_at)
             graph.tokens.copy_(tokens)
             graph.offsets.copy_(offsets)
             if graph.logits_at is not None and logits_at is not None:
@@ -80,11 +93,11 @@ class CudaGraphExecutable:
             graph.replay()
             return graph.logits.clone(), cache
 
-    def _captured(self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None) -> _Captured:
+    def _new_graph(self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None) -> _CapturedGraph:
         inputs = tokens.clone(), offsets.clone(), None if logits_at is None else logits_at.clone()
 
         def step() -> Tensor:
-            logits, returned = self._call(inputs[0], inputs[1], cache, inputs[2])
+            logits, returned = self._eager(inputs[0], inputs[1], cache, inputs[2])
             before, after = pytree.tree_leaves(cache), pytree.tree_leaves(returned)
             if len(before) != len(after) or any(
                 isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
@@ -93,27 +106,20 @@ class CudaGraphExecutable:
                 raise TraceError("a forward in a CUDA graph must write its cache in place and return that cache")
             return logits
 
-        # The warm-up runs write only the cache positions that this call writes anyway.
+        # The warm-up runs only write cache positions that this call writes anyway.
         try:
             replay, logits = self._capture(step)
-        except RuntimeError as error:  # the forward synchronises with the device, or reads a value
+        except RuntimeError as error:  # the forward synchronizes with the device, or reads a value
             raise TraceError(f"the forward cannot be captured as a CUDA graph: {one_line(error)}") from error
-        return _Captured(replay, *inputs, logits)
-
-    def _call(self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None) -> tuple[Tensor, Any]:
-        if self._selects_logits:
-            logits, cache = self._forward(tokens, offsets, cache, self._params, logits_at=logits_at)
-        else:
-            logits, cache = self._forward(tokens, offsets, cache, self._params)
-        return logits, cache
+        return _CapturedGraph(replay, *inputs, logits)
 
 
 def capture_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Record the kernels that `step` launches: (a function that replays them, the tensor that holds the result)."""
+    """Record the kernels that `step` launches; return a function that replays them, and their output tensor."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(_WARM_UP):  # libraries choose their algorithms and allocate their workspaces now
+        for _ in range(_WARM_UP):  # libraries choose their algorithms and allocate their workspaces
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()

@@ -1,13 +1,13 @@
-"""Encode calls as the words that the native library runs (native/src/program.cpp), and plan their shared memory.
+"""Encode calls as the words that the native library runs (native/src/program.cpp), and plan their temporaries.
 
-A program's memory image is its code followed by the arrays and structures that its kernels take by address. Words
-that hold addresses are listed apart, as a base and an offset, so that an image can be bound to other tensors.
+A program's memory image is its code, followed by the arrays and structures that its kernels take by address. Addresses
+are listed separately, as a base and an offset, so that an image can be bound to other tensors.
 """
 
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ _ALIGNMENT = 64
 
 @dataclass(eq=False)
 class Segment:
-    """words[begin:end] of the image, which hold `calls` kernel calls. then: the operator that torch runs after them."""
+    """words[begin:end] of the image, with `calls` kernel calls. then: the operator that torch runs after them."""
 
     begin: int
     end: int
@@ -35,8 +35,8 @@ class Segment:
 class ProgramImage:
     """A program without its addresses.
 
-    words: code and data. places, bases, offsets: words[places[i]] is to hold the address of bases[i] plus offsets[i].
-    Base 0 is the image itself; then comes a base for each slot, then one for each storage.
+    words: code and data. places, bases, offsets: words[places[i]] must be set to the address of bases[i] plus
+    offsets[i]. Base 0 is the image itself, followed by a base for each slot and one for each storage.
     slot_bytes: the size of each slot; temporaries share slots. slots: the slot of each temporary, by storage index.
     """
 
@@ -57,19 +57,17 @@ class ProgramImage:
 
     @property
     def numbers(self) -> ImageWords:
-        """All numbers that may depend on the numbers of rows and tokens."""
+        """All numbers that may depend on the number of rows or tokens."""
         return np.concatenate((self.words, self.offsets, self.slot_bytes))
 
     def with_numbers(self, numbers: ImageWords) -> "ProgramImage":
-        """The same program for other numbers of rows and tokens."""
-        words, offsets, slots = np.split(numbers, np.cumsum((len(self.words), len(self.offsets))))
-        return ProgramImage(
-            words, self.places, self.bases, offsets, slots, self.slots, self.storages, self.segments, self.calls
-        )
+        """The same program for another number of rows or tokens."""
+        words, offsets, slot_bytes = np.split(numbers, np.cumsum((len(self.words), len(self.offsets))))
+        return replace(self, words=words, offsets=offsets, slot_bytes=slot_bytes)
 
 
-# Words kept free behind the code for one more call, which picks ids from the logits.
-ROOM_AT_END = 16
+# Words reserved after the code for a call that samples ids from the logits.
+SAMPLING_WORDS = 16
 
 
 def encode(calls: Sequence[ProgramCall], storages: list[Storage], library: Library) -> ProgramImage:
@@ -82,41 +80,33 @@ def encode(calls: Sequence[ProgramCall], storages: list[Storage], library: Libra
         else:
             image.cut(call)
     image.finish()
-    return ProgramImage(
-        words=np.array(image.words, dtype=np.int64),
-        places=np.array(image.places, dtype=np.int64),
-        bases=np.array(image.bases, dtype=np.int64),
-        offsets=np.array(image.offsets, dtype=np.int64),
-        slot_bytes=np.array(slot_bytes, dtype=np.int64),
-        slots=slots,
-        storages=storages,
-        segments=image.segments,
-        calls=list(calls),
-    )
+    numbers = (image.words, image.places, image.bases, image.offsets, slot_bytes)
+    words, places, bases, offsets, sizes = (np.array(values, dtype=np.int64) for values in numbers)
+    return ProgramImage(words, places, bases, offsets, sizes, slots, storages, image.segments, list(calls))
 
 
 def plan_slots(calls: Sequence[ProgramCall]) -> tuple[dict[int, int], list[int]]:
-    """Give every temporary a slot from its first call to its last: (slot by storage index, bytes of each slot).
+    """Assign each temporary a slot from its first call to its last: (slot by storage index, bytes of each slot).
 
-    Only temporaries of one size share a slot, so that the plan is the same for every number of rows and tokens.
+    Only temporaries of equal size share a slot, so that the plan is the same for any number of rows and tokens.
     """
     storages = [call.storages() for call in calls]
-    last = {storage.index: at for at, of_call in enumerate(storages) for storage in of_call}
+    last_call = {storage.index: number for number, used in enumerate(storages) for storage in used}
     slots: dict[int, int] = {}
     sizes: list[int] = []
     free: dict[int, list[int]] = {}
-    for at, of_call in enumerate(storages):
-        touched = {s.index: s for s in of_call if s.kind is Kind.TEMPORARY}
-        for index, storage in touched.items():
+    for number, used in enumerate(storages):
+        temporaries = {s.index: s.nbytes for s in used if s.kind is Kind.TEMPORARY}
+        for index, nbytes in temporaries.items():
             if index not in slots:
-                available = free.setdefault(storage.nbytes, [])
+                available = free.setdefault(nbytes, [])
                 if not available:
                     available.append(len(sizes))
-                    sizes.append(storage.nbytes)
+                    sizes.append(nbytes)
                 slots[index] = available.pop()
-        for index, storage in touched.items():
-            if last[index] == at:
-                free[storage.nbytes].append(slots[index])
+        for index, nbytes in temporaries.items():
+            if last_call[index] == number:
+                free[nbytes].append(slots[index])
     return slots, sizes
 
 
@@ -131,7 +121,7 @@ class _Encoder:
         self._slots = slots
         self._num_slots = num_slots
         self._begin = self._calls = 0
-        self._data: list[tuple[int, list[Any]]] = []  # (place of the pointer, words of what it points to)
+        self._data: list[tuple[int, list[Any]]] = []  # (place of the pointer, words of its target)
 
     def add(self, call: KernelCall) -> None:
         _, kinds = SIGNATURES[call.kernel]
@@ -146,14 +136,13 @@ class _Encoder:
         self._begin, self._calls = len(self.words), 0
 
     def finish(self) -> None:
-        """End the code, leave room for one more call, and put the data behind it."""
+        """End the code, reserve the words of the sampling call, and append the data."""
         self.segments.append(Segment(self._begin, len(self.words), self._calls))
-        self.words += [0] * ROOM_AT_END
+        self.words += [0] * SAMPLING_WORDS
         for place, data in self._data:
-            self._refer(place, 0, len(self.words) * 8)
-            at = len(self.words)
-            for index, (kind, value) in enumerate(data):
-                self.words.append(self._word(kind, value, at + index))
+            self._add_address(place, 0, len(self.words) * 8)
+            for kind, value in data:
+                self.words.append(self._word(kind, value, len(self.words)))
 
     def _word(self, kind: Any, argument: Any, place: int) -> int:
         if argument is None:
@@ -165,14 +154,14 @@ class _Encoder:
         if isinstance(argument, Address):
             temporary = argument.storage.kind is Kind.TEMPORARY
             base = self._slots[argument.storage.index] if temporary else self._num_slots + argument.storage.index
-            self._refer(place, 1 + base, argument.offset)
+            self._add_address(place, 1 + base, argument.offset)
             return 0
         if isinstance(argument, list | tuple):
             self._data.append((place, _data(kind, argument)))
             return 0
         return int(argument)
 
-    def _refer(self, place: int, base: int, offset: int) -> None:
+    def _add_address(self, place: int, base: int, offset: int) -> None:
         self.places.append(place)
         self.bases.append(base)
         self.offsets.append(offset)
@@ -190,7 +179,7 @@ def _data(kind: Any, values: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _structure(structure: type[ctypes.Structure], fields: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """A structure cut into words of 64 bits: addresses stay addresses, numbers lie as C lays them out."""
+    """The 64-bit words of a structure: addresses as they are, numbers in their C layout."""
     numbers = structure()
     kinds = {name: kind for name, kind, *_ in structure._fields_}
     assert not set(fields) - set(kinds), (structure, set(fields) - set(kinds))
@@ -205,13 +194,13 @@ def _structure(structure: type[ctypes.Structure], fields: Mapping[str, Any]) -> 
     raw = bytes(numbers)
     raw += bytes(-len(raw) % 8)
     return [
-        (ctypes.c_int64, addresses[at] if at in addresses else struct.unpack_from("<q", raw, at)[0])
-        for at in range(0, len(raw), 8)
+        (ctypes.c_int64, addresses[offset] if offset in addresses else struct.unpack_from("<q", raw, offset)[0])
+        for offset in range(0, len(raw), 8)
     ]
 
 
 def arena_offsets(slot_bytes: ImageWords) -> tuple[ImageWords, int]:
-    """(offset of each slot in one block of memory, bytes of the block). Slots are aligned to cache lines."""
+    """(offset of each slot in the arena, bytes of the arena). Slots are aligned to cache lines."""
     padded = (slot_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
     ends = np.cumsum(padded)
     return ends - padded, int(ends[-1]) if len(ends) else 0

@@ -1,11 +1,13 @@
-"""A program of native kernels: its arena for temporaries, the tensors that others own, and its image bound to both."""
+"""A program of native kernels: its image, bound to the arena of temporaries and to tensors with other owners."""
 
+import bisect
 import ctypes
+import itertools
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from onward.errors import ProgramError
 from onward.native import Library, advise_huge_pages
 from onward.native.structs import Status
 from onward.ops.operator import DTYPES
-from onward.program.encode import ROOM_AT_END, ProgramImage, Segment, arena_offsets
+from onward.program.encode import SAMPLING_WORDS, ProgramImage, Segment, arena_offsets
 from onward.program.graph import Array, KernelCall, Kind, Storage, TorchCall
 from onward.program.leaves import CacheLeaves
 
@@ -24,9 +26,9 @@ _PAGE = 4096
 
 
 class Arena:
-    """What programs that never run at the same time share: memory for temporaries, as much as the largest one needs.
+    """Memory for temporaries, shared by programs that never run concurrently and sized for the largest one.
 
-    calls: how many calls of theirs have looked where the params lie; each program looks at its own once for each.
+    calls: the number of calls so far that check the addresses of params; each program checks once per call.
     """
 
     def __init__(self) -> None:
@@ -39,9 +41,9 @@ class Arena:
 
 
 class Addresses:
-    """The words of one image with their addresses filled in, and the tensors that the addresses belong to.
+    """The words of one image with their addresses filled in, and the tensors of these addresses.
 
-    Inputs, cache and logits are bound for a run and held weakly; params and constants stay.
+    Inputs, cache and logits are bound for a run and weakly referenced; params and constants stay bound.
     """
 
     def __init__(self, image: ProgramImage, arena: Arena) -> None:
@@ -52,40 +54,42 @@ class Addresses:
         self._slot_offsets, self._arena_bytes = arena_offsets(image.slot_bytes)
         self._fixed = [s for s in image.storages if s.kind in (Kind.PARAM, Kind.CONSTANT)]
         self._params = [s.param for s in self._fixed if s.param is not None]
-        self._params_at: list[int] = []
-        self._memory_of_params: list[weakref.ref[torch.UntypedStorage]] = []
-        self._freed: list[object] = []  # of the memory that params had at the last `bind`
-        self._looked = 0  # at which of the arena's calls
+        self._param_addresses: list[int] = []
+        self._param_memory: list[weakref.ref[torch.UntypedStorage]] = []
+        self._freed: list[object] = []  # memory of params that was freed since the last `bind`
+        self._checked = 0  # the last of the arena's calls that checked the params
         self._bound: dict[int, weakref.ref[Tensor]] = {}
         self._bound_arena: Tensor | None = None
-        logits = [s for s in image.storages if s.kind is Kind.LOGITS]
-        self._logits = logits[0]
-        of_logits = image.bases == image.base_of(self._logits)
-        # Python numbers, not arrays: there are few, and every step writes them.
-        self._logits_at = list(zip(image.places[of_logits].tolist(), image.offsets[of_logits].tolist(), strict=True))
+        self._logits = next(s for s in image.storages if s.kind is Kind.LOGITS)
+        uses_logits = image.bases == image.base_of(self._logits)
+        # Python numbers, not arrays: they are few, and every step writes them.
+        self._logits_words = list(
+            zip(image.places[uses_logits].tolist(), image.offsets[uses_logits].tolist(), strict=True)
+        )
 
     def stale(self) -> bool:
-        """Whether the arena or a param has moved since the last `bind`, or there was none.
+        """Whether the arena or a param has moved since the last `bind`, or `bind` was never called.
 
-        A param moves where another tensor is assigned to its `data`. Memory that is freed by that is never read. Where
-        someone keeps it, the next of the arena's calls sees the move: a look at all params takes as long as a kernel.
+        A param moves when another tensor is assigned to its `data`. Memory that this frees is never read. If the old
+        memory stays alive, the next of the arena's calls detects the move: checking all params takes as long as a
+        kernel.
         """
         if self._arena.memory is not self._bound_arena or self._freed:
             return True
-        if self._looked == self._arena.calls:
+        if self._checked == self._arena.calls:
             return False
-        self._looked = self._arena.calls
-        return self._params_now() != self._params_at
+        self._checked = self._arena.calls
+        return self._current_addresses() != self._param_addresses
 
-    def _params_now(self) -> list[int]:
-        """Where the params lie; 0 for one that was freed."""
+    def _current_addresses(self) -> list[int]:
+        """The addresses of the params; 0 for a freed one."""
         return [0 if (tensor := param()) is None else tensor.data_ptr() for param in self._params]
 
     def bind(self, inputs: Sequence[tuple[Storage, Tensor]]) -> None:
-        """Fill in every address. inputs: the tensors of all storages but params, constants, temporaries and logits.
+        """Fill in every address. inputs: the tensors of all storages except params, constants, temporaries and logits.
 
         Raises:
-            ProgramError: a param was freed, or has another shape, strides or dtype than the program was made for.
+            ProgramError: a param was freed, or has another shape, strides or dtype than at compilation.
         """
         for storage in self._fixed:
             _check_param(storage)
@@ -99,77 +103,73 @@ class Addresses:
         addresses[0] = self.start
         addresses[1 : 1 + len(self._slot_offsets)] = self._arena.memory.data_ptr() + self._slot_offsets
         for index, tensor in tensors.items():
-            assert tensor is not None, "checked above"
+            assert tensor is not None  # checked above
             addresses[1 + len(self._slot_offsets) + index] = tensor.data_ptr()
         self.words[image.places] = addresses[image.bases] + image.offsets
         self._bound_arena = self._arena.memory
 
     def _watch_params(self) -> None:
-        now = self._params_now()
-        if self._freed or now != self._params_at:
+        addresses = self._current_addresses()
+        if self._freed or addresses != self._param_addresses:
             tensors = [tensor for param in self._params if (tensor := param()) is not None]
             freed: list[object] = []
-            self._memory_of_params = [weakref.ref(tensor.untyped_storage(), freed.append) for tensor in tensors]
+            self._param_memory = [weakref.ref(tensor.untyped_storage(), freed.append) for tensor in tensors]
             self._freed = freed
-            self._params_at = now
+            self._param_addresses = addresses
 
     def point_logits(self, logits: Tensor) -> None:
-        """Let the program write its logits into this tensor."""
+        """Make the program write its logits to this tensor."""
         self._bound[self._logits.index] = weakref.ref(logits)
         address = logits.data_ptr()
-        for place, offset in self._logits_at:
+        for place, offset in self._logits_words:
             self.words[place] = address + offset
-
-    def put(self, place: int, words: Sequence[int]) -> None:
-        """Write words into the code."""
-        self.words[place : place + len(words)] = words
 
     def tensor(self, array: Array) -> Tensor:
         """A torch tensor over an array's memory, as of the last `bind`."""
-        size = array.dtype.itemsize
         if array.storage.kind is Kind.TEMPORARY:
-            slot = self._image.slots[array.storage.index]
-            begin = int(self._slot_offsets[slot])
-            raw = self._arena.memory[begin : begin + int(self._image.slot_bytes[slot]) // size * size]
-            memory = raw.view(array.dtype)
+            size, slot = array.dtype.itemsize, self._image.slots[array.storage.index]
+            start = int(self._slot_offsets[slot])
+            memory = self._arena.memory[start : start + int(self._image.slot_bytes[slot]) // size * size]
+            memory = memory.view(array.dtype)
+            offset = memory.storage_offset()
         else:
             reference = self._bound.get(array.storage.index)
             owner = array.storage.tensor if reference is None else reference()
             assert owner is not None
-            # The array counts from the owner's first element, whatever the owner's own shape is.
+            # The array's offset counts from the owner's first element, whatever the owner's shape.
             memory = owner if owner.dtype == array.dtype else owner.view(array.dtype)
-            return torch.as_strided(memory, array.shape, array.strides, owner.storage_offset() + array.offset)
-        return torch.as_strided(memory, array.shape, array.strides, memory.storage_offset() + array.offset)
+            offset = owner.storage_offset()
+        return torch.as_strided(memory, array.shape, array.strides, offset + array.offset)
 
 
 def _check_param(storage: Storage) -> None:
     tensor = storage.tensor
     if tensor is None:
         raise ProgramError(
-            f"{storage.name} has been freed since the program was made: compile the forward with the params of now, or "
-            "write new weights in place (tensor.copy_)"
+            f"{storage.name} has been freed since the program was compiled: compile the forward with the current "
+            "params, or write new weights in place (tensor.copy_)"
         )
     if storage.param is not None and (tensor.shape, tensor.stride(), tensor.dtype) != storage.layout:
         raise ProgramError(
-            f"{storage.name} has another shape, strides or dtype than the program was made for; got {tensor.dtype} "
-            f"{list(tensor.shape)}: compile the forward with the params of now"
+            f"{storage.name} has another shape, strides or dtype than at compilation; got {tensor.dtype} "
+            f"{list(tensor.shape)}: compile the forward with the current params"
         )
 
 
 def _aligned(nbytes: int) -> Tensor:
-    """uint8 memory that begins on a page."""
+    """uint8 memory that starts on a page boundary."""
     memory = torch.empty(nbytes + _PAGE, dtype=torch.uint8)
-    skip = -memory.data_ptr() % _PAGE
-    pages = memory[skip : skip + nbytes]
+    padding = -memory.data_ptr() % _PAGE
+    pages = memory[padding : padding + nbytes]
     advise_huge_pages(pages.data_ptr(), nbytes)
     return pages
 
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """The inputs of a program and its result.
+    """The inputs and the result of a program.
 
-    inputs: tokens, offsets and perhaps logits_at. cache: its tensors, in order.
+    inputs: tokens, offsets and optionally logits_at. cache: the tensors of the cache, in order.
     """
 
     inputs: dict[Kind, Array]
@@ -179,11 +179,11 @@ class Signature:
 
 
 class SamplingKernel(Protocol):
-    """A kernel that picks an id from each row of logits; a program may call it at its end.
+    """A kernel that samples an id from each row of logits; a program may call it at its end.
 
-    kernel: its name. It takes rows, columns, logits, their dtype and stride, the tensors that `operands` returns for
-        the positions [B] of the picked tokens, and the int64 [B] to write ids into.
-    most_ids: the longest row that it takes.
+    kernel: its name. Its arguments are rows, columns, logits, their dtype and stride, the tensors that `operands`
+        returns for the positions [B] of the sampled tokens, and the output ids int64 [B].
+    most_ids: the maximum length of a row.
     """
 
     kernel: str
@@ -192,12 +192,12 @@ class SamplingKernel(Protocol):
     def operands(self, positions: Tensor) -> tuple[Tensor, ...]: ...
 
 
-# Which argument of the kernels that look rows up is the number of the table's rows.
+# The index of the argument that is the table's number of rows, for kernels that look up rows.
 _TABLE_ROWS = {"onward_gather_rows": 4, "onward_linear_rows": 1}
 
 
 class NativeExecutable:
-    """Runs one image. It is not for two threads at once: programs that share an arena share a lock."""
+    """Runs one image. It is not thread-safe: programs that share an arena share a lock."""
 
     def __init__(self, image: ProgramImage, signature: Signature, library: Library, arena: Arena) -> None:
         self.image = image
@@ -208,37 +208,37 @@ class NativeExecutable:
         self._input_storages = {kind: array.storage for kind, array in signature.inputs.items()}
         self._failed = ctypes.c_int64(-1)
         self._end = image.segments[-1].end
-        self._leaves: CacheLeaves | None = None  # of the cache whose addresses are in the code
-        self._seconds: list[float] | None = None  # of each call, while it is timed
+        self._leaves: CacheLeaves | None = None  # the leaves of the bound cache
+        self._seconds: list[float] | None = None  # the time of each call, while timing
 
     def __call__(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:
-        """Run it over a cache of the signature it was made for. The logits are a new tensor."""
-        logits = self._prepared(tokens, offsets, leaves, logits_at)
+        """Run the program over a cache of its signature. The logits are a new tensor."""
+        logits = self._prepare(tokens, offsets, leaves, logits_at)
         self._run(offsets)
         return logits
 
     def serves(self, pick: SamplingKernel) -> bool:
-        """Whether `pick` takes the logits: one position a row, of a length and dtype that it can read."""
+        """Whether `pick` supports the logits: one position per row, of a supported length and dtype."""
         shape, dtype = self.signature.logits_shape, self.signature.logits_dtype
         return len(shape) == 3 and shape[1] == 1 and 0 < shape[2] <= pick.most_ids and dtype in DTYPES
 
     def picked(
         self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, pick: SamplingKernel, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run it, and in the same native call pick the ids int64 [B] from its logits: (logits, ids)."""
-        logits = self._prepared(tokens, offsets, leaves, None)
+        """Run the program, and sample the ids int64 [B] in the same native call: (logits, ids)."""
+        logits = self._prepare(tokens, offsets, leaves, None)
         rows, _, columns = logits.shape
         ids, operands = torch.empty(rows, dtype=torch.int64), pick.operands(positions)
         args = [rows, columns, logits.data_ptr(), DTYPES[logits.dtype], columns]
         args += [operand.data_ptr() for operand in operands]
         words = [self._library.instruction(pick.kernel), len(args) + 1, *args, ids.data_ptr()]
-        assert len(words) <= ROOM_AT_END, f"{pick.kernel} takes more arguments than there is room for"
-        self._addresses.put(self._end, words)
+        assert len(words) <= SAMPLING_WORDS, f"{pick.kernel} has too many arguments"
+        self._addresses.words[self._end : self._end + len(words)] = words
         self._run(offsets, len(words))
         return logits, ids
 
-    def _prepared(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:
-        """Put inputs and addresses in place; return the tensor that the logits will be written to."""
+    def _prepare(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:
+        """Copy the inputs and bind all addresses; return the output tensor of the logits."""
         logits = torch.empty(self.signature.logits_shape, dtype=self.signature.logits_dtype)
         self._inputs[Kind.TOKENS].copy_(tokens)
         self._inputs[Kind.OFFSETS].copy_(offsets)
@@ -250,7 +250,7 @@ class NativeExecutable:
         return logits
 
     def _bind(self, leaves: CacheLeaves) -> None:
-        self._leaves = None  # until the end: an interrupt may leave the binding half done
+        self._leaves = None  # set last: an interrupt may leave the binding incomplete
         inputs = [(self._input_storages[kind], tensor) for kind, tensor in self._inputs.items()]
         storages = [array.storage for array in self.signature.cache]
         self._addresses.bind([*inputs, *zip(storages, leaves.tensors(), strict=True)])
@@ -259,7 +259,7 @@ class NativeExecutable:
     def timed(
         self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, rounds: int
     ) -> list[tuple[KernelCall | TorchCall, float]]:
-        """Run it once, then `rounds` times; return each call with its mean seconds over the rounds."""
+        """Run the program once, then `rounds` times; return each call with its mean time in seconds."""
         self(tokens, offsets, leaves, None)
         calls = self.image.calls
         self._seconds = [0.0] * len(calls)
@@ -270,19 +270,19 @@ class NativeExecutable:
         finally:
             self._seconds = None
 
-    def _run(self, offsets: Tensor, words_at_end: int = 0) -> None:
-        """Run all segments. words_at_end: the words of the call that was put behind the program."""
+    def _run(self, offsets: Tensor, sampling_words: int = 0) -> None:
+        """Run all segments. sampling_words: the length of the sampling call that follows the program."""
         done = 0
         for segment in self.image.segments:
-            end = segment.end + (words_at_end if segment is self.image.segments[-1] else 0)
+            end = segment.end + (sampling_words if segment is self.image.segments[-1] else 0)
             if end > segment.begin:
                 self._run_kernels(segment, end, done, offsets)
             done += segment.calls
             if segment.then is not None:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 self._run_torch(segment.then)
                 if self._seconds is not None:
-                    self._seconds[done] += time.perf_counter() - began
+                    self._seconds[done] += time.perf_counter() - start
                 done += 1
 
     def _run_kernels(self, segment: Segment, end: int, first: int, offsets: Tensor) -> None:
@@ -296,17 +296,13 @@ class NativeExecutable:
         if status != Status.OK:
             self._fail(status, segment.begin + self._failed.value, offsets)
         if self._seconds is not None and nanoseconds is not None:
-            for index, spent in enumerate(nanoseconds):
-                self._seconds[first + index] += spent * 1e-9
+            for index, elapsed in enumerate(nanoseconds, start=first):
+                self._seconds[index] += elapsed * 1e-9
 
     def _run_torch(self, call: TorchCall) -> None:
-        """Run an operator on tensors over the program's memory. They are made anew: kept ones would hold the cache."""
+        """Run an operator on tensors over the program's memory. Cached tensors would keep the KV cache alive."""
         node = call.node
-
-        def to_tensor(leaf: Any) -> Any:
-            return self._addresses.tensor(leaf) if isinstance(leaf, Array) else leaf
-
-        args, kwargs = pytree.tree_map(to_tensor, (node.args, node.kwargs))
+        args, kwargs = pytree.tree_map_only(Array, self._addresses.tensor, (node.args, node.kwargs))
         results = [leaf for leaf in pytree.tree_leaves(node.op(*args, **kwargs)) if isinstance(leaf, Tensor)]
         for array, result in zip(node.outputs, results, strict=False):
             self._addresses.tensor(array).copy_(result)
@@ -314,29 +310,20 @@ class NativeExecutable:
     def _fail(self, status: int, place: int, offsets: Tensor) -> None:
         reason = Status(status).name.lower().replace("_", " ")
         if place == self._end:
-            raise ProgramError(f"the kernel that picks a token failed ({reason}); please report it")
-        call = self._call_at(place)
+            raise ProgramError(f"the sampling kernel failed ({reason}); please report it")
+        kernel_calls = [call for call in self.image.calls if isinstance(call, KernelCall)]
+        ends = list(itertools.accumulate(2 + len(call.args) for call in kernel_calls))
+        call = kernel_calls[bisect.bisect_right(ends, place)]
         raise ProgramError(f"{call.kernel} failed ({reason}) at {call.node.where}: {_likely_cause(call, offsets)}")
-
-    def _call_at(self, place: int) -> KernelCall:
-        at = 0
-        for call in self.image.calls:
-            if isinstance(call, KernelCall):
-                if at == place:
-                    return call
-                at += 2 + len(call.args)
-        raise AssertionError(place)
 
 
 def _likely_cause(call: KernelCall, offsets: Tensor) -> str:
     if call.kernel in ("onward_heads", "onward_attention", "onward_index"):
         return (
-            f"offsets {offsets.tolist()} and the tokens after them must lie within the cache: make a longer cache, or "
+            f"offsets {offsets.tolist()} and the tokens after them must lie within the cache: use a longer cache, or "
             "stop before it is full"
         )
     if call.kernel in _TABLE_ROWS:
         rows = call.args[_TABLE_ROWS[call.kernel]]
-        return (
-            f"an index outside a table of {rows} rows: a token id outside the vocabulary, or a position past the last"
-        )
-    return "the kernel cannot take these arguments; this is a defect of onward, please report it"
+        return f"an index outside a table of {rows} rows: a token id outside the vocabulary, or a position past the end"
+    return "the kernel does not support these arguments; this is a bug in onward, please report it"

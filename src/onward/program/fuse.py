@@ -1,11 +1,12 @@
-"""Fuse nodes where one kernel does the work of several: the same arithmetic in fewer passes.
+"""Fuse nodes into calls of one kernel: the same arithmetic in fewer passes over memory.
 
-Every operator of a trace writes new memory unless it works in place. So an array that one node writes and no node
-changes can be treated as a value. Equal gathers of inputs become one.
+Every operator of a trace writes new memory unless it works in place, so an array that no node changes can be treated as
+a value.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,50 +15,51 @@ from torch.utils import _pytree as pytree
 from onward.program import fused_calls, op_calls
 from onward.program.builder import Builder
 from onward.program.graph import Array, Kind, Node, PackedParams, Storage, Trace, Uses, address
+from onward.program.pattern_graph import permuted
 from onward.program.patterns import canonicalise
 
 
-def share_selections(nodes: list[Node], kept: Iterable[Storage]) -> list[Node]:
-    """The nodes, with one `index_select` for all that select the same of one array; those that follow read its result.
+def share_selections(nodes: list[Node], returned: Iterable[Storage]) -> list[Node]:
+    """The nodes without duplicates of equal `index_select`s; nodes that follow read the first one's result.
 
-    kept: storages that are read after the last node. A result in one of them keeps its node, and so does one that
-    some node changes.
+    returned: storages that are read after the last node. A result in one of them keeps its node, and so does a result
+    that some node changes.
     """
-    uses, kept = Uses(nodes), set(kept)
+    uses, returned = Uses(nodes), set(returned)
     first: dict[tuple[Any, ...], Storage] = {}
-    instead: dict[Storage, Storage] = {}
+    replacements: dict[Storage, Storage] = {}
     shared = []
     for node in nodes:
-        if instead:
-            node = _reading(instead, node)
+        if replacements:
+            node = _reading(replacements, node)
         if node.op is torch.ops.aten.index_select.default and all(map(uses.constant, (*node.reads, *node.outputs))):
             out = node.outputs[0].storage
-            made = first.setdefault(tuple(map(_identity, node.args)), out)
-            if made is not out and out.kind is Kind.TEMPORARY and out not in kept:
-                instead[out] = made
+            original = first.setdefault(tuple(map(_identity, node.args)), out)
+            if original is not out and out.kind is Kind.TEMPORARY and out not in returned:
+                replacements[out] = original
                 continue
         shared.append(node)
     return shared
 
 
 def _identity(argument: Any) -> Any:
-    """What equal arguments share: a tensor that stands at several places of the params has a storage for each."""
+    """A key for equal arguments: a tensor that occurs several times among params has a storage for each place."""
     if isinstance(argument, Array) and argument.storage.tensor is not None:
         return id(argument.storage.tensor), argument.dtype, argument.shape, argument.strides, argument.offset
     return argument
 
 
-def _reading(instead: dict[Storage, Storage], node: Node) -> Node:
+def _reading(replacements: dict[Storage, Storage], node: Node) -> Node:
     """The node, reading other storages of the same layout."""
 
-    def reading(value: Any) -> Any:
-        if isinstance(value, Array) and value.storage in instead:
-            return replace(value, storage=instead[value.storage])
+    def substitute(value: Any) -> Any:
+        if isinstance(value, Array) and value.storage in replacements:
+            return replace(value, storage=replacements[value.storage])
         return value
 
-    if not any(array.storage in instead for array in node.reads):
+    if not any(array.storage in replacements for array in node.reads):
         return node
-    args, kwargs = pytree.tree_map(reading, (node.args, node.kwargs))
+    args, kwargs = pytree.tree_map(substitute, (node.args, node.kwargs))
     return replace(node, args=args, kwargs=kwargs)
 
 
@@ -69,51 +71,44 @@ _ADDS = (ops.add.default, torch.ops.aten.add.Tensor)
 
 @dataclass(eq=False)
 class FusedNode:
-    """Nodes that become one call. lower: emits it."""
+    """Nodes that become one call. lower: emits the call."""
 
     nodes: list[Node]
     lower: Callable[[Builder], None]
-
-    def storages(self) -> set[Storage]:
-        return {storage for node in self.nodes for storage in touched(node)}
 
 
 FuseItem = Node | FusedNode
 
 
 def rewrite(trace: Trace, packed: PackedParams | None = None) -> list[FuseItem]:
-    """The nodes of a trace as ops, without those that nobody needs, joined where one kernel serves several."""
-    nodes = share_selections(needed(trace, canonicalise(trace, packed)), _returned(trace))
+    """The nodes of a trace as ops, without dead nodes, fused where one kernel computes several."""
+    nodes = share_selections(live_nodes(trace, canonicalise(trace, packed)), _returned(trace))
     uses = Uses(nodes)
-    return join_heads(join_residuals(join_updates(join_linears(nodes, uses)), uses), uses)
+    return fuse_heads(fuse_residuals(fuse_updates(fuse_linears(nodes, uses)), uses), uses)
 
 
-def touched(node: Node) -> Iterator[Storage]:
-    for array in (*node.reads, *node.outputs):
-        yield array.storage
-
-
-def needed(trace: Trace, nodes: list[Node]) -> list[Node]:
-    """Those of the nodes whose results are read. What a node writes into the cache counts as read."""
-    needed_storages = _returned(trace)
-    needed_nodes = []
+def live_nodes(trace: Trace, nodes: list[Node]) -> list[Node]:
+    """The nodes whose results are read. Writes to the cache count as read."""
+    live_storages = _returned(trace)
+    live = []
     for node in reversed(nodes):
         changed = {array.storage for array in node.writes}
-        lasting = any(s.kind is not Kind.TEMPORARY or s in needed_storages for s in changed)
-        if lasting or any(array.storage in needed_storages and array.numel for array in node.outputs):
-            needed_nodes.append(node)
-            needed_storages.update(array.storage for array in node.reads)
-    return needed_nodes[::-1]
+        if any(s.kind is not Kind.TEMPORARY or s in live_storages for s in changed) or any(
+            array.storage in live_storages and array.numel for array in node.outputs
+        ):
+            live.append(node)
+            live_storages.update(array.storage for array in node.reads)
+    return live[::-1]
 
 
 def _returned(trace: Trace) -> set[Storage]:
-    """The storages of the logits and of the cache that a forward returns."""
+    """The storages of the returned logits and cache."""
     assert trace.logits is not None
     return {array.storage for array in (trace.logits, *trace.returned_cache)}
 
 
-def join_linears(nodes: list[Node], uses: Uses) -> list[FuseItem]:
-    """Join products of the same x, at the place of the first: x is read once, and the threads start once."""
+def fuse_linears(nodes: list[Node], uses: Uses) -> list[FuseItem]:
+    """Fuse products of the same x, at the place of the first: x is read once, and the threads start once."""
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in nodes:
         if node.op in _LINEARS:
@@ -122,61 +117,46 @@ def join_linears(nodes: list[Node], uses: Uses) -> list[FuseItem]:
             ready = all(array.storage.kind is Kind.PARAM for array in weights) and uses.constant(x)
             key = (x, fused_calls.linear_format(node)) if ready else (id(node),)
             groups.setdefault(key, []).append(node)
-    leaders = {id(group[0]): group for group in groups.values()}
+    by_first = {id(group[0]): group for group in groups.values()}
     followers = {id(node) for group in groups.values() for node in group[1:]}
-    items: list[FuseItem] = []
-    for node in nodes:
-        group = leaders.get(id(node))
-        if group is not None and len(group) > 1:
-            items.append(_joined_linears(group))
-        elif id(node) not in followers:
-            items.append(node)
-    return items
+    return [_fused(fused_calls.linears, by_first.get(id(node), [node])) for node in nodes if id(node) not in followers]
 
 
-def _joined_linears(group: list[Node]) -> FusedNode:
-    return FusedNode(group, lambda b: fused_calls.linears(b, group))
+def _fused(emit: Callable[[Builder, list[Node]], None], group: list[Node]) -> FuseItem:
+    return group[0] if len(group) == 1 else FusedNode(group, lambda b: emit(b, group))
 
 
-def join_updates(items: list[FuseItem]) -> list[FuseItem]:
-    """Join neighbouring updates by adapters of products of one x: the threads start once."""
-    joined: list[FuseItem] = []
+def fuse_updates(items: list[FuseItem]) -> list[FuseItem]:
+    """Fuse consecutive adapter updates of products of one x: the threads start once."""
+    fused: list[FuseItem] = []
     group: list[Node] = []
 
     def flush() -> None:
         if group:
-            joined.append(group[0] if len(group) == 1 else _joined_updates(list(group)))
+            fused.append(_fused(op_calls.updates, group.copy()))
             group.clear()
 
     for item in items:
         if not isinstance(item, Node) or item.op is not ops.lora.default:
             flush()
-            joined.append(item)
+            fused.append(item)
             continue
-        made = {node.outputs[0].storage for node in group}
-        if group and (not _of_same_rows(group[0], item) or made & {array.storage for array in item.reads}):
+        outputs = {node.outputs[0].storage for node in group}
+        if group and (_update_key(group[0]) != _update_key(item) or outputs & {array.storage for array in item.reads}):
             flush()
         group.append(item)
     flush()
-    return joined
+    return fused
 
 
-def _of_same_rows(node: Node, other: Node) -> bool:
-    """Whether two updates are of one x and of stacks of one kind, and of the same slot for each row."""
-    (x, _, a, _, slots, *_), (other_x, _, other_a, _, other_slots, *_) = node.args, other.args
-    return bool(x == other_x and slots == other_slots and _kind(a) == _kind(other_a))
+def _update_key(node: Node) -> tuple[Any, ...]:
+    """Equal for updates that can share a call: their x, the slot of each row, and the size and dtype of the stacks."""
+    x, _, a, _, slots, *_ = node.args
+    return x, slots, a.shape[0], a.dtype
 
 
-def _kind(stack: Array) -> tuple[Any, ...]:
-    return stack.shape[0], stack.dtype
-
-
-def _joined_updates(group: list[Node]) -> FusedNode:
-    return FusedNode(group, lambda b: op_calls.updates(b, group))
-
-
-def join_residuals(items: list[FuseItem], uses: Uses) -> list[FuseItem]:
-    """Join a residual sum with the norm of it, at the place of the sum: one pass over the row."""
+def fuse_residuals(items: list[FuseItem], uses: Uses) -> list[FuseItem]:
+    """Fuse a residual sum with its norm, at the place of the sum: one pass over the row."""
     adds = {item.outputs[0]: item for item in items if isinstance(item, Node) and _is_residual(item, uses)}
     norms: dict[int, Node] = {}  # by the node of the sum
     for item in items:
@@ -184,20 +164,20 @@ def join_residuals(items: list[FuseItem], uses: Uses) -> list[FuseItem]:
             weights = [array for array in item.args[1:] if isinstance(array, Array)]
             if all(array.storage.kind is Kind.PARAM and uses.constant(array) for array in weights):
                 norms.setdefault(id(adds[item.args[0]]), item)
-    inside = {id(norm) for norm in norms.values()}
-    joined: list[FuseItem] = []
+    fused_norms = {id(norm) for norm in norms.values()}
+    fused: list[FuseItem] = []
     for item in items:
         norm = norms.get(id(item))
         if norm is not None:
             assert isinstance(item, Node)
-            joined.append(_joined_norm(item, norm))
-        elif id(item) not in inside:
-            joined.append(item)
-    return joined
+            fused.append(FusedNode([norm, item], partial(fused_calls.norm, node=norm, add=item)))
+        elif id(item) not in fused_norms:
+            fused.append(item)
+    return fused
 
 
 def _is_residual(node: Node, uses: Uses) -> bool:
-    """Whether the node adds two arrays of one layout, and no node changes the sum later."""
+    """Whether the node adds two arrays of one layout, and no node changes the sum."""
     if node.op not in _ADDS or node.kwargs:
         return False
     left, right = node.args[:2]
@@ -208,16 +188,12 @@ def _is_residual(node: Node, uses: Uses) -> bool:
     )
 
 
-def _joined_norm(add: Node, norm: Node) -> FusedNode:
-    return FusedNode([norm, add], lambda b: fused_calls.norm_of_sum(b, norm, add))
-
-
 # ── heads: norm, rotation and cache write ─────────────────────────────────────────────────────────────────────
 
 
 @dataclass(eq=False)
 class _Part:
-    """The nodes, in order, that handle the heads of one projection, and their part of a call of `onward_heads`."""
+    """The nodes, in order, that process the heads of one projection, and their part of a call of `onward_heads`."""
 
     nodes: list[Node]
     fields: dict[str, Any]
@@ -230,45 +206,45 @@ class _Part:
         return x.shape[0], x.shape[2], x.shape[3], x.dtype
 
 
-def join_heads(items: list[FuseItem], uses: Uses) -> list[FuseItem]:
-    """Join norm, rotation and cache write of queries, keys and values: one pass over the heads."""
+def fuse_heads(items: list[FuseItem], uses: Uses) -> list[FuseItem]:
+    """Fuse norm, rotation and cache write of queries, keys and values: one pass over the heads."""
     parts = {id(part.nodes[-1]): part for item in items if isinstance(item, Node) for part in _part(item, uses)}
-    # A rotation before a cache write, or a norm before a rotation, belongs to the part of what follows it.
-    inside = {id(node) for part in parts.values() for node in part.nodes[:-1]}
-    joined: list[FuseItem] = []
+    # A rotation before a cache write, or a norm before a rotation, belongs to the part of its reader.
+    inner_nodes = {id(node) for part in parts.values() for node in part.nodes[:-1]}
+    fused: list[FuseItem] = []
     pending: list[_Part] = []
 
     def flush() -> None:
         if pending:
-            joined.append(_joined_heads(list(pending)))
+            fused.append(_fused_heads(pending))
             pending.clear()
 
     for item in items:
-        if id(item) in inside:
+        if id(item) in inner_nodes:
             continue
         part = parts.get(id(item))
         if part is not None:
-            if pending and not _fit_in_one_call(pending, part):
+            if pending and not _fits_pending(part, pending):
                 flush()
             pending.append(part)
             continue
-        storages = item.storages() if isinstance(item, FusedNode) else set(touched(item))
-        if any(_depends_on(storages, item, pending_part) for pending_part in pending):
+        nodes = item.nodes if isinstance(item, FusedNode) else [item]
+        if any(_depends_on(nodes, pending_part) for pending_part in pending):
             flush()
-        joined.append(item)
+        fused.append(item)
     flush()
-    return joined
+    return fused
 
 
 def _part(node: Node, uses: Uses) -> Iterator[_Part]:
     if node.op is ops.write_cache.default:
         cache, new, offsets, table = node.args
-        before = uses.only_for(new, node)
+        rotate = uses.only_for(new, node)
         if cache.dtype != new.dtype or cache.strides[-1] != 1 or (table is not None and table.strides[-1] != 1):
             return
         fields = fused_calls.cache_part(node)
-        if before is not None and before.op is ops.rotate.default and before.outputs[0] == new:
-            yield _rotated([before, node], fields, before, offsets, uses)
+        if rotate is not None and rotate.op is ops.rotate.default and rotate.outputs[0] == new:
+            yield _rotated([rotate, node], fields, rotate, offsets, uses)
         else:
             yield _Part([node], fields, None, offsets)
     elif node.op is ops.rotate.default:
@@ -281,57 +257,49 @@ def _rotated(nodes: list[Node], fields: dict[str, Any], rotate: Node, offsets: A
     x, cos, sin, interleaved = rotate.args
     fields |= {"x": x, "rotate": 2 if interleaved else 1}
     norm = uses.only_for(x, rotate)
-    if norm is not None and norm.op is ops.rms_norm.default and _swapped(norm.outputs[0], x):
-        plain, weight, eps, offset, after_cast = norm.args
-        if weight.contiguous and uses.constant(plain):
+    # The norm's output is [B, T, H, D], and x its transpose [B, H, T, D].
+    if norm is not None and norm.op is ops.rms_norm.default and _transposed(norm.outputs[0]) == x:
+        norm_input, weight, eps, offset, after_cast = norm.args
+        if weight.contiguous and uses.constant(norm_input):
             fields |= {
-                "x": replace(
-                    plain, shape=x.shape, strides=tuple(plain.strides[i] for i in (0, 2, 1, 3)), offset=plain.offset
-                ),
-                "norm_weight": address(weight),
-                "eps": eps,
-                "weight_offset": offset,
+                "x": _transposed(norm_input), "norm_weight": address(weight), "eps": eps, "weight_offset": offset,
                 "after_cast": int(after_cast),
-            }
+            }  # fmt: skip
             nodes = [norm, *nodes]
     return _Part(nodes, fields, (cos, sin), offsets)
 
 
-def _swapped(whole: Array, view: Array) -> bool:
-    """Whether view [B, H, T, D] is whole [B, T, H, D] with two dims swapped."""
-    if len(whole.shape) != 4 or whole.offset != view.offset:
-        return False
-    order = (0, 2, 1, 3)
-    return view.shape == tuple(whole.shape[i] for i in order) and view.strides == tuple(whole.strides[i] for i in order)
+def _transposed(array: Array) -> Array | None:
+    """array.transpose(1, 2) of an array with four dimensions."""
+    return permuted(array, (0, 2, 1, 3)) if len(array.shape) == 4 else None
 
 
-def _fit_in_one_call(pending: list[_Part], part: _Part) -> bool:
-    """Whether `part` fits into one call with the pending ones: it has their rows, angles and offsets."""
-    angles = next((p.angles for p in pending if p.angles is not None), None)
-    offsets = next((p.offsets for p in pending if p.offsets is not None), None)
-    return (
-        pending[0].shape == part.shape
-        and (angles is None or part.angles is None or angles == part.angles)
-        and (offsets is None or part.offsets is None or offsets == part.offsets)
+def _angles_and_offsets(parts: list[_Part]) -> tuple[tuple[Array, Array] | None, Array | None]:
+    """The angles and the offsets that the parts share."""
+    angles = next((part.angles for part in parts if part.angles is not None), None)
+    return angles, next((part.offsets for part in parts if part.offsets is not None), None)
+
+
+def _fits_pending(part: _Part, pending: list[_Part]) -> bool:
+    """Whether the part can share a call with the pending ones: it has the same rows, angles and offsets."""
+    return pending[0].shape == part.shape and all(
+        shared is None or own is None or shared == own
+        for shared, own in zip(_angles_and_offsets(pending), (part.angles, part.offsets), strict=True)
     )
 
 
-def _depends_on(storages: set[Storage], item: FuseItem, part: _Part) -> bool:
-    """Whether `item` must come after a pending part: it touches what the part writes, or changes what it reads."""
+def _depends_on(nodes: list[Node], part: _Part) -> bool:
+    """Whether the nodes must follow a pending part: they access its results, or change its inputs."""
     last = part.nodes[-1]
-    written = {array.storage for array in (*last.outputs, *last.writes)}
-    if storages & written:
+    results = {array.storage for array in (*last.outputs, *last.writes)}
+    if any(array.storage in results for node in nodes for array in (*node.reads, *node.outputs)):
         return True
-    changed = {array.storage for node in _nodes(item) for array in node.writes}
+    changed = {array.storage for node in nodes for array in node.writes}
     return bool(changed & {array.storage for node in part.nodes for array in node.reads})
 
 
-def _nodes(item: FuseItem) -> list[Node]:
-    return item.nodes if isinstance(item, FusedNode) else [item]
-
-
-def _joined_heads(parts: list[_Part]) -> FusedNode:
+def _fused_heads(parts: list[_Part]) -> FusedNode:
     nodes = [node for part in parts for node in part.nodes]
-    angles = next((part.angles for part in parts if part.angles is not None), None)
-    offsets = next((part.offsets for part in parts if part.offsets is not None), None)
-    return FusedNode(nodes, lambda b: fused_calls.heads(b, [dict(part.fields) for part in parts], offsets, angles))
+    angles, offsets = _angles_and_offsets(parts)
+    fields = [part.fields for part in parts]
+    return FusedNode(nodes, partial(fused_calls.heads, parts=fields, offsets=offsets, angles=angles))

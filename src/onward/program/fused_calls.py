@@ -1,4 +1,4 @@
-"""Rules for Onward's own operators, each of which has a kernel."""
+"""Rules for Onward's own operators, and calls of the kernels that fuse several of them."""
 
 from typing import Any
 
@@ -15,79 +15,48 @@ from onward.program.graph import Address, Array, Node, address
 ops = torch.ops.onward
 
 
-@lowers(ops.rms_norm.default)
-def rms_norm(b: Builder, node: Node) -> None:
-    x, weight, eps, offset, after_cast = node.args
-    emit_rms_norm(b, x, weight, eps, node.outputs[0], offset, after_cast)
+@lowers(ops.rms_norm.default, ops.layer_norm.default)
+def norm(b: Builder, node: Node, add: Node | None = None) -> None:
+    """add: the node that computes the input as a sum; the call then also computes the sum."""
+    emit = emit_rms_norm if node.op is ops.rms_norm.default else emit_layer_norm
+    emit(b, node.outputs[0], add, *node.args)
 
 
 def emit_rms_norm(
-    b: Builder,
-    x: Array,
-    weight: Array | None,
-    eps: float,
-    out: Array,
-    offset: float = 0.0,
-    after_cast: bool = True,
-    residual: Node | None = None,
+    b: Builder, out: Array, add: Node | None, x: Array, weight: Array | None, eps: float, *options: Any
 ) -> None:
-    """Emit the norm of x. residual: the node that computes x as a sum; then the call computes the sum, too."""
+    """options: the offset of the weight, and whether the product with it follows the cast."""
+    offset, after_cast = options or (0.0, True)
     b.call(
-        "onward_rms_norm", *_norm_input(b, x, residual),
-        None if weight is None else address(b.contiguous(weight)), offset, after_cast, eps, address(out), out.shape[-1],
+        "onward_rms_norm", *_norm_input(b, x, add), b.optional(weight), offset, after_cast, eps, address(out),
+        out.shape[-1],
     )  # fmt: skip
-
-
-@lowers(ops.layer_norm.default)
-def layer_norm(b: Builder, node: Node) -> None:
-    x, weight, bias, eps = node.args
-    emit_layer_norm(b, x, weight, bias, eps, node.outputs[0])
-
-
-def norm_of_sum(b: Builder, norm: Node, residual: Node) -> None:
-    """The sum of node `residual` and the norm of it of node `norm`, in one call."""
-    if norm.op is ops.rms_norm.default:
-        x, weight, eps, offset, after_cast = norm.args
-        emit_rms_norm(b, x, weight, eps, norm.outputs[0], offset, after_cast, residual)
-    else:
-        x, weight, bias, eps = norm.args
-        emit_layer_norm(b, x, weight, bias, eps, norm.outputs[0], residual)
-
-
-def _norm_input(b: Builder, x: Array, residual: Node | None) -> tuple[Any, ...]:
-    """The arguments of a norm kernel that say what it normalises.
-
-    Rows, columns and dtype; then an address and a stride for the input, the residual and their sum.
-    """
-    x_rows, rows, columns, stride = b.rows(x)
-    size = rows, columns, float_code(x)
-    if residual is None:
-        return *size, address(x_rows), stride, None, 0, None, 0
-    left, right = residual.args[:2]  # contiguous, as the sum is
-    return *size, address(left), columns, address(right), columns, address(x), columns
 
 
 def emit_layer_norm(
-    b: Builder,
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    eps: float,
-    out: Array,
-    residual: Node | None = None,
+    b: Builder, out: Array, add: Node | None, x: Array, weight: Array | None, bias: Array | None, eps: float
 ) -> None:
     b.call(
-        "onward_layer_norm", *_norm_input(b, x, residual),
-        None if weight is None else address(b.contiguous(weight)),
-        None if bias is None else address(b.contiguous(bias)), eps, address(out), out.shape[-1],
+        "onward_layer_norm", *_norm_input(b, x, add), b.optional(weight), b.optional(bias), eps, address(out),
+        out.shape[-1],
     )  # fmt: skip
+
+
+def _norm_input(b: Builder, x: Array, add: Node | None) -> tuple[Any, ...]:
+    """Rows, columns and dtype of a norm's input; then address and stride of the input, the residual and their sum."""
+    x_rows, rows, columns, stride = b.rows(x)
+    size = rows, columns, float_code(x)
+    if add is None:
+        return *size, address(x_rows), stride, None, 0, None, 0
+    left, right = add.args[:2]  # contiguous, like the sum
+    return *size, address(left), columns, address(right), columns, address(x), columns
 
 
 @lowers(ops.rotate.default)
 def rotate(b: Builder, node: Node) -> None:
     x, cos, sin, interleaved = node.args
     out = node.outputs[0]
-    x, cos, sin = (a if a.strides[-1] == 1 else b.contiguous(a) for a in (x, cos, sin))
+    x, cos, sin = map(b.with_contiguous_rows, (x, cos, sin))
     if cos.strides != sin.strides:
         cos, sin = b.contiguous(cos), b.contiguous(sin)
     pairs = cos.shape[-1] // 2
@@ -100,7 +69,7 @@ def rotate(b: Builder, node: Node) -> None:
 
 
 def positive_half(sin: Array) -> Address:
-    """The half of `sin` that is not negated."""
+    """The address of the half of `sin` that is not negated."""
     start = address(sin)
     return start._replace(offset=start.offset + sin.shape[-1] // 2 * sin.dtype.itemsize)
 
@@ -115,7 +84,7 @@ def rotary_angles(b: Builder, node: Node) -> None:
 
 
 def linear_format(node: Node) -> Format:
-    """The format in which the weight of a linear node is packed."""
+    """The packed weight format of a linear node."""
     if node.op is ops.packed_linear.default:
         data: Array = node.args[1]
         return PACKED_FORMATS[data.dtype]
@@ -128,7 +97,7 @@ def linear(b: Builder, node: Node) -> None:
 
 
 def linears(b: Builder, nodes: list[Node]) -> None:
-    """Products of one x with several weights of one format."""
+    """Emit the products of one x with several weights of one format, as one call."""
     x, rows, inputs, stride = b.rows(nodes[0].args[0])
     parts = []
     for node in nodes:
@@ -140,16 +109,9 @@ def linears(b: Builder, nodes: list[Node]) -> None:
             part |= {"bias": address(b.contiguous(bias)), "bias_dtype": float_code(bias)}
         parts.append(part)
     b.call(
-        "onward_linear_many",
-        parts,
-        len(parts),
-        linear_format(nodes[0]),
-        rows,
-        inputs,
-        address(x),
-        float_code(x),
+        "onward_linear_many", parts, len(parts), linear_format(nodes[0]), rows, inputs, address(x), float_code(x),
         stride,
-    )
+    )  # fmt: skip
 
 
 @lowers(ops.packed_linear_by_head.default)
@@ -163,54 +125,25 @@ def linear_by_head(b: Builder, node: Node) -> None:
     )  # fmt: skip
 
 
-@lowers(ops.quantized_rows.default)
-def quantized_rows(b: Builder, node: Node) -> None:
-    data, ids, format, rows, inputs, _ = node.args
-    _lookup(b, QUANTIZED_FORMATS[format], rows, inputs, data, ids, node.outputs[0])
-
-
-def _lookup(b: Builder, format: Format, rows: int, inputs: int, data: Array, ids: Array, out: Array) -> None:
-    wide = b.temporary(ids.shape, torch.int64)
-    b.copy(ids, wide)
+@lowers(ops.quantized_rows.default, ops.packed_rows.default)
+def weight_rows(b: Builder, node: Node) -> None:
+    data, ids, *format_name, rows, inputs = node.args[: -1 if node.op is ops.quantized_rows.default else None]
+    format = QUANTIZED_FORMATS[format_name[0]] if format_name else PACKED_FORMATS[data.dtype]
+    ids, out = b.cast(ids, torch.int64), node.outputs[0]
     b.call(
-        "onward_linear_rows", format, rows, inputs, address(data), address(wide), wide.numel,
+        "onward_linear_rows", format, rows, inputs, address(data), address(ids), ids.numel,
         address(out), float_code(out), inputs,
     )  # fmt: skip
 
 
-@lowers(ops.packed_rows.default)
-def packed_rows(b: Builder, node: Node) -> None:
-    data, ids, rows, inputs = node.args
-    _lookup(b, PACKED_FORMATS[data.dtype], rows, inputs, data, ids, node.outputs[0])
-
-
-@lowers(ops.swiglu.default)
-def swiglu(b: Builder, node: Node) -> None:
-    _elementwise(b, node, "onward_swiglu")
-
-
-@lowers(ops.sigmoid_gate.default)
-def sigmoid_gate(b: Builder, node: Node) -> None:
-    _elementwise(b, node, "onward_sigmoid_gate")
-
-
-@lowers(ops.geglu.default)
-def geglu(b: Builder, node: Node) -> None:
-    _elementwise(b, node, "onward_geglu", node.args[2])
-
-
-@lowers(ops.add.default)
-def add(b: Builder, node: Node) -> None:
-    _elementwise(b, node, "onward_add")
-
-
-def _elementwise(b: Builder, node: Node, kernel: str, *options: float) -> None:
-    """Call a kernel of two operands of one shape. Its options come after the dtype."""
+@lowers(ops.swiglu.default, ops.sigmoid_gate.default, ops.geglu.default, ops.add.default)
+def elementwise(b: Builder, node: Node) -> None:
+    """Call the kernel of the operator's name, for two operands of one shape. Its options follow the dtype."""
     left, rows, columns, left_stride = b.rows(node.args[0])
     right, _, _, right_stride = b.rows(node.args[1])
     b.call(
-        kernel, rows, columns, float_code(left), *options, address(left), left_stride, address(right), right_stride,
-        address(node.outputs[0]), columns,
+        node.name.replace("onward.", "onward_"), rows, columns, float_code(left), *node.args[2:], address(left),
+        left_stride, address(right), right_stride, address(node.outputs[0]), columns,
     )  # fmt: skip
 
 
@@ -222,8 +155,8 @@ def argmax(b: Builder, node: Node) -> None:
 
 @lowers(ops.cached_attention.default)
 def cached_attention(b: Builder, node: Node) -> None:
-    q, keys, values, offsets, sinks, scale, window, softcap, table = node.args
-    emit_attention(b, q, keys, values, node.outputs[0], offsets, None, sinks, scale, window, softcap, table)
+    q, keys, values, offsets, *options, table = node.args
+    emit_attention(b, q, keys, values, node.outputs[0], *options, offsets=offsets, table=table)
 
 
 @lowers(ops.attention.default)
@@ -232,7 +165,7 @@ def attention(b: Builder, node: Node) -> None:
     offsets = None
     if causal:
         offsets = b.constant(torch.full((q.shape[0],), k.shape[2] - q.shape[2], dtype=torch.int32))
-    emit_attention(b, q, k, v, node.outputs[0], offsets, mask, sinks, scale, window, softcap)
+    emit_attention(b, q, k, v, node.outputs[0], sinks, scale, window, softcap, offsets=offsets, mask=mask)
 
 
 def emit_attention(
@@ -241,15 +174,16 @@ def emit_attention(
     k: Array,
     v: Array,
     out: Array,
-    offsets: Array | None,
-    mask: Array | None,
     sinks: Array | None,
     scale: float,
     window: int,
     softcap: float,
+    *,
+    offsets: Array | None = None,
+    mask: Array | None = None,
     table: Array | None = None,
 ) -> None:
-    q, k, v = (a if a.strides[-1] == 1 else b.contiguous(a) for a in (q, k, v))
+    q, k, v = map(b.with_contiguous_rows, (q, k, v))
     if out.strides[-1] != 1:
         raise Unsupported("an output whose features are not contiguous")
     batch, heads, queries, dim = q.shape
@@ -263,7 +197,7 @@ def emit_attention(
     if offsets is not None:
         arguments["offsets"] = address(b.contiguous(offsets))
     if table is not None:
-        table = table if table.strides[-1] == 1 else b.contiguous(table)
+        table = b.with_contiguous_rows(table)
         arguments |= {"positions": BLOCK * table.shape[1], "table": address(table), "table_stride": table.strides[0]}
     if mask is not None:
         mask = as_float32(b, mask)
@@ -275,11 +209,7 @@ def emit_attention(
 
 
 def as_float32(b: Builder, array: Array) -> Array:
-    if array.dtype == torch.float32:
-        return array
-    copy = b.temporary(array.shape, torch.float32)
-    b.copy(array, copy)
-    return copy
+    return array if array.dtype == torch.float32 else b.cast(array, torch.float32)
 
 
 @lowers(ops.write_cache.default)
@@ -287,17 +217,13 @@ def write_cache(b: Builder, node: Node) -> None:
     heads(b, [cache_part(node)], node.args[2], None)
 
 
-def cache_part(node: Node) -> dict[str, object]:
-    """The part of `onward_heads` that stores new keys or values [B, G, T, D] in a cache, dense or in blocks."""
+def cache_part(node: Node) -> dict[str, Any]:
+    """The part of `onward_heads` that stores new keys or values [B, G, T, D] in a dense or paged cache."""
     cache, new, _, table = node.args
     part = {
-        "heads": new.shape[1],
-        "x": new,
-        "out": address(cache),
-        "out_strides": cache.strides[:3],
-        "to_cache": 1,
+        "heads": new.shape[1], "x": new, "out": address(cache), "out_strides": cache.strides[:3], "to_cache": 1,
         "positions": cache.shape[2],
-    }
+    }  # fmt: skip
     if table is not None:
         if table.strides[-1] != 1:
             raise Unsupported("a table whose rows are not contiguous")
@@ -305,27 +231,17 @@ def cache_part(node: Node) -> dict[str, object]:
     return part
 
 
-def heads(
-    b: Builder, parts: list[dict[str, object]], offsets: Array | None, angles: tuple[Array, Array] | None
-) -> None:
-    """Call `onward_heads`. In the parts "x" is an array [B, H, T, D]; this puts its address in its place."""
-    sample = parts[0]["x"]
-    assert isinstance(sample, Array)
-    if any(isinstance(x, Array) and x.strides[-1] != 1 for part in parts for x in (part["x"],)):
-        for part in parts:
-            assert isinstance(part["x"], Array)
-            part["x"] = b.contiguous(part["x"])
-    batch, _, queries, dim = sample.shape
-    for part in parts:
-        x = part["x"]
-        assert isinstance(x, Array)
-        part |= {"x": address(x), "x_strides": x.strides[:3]}
-    cos = sin = strides = None
-    pairs = 0
+def heads(b: Builder, parts: list[dict[str, Any]], offsets: Array | None, angles: tuple[Array, Array] | None) -> None:
+    """Call `onward_heads`. "x" of each part is an array [B, H, T, D]."""
+    arrays: list[Array] = [part["x"] for part in parts]
+    if any(x.strides[-1] != 1 for x in arrays):
+        arrays = [b.contiguous(x) for x in arrays]
+    calls = [part | {"x": address(x), "x_strides": x.strides[:3]} for part, x in zip(parts, arrays, strict=True)]
+    batch, _, queries, dim = arrays[0].shape
+    rotation: tuple[Any, ...] = (None, None, None, 0)
     if angles is not None:
-        cos, sin, strides = address(angles[0]), positive_half(angles[1]), list(angles[0].strides[:2])
-        pairs = angles[0].shape[-1] // 2
+        cos, sin = angles
+        rotation = (address(cos), positive_half(sin), list(cos.strides[:2]), cos.shape[-1] // 2)
     b.call(
-        "onward_heads", parts, len(parts), batch, queries, dim, float_code(sample), cos, sin, strides, pairs,
-        None if offsets is None else address(b.contiguous(offsets)),
+        "onward_heads", calls, len(calls), batch, queries, dim, float_code(arrays[0]), *rotation, b.optional(offsets)
     )  # fmt: skip

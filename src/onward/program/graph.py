@@ -1,9 +1,10 @@
-"""The graph of a traced forward: nodes over arrays, arrays over storages, and the kernel calls they become.
+"""The graph of a traced forward: nodes over arrays, arrays over storages, and the resulting kernel calls.
 
-An `Array` is a view of a `Storage`, which has no address yet. `Uses` tells which nodes write and read each storage;
-`PackedParams` keeps packed copies of params that will not change, made once for all programs of a forward.
+An `Array` is a view of a `Storage`, which has no address yet. `Uses` lists the nodes that write and read each storage;
+`PackedParams` caches packed copies of frozen params, shared by all programs of a forward.
 """
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,24 +22,24 @@ from onward.ops.packed import pack_native
 
 
 class Kind(Enum):
-    """Where a storage's memory comes from."""
+    """The owner of a storage's memory."""
 
     TOKENS = "tokens"
     OFFSETS = "offsets"
     LOGITS_AT = "logits_at"
     CACHE = "cache"
     PARAM = "param"
-    CONSTANT = "constant"  # tensors that the forward makes of numbers alone
+    CONSTANT = "constant"  # tensors that the forward makes from numbers alone
     LOGITS = "logits"
-    TEMPORARY = "temporary"  # results of operators
+    TEMPORARY = "temporary"  # operator results
 
 
 @dataclass(eq=False)
 class Storage:
-    """A run of memory.
+    """A contiguous region of memory.
 
-    index: its place among the trace's storages. nbytes: its size for the traced shapes. constant: the tensor, for a
-    constant. param: the tensor among params; the program's caller holds it. layout: its shape, strides and dtype.
+    index: its index among the trace's storages. nbytes: its size for the traced shapes. constant: the tensor of a
+    constant. param: the tensor of a param, owned by the program's caller. layout: the param's shape, strides and dtype.
     """
 
     index: int
@@ -50,13 +51,13 @@ class Storage:
     layout: tuple[object, ...] = ()
 
     def refer_to(self, param: Tensor) -> None:
-        """Make it the memory of a param, without keeping the param alive."""
+        """Use the memory of a param, without keeping the param alive."""
         self.param = weakref.ref(param)
         self.layout = param.shape, param.stride(), param.dtype
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor that holds the memory, for params and constants: they are the same in every run."""
+        """The tensor that owns the memory of a param or constant, which is the same in every run."""
         return self.constant if self.param is None else self.param()
 
 
@@ -72,22 +73,15 @@ class Array:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
     @property
-    def byte_offset(self) -> int:
-        return self.offset * self.dtype.itemsize
-
-    @property
     def contiguous(self) -> bool:
-        """Whether its elements lie one after another in order. The stride of a dimension of size 1 does not count."""
+        """Whether its elements are contiguous in order. Strides of dimensions of size 1 are ignored."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -100,35 +94,43 @@ class Array:
 
 
 T = TypeVar("T")
-Infer = Callable[..., Tensor]  # an operator on meta tensors: gives the shape, dtype and strides of its result
+Forward = Callable[..., tuple[Tensor, Any]]
+Infer = Callable[..., Tensor]  # an operator on meta tensors: computes the shape, dtype and strides of its result
 
 
-# Arguments of these types hold no others. A trace looks at tens of thousands, most of them such.
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+# Leaf types, checked first: a trace walks tens of thousands of arguments, most of them of these types.
 PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
 def instances(kind: type[T], value: Any) -> list[T]:
-    """The instances of `kind` in an operator's arguments or results: in lists, tuples and the dict of keywords."""
-    found: list[T] = []
-    _collect(kind, value, found)
-    return found
+    """The instances of `kind` in an operator's arguments or results, nested in lists, tuples and dicts."""
+    items: list[T] = []
+    _collect(kind, value, items)
+    return items
 
 
-def _collect(kind: type[T], value: Any, found: list[T]) -> None:
+def _collect(kind: type[T], value: Any, items: list[T]) -> None:
     if isinstance(value, kind):
-        found.append(value)
+        items.append(value)
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             if type(item) not in PLAIN:
-                _collect(kind, item, found)
+                _collect(kind, item, items)
 
 
 @dataclass(eq=False)
 class Node:
     """One operator call. Tensors among args and kwargs are `Array`s.
 
-    outputs: arrays that it makes. writes: inputs that it changes in place. where: "file:line in function" of the
-    user's code.
+    outputs: its results. writes: inputs that it changes in place. where: "file:line in function" of the user's code.
     """
 
     op: OpOverload
@@ -137,6 +139,10 @@ class Node:
     outputs: tuple[Array, ...]
     writes: tuple[Array, ...]
     where: str
+
+    def replaced_by(self, op: OpOverload, *args: Any, outputs: tuple[Array, ...] | None = None) -> "Node":
+        """The call of another functional operator with the same outputs, in place of this node."""
+        return Node(op, args, {}, self.outputs if outputs is None else outputs, (), self.where)
 
     @property
     def name(self) -> str:
@@ -149,9 +155,9 @@ class Node:
 
 @dataclass(eq=False)
 class Trace:
-    """A forward's nodes in order, all storages, and the arrays that it takes and returns.
+    """A forward's nodes in order, all storages, and the forward's input and output arrays.
 
-    cache, returned_cache: an array for each tensor of the cache that was given and of the one that was returned.
+    cache, returned_cache: an array for each tensor of the input cache and of the returned cache.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -160,6 +166,16 @@ class Trace:
     logits: Array | None = None
     cache: list[Array] = field(default_factory=list)
     returned_cache: list[Array] = field(default_factory=list)
+
+    def new_storage(self, kind: Kind, nbytes: int, name: str = "", constant: Tensor | None = None) -> Storage:
+        storage = Storage(len(self.storages), kind, nbytes, name, constant)
+        self.storages.append(storage)
+        return storage
+
+    def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
+        """A new contiguous array in the program's own memory."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return Array(self.new_storage(Kind.TEMPORARY, nbytes), dtype, tuple(shape), contiguous_strides(shape), 0)
 
 
 class Address(NamedTuple):
@@ -170,32 +186,30 @@ class Address(NamedTuple):
 
 
 def address(array: Array) -> Address:
-    """Where an array's first element lies."""
-    return Address(array.storage, array.byte_offset)
+    """The address of an array's first element."""
+    return Address(array.storage, array.offset * array.dtype.itemsize)
 
 
 # An argument of a kernel: a number, an address, a list of integers, or a list of structures (each a mapping of field to
-# argument). Lists lie in the program's own memory, and the kernel gets their address.
+# argument). Lists are stored in the program's image; the kernel receives their address.
 Argument = int | float | Address | None | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(eq=False)
 class KernelCall:
-    """A call of the native library. node: the operator it was made from, for messages and `explain`."""
+    """A call of the native library. node: its operator, for error messages and `explain`."""
 
     kernel: str
     args: tuple[Argument, ...]
     node: Node
 
     def storages(self) -> list[Storage]:
-        found: list[Storage] = []
-        _collect_storages(self.args, found)
-        return found
+        return [address.storage for address in instances(Address, self.args)]
 
 
 @dataclass(eq=False)
 class TorchCall:
-    """An operator that has no kernel: torch runs it, on tensors over the program's memory. why: what is missing."""
+    """An operator without a kernel, run by torch on tensors over the program's memory. why: the missing feature."""
 
     node: Node
     why: str
@@ -207,42 +221,29 @@ class TorchCall:
 ProgramCall = KernelCall | TorchCall
 
 
-def _collect_storages(args: Iterable[Any], found: list[Storage]) -> None:
-    for argument in args:
-        if isinstance(argument, Address):
-            found.append(argument.storage)
-        elif isinstance(argument, dict):
-            _collect_storages(argument.values(), found)
-        elif isinstance(argument, (list, tuple)):
-            _collect_storages(argument, found)
-
-
 class PackedParams:
-    """Packed copies by the memory of the stock matrices. They live as long as this does."""
+    """Packed copies of params, by the memory of the original matrices. They live as long as this object."""
 
     def __init__(self) -> None:
         self._packed: dict[tuple[object, ...], NativeWeight] = {}
 
     def of(self, weight: Array) -> NativeWeight | None:
-        """The packed copy of a matrix [N, K] among the params; None where there is no layout for it."""
+        """The packed copy of a matrix [N, K] among the params; None if no packed layout supports it."""
         tensor = weight.storage.tensor
         if tensor is None or tensor.device.type != "cpu":
             return None
         key = (tensor.data_ptr(), weight.dtype, weight.shape, weight.strides, weight.offset)
         if key not in self._packed:
-            packed = pack_native(_matrix(tensor.detach(), weight))
+            offset = tensor.storage_offset() + weight.offset
+            packed = pack_native(tensor.detach().as_strided(weight.shape, weight.strides, offset))
             if packed is None:
                 return None
             self._packed[key] = packed
         return self._packed[key]
 
 
-def _matrix(tensor: Tensor, weight: Array) -> Tensor:
-    return tensor.as_strided(weight.shape, weight.strides, tensor.storage_offset() + weight.offset)
-
-
 class Uses:
-    """The nodes that write and that read each storage."""
+    """The nodes that write and read each storage."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self._writers: dict[Storage, list[Node]] = defaultdict(list)
@@ -254,10 +255,10 @@ class Uses:
                 self._readers[storage].append(node)
 
     def constant(self, array: Array) -> bool:
-        """Whether no node changes the array's storage after it was made."""
+        """Whether no node changes the array's storage after its creation."""
         return len(self._writers[array.storage]) <= (array.storage.kind is Kind.TEMPORARY)
 
     def only_for(self, array: Array, reader: Node) -> Node | None:
-        """The node that made a temporary, if only `reader` reads it."""
+        """The node that produced a temporary, if `reader` is its only reader."""
         writers, readers = self._writers[array.storage], self._readers[array.storage]
         return writers[0] if len(writers) == 1 and readers == [reader] and writers[0].outputs else None

@@ -1,4 +1,4 @@
-"""The tensors of a cache: recognise them at the next step, and tell their shapes for other numbers of rows."""
+"""The tensors of a cache: identify them at the next step, and derive their shapes for other numbers of rows."""
 
 import weakref
 from collections import OrderedDict
@@ -15,30 +15,30 @@ from onward.errors import ProgramError
 
 # Names of dimensions, from `NamedDims`.
 _ROWS, _BLOCKS = "rows", "blocks"
-# The number of blocks in every signature: any, but of one the stride would mean nothing.
-_SOME_BLOCKS = 2
-# How many caches are known: an engine has one for each number of rows that it runs.
-_MOST_KNOWN = 32
+# The number of blocks in every signature. Any number works except 1, for which the stride is arbitrary.
+_SIGNATURE_BLOCKS = 2
+# The maximum number of cached `CacheLeaves`. An engine has one cache for each number of rows that it runs.
+_MAX_CACHES = 32
 
 
 @runtime_checkable
 class NamedDims(Protocol):
-    """A cache that says what the dimensions of its tensors count, so that a program need not guess.
+    """A cache that names the dimensions of its tensors, so that a program doesn't have to guess them.
 
-    leaf_dims: for each leaf the names of its dimensions. "rows" counts the rows of a call. "blocks" counts memory that
-    rows share: its number makes no difference to a program. Sizes of any other name belong to a program's shape.
+    leaf_dims: the names of each leaf's dimensions. "rows" is the number of rows of a call. "blocks" is the size of
+    memory that rows share, which is not part of a program's shape. Sizes of any other name are.
     """
 
     @property
     def leaf_dims(self) -> Sequence[tuple[str, ...]]: ...
 
     def blank(self) -> Any:
-        """An empty cache of as many rows and positions, over memory of its own."""
+        """An empty cache with the same number of rows and positions, over its own memory."""
         ...
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory. shape: None for the number of rows. strides: None if contiguous."""
+    """The memory layout of a tensor. shape: None for the number of rows. strides: None if contiguous."""
 
     shape: tuple[int | None, ...]
     strides: tuple[int, ...] | None
@@ -50,7 +50,7 @@ CacheSignature = tuple[Hashable, ...]
 
 
 class CacheLeaves:
-    """The tensors of a cache, held weakly: a program must not keep the memory of a request that is over.
+    """Weak references to the tensors of a cache: a program must not keep the memory of a finished request alive.
 
     signature: the shapes, strides and dtypes of all leaves.
     """
@@ -68,19 +68,23 @@ class CacheLeaves:
 
     @property
     def live(self) -> bool:
-        """Whether no tensor has been freed. When one has, a new one may get its id."""
+        """Whether no tensor has been freed. A new tensor may reuse the id of a freed one."""
         return not self._freed
 
     def for_any_rows(self, batch: int) -> CacheSignature:
-        """The signature with the number of rows, `batch`, left open.
+        """The signature with the number of rows, `batch`, replaced by None.
+
+        Without named dims the first size that equals `batch` counts as the number of rows. If that is wrong, the result
+        matches no cache with another number of rows.
 
         Raises:
-            ProgramError: the cache says that it has another number of rows.
+            ProgramError: the cache has another number of rows.
         """
-        if self._dims is None:
-            # Of one row a size of 1 says nothing.
-            return for_any_rows(self.signature, batch) if batch > 1 else self.signature
-        return tuple(map(partial(_with_rows_open, batch), self.signature, self._dims))
+        if self._dims is not None:
+            return tuple(map(partial(_named_for_any_rows, batch), self.signature, self._dims))
+        if batch == 1:  # a size of 1 is ambiguous
+            return self.signature
+        return tuple(_for_any_rows(leaf, batch) if isinstance(leaf, Layout) else leaf for leaf in self.signature)
 
     def tensors(self) -> list[Tensor]:
         leaves = [reference() for reference in self._references]
@@ -89,29 +93,29 @@ class CacheLeaves:
 
 
 class LeafCache:
-    """The `CacheLeaves` of the last caches. A step over tensors that were seen before costs a look-up of their ids."""
+    """The `CacheLeaves` of recent caches. For a known cache a step only looks up the ids of its tensors."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, CacheLeaves] = OrderedDict()
+        self._entries: OrderedDict[Hashable, CacheLeaves] = OrderedDict()
 
     def of(self, cache: Any) -> CacheLeaves:
         key = _identity(cache)
-        leaves = self._known.get(key)
+        leaves = self._entries.get(key)
         if leaves is None or not leaves.live:
-            leaves = self._known[key] = CacheLeaves(cache)
-            if len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
+            leaves = self._entries[key] = CacheLeaves(cache)
+            if len(self._entries) > _MAX_CACHES:
+                self._entries.popitem(last=False)
         else:
-            self._known.move_to_end(key)
+            self._entries.move_to_end(key)
         return leaves
 
 
 def _identity(cache: Any) -> Hashable:
-    """The tensors of a cache by id, its other leaves as they are."""
+    """The ids of a cache's tensors, and its other leaves as they are."""
     tensors = _plain_tensors(cache)
     if tensors is not None:
         return tuple(map(id, tensors))
-    return tuple(id(leaf) if isinstance(leaf, Tensor) else (type(leaf), _setting(leaf)) for leaf in leaves_of(cache))
+    return tuple(id(leaf) if isinstance(leaf, Tensor) else (type(leaf), _hashable(leaf)) for leaf in leaves_of(cache))
 
 
 def tensors_of(cache: Any) -> list[Tensor]:
@@ -121,9 +125,9 @@ def tensors_of(cache: Any) -> list[Tensor]:
 
 
 def _plain_tensors(cache: Any) -> list[Tensor] | None:
-    """The leaves of a tuple of tuples and tensors, as `KVCache` is; None for another pytree.
+    """The leaves of a tuple of tuples and tensors, such as `KVCache`; None for another pytree.
 
-    A walk takes 30 times as long, at every step.
+    A general walk takes 30 times as long, at every step.
     """
     if not isinstance(cache, tuple):
         return None
@@ -132,7 +136,7 @@ def _plain_tensors(cache: Any) -> list[Tensor] | None:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a pytree, in order. (pytree's own walk takes ten times as long, of a large model 2 ms.)"""
+    """The leaves of a pytree, in order. (pytree's walk takes ten times as long, 2 ms for a large model.)"""
     if tree is None or isinstance(tree, Tensor | int | float | str):
         return [tree]
     if isinstance(tree, tuple | list):
@@ -142,41 +146,27 @@ def leaves_of(tree: Any) -> list[Any]:
     return pytree.tree_leaves(tree)
 
 
-def for_any_rows(signature: CacheSignature, batch: int) -> CacheSignature:
-    """The signature of a cache with the number of rows left open. The given one has `batch` rows, 2 or more.
-
-    The first size that equals `batch` is taken for the number of rows. Where that is wrong, the result fits no cache of
-    another number of rows.
-    """
-    return tuple(_for_any_rows(leaf, batch) if isinstance(leaf, Layout) else leaf for leaf in signature)
-
-
 def _for_any_rows(leaf: Layout, batch: int) -> Layout:
     if batch not in leaf.shape:
         return leaf
-    rows = leaf.shape.index(batch)
-    return leaf._replace(shape=(*leaf.shape[:rows], None, *leaf.shape[rows + 1 :]))
+    dim = leaf.shape.index(batch)
+    return leaf._replace(shape=(*leaf.shape[:dim], None, *leaf.shape[dim + 1 :]))
 
 
-def _with_rows_open(batch: int, layout: Layout, dims: tuple[str, ...]) -> Layout:
-    rows = {size for size, dim in zip(layout.shape, dims, strict=True) if dim == _ROWS}
+def _named_for_any_rows(batch: int, layout: Layout, dims: tuple[str, ...]) -> Layout:
+    sizes = list(zip(layout.shape, dims, strict=True))
+    rows = {size for size, dim in sizes if dim == _ROWS}
     if rows - {batch}:
-        raise ProgramError(f"a program of {batch} rows got a cache of {', '.join(map(str, rows))}: make one of as many")
-    return layout._replace(
-        shape=tuple(None if dim == _ROWS else size for size, dim in zip(layout.shape, dims, strict=True))
-    )
+        raise ProgramError(f"a program of {batch} rows got a cache of {', '.join(map(str, rows))}: use one of {batch}")
+    return layout._replace(shape=tuple(None if dim == _ROWS else size for size, dim in sizes))
 
 
 def without_memory(cache: Any, signature: CacheSignature, batch: int) -> Any:
-    """A cache of this structure with `batch` rows, on the meta device. signature: for any number of rows."""
+    """A cache with this structure and `batch` rows on the meta device. signature: of `for_any_rows`."""
     leaves, spec = pytree.tree_flatten(cache)
-    return pytree.tree_unflatten(
-        [
-            _meta_tensor(layout, batch) if isinstance(layout, Layout) else leaf
-            for leaf, layout in zip(leaves, signature, strict=True)
-        ],
-        spec,
-    )
+    pairs = zip(leaves, signature, strict=True)
+    metas = [_meta_tensor(layout, batch) if isinstance(layout, Layout) else leaf for leaf, layout in pairs]
+    return pytree.tree_unflatten(metas, spec)
 
 
 def _meta_tensor(layout: Layout, batch: int) -> Tensor:
@@ -187,9 +177,9 @@ def _meta_tensor(layout: Layout, batch: int) -> Tensor:
 
 
 def _named_layout(leaf: Tensor, dims: tuple[str, ...]) -> Layout:
-    """The layout of a tensor whose dimensions are named; of shared memory only the strides count."""
-    shape = tuple(_SOME_BLOCKS if dim == _BLOCKS else size for size, dim in zip(leaf.shape, dims, strict=True))
-    # Of one row no stride counts, of one block it does.
+    """The layout of a tensor with named dimensions. Shared memory only counts by its strides."""
+    shape = tuple(_SIGNATURE_BLOCKS if dim == _BLOCKS else size for size, dim in zip(leaf.shape, dims, strict=True))
+    # The stride of a single row is irrelevant; the stride of a single block is not.
     strides = None if _BLOCKS not in dims and leaf.is_contiguous() else tuple(leaf.stride())
     return Layout(shape, strides, leaf.dtype)
 
@@ -198,9 +188,9 @@ def _layout(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         strides = None if leaf.is_contiguous() else tuple(leaf.stride())
         return Layout(tuple(leaf.shape), strides, leaf.dtype)
-    return _setting(leaf)
+    return _hashable(leaf)
 
 
-def _setting(leaf: Any) -> Hashable:
-    """A leaf that is no tensor, as part of a key."""
+def _hashable(leaf: Any) -> Hashable:
+    """A leaf that isn't a tensor, as part of a key."""
     return leaf if isinstance(leaf, Hashable) else str(type(leaf))

@@ -1,39 +1,35 @@
-"""Turn a trace into kernel calls, with one rule for each operator."""
+"""Lower a trace to kernel calls, with one rule for each operator."""
 
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
 from torch._ops import OpOverload
 
 from onward.ops.operator import FAKES
 
-# The rules of a file are there once it is imported.
+# Importing these modules registers their rules.
 from onward.program import aten_matrices, aten_pointwise, aten_shapes, fused_calls, op_calls  # noqa: F401
 from onward.program.builder import RULES, Builder, Unsupported
 from onward.program.fuse import FusedNode, FuseItem, rewrite
 from onward.program.graph import Array, Infer, Kind, Node, PackedParams, ProgramCall, TorchCall, Trace
 
-# Shapes and dtypes of results, for the recorder: of torch's operators and of ours.
+# Shapes and dtypes of results, for the recorder: torch's operators and Onward's.
 INFER: Mapping[OpOverload, Infer] = ChainMap(aten_pointwise.INFER, FAKES)
-
-aten = torch.ops.aten
 
 
 def is_whole(op: OpOverload) -> bool:
-    """Whether the recorder keeps a composite operator whole: it does where there is a rule for it."""
+    """Whether the recorder keeps a composite operator whole, because there is a rule for it."""
     return op in RULES
 
 
 def lower(trace: Trace, packed: PackedParams | None = None) -> list[ProgramCall]:
-    """The calls of a traced forward, in order; the logits end up contiguous in a storage of kind LOGITS.
+    """The calls of a traced forward, in order. The logits are contiguous in a storage of kind LOGITS.
 
-    packed: packed copies of params that will not change; None where they may.
+    packed: packed copies of frozen params; None if params may change.
     """
     builder = Builder(trace)
-    items = rewrite(trace, packed)
-    for item in items:
+    for item in rewrite(trace, packed):
         _lower(builder, item)
     _return_cache(builder)
     _return_logits(builder)
@@ -47,50 +43,38 @@ def _lower(builder: Builder, item: FuseItem) -> None:
         return
     builder.node = item
     before = len(builder.calls)
-    rule = RULES.get(item.op)
     try:
-        if rule is None:
+        if item.op not in RULES:
             raise Unsupported("no kernel for this operator")
-        rule(builder, item)
+        RULES[item.op](builder, item)
     except Unsupported as reason:
         del builder.calls[before:]
         builder.calls.append(TorchCall(item, str(reason)))
 
 
 def _return_cache(builder: Builder) -> None:
-    """Copy the values of a returned cache into the given one, where the forward made new tensors."""
+    """Copy the values of a returned cache into the input cache, where the forward made new tensors."""
     trace = builder.trace
     changed = [(old, new) for old, new in zip(trace.cache, trace.returned_cache, strict=True) if old != new]
-    # First into temporaries: a forward may return the tensors of its cache in another order.
+    # Copy to temporaries first: a forward may return the tensors of its cache in another order.
     copies = []
     for old, new in changed:
         builder.node = _return_node(old)
-        copy = builder.temporary(new.shape, new.dtype)
-        builder.copy(new, copy)
-        copies.append(copy)
-    for (old, _), copy in zip(changed, copies, strict=True):
+        copies.append((old, builder.cast(new, new.dtype)))
+    for old, copy in copies:
         builder.node = _return_node(old)
         builder.copy(copy, old)
 
 
 def _return_logits(builder: Builder) -> None:
-    trace = builder.trace
-    logits = trace.logits
+    logits = builder.trace.logits
     assert logits is not None
     storage = logits.storage
-    if storage.kind is Kind.TEMPORARY and logits.contiguous and logits.nbytes == storage.nbytes:
-        storage.kind = Kind.LOGITS
-        return
-    builder.node = _return_node(logits)
-    out = builder.temporary(logits.shape, logits.dtype)
-    builder.copy(logits, out)
-    out.storage.kind = Kind.LOGITS
-    trace.logits = replace(out)
+    if storage.kind is not Kind.TEMPORARY or not logits.contiguous or logits.nbytes != storage.nbytes:
+        builder.node = _return_node(logits)
+        builder.trace.logits = logits = builder.cast(logits, logits.dtype)
+    logits.storage.kind = Kind.LOGITS
 
 
 def _return_node(array: Array) -> Node:
-    return Node(aten.copy_.default, (array, array), {}, (), (array,), "what the forward returns")
-
-
-def fallbacks(calls: Sequence[ProgramCall]) -> list[TorchCall]:
-    return [call for call in calls if isinstance(call, TorchCall)]
+    return Node(torch.ops.aten.copy_.default, (array, array), {}, (), (array,), "the forward's return value")

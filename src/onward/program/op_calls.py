@@ -1,4 +1,4 @@
-"""Kernel calls of the ops for adapters, mixtures of experts and recurrent states."""
+"""Rules for the ops of adapters, mixtures of experts and recurrent states."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def lora(b: Builder, node: Node) -> None:
 
 
 def updates(b: Builder, nodes: list[Node]) -> None:
-    """Updates of products of one x, by the adapters of the same rows."""
+    """Emit the adapter updates of several products of one x, with the same adapter slot for each row, as one call."""
     x, _, a, _, slots, *_ = nodes[0].args
     x_rows, rows, inputs, stride = b.rows(x)
     parts = [_part(b, node) for node in nodes]
@@ -32,7 +32,8 @@ def updates(b: Builder, nodes: list[Node]) -> None:
 def _part(b: Builder, node: Node) -> dict[str, object]:
     _, y, a, b_matrix, _, ranks, factors, scale, shift = node.args
     y_rows, _, outputs, y_stride = b.rows(y)
-    a, b_matrix = (t if _slots_are_contiguous(t) else b.contiguous(t) for t in (a, b_matrix))
+    # Each slot [R, K] of a stack [S, R, K] has to be contiguous.
+    a, b_matrix = (t if t.strides[1:] == (t.shape[2], 1) else b.contiguous(t) for t in (a, b_matrix))
     part = {
         "outputs": outputs, "rank": a.shape[1], "y_stride": y_stride, "a_stride": a.strides[0],
         "b_stride": b_matrix.strides[0], "out_stride": outputs, "y": address(y_rows), "a": address(a),
@@ -45,36 +46,30 @@ def _part(b: Builder, node: Node) -> dict[str, object]:
     return part
 
 
-def _slots_are_contiguous(stack: Array) -> bool:
-    """Whether each slot [R, K] of a stack [S, R, K] lies in one piece."""
-    return stack.strides[2] == 1 and stack.strides[1] == stack.shape[2]
-
-
 ops = torch.ops.onward
 
 
 @lowers(ops.top_experts.default)
 def top_experts(b: Builder, node: Node) -> None:
     logits, bias, count, score, *groups, normalize, scale = node.args
-    chosen, weights = node.outputs
+    expert_ids, weights = node.outputs
     logits, rows, experts, stride = b.rows(logits)
     b.call(
         "onward_top_experts", rows, experts, address(logits), float_code(logits), stride, count, SCORES.index(score),
-        None if bias is None else address(b.contiguous(bias)), *groups, normalize, scale, address(chosen),
-        address(weights),
+        b.optional(bias), *groups, normalize, scale, address(expert_ids), address(weights),
     )  # fmt: skip
 
 
 @lowers(ops.experts.default)
 def experts(b: Builder, node: Node) -> None:
-    x, chosen, weights, gate, up, down, *biases, format, inner, activation, alpha, limit = node.args
+    x, expert_ids, weights, gate, up, down, *biases, format, inner, activation, alpha, limit = node.args
     if format == "stock":
-        raise Unsupported("weights that are not packed, which each call does anew: give it ops.pack_experts of them")
+        raise Unsupported("unpacked weights, which every call packs again: pass weights from ops.pack_experts")
     x, rows, width, stride = b.rows(x)
     out = node.outputs[0]
     arguments = {
-        "tokens": rows, "width": width, "inner": inner, "experts": up.shape[0], "chosen": chosen.shape[-1],
-        "x": address(x), "x_stride": stride, "x_dtype": float_code(x), "ids": address(b.contiguous(chosen)),
+        "tokens": rows, "width": width, "inner": inner, "experts": up.shape[0], "chosen": expert_ids.shape[-1],
+        "x": address(x), "x_stride": stride, "x_dtype": float_code(x), "ids": address(b.contiguous(expert_ids)),
         "weights": address(b.contiguous(weights)), "gate": None if gate is None else address(gate), "up": address(up),
         "down": address(down),
         "out": address(out), "out_stride": width, "out_dtype": float_code(out), "format": format_code(format, up),
@@ -91,21 +86,20 @@ _ANY_SLOT = 2**31 - 1
 
 @lowers(ops.short_conv.default)
 def short_conv(b: Builder, node: Node) -> None:
-    x, weight, bias, state, held, offsets, rows, silu = node.args
-    x = _features_together(b, x)
+    x, weight, bias, *state, silu = node.args
+    x = b.with_contiguous_rows(x)
     call = {
         "batch": x.shape[0], "queries": x.shape[1], "channels": x.shape[2], "taps": weight.shape[0], "x": address(x),
         "x_strides": x.strides[:2], "weight": address(b.contiguous(weight)),
-        "bias": None if bias is None else address(b.contiguous(bias)), "out": address(node.outputs[0]),
-        "dtype": float_code(x), "silu": int(silu),
+        "bias": b.optional(bias), "out": address(node.outputs[0]), "dtype": float_code(x), "silu": int(silu),
     }  # fmt: skip
-    b.call("onward_short_conv", [call | _state(state, held, offsets, rows)])
+    b.call("onward_short_conv", [call | _state(*state)])
 
 
 @lowers(ops.gated_delta.default)
 def gated_delta(b: Builder, node: Node) -> None:
-    *inputs, log_rate, decay_bias, state, held, offsets, rows, key_heads, key_dim = node.args
-    qkv, decay, beta = (_features_together(b, x) for x in inputs)
+    qkv, decay, beta, log_rate, decay_bias, *state, key_heads, key_dim = node.args
+    qkv, decay, beta = map(b.with_contiguous_rows, (qkv, decay, beta))
     out = node.outputs[0]
     call = {
         "batch": out.shape[0], "queries": out.shape[1], "key_heads": key_heads, "value_heads": out.shape[2],
@@ -114,13 +108,13 @@ def gated_delta(b: Builder, node: Node) -> None:
         "beta_strides": beta.strides[:2], "log_rate": address(b.contiguous(log_rate)),
         "decay_bias": address(b.contiguous(decay_bias)), "out": address(out), "dtype": float_code(qkv), "eps": EPS,
     }  # fmt: skip
-    b.call("onward_gated_delta", [call | _state(state, held, offsets, rows)])
+    b.call("onward_gated_delta", [call | _state(*state)])
 
 
 @lowers(ops.ssd.default)
 def ssd(b: Builder, node: Node) -> None:
-    mixed, step, log_rate, step_bias, skip, state, held, offsets, rows, groups, state_dim, least, most = node.args
-    mixed, step = (_features_together(b, x) for x in (mixed, step))
+    mixed, step, log_rate, step_bias, skip, *state, groups, state_dim, least, most = node.args
+    mixed, step = map(b.with_contiguous_rows, (mixed, step))
     out = node.outputs[0]
     call = {
         "batch": out.shape[0], "queries": out.shape[1], "groups": groups, "heads": out.shape[2],
@@ -129,14 +123,10 @@ def ssd(b: Builder, node: Node) -> None:
         "step_bias": address(b.contiguous(step_bias)), "skip": address(b.contiguous(skip)), "out": address(out),
         "dtype": float_code(mixed), "least": least, "most": most,
     }  # fmt: skip
-    b.call("onward_ssd", [call | _state(state, held, offsets, rows)])
+    b.call("onward_ssd", [call | _state(*state)])
 
 
-def _state(state: Array, held: Array, offsets: Array, rows: Array | None) -> dict[str, Any]:
-    fields = dict(arguments(state, held, offsets, rows, address))
-    # A program serves memories of any number of slots: their size is no number of its own.
+def _state(state: Array, block_numbers: Array, offsets: Array, rows: Array | None) -> dict[str, Any]:
+    fields = dict(arguments(state, block_numbers, offsets, rows, address))
+    # A program serves pools with any number of slots, so that number must not be part of it.
     return fields if rows is None else fields | {"slots": _ANY_SLOT}
-
-
-def _features_together(b: Builder, x: Array) -> Array:
-    return x if x.strides[-1] == 1 else b.contiguous(x)

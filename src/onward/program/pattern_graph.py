@@ -1,4 +1,4 @@
-"""Which node made an array, and what an operator's operands are: the questions that patterns ask of a trace."""
+"""Queries of patterns on a trace: the producer of an array, and the operands of an operator."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,8 +8,8 @@ import torch
 from torch._ops import OpOverload
 
 from onward.ops.operator import DTYPES
-from onward.program.builder import contiguous_strides, named_arguments
-from onward.program.graph import Array, Kind, Node, PackedParams, Storage, Trace, Uses
+from onward.program.builder import named_arguments
+from onward.program.graph import Array, Kind, Node, PackedParams, Trace, Uses, contiguous_strides
 
 aten = torch.ops.aten
 
@@ -19,83 +19,70 @@ CASTS = (
 
 
 class Graph:
-    """The nodes of a trace by what they make.
+    """The nodes of a trace by their results.
 
-    Only arrays that no node changes after they were made count: such an array is a value, wherever it is read.
+    Only arrays that no node changes after their creation count, so that an array stands for one value.
     """
 
     def __init__(self, trace: Trace, packed: PackedParams | None) -> None:
-        self._trace = trace
+        self.trace = trace
         self._packed = packed
         self._packed_arrays: dict[Array, Array] = {}
         self._uses = Uses(trace.nodes)
-        self._makers = {node.outputs[0]: node for node in trace.nodes if len(node.outputs) == 1}
-        self._storage_makers = {array.storage: node for array, node in self._makers.items()}
-        self.signed_sines: dict[Array, Array] = {}  # by the sines of a rotation: with the first half negated
+        self._producers = {node.outputs[0]: node for node in trace.nodes if len(node.outputs) == 1}
+        self._storage_producers = {array.storage: node for array, node in self._producers.items()}
+        self.signed_sines: dict[Array, Array] = {}  # copies with the first half negated, by a rotation's sines
 
-    def constant(self, *arrays: Array) -> bool:
-        """Whether no node changes these arrays: they have one value from their making to the end."""
-        return all(map(self._uses.constant, arrays))
+    def constant(self, array: Array) -> bool:
+        """Whether no node changes the array after its creation."""
+        return self._uses.constant(array)
 
-    def maker(self, value: Any, *ops: OpOverload) -> Node | None:
-        """The node of one of these operators that made exactly this array, if there is one."""
-        node = self._makers.get(value) if isinstance(value, Array) else None
+    def producer(self, value: Any, *ops: OpOverload) -> Node | None:
+        """The node of one of these operators that produced exactly this array, if any."""
+        node = self._producers.get(value) if isinstance(value, Array) else None
         return node if node is not None and node.op in ops and self.constant(value) else None
 
-    def storage_maker(self, value: Array) -> Node | None:
-        """The node that made the memory of which the array is a view."""
-        return self._storage_makers.get(value.storage) if self.constant(value) else None
+    def storage_producer(self, value: Array) -> Node | None:
+        """The node that produced the memory of which the array is a view."""
+        return self._storage_producers.get(value.storage) if self.constant(value) else None
 
-    def widened(self, value: Any) -> Any:
-        """What a cast from a shorter float to float32 was made of; the value itself where no such cast made it."""
-        node = self.maker(value, *CASTS)
+    def before_upcast(self, value: Any) -> Any:
+        """The input of the cast to float32 that produced `value`; otherwise `value` itself."""
+        node = self.producer(value, *CASTS)
         exact = node is not None and value.dtype == torch.float32 and is_float(node.args[0])
         return node.args[0] if node is not None and exact else value
 
-    def rounded(self, value: Any) -> Any:
-        """The float32 array that a cast made `value` of; the value itself where no such cast made it."""
-        node = self.maker(value, *CASTS)
+    def before_rounding(self, value: Any) -> Any:
+        """The float32 input of the cast that produced `value`; otherwise `value` itself."""
+        node = self.producer(value, *CASTS)
         return node.args[0] if node is not None and node.args[0].dtype == torch.float32 else value
 
-    def operands(self, value: Any, op: OpOverload) -> tuple[Any, Any] | None:
-        """Both operands of the binary operator that made `value`, unless it scales one (alpha)."""
-        node = self.maker(value, op)
-        return None if node is None else operands_of(node)
+    def operands(self, value: Any, op: OpOverload) -> list[tuple[Any, Any]]:
+        """Both operands of the commutative operator that produced `value`, in both orders; empty if it scales one."""
+        node = self.producer(value, op)
+        return [] if node is None else operands_of(node)
 
     def packed(self, weight: Array) -> Array | None:
-        """The packed copy of a matrix among the params; None where params may change, or where it has no layout."""
+        """The packed copy of a matrix among the params; None if params may change or no packed layout supports it."""
         if weight not in self._packed_arrays:
             copy = None if self._packed is None else self._packed.of(weight)
             if copy is None:
                 return None
             data = copy.data
-            storage = Storage(len(self._trace.storages), Kind.PARAM, data.nbytes, weight.storage.name)
+            storage = self.trace.new_storage(Kind.PARAM, data.nbytes, weight.storage.name)
             storage.refer_to(data)
-            self._trace.storages.append(storage)
             shape = tuple(data.shape)
             self._packed_arrays[weight] = Array(storage, data.dtype, shape, contiguous_strides(shape), 0)
         return self._packed_arrays[weight]
 
-    def temporary(self, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
-        """A new contiguous array for a node that a pattern adds."""
-        storage = Storage(len(self._trace.storages), Kind.TEMPORARY, 0)
-        self._trace.storages.append(storage)
-        array = Array(storage, dtype, shape, contiguous_strides(shape), 0)
-        storage.nbytes = array.nbytes
-        return array
 
-
-def operands_of(node: Node) -> tuple[Any, Any] | None:
-    """Both operands of a binary operator; None where it scales one, or rounds."""
+def operands_of(node: Node) -> list[tuple[Any, Any]]:
+    """Both operands of a commutative operator, in both orders; empty if it scales one (alpha), or rounds."""
     arguments = named_arguments(node)
     if arguments.get("alpha", 1) != 1 or arguments.get("rounding_mode") is not None:
-        return None
-    return node.args[0], node.args[1]
-
-
-def either_way(pair: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
-    """The operands of a sum or product in both orders; none for None."""
-    return [] if pair is None else [pair, pair[::-1]]
+        return []
+    left, right = node.args[:2]
+    return [(left, right), (right, left)]
 
 
 def narrowed(array: Array, start: int, length: int) -> Array:
@@ -110,8 +97,5 @@ def permuted(array: Array, order: Sequence[int]) -> Array:
 
 
 def is_float(array: Any) -> bool:
-    """Whether it is an array of a dtype that the ops take."""
+    """Whether it is an array of a dtype that the ops support."""
     return isinstance(array, Array) and array.dtype in DTYPES
-
-
-__all__ = ["CASTS", "Graph", "either_way", "is_float", "narrowed", "operands_of", "permuted"]

@@ -1,11 +1,10 @@
-"""Read plain torch as the ops that it spells out.
+"""Match sequences of torch operators that spell out an op of `onward.ops`.
 
-A forward of somebody's own writes a norm as seven operators and a rotation as five. Each pattern here finds the last of
-them and puts one node of `onward.ops` in its place; the others stay, and nobody reads them any more. A pattern holds
-only where what is written is the op's definition, with the roundings of the definition at the same places: a
-rotation whose products are rounded to bfloat16 one by one stays as it is.
+A forward written in plain torch spells a norm as seven operators and a rotation as five. A pattern matches the last of
+them and replaces it with one node of `onward.ops`; the others become dead code. A pattern only matches the op's exact
+definition, with roundings at the same places: a rotation whose products are each rounded to bfloat16 does not match.
 
-A pattern is a function (graph, node) -> the nodes that take the node's place, or None. A new one is a file and a line.
+A pattern is a function (graph, node) -> the nodes that replace the node, or None.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 
 from onward.program.builder import named_arguments
 from onward.program.graph import Array, Kind, Node, PackedParams, Trace
-from onward.program.pattern_graph import CASTS, Graph, either_way, is_float, narrowed, operands_of, permuted
+from onward.program.pattern_graph import CASTS, Graph, is_float, narrowed, operands_of, permuted
 
 aten, ops = torch.ops.aten, torch.ops.onward
 
@@ -24,44 +23,39 @@ aten, ops = torch.ops.aten, torch.ops.onward
 def gate(graph: Graph, node: Node) -> list[Node] | None:
     if node.op is not aten.mul.Tensor or not is_float(node.outputs[0]) or not node.outputs[0].contiguous:
         return None
-    for activated, up in either_way(operands_of(node)):
-        activation = graph.maker(activated, aten.silu.default, aten.gelu.default)
-        if activation is not None and _gate_fits(graph, node.outputs[0], activation.args[0], up):
-            inputs = activation.args[0], up
+    out = node.outputs[0]
+    for activated, up in operands_of(node):
+        activation = graph.producer(activated, aten.silu.default, aten.gelu.default)
+        if activation is not None and all(
+            isinstance(each, Array) and each.shape == out.shape and each.dtype == out.dtype and graph.constant(each)
+            for each in (activation.args[0], up)
+        ):
             if activation.op is aten.silu.default:
-                return [Node(ops.swiglu.default, inputs, {}, node.outputs, (), node.where)]
-            args = (*inputs, named_arguments(activation)["approximate"] == "tanh")
-            return [Node(ops.geglu.default, args, {}, node.outputs, (), node.where)]
+                return [node.replaced_by(ops.swiglu.default, activation.args[0], up)]
+            tanh = named_arguments(activation)["approximate"] == "tanh"
+            return [node.replaced_by(ops.geglu.default, activation.args[0], up, tanh)]
     return None
 
 
-def _gate_fits(graph: Graph, out: Array, gate: Any, up: Any) -> bool:
-    return all(
-        isinstance(each, Array) and each.shape == out.shape and each.dtype == out.dtype and graph.constant(each)
-        for each in (gate, up)
-    )
-
-
 def rms_norm(graph: Graph, node: Node) -> list[Node] | None:
-    """The last operator is the product with the weight, or the cast after it."""
+    """The last operator is the product with the weight, or the cast that follows it."""
     if node.op is aten.rms_norm.default:
         return _torch_rms_norm(node)
     out = node.outputs[0] if len(node.outputs) == 1 else None
     if out is None or not is_float(out) or not out.shape:
         return None
-    found = None
+    match = None
     if node.op is aten.mul.Tensor:
-        pairs = either_way(operands_of(node))
-        found = next(filter(None, (_weighted(graph, out, *pair) for pair in pairs)), None) or _plain(graph, out, out)
+        matches = (_weighted(graph, out, *pair) for pair in operands_of(node))
+        match = next(filter(None, matches), None) or _unweighted(graph, out, out)
     elif node.op in CASTS and node.args[0].dtype == torch.float32:
-        pairs = either_way(graph.operands(node.args[0], aten.mul.Tensor))
-        found = next(filter(None, (_in_float32(graph, out, *pair) for pair in pairs)), None)
-        found = found or _plain(graph, out, node.args[0])
-    return None if found is None else _norm_nodes(node, out, *found)
+        matches = (_weighted_in_float32(graph, out, *pair) for pair in graph.operands(node.args[0], aten.mul.Tensor))
+        match = next(filter(None, matches), None) or _unweighted(graph, out, node.args[0])
+    return None if match is None else _norm_nodes(node, out, *match)
 
 
 def layer_norm(graph: Graph, node: Node) -> list[Node] | None:
-    """torch's own layer norm, with both weights, is the op's."""
+    """torch's own layer norm with weight and bias."""
     if node.op is not aten.layer_norm.default:
         return None
     arguments = named_arguments(node)
@@ -70,69 +64,66 @@ def layer_norm(graph: Graph, node: Node) -> list[Node] | None:
         return None
     if any(not isinstance(each, Array) or each.dtype != x.dtype for each in (weight, bias)):
         return None
-    args = (x, weight, bias, float(arguments["eps"]))
-    return [Node(ops.layer_norm.default, args, {}, node.outputs, (), node.where)]
+    return [node.replaced_by(ops.layer_norm.default, x, weight, bias, float(arguments["eps"]))]
 
 
 def _torch_rms_norm(node: Node) -> list[Node] | None:
     arguments = named_arguments(node)
     x, weight, eps = arguments["input"], arguments["weight"], arguments["eps"]
-    fits = is_float(x) and isinstance(weight, Array) and weight.dtype == x.dtype
-    if not fits or len(arguments["normalized_shape"]) != 1:
+    matches = is_float(x) and isinstance(weight, Array) and weight.dtype == x.dtype
+    if not matches or len(arguments["normalized_shape"]) != 1:
         return None
-    args = (x, weight, torch.finfo(x.dtype).eps if eps is None else float(eps), 0.0, True)
-    return [Node(ops.rms_norm.default, args, {}, node.outputs, (), node.where)]
+    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+    return [node.replaced_by(ops.rms_norm.default, x, weight, eps, 0.0, True)]
 
 
-_Found = tuple[Array, Array | None, float, float]  # x, weight, eps, offset
+_Norm = tuple[Array, Array | None, float, float]  # x, weight, eps, offset
 
 
-def _weighted(graph: Graph, out: Array, quotient: Any, weight: Any) -> _Found | None:
+def _weighted(graph: Graph, out: Array, quotient: Any, weight: Any) -> _Norm | None:
     """weight * quotient.to(dtype): rounded, then multiplied. In float32 also (offset + weight) * quotient."""
-    found = _quotient(graph, graph.rounded(quotient))
-    if found is None:
+    match = _quotient(graph, graph.before_rounding(quotient))
+    if match is None:
         return None
     offset = 0.0
     if out.dtype == torch.float32:
         weight, offset = _weight_and_offset(graph, weight)
-    return _checked(graph, out, found[0], weight, found[1], offset)
+    return _checked(graph, out, match[0], weight, match[1], offset)
 
 
-def _in_float32(graph: Graph, out: Array, quotient: Any, factor: Any) -> _Found | None:
+def _weighted_in_float32(graph: Graph, out: Array, quotient: Any, factor: Any) -> _Norm | None:
     """(quotient * (offset + weight.float())).to(dtype), rounded once. (Without an offset the op rounds twice.)"""
-    found = _quotient(graph, quotient)
+    match = _quotient(graph, quotient)
     weight, offset = _weight_and_offset(graph, factor)
-    if found is None or not offset or not isinstance(weight, Array) or weight.dtype != torch.float32:
+    if match is None or not offset or not isinstance(weight, Array) or weight.dtype != torch.float32:
         return None
-    return _checked(graph, out, found[0], graph.widened(weight), found[1], offset)
+    return _checked(graph, out, match[0], graph.before_upcast(weight), match[1], offset)
 
 
-def _plain(graph: Graph, out: Array, quotient: Array) -> _Found | None:
+def _unweighted(graph: Graph, out: Array, quotient: Array) -> _Norm | None:
     """The quotient itself, rounded once: a norm without a weight."""
-    found = _quotient(graph, quotient)
-    return None if found is None or found[0].dtype != out.dtype else (found[0], None, found[1], 0.0)
+    match = _quotient(graph, quotient)
+    return None if match is None or match[0].dtype != out.dtype else (match[0], None, match[1], 0.0)
 
 
 def _quotient(graph: Graph, value: Any) -> tuple[Array, float] | None:
-    """x and eps, where the value is x.float() * rsqrt(mean(x.float()^2) + eps) in float32."""
+    """x and eps, if the value is x.float() * rsqrt(mean(x.float()^2) + eps) in float32."""
     if not isinstance(value, Array) or value.dtype != torch.float32:
         return None
-    for wide, inverse in either_way(graph.operands(value, aten.mul.Tensor)):
-        found = _mean_square_and_eps(graph, inverse)
-        x = graph.widened(wide)  # x as it is will do: the product casts it
-        if found is not None and is_float(x) and graph.widened(found[0]) == x and graph.constant(x):
-            return x, found[1]
+    for upcast, inverse in graph.operands(value, aten.mul.Tensor):
+        match = _mean_square_and_eps(graph, inverse)
+        x = graph.before_upcast(upcast)  # an x that isn't cast matches too: the product casts it
+        if match is not None and is_float(x) and graph.before_upcast(match[0]) == x and graph.constant(x):
+            return x, match[1]
     return None
 
 
 def _mean_square_and_eps(graph: Graph, inverse: Any) -> tuple[Array, float] | None:
-    """The array whose mean square the inverse root is of, and eps."""
-    root = graph.maker(inverse, aten.rsqrt.default)
-    if root is None:
-        root = graph.maker(inverse, aten.pow.Tensor_Scalar)
-        if root is None or root.args[1] != -0.5:
-            return None
-    for mean, eps in either_way(graph.operands(root.args[0], aten.add.Tensor)):
+    """x and eps, if the value is rsqrt(mean(x^2) + eps)."""
+    root = graph.producer(inverse, aten.rsqrt.default, aten.pow.Tensor_Scalar)
+    if root is None or root.args[1:] not in ((), (-0.5,)):
+        return None
+    for mean, eps in graph.operands(root.args[0], aten.add.Tensor):
         squared = _squared(graph, mean)
         if squared is not None and isinstance(eps, float):
             return squared, eps
@@ -140,8 +131,8 @@ def _mean_square_and_eps(graph: Graph, inverse: Any) -> tuple[Array, float] | No
 
 
 def _squared(graph: Graph, mean: Any) -> Array | None:
-    """The float32 array of whose squares `mean` is the mean over the last axis, kept."""
-    node = graph.maker(mean, aten.mean.dim)
+    """The float32 x, if the value is mean(x^2) over the last axis with keepdim."""
+    node = graph.producer(mean, aten.mean.dim)
     if node is None:
         return None
     arguments, squares = named_arguments(node), node.args[0]
@@ -149,33 +140,28 @@ def _squared(graph: Graph, mean: Any) -> Array | None:
     last_axis = [dim % len(squares.shape) for dim in dims] == [len(squares.shape) - 1]
     if not last_axis or not arguments["keepdim"] or squares.dtype != torch.float32:
         return None
-    square = graph.maker(squares, aten.square.default)
-    if square is None:
-        square = graph.maker(squares, aten.pow.Tensor_Scalar)
-        if square is not None and square.args[1] != 2:
-            return None
-    if square is None:
-        pair = graph.operands(squares, aten.mul.Tensor)
-        return pair[0] if pair is not None and pair[0] == pair[1] else None
-    wide: Array = square.args[0]
-    return wide
+    square = graph.producer(squares, aten.square.default, aten.pow.Tensor_Scalar)
+    if square is not None:
+        x: Array = square.args[0]
+        return x if square.args[1:] in ((), (2,)) else None
+    return next((left for left, right in graph.operands(squares, aten.mul.Tensor) if left == right), None)
 
 
 def _weight_and_offset(graph: Graph, factor: Any) -> tuple[Any, float]:
-    """(w, 1.0) of 1.0 + w; (the factor, 0.0) of anything else."""
-    for offset, weight in either_way(graph.operands(factor, aten.add.Tensor)):
+    """(w, 1.0) for 1.0 + w; (factor, 0.0) for anything else."""
+    for offset, weight in graph.operands(factor, aten.add.Tensor):
         if isinstance(offset, float | int) and isinstance(weight, Array):
             return weight, float(offset)
     return factor, 0.0
 
 
-def _checked(graph: Graph, out: Array, x: Array, weight: Any, eps: float, offset: float) -> _Found | None:
-    fits = isinstance(weight, Array) and weight.shape == x.shape[-1:] and weight.dtype == x.dtype == out.dtype
-    return (x, weight, eps, offset) if fits and graph.constant(weight) else None
+def _checked(graph: Graph, out: Array, x: Array, weight: Any, eps: float, offset: float) -> _Norm | None:
+    matches = isinstance(weight, Array) and weight.shape == x.shape[-1:] and weight.dtype == x.dtype == out.dtype
+    return (x, weight, eps, offset) if matches and graph.constant(weight) else None
 
 
 def _norm_nodes(node: Node, out: Array, x: Array, weight: Array | None, eps: float, offset: float) -> list[Node] | None:
-    """The node of the norm. Its rows are taken in the order in which those of the result lie in memory."""
+    """The node of the norm, over rows in the memory order of the result."""
     order = sorted(range(len(out.shape)), key=lambda dim: (-out.strides[dim], dim))
     if order[-1] != len(order) - 1:
         order = list(range(len(order)))
@@ -183,8 +169,8 @@ def _norm_nodes(node: Node, out: Array, x: Array, weight: Array | None, eps: flo
     if x.shape != out.shape or not out.contiguous:
         return None
     if weight is None:
-        return [Node(aten.rms_norm.default, (x, [x.shape[-1]], None, eps), {}, (out,), (), node.where)]
-    return [Node(ops.rms_norm.default, (x, weight, eps, offset, not offset), {}, (out,), (), node.where)]
+        return [node.replaced_by(aten.rms_norm.default, x, [x.shape[-1]], None, eps, outputs=(out,))]
+    return [node.replaced_by(ops.rms_norm.default, x, weight, eps, offset, not offset, outputs=(out,))]
 
 
 def product(graph: Graph, node: Node) -> list[Node] | None:
@@ -193,17 +179,14 @@ def product(graph: Graph, node: Node) -> list[Node] | None:
     if operands is None or not node.outputs[0].contiguous:
         return None
     x, weight, bias = operands
-    if not _product_fits(graph, x, weight, bias):
+    if not _can_pack(graph, x, weight, bias):
         return None
     data = graph.packed(weight)
-    if data is None:
-        return None
-    args = (x, data, bias, *weight.shape)
-    return [Node(ops.packed_linear.default, args, {}, node.outputs, (), node.where)]
+    return None if data is None else [node.replaced_by(ops.packed_linear.default, x, data, bias, *weight.shape)]
 
 
 def _operands(node: Node) -> tuple[Any, Any, Any] | None:
-    """x [..., K], the weight [N, K] and the bias of the product, in the order of `ops.linear`."""
+    """x [..., K], weight [N, K] and bias of the product."""
     if node.op is aten.linear.default:
         arguments = named_arguments(node)
         return arguments["input"], arguments["weight"], arguments["bias"]
@@ -220,7 +203,7 @@ def _operands(node: Node) -> tuple[Any, Any, Any] | None:
     return (x, permuted(weight, (1, 0)), bias) if len(weight.shape) == 2 else None
 
 
-def _product_fits(graph: Graph, x: Any, weight: Any, bias: Any) -> bool:
+def _can_pack(graph: Graph, x: Any, weight: Any, bias: Any) -> bool:
     if not (is_float(x) and is_float(weight) and len(weight.shape) == 2 and x.dtype == weight.dtype):
         return False
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
@@ -228,60 +211,60 @@ def _product_fits(graph: Graph, x: Any, weight: Any, bias: Any) -> bool:
     return weight.storage.kind is Kind.PARAM and graph.constant(weight) and len(x.shape) >= 2
 
 
-# Operators of one operand: of equal halves they make equal halves.
-_ONE_BY_ONE = (aten.cos.default, aten.sin.default, aten.neg.default, aten.clone.default, *CASTS)
+# Unary operators, which map equal halves to equal halves.
+_UNARY = (aten.cos.default, aten.sin.default, aten.neg.default, aten.clone.default, *CASTS)
 
 
 def rotation(graph: Graph, node: Node) -> list[Node] | None:
     """The last operator is the sum, or the cast of a sum that was computed in float32."""
     if node.op is aten.add.Tensor:
-        pairs = either_way(operands_of(node))
+        pairs = operands_of(node)
     elif node.op in CASTS:
-        pairs = either_way(graph.operands(node.args[0], aten.add.Tensor))
+        pairs = graph.operands(node.args[0], aten.add.Tensor)
     else:
         return None
     out = node.outputs[0]
     if not is_float(out) or len(out.shape) != 4 or out.strides[-1] != 1:
         return None
-    for plain, turned in pairs:
-        found = _terms(graph, plain, turned)
-        if found is not None and (found[0].shape, found[0].dtype) == (out.shape, out.dtype):
-            x, cos, sin = found
+    for first, second in pairs:
+        match = _terms(graph, first, second)
+        if match is not None and (match[0].shape, match[0].dtype) == (out.shape, out.dtype):
+            x, cos, sin = match
             before, signed = _signed(graph, sin, node)
-            return [*before, Node(ops.rotate.default, (x, cos, signed, False), {}, (out,), (), node.where)]
+            return [*before, node.replaced_by(ops.rotate.default, x, cos, signed, False, outputs=(out,))]
     return None
 
 
-def _terms(graph: Graph, plain: Any, turned: Any) -> tuple[Array, Array, Array] | None:
-    """x [B, H, T, D], cos and sin [B, T, D], where the two terms are x * cos and rotate_half(x) * sin in float32."""
-    for wide, cos in either_way(graph.operands(plain, aten.mul.Tensor)):
-        for half_turned, sin in either_way(graph.operands(turned, aten.mul.Tensor)):
-            x = graph.widened(wide)
-            if not is_float(x) or len(x.shape) != 4 or _half_turned(graph, half_turned) != x or not graph.constant(x):
+def _terms(graph: Graph, first: Any, second: Any) -> tuple[Array, Array, Array] | None:
+    """x [B, H, T, D], cos and sin [B, T, D], if the terms are x * cos and rotate_half(x) * sin in float32."""
+    for upcast, cos in graph.operands(first, aten.mul.Tensor):
+        for rotated, sin in graph.operands(second, aten.mul.Tensor):
+            x = graph.before_upcast(upcast)
+            if not is_float(x) or len(x.shape) != 4 or _rotated_half(graph, rotated) != x or not graph.constant(x):
                 continue
-            flat = [_of_all_heads(graph, angles, x) for angles in (cos, sin)]
-            if flat[0] is not None and flat[1] is not None:
-                return x, flat[0], flat[1]
+            angles = [_without_heads(graph, each, x) for each in (cos, sin)]
+            if angles[0] is not None and angles[1] is not None:
+                return x, angles[0], angles[1]
     return None
 
 
-def _half_turned(graph: Graph, value: Any) -> Any:
-    """x, where the value is cat((-x2, x1)) of the halves of x; either may be cast to float32, before or after."""
-    value = graph.widened(value)
-    node = graph.maker(value, aten.cat.default)
+def _rotated_half(graph: Graph, value: Any) -> Any:
+    """x, if the value is cat((-x2, x1)) of the halves of x; either may be cast to float32, before or after."""
+    value = graph.before_upcast(value)
+    node = graph.producer(value, aten.cat.default)
     if node is None or len(node.args[0]) != 2 or (node.args[1:] or (0,))[0] not in (-1, len(value.shape) - 1):
         return None
-    negated = graph.maker(node.args[0][0], aten.neg.default)
+    negated = graph.producer(node.args[0][0], aten.neg.default)
     if negated is None:
         return None
     first, second = node.args[0][1], negated.args[0]
     half = first.shape[-1]
     whole = replace(first, shape=(*first.shape[:-1], 2 * half))
-    return graph.widened(whole) if narrowed(whole, half, half) == second else None
+    return graph.before_upcast(whole) if narrowed(whole, half, half) == second else None
 
 
-def _of_all_heads(graph: Graph, angles: Any, x: Array) -> Array | None:
-    """cos or sin [B, 1, T, D] in float32, of which both halves are equal, as [B, T, D]."""
+def _without_heads(graph: Graph, angles: Any, x: Array) -> Array | None:
+    """cos or sin [B, 1, T, D] in float32 with equal halves, as [B, T, D]."""
     batch, _, queries, dim = x.shape
     if not isinstance(angles, Array) or angles.dtype != torch.float32 or not _equal_halves(graph, angles):
         return None
@@ -292,35 +275,33 @@ def _of_all_heads(graph: Graph, angles: Any, x: Array) -> Array | None:
 
 
 def _equal_halves(graph: Graph, angles: Array) -> bool:
-    """Whether the two halves of the last axis hold the same values, since one operator or another repeats them."""
-    node = graph.storage_maker(angles)
+    """Whether both halves of the last axis have equal values, because they are concatenated copies."""
+    node = graph.storage_producer(angles)
     if node is None or angles.strides[-1] != 1:
         return False
-    made = node.outputs[0]
-    if made.shape[-1] != angles.shape[-1] or made.strides[-1] != 1 or made.offset != angles.offset:
+    out = node.outputs[0]
+    if out.shape[-1] != angles.shape[-1] or out.strides[-1] != 1 or out.offset != angles.offset:
         return False
     if node.op is aten.cat.default:
         parts = node.args[0]
-        along = (node.args[1:] or (0,))[0]
-        return len(parts) == 2 and parts[0] == parts[1] and along in (-1, len(made.shape) - 1)
-    if node.op is aten.mul.Tensor and not isinstance(node.args[1], Array):
-        return _equal_halves(graph, node.args[0])
-    return node.op in _ONE_BY_ONE and _equal_halves(graph, node.args[0])
+        dim = (node.args[1:] or (0,))[0]
+        return len(parts) == 2 and parts[0] == parts[1] and dim in (-1, len(out.shape) - 1)
+    scales = node.op is aten.mul.Tensor and not isinstance(node.args[1], Array)
+    return (scales or node.op in _UNARY) and _equal_halves(graph, node.args[0])
 
 
 def _signed(graph: Graph, sin: Array, node: Node) -> tuple[list[Node], Array]:
-    """The sines as `ops.rotate` takes them, the first half negated; before, the nodes that make them at first use."""
+    """The nodes that compute the sines of `ops.rotate`, once, and the sines: their first half is negated."""
     known = graph.signed_sines.get(sin)
     if known is not None:
         return [], known
     half = sin.shape[-1] // 2
-    negated = graph.temporary((*sin.shape[:-1], half), sin.dtype)
-    signed = graph.temporary(sin.shape, sin.dtype)
+    negated = graph.trace.temporary((*sin.shape[:-1], half), sin.dtype)
+    signed = graph.trace.temporary(sin.shape, sin.dtype)
     graph.signed_sines[sin] = signed
-    halves = [negated, narrowed(sin, half, half)]
     return [
-        Node(aten.neg.default, (narrowed(sin, 0, half),), {}, (negated,), (), node.where),
-        Node(aten.cat.default, (halves, -1), {}, (signed,), (), node.where),
+        node.replaced_by(aten.neg.default, narrowed(sin, 0, half), outputs=(negated,)),
+        node.replaced_by(aten.cat.default, [negated, narrowed(sin, half, half)], -1, outputs=(signed,)),
     ], signed
 
 
@@ -330,13 +311,13 @@ PATTERNS: tuple[Pattern, ...] = (rms_norm, layer_norm, rotation, gate, product)
 
 
 def canonicalise(trace: Trace, packed: PackedParams | None = None) -> list[Node]:
-    """The nodes of a trace, with ops in the place of what spells them out.
+    """The nodes of a trace, with matched patterns replaced by ops.
 
-    packed: where the copies of matrices go, if params will not change.
+    packed: the cache of packed matrices; None if params may change.
     """
     graph = Graph(trace, packed)
     nodes: list[Node] = []
     for node in trace.nodes:
-        found = (pattern(graph, node) for pattern in PATTERNS)
-        nodes += next((replacement for replacement in found if replacement is not None), [node])
+        replacements = (pattern(graph, node) for pattern in PATTERNS)
+        nodes += next((replacement for replacement in replacements if replacement is not None), [node])
     return nodes

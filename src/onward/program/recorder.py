@@ -1,11 +1,11 @@
-"""The dispatch mode that lists operators instead of running them.
+"""The dispatch mode that records operators instead of running them.
 
-The forward gets tensors that know their shapes, dtypes and strides and have no values; torch's meta device computes
-these. So a trace takes milliseconds and no arithmetic, and it shows every place where a forward depends on a value.
-Tensors that the forward makes of numbers alone (an `arange`, a mask) are computed once, for real, and kept.
+The forward runs on tensors with shapes, dtypes and strides but no values; torch's meta device computes these. So a
+trace takes milliseconds, and any dependence of the forward on a value raises an error. Tensors that the forward makes
+from numbers alone (an `arange`, a mask) are computed once and become constants.
 
-Operators come as the user wrote them (linear, softmax, scaled_dot_product_attention, …), not decomposed: that is
-what a dispatch mode sees in torch's inference mode. Views need no operator: an `Array` says where its elements lie.
+Operators are recorded as the user wrote them (linear, softmax, scaled_dot_product_attention, …), not decomposed: that
+is what a dispatch mode sees in torch's inference mode. Views need no operator: an `Array` locates their elements.
 """
 
 import functools
@@ -25,8 +25,8 @@ from onward.errors import ProgramError
 from onward.program.graph import PLAIN, Array, Infer, Kind, Node, Storage, Trace, instances
 
 _PACKAGE = Path(__file__).parent.parent
-# Frames of these files are skipped. Those of the built-in families are not: they are forwards, too.
-_NOT_THE_FORWARD = (
+# Frames of these files are skipped; frames of the built-in model families, which are forwards too, are not.
+_SKIPPED_FILES = (
     str(Path(torch.__file__).parent),
     *(str(_PACKAGE / part) for part in ("ops", "program", "cache")),
     "<",
@@ -38,7 +38,7 @@ class TraceError(ProgramError):
 
 
 def run(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call the forward. `users_line` looks at the frames inside this call only."""
+    """Call the forward. `users_line` only looks at frames inside this call."""
     return forward(*arguments, **options)
 
 
@@ -46,8 +46,8 @@ def users_line() -> str:
     """The innermost line of the running forward that belongs neither to torch nor to this package's operators."""
     frame = sys._getframe(1)
     while frame.f_code is not run.__code__ and frame.f_back is not None:
-        if _of_the_forward(frame.f_code.co_filename):
-            return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if file := _forward_file(frame.f_code.co_filename):
+            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "an unknown line"
 
@@ -56,40 +56,29 @@ def line_of(error: BaseException) -> str:
     """The innermost line of the forward in the traceback of an error."""
     innermost = "an unknown line"
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if _of_the_forward(frame.f_code.co_filename):
-            innermost = f"{_short(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
+        if file := _forward_file(frame.f_code.co_filename):
+            innermost = f"{file}:{line} in {frame.f_code.co_name}"
     return innermost
 
 
 @functools.cache
-def _of_the_forward(file: str) -> bool:
-    return not file.startswith(_NOT_THE_FORWARD)
-
-
-@functools.cache
-def _short(file: str) -> str:
-    return str(Path(*Path(file).parts[-2:]))
+def _forward_file(file: str) -> str:
+    """A file's short name, or "" for a skipped file."""
+    return "" if file.startswith(_SKIPPED_FILES) else str(Path(*Path(file).parts[-2:]))
 
 
 aten = torch.ops.aten
 
-# Operators whose result depends on values: their meta forms raise, or return something wrong.
+# Operators whose results depend on values: their meta implementations raise, or return something wrong.
 _READS_VALUES = {
-    aten.item.default,
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-    aten.allclose.default,
-    aten.nonzero.default,
-    aten.nonzero_numpy.default,
-    aten.masked_select.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-}
+    aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default,
+    aten.allclose.default, aten.nonzero.default, aten.nonzero_numpy.default, aten.masked_select.default,
+    aten._unique2.default, aten.unique_dim.default,
+}  # fmt: skip
 
 
 class Traced(Tensor):
-    """A tensor without memory whose device is the CPU. `meta` is the same tensor on the meta device."""
+    """A CPU tensor without memory. `meta` is the same tensor on the meta device."""
 
     meta: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -115,15 +104,15 @@ class Traced(Tensor):
         cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise TraceError(
-            f"{func} was called on a tensor that a traced forward kept: a forward must not keep its tensors"
+            f"{func} was called on a tensor that a traced forward stored: a forward must not store its tensors"
         )
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, operators on `Traced` tensors are listed instead of run.
+    """While it is active, operators on `Traced` tensors are recorded instead of run.
 
-    whole: whether to list a composite operator as it is; torch takes the others apart.
-    infer: for some operators, a function on meta tensors that gives the result faster than torch does.
+    whole: whether to record a composite operator as it is; torch decomposes the others.
+    infer: for some operators, a function on meta tensors that computes the result faster than torch.
     """
 
     def __init__(self, whole: Callable[[OpOverload], bool], infer: Mapping[OpOverload, Infer]) -> None:
@@ -131,42 +120,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._whole = whole
         self._infer = infer
-        self._storages: dict[int, Storage] = {}  # by the address of torch's own storage
-        self._alive: list[Tensor] = []  # meta tensors; while they live, no other storage takes their address
+        self._storages: dict[int, Storage] = {}  # by the address of torch's storage
+        self._alive: list[Tensor] = []  # meta tensors, kept alive so that storage addresses are not reused
         self._constants: dict[int, Tensor] = {}  # real tensors that the forward made, by id
-        self._stand_ins: dict[int, Tensor] = {}  # their meta tensors, by the address of their storage
+        self._stand_ins: dict[int, Tensor] = {}  # meta tensors of constants, by storage address
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch imports its compiler, in a second, to keep it out of this mode. Nothing is compiled here.
+        # Otherwise torch imports its compiler, which takes a second, to disable it in this mode. Nothing is compiled.
         return False
 
     # ── inputs ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def stand_for(self, tensor: Tensor, kind: Kind, name: str) -> Traced:
-        """An input of the forward, with the shape and strides of `tensor`."""
-        return self.declare(tensor.shape, tensor.stride(), tensor.dtype, kind, name, tensor)
-
-    def declare(
-        self,
-        shape: Sequence[int],
-        strides: Sequence[int] | None,
-        dtype: torch.dtype,
-        kind: Kind,
-        name: str,
-        tensor: Tensor | None = None,
-    ) -> Traced:
-        if strides is None:
-            meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        else:
-            meta = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")
-        storage = self._add_storage(meta, kind, None, name)
-        if kind is Kind.PARAM and tensor is not None:
+    def stand_in(self, tensor: Tensor, kind: Kind, name: str) -> Traced:
+        """A stand-in for a param or a tensor of the cache, with the same shape and strides."""
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        storage = self._add_storage(meta, kind, name)
+        if kind is Kind.PARAM:
             storage.refer_to(tensor)
         return Traced(meta)
 
+    def input(self, shape: Sequence[int], dtype: torch.dtype, kind: Kind) -> Traced:
+        meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self._add_storage(meta, kind, kind.value)
+        return Traced(meta)
+
     def array(self, tensor: Tensor) -> Array:
-        """The array that a traced tensor or a constant is."""
+        """The array of a traced tensor or a constant."""
         meta = self._meta_of(tensor)
         storage = self._storages[meta.untyped_storage()._cdata]
         return Array(storage, meta.dtype, tuple(meta.shape), tuple(meta.stride()), int(meta.storage_offset()))
@@ -204,7 +184,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **kwargs)
         metas = {id(tensor): self._meta_of(tensor) for tensor in tensors}
         meta_args, meta_kwargs = _replaced((args, kwargs), lambda tensor: metas[id(tensor)])
-        # Of traced tensors all devices are the CPU, which they say they are on.
+        # Traced tensors claim to be on the CPU, so any device argument stands for the meta device.
         meta_args = tuple(torch.device("meta") if isinstance(arg, torch.device) else arg for arg in meta_args)
         if kwargs.get("device") is not None:
             meta_kwargs["device"] = torch.device("meta")
@@ -217,26 +197,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         new = [meta for meta in instances(Tensor, meta_results) if meta.untyped_storage()._cdata not in known_storages]
         for meta in new:
             if meta.untyped_storage()._cdata not in self._storages:
-                self._add_storage(meta, Kind.TEMPORARY, None, "")
+                self._add_storage(meta, Kind.TEMPORARY)
         if new or written:
             node_args, node_kwargs = _replaced((args, kwargs), self.array)
-            self.trace.nodes.append(
-                Node(
-                    func,
-                    node_args,
-                    node_kwargs,
-                    tuple(map(self.array, instances(Tensor, results))) if new else (),
-                    tuple(map(self.array, written)),
-                    users_line(),
-                )
-            )
+            outputs = tuple(map(self.array, instances(Tensor, results))) if new else ()
+            writes = tuple(map(self.array, written))
+            self.trace.nodes.append(Node(func, node_args, node_kwargs, outputs, writes, users_line()))
         return results
 
     # ── storages ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _add_storage(self, meta: Tensor, kind: Kind, constant: Tensor | None, name: str) -> Storage:
-        storage = Storage(len(self.trace.storages), kind, meta.untyped_storage().nbytes(), name, constant)
-        self.trace.storages.append(storage)
+    def _add_storage(self, meta: Tensor, kind: Kind, name: str = "", constant: Tensor | None = None) -> Storage:
+        storage = self.trace.new_storage(kind, meta.untyped_storage().nbytes(), name, constant)
         self._storages[meta.untyped_storage()._cdata] = storage
         self._alive.append(meta)
         return storage
@@ -254,30 +226,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole = torch.empty(elements, dtype=tensor.dtype, device="meta")
             memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), 0, (elements,), (1,))
             self._stand_ins[key] = whole
-            self._add_storage(whole, Kind.CONSTANT, memory, "")
+            self._add_storage(whole, Kind.CONSTANT, constant=memory)
         whole = self._stand_ins[key]
         if whole.dtype != tensor.dtype:
             whole = whole.view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _promoted(self, tensor: Tensor) -> bool:
-        """Whether a tensor is traced, or a constant that traced values have been written into."""
+        """Whether a tensor is traced, or is a constant that traced values have been written to."""
         if isinstance(tensor, Traced):
             return True
         meta = self._stand_ins.get(tensor.untyped_storage()._cdata)
         return meta is not None and self._storages[meta.untyped_storage()._cdata].kind is Kind.TEMPORARY
 
     def _promote(self, tensor: Tensor) -> None:
-        """Turn a constant into a temporary with the same value, before a traced value is written into it."""
+        """Turn a constant into a temporary with the same value, before a traced value is written to it."""
         if self._promoted(tensor):
             return
         constant = self.array(tensor).storage
         assert constant.tensor is not None
         elements = (constant.tensor.numel(),)
         temporary = torch.empty(elements, dtype=constant.tensor.dtype, device="meta")
-        self._add_storage(temporary, Kind.TEMPORARY, None, "")
+        storage = self._add_storage(temporary, Kind.TEMPORARY)
         self._stand_ins[tensor.untyped_storage()._cdata] = temporary
-        to = Array(self.trace.storages[-1], constant.tensor.dtype, elements, (1,), 0)
+        to = Array(storage, constant.tensor.dtype, elements, (1,), 0)
         source = replace(to, storage=constant)
         self.trace.nodes.append(Node(aten.copy_.default, (to, source), {}, (), (to,), users_line()))
 
@@ -291,37 +263,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(func: OpOverload) -> bool:
-    """Whether the result may be a view. Of reshape, flatten and their like only a call shows whether it is."""
+    """Whether the result may be a view. For reshape, flatten and similar operators only a call shows whether it is."""
     return func in _MAYBE_VIEWS or func.is_view
 
 
 _MAYBE_VIEWS = {
-    aten.reshape.default,
-    aten.flatten.using_ints,
-    aten.contiguous.default,
-    aten.to.dtype,
-    aten.to.device,
-    aten.to.dtype_layout,
-    aten.to.other,
-    aten.expand_as.default,
-    aten.view_as.default,
-    aten.reshape_as.default,
-    aten.type_as.default,
-    aten.ravel.default,
-    aten.narrow.default,
-    aten.chunk.default,
-    aten.tensor_split.sections,
-    aten.unflatten.int,
-    aten.movedim.int,
-    aten.swapaxes.default,
-    aten.swapdims.default,
-    aten.squeeze_copy.default,
-    aten.numpy_T.default,
-    aten.mT.default,
-    aten.matrix_H.default,
-    aten.adjoint.default,
-    aten.atleast_2d.default,
-}
+    aten.reshape.default, aten.flatten.using_ints, aten.contiguous.default, aten.to.dtype, aten.to.device,
+    aten.to.dtype_layout, aten.to.other, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default,
+    aten.type_as.default, aten.ravel.default, aten.narrow.default, aten.chunk.default, aten.tensor_split.sections,
+    aten.unflatten.int, aten.movedim.int, aten.swapaxes.default, aten.swapdims.default, aten.squeeze_copy.default,
+    aten.numpy_T.default, aten.mT.default, aten.matrix_H.default, aten.adjoint.default, aten.atleast_2d.default,
+}  # fmt: skip
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -335,7 +287,7 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _replaced(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
-    """`value` with tensor(t) in place of each tensor t. (pytree's own map takes three times as long.)"""
+    """`value` with tensor(t) in place of each tensor t. (pytree's map takes three times as long.)"""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):

@@ -1,9 +1,9 @@
-"""Keep the programs of forwards that are called again and again, as `onward.stream` calls one for each prompt.
+"""A cache of the programs of forwards that are called repeatedly, as `onward.stream` does for each prompt.
 
-A trace takes milliseconds, as long as a few tokens. So programs are kept for the next call with the same forward and
-the same tensors in params. They hold neither of them, and are freed with either. As with any tracing, a value that a
-forward reads from elsewhere is read once. But numbers, strings and flags in its closure and its module's globals are
-compared, and the forward is traced anew where one has changed.
+A trace takes milliseconds, as long as a few tokens, so programs are cached for the next call with the same forward and
+the same tensors in params. They reference neither, and are freed with either. As with any tracing, values that a
+forward reads from elsewhere are read once. However, the forward is traced again if a number, string or flag in its
+closure or its module's globals changes.
 """
 
 import threading
@@ -21,17 +21,17 @@ from onward.program.compiled import ProgramCache
 from onward.util.process import call_in_forks
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
-# Entries kept of one forward, which differ in params (an adapter swapped in and out) or settings.
-_MOST_ENTRIES = 4
+# The maximum number of entries per forward, which differ in params (an adapter swapped in and out) or settings.
+_MAX_ENTRIES = 4
 
 
 @dataclass(eq=False)
 class _Entry:
-    """key: what the forward was traced with. lives: whether all tensors of params live; the references report it."""
+    """key: the inputs of the trace. alive: whether all tensors of params are alive, as the references report."""
 
     key: tuple[Any, ...]
     programs: ProgramCache
-    lives: bool = True
+    alive: bool = True
     references: "list[weakref.ref[Tensor]]" = field(default_factory=list)
 
 
@@ -48,7 +48,7 @@ call_in_forks(_renew_lock)
 
 
 def programs_of(forward: Callable[..., Any], params: Any) -> ProgramCache:
-    """The `ProgramCache` of this forward with these params; empty ones where there are none yet."""
+    """The `ProgramCache` of this forward with these params; an empty one at first."""
     tensors: list[Tensor] = []
     described: list[Any] = []
     if not _describe(params, tensors, described):
@@ -57,16 +57,16 @@ def programs_of(forward: Callable[..., Any], params: Any) -> ProgramCache:
     with _lock:
         try:
             entries = _entries.setdefault(forward, [])
-        except TypeError:  # it has no hash, or takes no weak reference that says when it is freed
+        except TypeError:  # it is not hashable, or supports no weak references
             return ProgramCache()
-        entries[:] = [entry for entry in entries if entry.lives]
+        entries[:] = [entry for entry in entries if entry.alive]
         for entry in entries:
             if entry.key == key:
                 return entry.programs
         entry = _Entry(key, ProgramCache())
         entry.references += [weakref.ref(leaf, partial(_forget, weakref.ref(entry))) for leaf in tensors]
         entries.append(entry)
-        del entries[:-_MOST_ENTRIES]
+        del entries[:-_MAX_ENTRIES]
         return entry.programs
 
 
@@ -74,13 +74,13 @@ def _forget(reference: "weakref.ref[_Entry]", _: object) -> None:
     """Free an entry's programs when a tensor of its params is freed. (It takes no lock: this thread may hold it.)"""
     entry = reference()
     if entry is not None:
-        entry.lives, entry.programs = False, ProgramCache()
+        entry.alive, entry.programs = False, ProgramCache()
 
 
 def _describe(tree: Any, tensors: list[Tensor], described: list[Any]) -> bool:
-    """List what a trace depends on in params: tensors by identity and address, other leaves by value, the structure.
+    """List the dependencies of a trace on params: tensors by identity and address, plain values, and the structure.
 
-    Returns False where a leaf is of another kind: nothing says whether it has changed.
+    Returns False for any other leaf, because changes of it can't be detected.
     """
     if isinstance(tree, Tensor):
         tensors.append(tree)
@@ -101,7 +101,7 @@ def _describe(tree: Any, tensors: list[Tensor], described: list[Any]) -> bool:
 
 
 def _settings(forward: Callable[..., Any]) -> tuple[Any, ...]:
-    """The plain values that a Python function reads besides its arguments: its closure, defaults and globals."""
+    """The plain values that a Python function reads apart from its arguments: closure, defaults and globals."""
     if isinstance(forward, partial):
         return (*_plain([*forward.args, *forward.keywords.values()]), *_settings(forward.func))
     code = getattr(forward, "__code__", None)

@@ -1,4 +1,4 @@
-"""Run a forward once on tensors without memory, and list its operators."""
+"""Run a forward once on tensors without memory, and record its operators."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from onward.errors import OnwardError, ProgramError, one_line
-from onward.program.graph import Infer, Kind, Trace
+from onward.program.graph import Array, Infer, Kind, Trace
 from onward.program.recorder import Recorder, TraceError, line_of, run
 
 
@@ -28,32 +28,32 @@ def trace(
 
     Args:
         forward: (tokens int32 [B, T], offsets int32 [B], cache, params) -> (logits [B, T, V], cache).
-        params, cache: like those of later calls; only their shapes, dtypes and strides matter.
+        params, cache: only their shapes, dtypes and strides matter.
         batch, tokens: B, T.
         logits_at: (R, N); the forward gets the keyword `logits_at`, int64 [R, N], and returns logits [R, N, V].
         whole, infer: as in `Recorder`.
 
     Raises:
-        TraceError: the forward reads values, closes over tensors, or returns something other than the contract says.
+        TraceError: the forward reads values, closes over tensors, or breaks the contract of its return value.
     """
     recorder = Recorder(whole, infer)
-    # Autocast is off: a program is kept, and serves calls under autocast and without.
+    # Autocast is disabled because the program also serves calls outside of autocast.
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         inputs = {
-            Kind.TOKENS: recorder.declare((batch, tokens), None, torch.int32, Kind.TOKENS, "tokens"),
-            Kind.OFFSETS: recorder.declare((batch,), None, torch.int32, Kind.OFFSETS, "offsets"),
+            Kind.TOKENS: recorder.input((batch, tokens), torch.int32, Kind.TOKENS),
+            Kind.OFFSETS: recorder.input((batch,), torch.int32, Kind.OFFSETS),
         }
         if logits_at is not None:
-            inputs[Kind.LOGITS_AT] = recorder.declare(logits_at, None, torch.int64, Kind.LOGITS_AT, "logits_at")
+            inputs[Kind.LOGITS_AT] = recorder.input(logits_at, torch.int64, Kind.LOGITS_AT)
         options = {} if logits_at is None else {"logits_at": inputs[Kind.LOGITS_AT]}
         traced_params = _stand_ins(recorder, params, Kind.PARAM)
         traced_cache = _stand_ins(recorder, cache, Kind.CACHE)
         with recorder:
             try:
                 result = run(forward, inputs[Kind.TOKENS], inputs[Kind.OFFSETS], traced_cache, traced_params, **options)
+            except TraceError:
+                raise
             except ProgramError as error:
-                if isinstance(error, TraceError):
-                    raise
                 raise TraceError(f"{error} ({line_of(error)})") from error
             except OnwardError:
                 raise
@@ -61,22 +61,24 @@ def trace(
                 raise TraceError(f"the forward cannot be traced: {one_line(error)} ({line_of(error)})") from error
         traced = recorder.trace
         traced.inputs = {kind: recorder.array(tensor) for kind, tensor in inputs.items()}
-        traced.cache = [recorder.array(leaf) for leaf in pytree.tree_leaves(traced_cache) if isinstance(leaf, Tensor)]
+        traced.cache = _arrays(recorder, traced_cache)
         _check_result(result, traced_cache, (batch, tokens) if logits_at is None else logits_at)
         traced.logits = recorder.array(result[0])
-        traced.returned_cache = [
-            recorder.array(leaf) for leaf in pytree.tree_leaves(result[1]) if isinstance(leaf, Tensor)
-        ]
+        traced.returned_cache = _arrays(recorder, result[1])
     return traced
 
 
 def _stand_ins(recorder: Recorder, tree: Any, kind: Kind) -> Any:
-    paths, spec = pytree.tree_flatten_with_path(tree)
-    leaves = [
-        recorder.stand_for(leaf, kind, f"{kind.value}{pytree.keystr(path)}") if isinstance(leaf, Tensor) else leaf
-        for path, leaf in paths
-    ]
-    return pytree.tree_unflatten(leaves, spec)
+    return pytree.tree_map_with_path(
+        lambda path, leaf: (
+            recorder.stand_in(leaf, kind, f"{kind.value}{pytree.keystr(path)}") if isinstance(leaf, Tensor) else leaf
+        ),
+        tree,
+    )
+
+
+def _arrays(recorder: Recorder, tree: Any) -> list[Array]:
+    return [recorder.array(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _check_result(result: Any, cache: Any, logits_shape: tuple[int, int]) -> None:
@@ -89,13 +91,13 @@ def _check_result(result: Any, cache: Any, logits_shape: tuple[int, int]) -> Non
     after, spec_after = pytree.tree_flatten(returned)
     if spec_before != spec_after:
         raise TraceError(
-            f"a forward must return the cache in the structure it was given; it was given {spec_before} and returned "
+            f"a forward must return the cache with the structure of its input; it got {spec_before} and returned "
             f"{spec_after}"
         )
     for old, new in zip(before, after, strict=True):
         if _described(old) != _described(new):
             raise TraceError(
-                f"a forward must return a cache of the shapes it was given: {_described(old)} became {_described(new)}"
+                f"a forward must return a cache with its input's shapes: {_described(old)} became {_described(new)}"
             )
 
 

@@ -316,7 +316,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -
     if not fits:
         got = ", ".join(f"{name} {list(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
         raise RequestError(
-            f"attention: q [B, H, T, D] wants k [B, G, S, D] and v [B, G, S, E] with H a multiple of G; got {got}"
+            f"attention: q [B, H, T, D] expects k [B, G, S, D] and v [B, G, S, E] with H a multiple of G; got {got}"
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -381,7 +381,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
     return float(q.shape[-1] ** -0.5) if scale is None else float(scale)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     batch, heads, queries, _ = q.shape
     return q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
 

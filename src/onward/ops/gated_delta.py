@@ -11,7 +11,7 @@ A cache stores S at the beginning of a block of 16 positions, with the keys, the
     d_j = beta_j (v_j - e^{G_j} S^T k_j - sum_{i<j} e^{G_j - G_i} (k_i k_j) d_i)
     o_j = e^{G_j} S^T q_j + sum_{i<=j} e^{G_j - G_i} (k_i q_j) d_i
 
-So a token reads S once and writes little, positions can be rolled back, and a prompt is a few matrix products per block.
+So a token reads S once and writes little, positions can be rolled back, and a prompt is a few matrix products a block.
 """
 
 import ctypes
@@ -110,11 +110,11 @@ def state_width(key_dim: int, value_dim: int) -> int:
 def _unpack(page: Tensor, key_dim: int, value_dim: int) -> StateBlock:
     sizes = [key_dim * value_dim, STATE_BLOCK * key_dim, STATE_BLOCK * value_dim, STATE_BLOCK]
     state, keys, corrections, decays = torch.split(page, sizes, -1)
-    views = (
+    state, keys, corrections = (
         part.view(*page.shape[:-1], -1, width)
         for part, width in ((state, value_dim), (keys, key_dim), (corrections, value_dim))
     )
-    return StateBlock(*views, decays)
+    return StateBlock(state, keys, corrections, decays)
 
 
 def _pack(block: StateBlock) -> Tensor:

@@ -34,7 +34,7 @@ def write_cache(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | Non
     fits = cache.dim() == 4 and (cache.shape[1], cache.shape[3]) == (heads, dim)
     fits = fits and (cache.shape[0] == batch or table is not None)
     if not fits or cache.dtype != new.dtype or offsets.shape != (batch,):
-        raise RequestError(f"a cache [B, G, S, D] wants new [B, G, T, D]; got {shapes(cache=cache, new=new)}")
+        raise RequestError(f"a cache [B, G, S, D] expects new [B, G, T, D]; got {shapes(cache=cache, new=new)}")
     _write_cache(cache, new, offsets, table)
 
 

@@ -19,7 +19,7 @@ from onward.ops.operator import shapes
 
 # Positions of a block, which begins at an absolute multiple of 16 (native/src/state/places.h).
 STATE_BLOCK = 16
-# Of the ops that write to a state.
+# Advice for ops that write to a state.
 TRAIN_WITHOUT_STATE = "train with the layer written in torch over whole sequences, without a state"
 
 

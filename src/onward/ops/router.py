@@ -51,11 +51,11 @@ def top_experts(
     """
     experts = logits.shape[-1] if logits.dim() else 0
     if logits.dtype not in DTYPES or not 1 <= experts <= MAX_EXPERTS:
-        raise RequestError(f"top_experts wants float logits [..., 1 … {MAX_EXPERTS}]; got {shapes(logits=logits)}")
+        raise RequestError(f"top_experts expects float logits [..., 1 … {MAX_EXPERTS}]; got {shapes(logits=logits)}")
     if score not in SCORES:
         raise RequestError(f"top_experts: score is one of {', '.join(SCORES)}; got {score!r}")
     if choice_bias is not None and (choice_bias.shape != (experts,) or choice_bias.dtype != torch.float32):
-        raise RequestError(f"top_experts wants a float32 choice_bias [{experts}]; got {shapes(bias=choice_bias)}")
+        raise RequestError(f"top_experts expects a float32 choice_bias [{experts}]; got {shapes(bias=choice_bias)}")
     if score == "softmax_of_chosen" and (choice_bias is not None or groups != 1):
         raise RequestError("top_experts: softmax_of_chosen chooses by logits, and takes no choice_bias and no groups")
     if groups < 1 or experts % groups or not 1 <= kept_groups <= groups:

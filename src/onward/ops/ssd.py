@@ -11,7 +11,7 @@ positions in the block, from which later outputs follow:
 
     y_j = e^{G_j} S^T c_j + sum_{i<=j} e^{G_j - G_i} (b_i c_j) dt_i x_i + D x_j
 
-So a token reads S once and writes little, positions can be rolled back, and a prompt is a few matrix products per block.
+So a token reads S once and writes little, positions can be rolled back, and a prompt is a few matrix products a block.
 """
 
 import ctypes
@@ -141,7 +141,8 @@ def _definition(*arguments: Any) -> Tensor:
     block = _unpack(at.read(state), heads, state_dim, x.shape[-1])
     tokens = queries, keys, dt * x, -A_log.exp()[:, None, None] * dt
     out = through_blocks(block, state, block_numbers, at, offsets, tokens, _advance, lambda b: _pack(b, groups))
-    return (out + skip.unsqueeze(-1) * x.transpose(1, 2)).to(mixed.dtype)
+    out += skip.unsqueeze(-1) * x.transpose(1, 2)
+    return out.to(mixed.dtype)
 
 
 def _advance(

@@ -55,7 +55,7 @@ def quantize_with_feedback(weight: Tensor, hessian: Tensor, format: str) -> Roun
     rows, inputs = nearest.shape
     if hessian.shape != (inputs, inputs) or not bool(hessian.isfinite().all()):
         raise RequestError(
-            f"a weight {[rows, inputs]} wants a finite Hessian {[inputs, inputs]} of its inputs; "
+            f"a weight {[rows, inputs]} expects a finite Hessian {[inputs, inputs]} of its inputs; "
             f"got {list(hessian.shape)}{'' if hessian.isfinite().all() else ' with infinities or NaNs'}"
         )
     size = _energy(weight, hessian)

@@ -45,8 +45,8 @@ def logprobs(logits: Tensor, chosen: Tensor, top_k: int = 0) -> Logprobs:
     vocab = logits.shape[-1]
     if chosen.shape != logits.shape[:-1] or chosen.is_floating_point():
         raise RequestError(
-            f"logprobs of logits {list(logits.shape)} wants ids of shape {list(logits.shape[:-1])}; got {chosen.dtype} "
-            f"{list(chosen.shape)}"
+            f"logprobs of logits {list(logits.shape)} expects ids of shape {list(logits.shape[:-1])}; got "
+            f"{chosen.dtype} {list(chosen.shape)}"
         )
     if not isinstance(top_k, int) or isinstance(top_k, bool) or not 0 <= top_k <= vocab:
         raise RequestError(f"logprobs: top_k must be a whole number from 0 to {vocab}, the vocabulary; got {top_k!r}")

@@ -141,8 +141,8 @@ def _definition(*arguments: Any) -> Tensor:
     block = _unpack(at.read(state), heads, state_dim, x.shape[-1])
     tokens = queries, keys, dt * x, -A_log.exp()[:, None, None] * dt
     out = through_blocks(block, state, block_numbers, at, offsets, tokens, _advance, lambda b: _pack(b, groups))
-    out += skip.unsqueeze(-1) * x.transpose(1, 2)
-    return out.to(mixed.dtype)
+    y: Tensor = out + skip.unsqueeze(-1) * x.transpose(1, 2)
+    return y.to(mixed.dtype)
 
 
 def _advance(

@@ -1,4 +1,4 @@
-"""Constraints: JSON schemas, regular expressions, grammars and choices. docs/structured.md says how they work."""
+"""Constraints: JSON schemas, regular expressions, grammars and choices. See docs/structured.md."""
 
 from onward.constraints.compiler import GrammarConstraint, TokenBytes, compiled, symbol
 from onward.constraints.grammars import AfterText, Choice, Grammar, JsonSchema, Lark, Regex

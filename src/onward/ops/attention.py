@@ -305,14 +305,8 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -
     """
     if table is not None:
         check_table(table, q.shape[0], k)
-    fits = (
-        q.dim() == k.dim() == v.dim() == 4
-        and k.shape[:3] == v.shape[:3]
-        and (q.shape[0] == k.shape[0] or table is not None)
-        and q.shape[3] == k.shape[3]
-        and k.shape[1] > 0
-        and q.shape[1] % k.shape[1] == 0
-    )
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    fits = fits and (q.shape[0] == k.shape[0] or table is not None) and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not fits:
         got = ", ".join(f"{name} {list(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
         raise RequestError(

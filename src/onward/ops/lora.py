@@ -48,19 +48,12 @@ def lora(
     Raises:
         RequestError: shapes or dtypes that don't match; on the CPU a slot or a rank out of range.
     """
-    fits = (
-        x.dim() >= 2
-        and x.shape[:-1] == y.shape[:-1]
-        and a.dim() == b.dim() == 3
-        and a.shape == (*b.shape[:2], x.shape[-1])
-        and b.shape[2] == y.shape[-1]
-        and a.shape[1] > 0
-        and slots.shape == x.shape[:1]
-        and ranks.shape == a.shape[:1]
-        and (scale is None) == (shift is None)
-        and (factors is None or factors.shape == a.shape[:2])
-        and all(t is None or t.shape == (a.shape[0], y.shape[-1]) for t in (scale, shift))
-    )
+    outputs = y.shape[-1]
+    fits = x.dim() >= 2 and x.shape[:-1] == y.shape[:-1] and slots.shape == x.shape[:1] and ranks.shape == a.shape[:1]
+    fits = fits and a.dim() == b.dim() == 3 and a.shape == (*b.shape[:2], x.shape[-1]) and b.shape[2] == outputs
+    fits = fits and a.shape[1] > 0 and (factors is None or factors.shape == a.shape[:2])
+    fits = fits and (scale is None) == (shift is None)
+    fits = fits and all(t is None or t.shape == (a.shape[0], outputs) for t in (scale, shift))
     stored = x.dtype if factors is None else torch.int8
     dtypes_fit = y.dtype == x.dtype and a.dtype == b.dtype == stored and slots.dtype == ranks.dtype == torch.int32
     if not fits or not dtypes_fit or x.dtype not in DTYPES:

@@ -95,13 +95,15 @@ def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, rows: int, 
     return F.linear(x, _unpacked(data, rows, inputs), bias)
 
 
-def _linear_native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int) -> Tensor:
-    x = x.contiguous()
-    out, code = x.new_empty((*x.shape[:-1], rows)), DTYPES[x.dtype]
-    bias = None if bias is None else bias.contiguous()
+def native_product(library: Library, format: Format, x: Tensor, data: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """x [..., K] times a weight packed in any format, plus bias."""
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    inputs, code = x.shape[-1], DTYPES[x.dtype]
+    out = x.new_empty((*x.shape[:-1], rows))
+    bias_pointer, bias_code = (None, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])
     status = library.onward_linear(
-        FORMATS[data.dtype], x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(),
-        None if bias is None else bias.data_ptr(), code, out.data_ptr(), code, rows,
+        format, x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(), bias_pointer, bias_code,
+        out.data_ptr(), code, rows,
     )  # fmt: skip
     library.check(status, "onward_linear")
     return out
@@ -152,7 +154,7 @@ def native_rows(
 _packed_linear: Operator[Tensor] = Operator(
     "packed_linear(Tensor x, Tensor data, Tensor? bias, int rows, int inputs) -> Tensor",
     _linear_definition,
-    _linear_native,
+    lambda library, x, data, bias, rows, inputs: native_product(library, FORMATS[data.dtype], x, data, bias, rows),
     lambda x, data, bias, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
 )
 _packed_rows: Operator[Tensor] = Operator(

@@ -14,12 +14,11 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from onward.errors import RequestError
-from onward.native import Library
 from onward.native.structs import Format
 from onward.ops import quantized_layout as layout
 from onward.ops.formats import GROUPED_FORMATS
 from onward.ops.operator import DTYPES, Operator, may_be_followed, shapes
-from onward.ops.packed import check_id_dtype, check_ids, native_rows
+from onward.ops.packed import check_id_dtype, check_ids, native_product, native_rows
 
 # The formats that Onward quantizes to, and all formats, those of quantized checkpoints included.
 ROUNDED_FORMATS = {"int8": Format.INT8, "int4": Format.INT4, "iq4_nl": Format.IQ4_NL}
@@ -206,19 +205,6 @@ def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, format: str
     return out.view(*x.shape[:-1], rows)
 
 
-def _linear_native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
-    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    inputs, code = x.shape[-1], DTYPES[x.dtype]
-    out = x.new_empty((*x.shape[:-1], rows))
-    bias_pointer, bias_code = (None, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])
-    status = library.onward_linear(
-        FORMATS[format], x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(),
-        bias_pointer, bias_code, out.data_ptr(), code, rows,
-    )  # fmt: skip
-    library.check(status, "onward_linear")
-    return out
-
-
 def _rows_definition(data: Tensor, ids: Tensor, format: str, rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
     check_ids(ids, rows)
     values = layout.row_values(format, data, ids.flatten().to(torch.int64), inputs)
@@ -259,7 +245,7 @@ def _with_gradient(x: Tensor, data: Tensor, bias: Tensor | None, format: str, ro
 _linear: Operator[Tensor] = Operator(
     "quantized_linear(Tensor x, Tensor data, Tensor? bias, str format, int rows) -> Tensor",
     _linear_definition,
-    _linear_native,
+    lambda library, x, data, bias, format, rows: native_product(library, FORMATS[format], x, data, bias, rows),
     lambda x, data, bias, format, rows: x.new_empty((*x.shape[:-1], rows)),
     with_gradient=_with_gradient,
 )

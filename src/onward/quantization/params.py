@@ -101,7 +101,7 @@ class ParamsQuantizer:
     def quantized(
         self, params: Any, under: tuple[Any, ...] = (), hessians: Mapping[tuple[Any, ...], Tensor] | None = None
     ) -> Any:
-        """The params, at the path `under` in those of the model, with their matrices quantized. hessians: of the inputs,
+        """The params, at the path `under` in those of the model, with their matrices quantized. hessians: of inputs,
         by the path of `Linear` in these params, for `onward.quantization.gptq`; an expert's path ends in its number."""
         known = {} if hessians is None else hessians
 

@@ -105,29 +105,24 @@ def _quantize_native(library: Library, weight: Tensor, format: str) -> tuple[Qua
 
 def definition(weight: Tensor, format: str) -> QuantizedWeight:
     """The kernel's computation in torch, for a checked weight."""
-    return _int8(weight) if format == "int8" else _grouped(weight, format)
-
-
-def _int8(weight: Tensor) -> QuantizedWeight:
-    data = _empty(weight, "int8")
-    for blocks, part in _row_chunks(weight):
-        scales = part.abs().amax(1, keepdim=True) / 127
-        q = (part / scales).nan_to_num_(0.0).round_().clamp_(-127, 127)  # a row of zeros is 0 / 0
-        data[blocks] = layout.pack("int8", q.to(torch.int8), scales)
-    return QuantizedWeight(data, "int8", (weight.shape[0], weight.shape[1]), weight.dtype)
-
-
-def _grouped(weight: Tensor, format: str) -> QuantizedWeight:
-    inputs, codebook = weight.shape[1], CODEBOOKS[format]
     data = _empty(weight, format)
     for blocks, part in _row_chunks(weight):
-        rows = len(part)
-        groups = pad(part, (0, -inputs % layout.GROUP)).view(-1, layout.GROUP).T.contiguous()
-        scale = best_scale(groups, codebook)
-        codes = codebook.codes(codebook.rounded(groups, scale.to(torch.float32)))
-        codes = codes.T.reshape(rows, -1)[:, :inputs].contiguous()
-        data[blocks] = layout.pack(format, codes, scale.view(rows, -1))
-    return QuantizedWeight(data, format, (weight.shape[0], inputs), weight.dtype)
+        data[blocks] = layout.pack(format, *(_int8(part) if format == "int8" else _grouped(part, format)))
+    return QuantizedWeight(data, format, (weight.shape[0], weight.shape[1]), weight.dtype)
+
+
+def _int8(part: Tensor) -> tuple[Tensor, Tensor]:
+    scales = part.abs().amax(1, keepdim=True) / 127
+    q = (part / scales).nan_to_num_(0.0).round_().clamp_(-127, 127)  # a row of zeros is 0 / 0
+    return q.to(torch.int8), scales
+
+
+def _grouped(part: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    (rows, inputs), codebook = part.shape, CODEBOOKS[format]
+    groups = pad(part, (0, -inputs % layout.GROUP)).view(-1, layout.GROUP).T.contiguous()
+    scale = best_scale(groups, codebook)
+    codes = codebook.codes(codebook.rounded(groups, scale.to(torch.float32)))
+    return codes.T.reshape(rows, -1)[:, :inputs].contiguous(), scale.view(rows, -1)
 
 
 def relative_rms_error(weight: Tensor, quantized: QuantizedWeight) -> float:

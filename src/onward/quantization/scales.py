@@ -35,7 +35,7 @@ class Codebook(NamedTuple):
         return abs(self.plain[0]) * torch.finfo(torch.float16).max
 
     def rounded(self, groups: Tensor, scale: Tensor) -> Tensor:
-        """The values, as floats, of groups [inputs, G] rounded with a scale [G]; those nearest to 0 for a scale of 0."""
+        """The values, as floats, of groups [inputs, G] rounded with a scale [G]; nearest to 0 for a scale of 0."""
         return self.nearest(groups * torch.where(scale == 0, 0.0, 1 / scale))
 
 

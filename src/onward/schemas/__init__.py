@@ -1,4 +1,4 @@
-"""JSON Schemas: their form, their references, and their numbers as grammars that are exact."""
+"""JSON Schemas: validation, references, and exact grammars of numbers."""
 
 from onward.schemas.numbers import integers_between
 from onward.schemas.references import alternatives, kind_of, kinds_of, resolve, values_of

@@ -4,14 +4,6 @@ from onward.constraints.compiler import GrammarConstraint, TokenBytes, compiled,
 from onward.constraints.grammars import AfterText, Choice, Grammar, JsonSchema, Lark, Regex
 
 __all__ = [
-    "AfterText",
-    "Choice",
-    "Grammar",
-    "GrammarConstraint",
-    "JsonSchema",
-    "Lark",
-    "Regex",
-    "TokenBytes",
-    "compiled",
+    "AfterText", "Choice", "Grammar", "GrammarConstraint", "JsonSchema", "Lark", "Regex", "TokenBytes", "compiled",
     "symbol",
-]
+]  # fmt: skip

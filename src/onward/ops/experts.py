@@ -59,41 +59,24 @@ def experts(
     Raises:
         RequestError: shapes, dtypes or formats that don't match.
     """
-    layer = _Layer(gate, up, down, gate_bias, up_bias, down_bias)
+    parts: tuple[Any, ...] = gate, up, down, gate_bias, up_bias, down_bias
     dtype = autocast_dtype(x)
     if dtype is not None:
+        product_dtype = up.dtype if isinstance(up, NativeExperts) else dtype  # packed weights keep their dtype
+        cast = [lowered(product_dtype, part)[0] if isinstance(part, Tensor) else part for part in parts]
+        biases = dict(zip(("gate_bias", "up_bias", "down_bias"), cast[3:], strict=True))
+        options: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}
         with off(x):
-            x, layer = _lowered(dtype, x, layer)
-            out = experts(x, chosen, weights, **layer._asdict(), activation=activation, alpha=alpha, limit=limit)
-            return out.to(dtype)
+            return experts(x.to(product_dtype), chosen, weights, *cast[:3], **biases, **options).to(dtype)
     _check_routes(x, chosen, weights)
     if activation not in ACTIVATIONS:
         raise RequestError(f"experts: activation is one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     if (gate is None) != (activation == "relu2"):
         raise RequestError(f"experts: 'relu2' takes no gate, and the others need one; got {activation!r}, gate {gate}")
-    format = _check_weights(x, layer)
-    data = [weight if weight is None or isinstance(weight, Tensor) else weight.data for weight in layer[:3]]
+    format = _check_weights(x, parts)
+    data = [weight if weight is None or isinstance(weight, Tensor) else weight.data for weight in parts[:3]]
     inner = up.shape[1]
-    return _experts(x, chosen, weights, *data, *layer[3:], format, inner, activation, float(alpha), float(limit))
-
-
-class _Layer(NamedTuple):
-    """The parameters: weights, or their tensors, and biases."""
-
-    gate: Any
-    up: Any
-    down: Any
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-
-
-def _lowered(dtype: torch.dtype, x: Tensor, layer: _Layer) -> tuple[Tensor, _Layer]:
-    """x and the layer as cast under autocast; packed weights keep their dtype."""
-    if isinstance(layer.up, NativeExperts):
-        dtype = layer.up.dtype
-    cast = [lowered(dtype, each)[0] if isinstance(each, Tensor) else each for each in layer]
-    return x.to(dtype), _Layer(*cast)
+    return _experts(x, chosen, weights, *data, *parts[3:], format, inner, activation, float(alpha), float(limit))
 
 
 def _check_routes(x: Tensor, chosen: Tensor, weights: Tensor) -> None:
@@ -106,10 +89,10 @@ def _check_routes(x: Tensor, chosen: Tensor, weights: Tensor) -> None:
         )
 
 
-def _check_weights(x: Tensor, layer: _Layer) -> str:
+def _check_weights(x: Tensor, parts: tuple[Any, ...]) -> str:
     """The format of the weights."""
-    width, (_, up, down) = x.shape[-1], layer[:3]
-    gate = up if layer.gate is None else layer.gate
+    width, (_, up, down) = x.shape[-1], parts[:3]
+    gate = up if parts[0] is None else parts[0]
     count, inner = tuple(gate.shape)[:2] if len(gate.shape) == 3 else (0, 0)
     expected = [(count, inner, width), (count, inner, width), (count, width, inner)]
     formats = {_format(weight) for weight in (gate, up, down)}
@@ -122,7 +105,7 @@ def _check_weights(x: Tensor, layer: _Layer) -> str:
             f"one format, float ones of x's dtype; got {', '.join(map(str, got))}, {' and '.join(sorted(formats))} of "
             f"{', '.join(map(str, dtypes))}"
         )
-    biases = [(bias, shape[:2]) for bias, shape in zip(layer[3:], expected, strict=True) if bias is not None]
+    biases = [(bias, shape[:2]) for bias, shape in zip(parts[3:], expected, strict=True) if bias is not None]
     dtypes = {bias.dtype for bias, _ in biases}
     if any(bias.shape != shape for bias, shape in biases) or len(dtypes) > 1 or dtypes - set(DTYPES):
         raise RequestError(

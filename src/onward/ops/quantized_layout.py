@@ -117,7 +117,7 @@ def _signed(stored: Tensor) -> Tensor:
     return (stored ^ 128).view(torch.int8)
 
 
-# int4: for every 64 inputs 2 x 16 scales and 8 lines; byte j of a row in line i has q + 8 of the inputs 8i + j (low half)
+# int4: for every 64 inputs 2 x 16 scales and 8 lines; byte j of a row in line i has q + 8 of inputs 8i + j (low half)
 # and 8i + 4 + j (high half).
 
 

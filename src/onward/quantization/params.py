@@ -154,13 +154,9 @@ class ParamsQuantizer:
 
 def count_matrices(params: Any) -> int:
     """The number of reports of `quantize_params` for these params, if none are tied."""
-    return sum(_count(part) for part in marked_parts(params))
-
-
-def _count(part: Any) -> int:
-    if isinstance(part, ExpertLinear):
-        return 0 if _is_quantized(part) else len(part.matrices)
-    return not isinstance(part, _UNQUANTIZED)
+    parts = [part for part in marked_parts(params) if not isinstance(part, _UNQUANTIZED)]
+    experts = [part for part in parts if isinstance(part, ExpertLinear)]
+    return len(parts) - len(experts) + sum(len(part.matrices) for part in experts if not _is_quantized(part))
 
 
 def _is_quantized(experts: ExpertLinear) -> bool:

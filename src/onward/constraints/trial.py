@@ -98,13 +98,9 @@ def _end(running: "list[subprocess.Popen[str]]") -> None:
 
 def _start() -> "subprocess.Popen[str]":
     path = os.pathsep.join([str(Path(llguidance.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment, pipe = {**os.environ, "PYTHONPATH": path}, subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, str(_PROGRAM)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, str(_PROGRAM)], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment
     )
 
 

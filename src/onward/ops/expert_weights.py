@@ -52,7 +52,7 @@ class QuantizedExperts(PackedTensors):
     """Quantized weights [E, N, K], packed. A pytree whose one tensor is `data`.
 
     data: uint8 [E, blocks, bytes]: that of a `QuantizedWeight` for each expert. format: as there.
-    shape: (E, N, K). dtype: the dtype of the weights that these stand for.
+    shape: (E, N, K). dtype: of the original weights.
     """
 
     data: Tensor

@@ -64,10 +64,10 @@ def experts(
     if dtype is not None:
         product_dtype = up.dtype if isinstance(up, NativeExperts) else dtype  # packed weights keep their dtype
         cast = [lowered(product_dtype, part)[0] if isinstance(part, Tensor) else part for part in parts]
-        biases = dict(zip(("gate_bias", "up_bias", "down_bias"), cast[3:], strict=True))
-        options: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}
+        options: dict[str, Any] = dict(zip(("gate_bias", "up_bias", "down_bias"), cast[3:], strict=True))
+        options |= {"activation": activation, "alpha": alpha, "limit": limit}
         with off(x):
-            return experts(x.to(product_dtype), chosen, weights, *cast[:3], **biases, **options).to(dtype)
+            return experts(x.to(product_dtype), chosen, weights, cast[0], cast[1], cast[2], **options).to(dtype)
     _check_routes(x, chosen, weights)
     if activation not in ACTIVATIONS:
         raise RequestError(f"experts: activation is one of {', '.join(ACTIVATIONS)}; got {activation!r}")

@@ -69,7 +69,7 @@ def choose(form: str) -> OpsBackend:
     if form != "definition":
         native.select_isa("auto" if form == "native" else form)
         if native.library() is None:
-            raise NativeUnavailableError("no native library was built: install onward where there is a compiler")
+            raise NativeUnavailableError("no native library was built: install onward on a machine with a compiler")
     _forced = "definition" if form == "definition" else "native"
     return choice()
 

@@ -79,7 +79,7 @@ def pack_into(library: Library, weight: Tensor, data: Tensor) -> None:
         FORMATS[weight.dtype], *weight.shape, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
     )
     library.check(status, "onward_linear_pack")
-    increment_version(data)  # torch does not see what the kernel writes, and `WeightsVersion` asks torch
+    increment_version(data)  # torch doesn't see the kernel's writes, and `WeightsVersion` relies on torch
 
 
 def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:

@@ -33,14 +33,14 @@ def rounded_formats() -> str:
 
 
 class PackedTensors:
-    """What quantized weights share: tensors and the dtype of the weights that they stand for."""
+    """Base class of quantized weights: tensors, and the dtype of the original weights."""
 
     data: Tensor
     dtype: torch.dtype
     order: Tensor | None = None
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """The same numbers on another device, standing for weights of another dtype."""
+        """The same numbers on another device, with another dtype for its values."""
         changes: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         if device is not None:
             changes |= {name: tensor.to(device) for name, tensor in self.tensors().items()}
@@ -65,7 +65,7 @@ class QuantizedWeight(PackedTensors):
     data: uint8, in the layout of `quantized_layout`; contiguous. The kernels are fast if it is 64-byte aligned.
     format: "int8", "int4", or one of `onward.ops.formats`: "iq4_nl", and those of quantized checkpoints.
     shape: (N, K).
-    dtype: the dtype of the weight that this one stands for; `rows` and `dequantize` return it.
+    dtype: of the original weight, and of the values of `rows` and `dequantize`.
     order: int64 [K], a permutation: packed column j multiplies input order[j]. None: input j.
     """
 

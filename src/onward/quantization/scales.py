@@ -83,7 +83,7 @@ def best_scale(groups: Tensor, codebook: Codebook) -> Tensor:
         nonlocal best, best_error
         stored = scale.to(torch.float16)
         values, error = _with_scale(groups, stored, codebook)
-        better = error < best_error  # false where the scale overflowed, for then the error is NaN or infinite
+        better = error < best_error  # false if the scale overflowed: then the error is NaN or infinite
         best, best_error = torch.where(better, stored, best), torch.where(better, error, best_error)
         return values
 
@@ -110,7 +110,7 @@ def _search(groups: Tensor, extreme: Tensor, codebook: Codebook) -> Tensor:
 
 
 def _moments(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """sum(q x) and sum(q²) of each group, the latter 1 where all values are 0."""
+    """sum(q x) and sum(q²) of each group, the latter 1 if all values are 0."""
     return _sum(values * groups), _sum(values.square()).clamp_min_(1.0)
 
 

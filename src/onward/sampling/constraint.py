@@ -182,7 +182,7 @@ def mask_logits(
 
 def nothing_left() -> NothingToDrawError:
     return NothingToDrawError(
-        "nothing is left to draw: after this text the constraint admits no id, or none that other options "
+        "nothing is left to sample: after this text the constraint admits no id, or none that other options "
         "(logit_bias, bad_words, no_repeat_ngram_size, min_new_tokens) do not ban"
     )
 

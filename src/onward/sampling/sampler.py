@@ -69,7 +69,7 @@ class AdjustmentPass:
             if bool(empty.any()):
                 raise NothingToDrawError(
                     "logit_bias, bad_words, no_repeat_ngram_size and min_new_tokens together ban every id: nothing is "
-                    "left to draw"
+                    "left to sample"
                 )
         return adjusted.view(logits.shape)
 
@@ -146,7 +146,7 @@ class Sampler:
 
         Raises:
             RequestError: an option names an id outside the vocabulary, histories are missing, or bans and constraints
-                leave nothing to draw.
+                leave nothing to sample.
         """
         logits, draw, rows = self._prepared(logits, histories, drafts, constraints)
         if self._all_greedy:

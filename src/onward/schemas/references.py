@@ -129,7 +129,7 @@ def are_apart(branches: Sequence[Any], root: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal in JSON, where true is no number."""
+    """Whether two values are equal in JSON, where true is not a number."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 

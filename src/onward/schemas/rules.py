@@ -76,8 +76,7 @@ def json_rules(name: str, schema: Any, spacing: Spacing, at: str, *, is_expanded
     here even without large numbers.
 
     Raises:
-        RequestError: an integer beyond 2^53 beside a keyword that cannot be combined with it, or no value matches the
-            schema.
+        RequestError: an integer beyond 2^53 next to an unsupported keyword, or no value matches the schema.
     """
     if schema is False:
         raise RequestError(f"{at} allows no value")
@@ -105,7 +104,7 @@ def _fragment(schema: Any, spacing: Spacing, definitions: Mapping[str, Any] = {}
 
 
 class _Rules:
-    """Makes the rules of a document's subschemas, each once."""
+    """Creates the rules of a document's subschemas, each once."""
 
     def __init__(self, name: str, document: Document, spacing: Spacing) -> None:
         self._name, self._document, self._spacing = name, document, spacing

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, shapes, widened
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, shapes, to_widest_dtype
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 def _checked(op: str, a: Tensor, b: Tensor, *names: str) -> list[Tensor] | tuple[Tensor, Tensor]:
     """The operands, under autocast in one dtype."""
-    operands = widened(a, b) if a.dtype != b.dtype and autocast_dtype(a) is not None else (a, b)
+    operands = to_widest_dtype(a, b) if a.dtype != b.dtype and autocast_dtype(a) is not None else (a, b)
     a, b = operands
     if a.shape != b.shape or a.dtype != b.dtype or a.dtype not in DTYPES or a.dim() == 0:
         first, second = names or ("gate", "up")

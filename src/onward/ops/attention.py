@@ -15,7 +15,7 @@ from onward.errors import RequestError
 from onward.native import Library
 from onward.native.structs import AttentionArguments
 from onward.ops.kv_write import BLOCK, check_blocks, check_table, dense_rows, side_by_side
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, lowered, off, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, no_autocast, shapes
 
 
 def scaled_dot_product_attention(
@@ -54,8 +54,8 @@ def scaled_dot_product_attention(
     """
     dtype = autocast_dtype(q)
     if dtype is not None:
-        with off(q):
-            q, k, v = lowered(dtype, q, k, v)
+        with no_autocast(q):
+            q, k, v = autocast_to(dtype, q, k, v)
             return scaled_dot_product_attention(
                 q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=window, softcap=softcap
             )
@@ -108,8 +108,8 @@ def cached_attention(
             # Convert only the rows' own blocks.
             last = offsets + (q.shape[2] - 1)
             keys, values, table = dense_rows(keys, table, last), dense_rows(values, table, last), None
-        with off(q):
-            q, keys, values = lowered(dtype, q, keys, values)
+        with no_autocast(q):
+            q, keys, values = autocast_to(dtype, q, keys, values)
             return cached_attention(
                 q, keys, values, offsets, table=table, scale=scale, sinks=sinks, window=window, softcap=softcap
             )

@@ -15,7 +15,7 @@ from onward.native import Library
 from onward.native.structs import ExpertsArguments, Format, Status
 from onward.ops import quantized
 from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, matrix, pack_experts
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, lowered, off, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, like_first, no_autocast, shapes
 from onward.ops.packed import FORMATS as PACKED_FORMATS
 
 ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2"]
@@ -63,10 +63,10 @@ def experts(
     dtype = autocast_dtype(x)
     if dtype is not None:
         product_dtype = up.dtype if isinstance(up, NativeExperts) else dtype  # packed weights keep their dtype
-        cast = [lowered(product_dtype, part)[0] if isinstance(part, Tensor) else part for part in parts]
+        cast = [autocast_to(product_dtype, part)[0] if isinstance(part, Tensor) else part for part in parts]
         options: dict[str, Any] = dict(zip(("gate_bias", "up_bias", "down_bias"), cast[3:], strict=True))
         options |= {"activation": activation, "alpha": alpha, "limit": limit}
-        with off(x):
+        with no_autocast(x):
             return experts(x.to(product_dtype), chosen, weights, cast[0], cast[1], cast[2], **options).to(dtype)
     _check_routes(x, chosen, weights)
     if activation not in ACTIVATIONS:

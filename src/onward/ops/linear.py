@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
-from onward.ops.operator import autocast_dtype, check_no_gradient, lowered, off, shapes
+from onward.ops.operator import autocast_dtype, autocast_to, check_no_gradient, no_autocast, shapes
 from onward.ops.packed import NativeWeight, native_linear, pack_native
 from onward.ops.quantized import QuantizedWeight, quantized_linear
 
@@ -28,7 +28,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """
     dtype = autocast_dtype(x)
     if dtype is not None:
-        with off(x):
+        with no_autocast(x):
             return _linear_under_autocast(dtype, x, weight, bias)
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(x, weight, bias)
@@ -46,11 +46,11 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def _linear_under_autocast(dtype: torch.dtype, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):
-        x, weight, bias = lowered(dtype, x, weight, bias)
+        x, weight, bias = autocast_to(dtype, x, weight, bias)
     elif not isinstance(weight, QuantizedWeight):
         # The weight was packed once for all calls, so the product is computed in the dtype it was packed in.
-        x, bias = lowered(_shape_and_dtype(weight)[2], x, bias)
-    out: Tensor = lowered(dtype, linear(x, weight, bias))[0]
+        x, bias = autocast_to(_shape_and_dtype(weight)[2], x, bias)
+    out: Tensor = autocast_to(dtype, linear(x, weight, bias))[0]
     return out
 
 

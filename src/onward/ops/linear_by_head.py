@@ -9,7 +9,7 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.native import Library
 from onward.ops.expert_weights import NativeExperts
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, lowered, off, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, no_autocast, shapes
 from onward.ops.packed import FORMATS, NativeWeight
 
 HeadWeights = Tensor | NativeExperts
@@ -31,10 +31,10 @@ def linear_by_head(x: Tensor, weight: HeadWeights) -> Tensor:
     """
     dtype = autocast_dtype(x)
     if dtype is not None:
-        with off(x):
+        with no_autocast(x):
             if isinstance(weight, NativeExperts):
                 return linear_by_head(x.to(weight.dtype), weight).to(dtype)
-            return linear_by_head(*lowered(dtype, x, weight))
+            return linear_by_head(*autocast_to(dtype, x, weight))
     shape = tuple(weight.shape)
     if len(shape) != 3 or x.shape[-2:] != (shape[0], shape[2]) or x.dtype not in DTYPES or x.dtype != weight.dtype:
         raise RequestError(

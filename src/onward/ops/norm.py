@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, normed, off, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_norm, like_first, no_autocast, shapes
 
 
 def rms_norm(
@@ -29,8 +29,8 @@ def rms_norm(
         [..., D] in x's dtype.
     """
     if autocast_dtype(x) is not None:
-        with off(x):
-            return normed(lambda *t: rms_norm(*t, eps=eps, offset=offset, after_cast=after_cast), x, weight)
+        with no_autocast(x):
+            return autocast_norm(lambda *t: rms_norm(*t, eps=eps, offset=offset, after_cast=after_cast), x, weight)
     _check("rms_norm", x, weight)
     if after_cast and offset:
         raise RequestError(
@@ -51,8 +51,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) ->
         [..., D] in x's dtype.
     """
     if autocast_dtype(x) is not None:
-        with off(x):
-            return normed(lambda *t: layer_norm(*t, eps=eps), x, weight, bias)
+        with no_autocast(x):
+            return autocast_norm(lambda *t: layer_norm(*t, eps=eps), x, weight, bias)
     _check("layer_norm", x, weight, bias)
     return _layer_norm(x, weight, bias, float(eps))
 

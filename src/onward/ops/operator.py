@@ -242,12 +242,12 @@ def autocast_dtype_on(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def lowered(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
+def autocast_to(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
     """The tensors in the autocast dtype, except None, float64 and integers."""
     return [t if t is None or not _is_cast(t) else t.to(dtype) for t in tensors]
 
 
-def widened(*tensors: Tensor) -> list[Tensor]:
+def to_widest_dtype(*tensors: Tensor) -> list[Tensor]:
     """The tensors in the widest of their dtypes."""
     widest = tensors[0].dtype
     for tensor in tensors[1:]:
@@ -255,17 +255,17 @@ def widened(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(widest) for tensor in tensors]
 
 
-def normed(op: Callable[..., Tensor], x: Tensor, *learned: Tensor) -> Tensor:
+def autocast_norm(op: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
     """op(x, weight, …), a norm, as autocast computes it; the tensors may differ in dtype."""
     on_cpu = x.device.type == "cpu"
-    if not all(map(_is_cast, (x, *learned))) or (on_cpu and all(tensor.dtype == x.dtype for tensor in learned)):
-        return op(x, *learned)
-    out = op(*(tensor.to(torch.float32) for tensor in (x, *learned)))
+    if not all(map(_is_cast, (x, *weights))) or (on_cpu and all(tensor.dtype == x.dtype for tensor in weights)):
+        return op(x, *weights)
+    out = op(*(tensor.to(torch.float32) for tensor in (x, *weights)))
     return out.to(x.dtype) if on_cpu else out
 
 
-def off(x: Tensor) -> torch.autocast:
-    """A context without autocast on x's device, where tensors that have been cast are not cast again."""
+def no_autocast(x: Tensor) -> torch.autocast:
+    """A context without autocast on x's device, so that cast tensors are not cast again."""
     return torch.autocast(x.device.type, enabled=False)
 
 

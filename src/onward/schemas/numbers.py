@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from onward.errors import RequestError
-from onward.schemas.references import listed, reached
+from onward.schemas.references import listed_values, reachable
 
 # llguidance computes with doubles, which represent all integers up to here.
 LARGEST_EXACT = 2**53
@@ -51,7 +51,7 @@ class Document:
         self.root = root
         parents: dict[int, list[int]] = {}
         large: list[int] = []
-        for one, inner in reached(root, root):
+        for one, inner in reachable(root, root):
             for each in inner:
                 parents.setdefault(id(each), []).append(id(one))
             if is_large_itself(one):
@@ -74,7 +74,7 @@ class Document:
         """The definitions that a subschema refers to, and the draft."""
         root = self.root
         definitions: dict[str, Any] = {"$schema": root["$schema"]} if "$schema" in root else {}
-        for one, _ in reached(schema, root):
+        for one, _ in reachable(schema, root):
             if not isinstance(one.get("$ref"), str):
                 continue
             place = re.fullmatch(r"#/(\$defs|definitions)/([^/%~]+)", one["$ref"])
@@ -89,7 +89,7 @@ class Document:
 def is_large_itself(schema: Mapping[str, Any]) -> bool:
     if any(is_large(schema.get(bound)) for bound in BOUNDS) or schema.get("multipleOf", 0) > LARGEST_FACTOR:
         return True
-    return any(has_large_value(value) for value in listed(schema) or ())
+    return any(has_large_value(value) for value in listed_values(schema) or ())
 
 
 def has_large_value(value: Any) -> bool:

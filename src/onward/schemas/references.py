@@ -44,7 +44,7 @@ def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield key, key, value
 
 
-def reached(schema: Any, root: Any) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
+def reachable(schema: Any, root: Any) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
     """Every schema that is reachable from one, itself included, each with the schemas that it leads to directly.
     Definitions count if something refers to them. root: the document of references."""
     waiting, seen = [schema], set()
@@ -109,16 +109,16 @@ def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
     return list(schema["enum"]) if "enum" in schema else None
 
 
-def listed(schema: Mapping[str, Any]) -> list[Any] | None:
+def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     return values_of({key: schema[key] for key in ("const", "enum") if key in schema})
 
 
-def are_apart(branches: Sequence[Any], root: Any) -> bool:
+def are_disjoint(branches: Sequence[Any], root: Any) -> bool:
     """Whether no value matches two of several schemas."""
-    values_of_each = [listed(branch) if isinstance(branch, Mapping) else None for branch in branches]
+    values_of_each = [listed_values(branch) if isinstance(branch, Mapping) else None for branch in branches]
     if None not in values_of_each:
         values = [value for each in values_of_each for value in each or ()]
-        return not any(same(one, other) for at, one in enumerate(values) for other in values[:at])
+        return not any(json_equal(one, other) for at, one in enumerate(values) for other in values[:at])
     all_kinds: list[str] = []
     for branch in branches:
         kinds = kinds_of(branch, root)
@@ -128,7 +128,7 @@ def are_apart(branches: Sequence[Any], root: Any) -> bool:
     return len(all_kinds) == len(set(all_kinds))
 
 
-def same(one: Any, other: Any) -> bool:
+def json_equal(one: Any, other: Any) -> bool:
     """Whether two values are equal in JSON, where true is not a number."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 

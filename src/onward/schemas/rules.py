@@ -23,7 +23,7 @@ from onward.schemas.numbers import (
     is_large,
     is_large_itself,
 )
-from onward.schemas.references import are_apart, children, kind_of, listed, resolve, same
+from onward.schemas.references import are_disjoint, children, json_equal, kind_of, listed_values, resolve
 
 _ALL_KINDS = ("null", "boolean", "string", "array", "object", "number")
 _OBJECT = frozenset({"properties", "required", "additionalProperties"})
@@ -152,7 +152,7 @@ class _Rules:
         in_place = [key for key in schema if key in _IN_PLACE]
         if not in_place:
             yield from self._typed(schema, at)
-        elif (values := listed(schema)) is not None:
+        elif (values := listed_values(schema)) is not None:
             yield from self._values(schema, values, at)
         elif len(in_place) > 1:
             _refuse(at, " and ".join(in_place))
@@ -209,7 +209,7 @@ class _Rules:
         others = set(schema) - {"const", "enum", "type"} - NUMERIC
         if others:
             _refuse(at, f"{min(others)} beside const or enum")
-        if "const" in schema and "enum" in schema and not any(same(schema["const"], each) for each in schema["enum"]):
+        if "const" in schema and not any(json_equal(schema["const"], each) for each in schema.get("enum", values)):
             return
         kinds = schema.get("type", [kind_of(value) for value in values])
         kinds = {kinds} if isinstance(kinds, str) else set(kinds)
@@ -256,7 +256,7 @@ class _Rules:
 
     def _union(self, schema: Mapping[str, Any], keyword: str, at: str) -> Iterator[str | None]:
         branches = schema[keyword]
-        if keyword == "oneOf" and not are_apart(branches, self._document.root):
+        if keyword == "oneOf" and not are_disjoint(branches, self._document.root):
             _refuse(at, "oneOf, unless its cases have different types or values,")
         beside = {key: value for key, value in schema.items() if key != keyword}
         for number, branch in enumerate(branches):

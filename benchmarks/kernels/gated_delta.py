@@ -30,13 +30,13 @@ class Layer:
 
     def __init__(self, memory: Tensor, dtype: torch.dtype) -> None:
         self.state = memory.view(1, 2, HEADS, -1)
-        self.held = torch.zeros(1, 2, dtype=torch.int32)
-        self.log_rate, self.bias = torch.full((HEADS,), -3.0), torch.zeros(HEADS)
+        self.block_numbers = torch.zeros(1, 2, dtype=torch.int32)
+        self.A_log, self.bias = torch.full((HEADS,), -3.0), torch.zeros(HEADS)
         self(tokens(BEGINS, dtype), torch.zeros(1, dtype=torch.int32))
 
     def __call__(self, inputs: tuple[Tensor, Tensor, Tensor], offsets: Tensor) -> Tensor:
         return ops.gated_delta(
-            *inputs, self.log_rate, self.bias, self.state, self.held, offsets, key_heads=KEY_HEADS, key_dim=DIM
+            *inputs, self.A_log, self.bias, self.state, self.block_numbers, offsets, key_heads=KEY_HEADS, key_dim=DIM
         )
 
 

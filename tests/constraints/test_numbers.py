@@ -175,7 +175,7 @@ def test_numbers_of_every_kind(schema: Any, right: list[str], wrong: list[str]) 
         ({"oneOf": [{"minimum": LARGE}, {"maximum": LARGE}]}, "oneOf, unless its cases have different types"),
         ({"type": "integer", "minimum": LARGE, "maximum": 5}, "allows no value"),
         ({"type": "number", "maximum": float("inf")}, "json_schema.maximum must be a number; got inf"),
-        ({"default": float("nan")}, "json_schema is no JSON"),
+        ({"default": float("nan")}, "json_schema is not JSON"),
         ({"x-unknown": 10**400}, "json_schema cannot be read: number out of range"),
     ],
     ids=lambda value: str(value)[:60],

@@ -96,7 +96,7 @@ def test_what_a_class_itself_refuses_says_so(lm):
         def no(self):
             raise ValueError("no such animal")
 
-    with pytest.raises(RequestError, match=r"the text is no JsonSchema\(Never\).*no such animal"):
+    with pytest.raises(RequestError, match=r"the text is not a JsonSchema\(Never\).*no such animal"):
         _ = lm.generate("Once", json_schema=Never).parsed
 
 
@@ -149,9 +149,9 @@ def test_logprobs_are_the_models_own(lm):
         ({"json_schema": {"type": "foo"}}, r"json_schema\.type must be one or several of .*; got 'foo'"),
         ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 1}}, "Unsatisfiable schema"),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"json_schema": False}, "json_schema is False, which no text meets"),
+        ({"json_schema": False}, "json_schema is False, which matches no text"),
         ({"json_schema": 3}, "json_schema must be a JSON Schema as a dict, or a pydantic class; got 3"),
-        ({"json_schema": {"const": {1, 2}}}, "json_schema is no JSON"),
+        ({"json_schema": {"const": {1, 2}}}, "json_schema is not JSON"),
         ({"regex": "a", "choice": ["b"]}, "regex and choice each say what the text may be: give one of them"),
         ({"constraint": 3}, "constraint must be an onward.Constraint"),
         ({"constraint": lambda tokenizer, stop_ids: 3}, "must make an onward.Constraint; it made 3"),
@@ -181,7 +181,7 @@ def test_grammars_need_a_tokenizer_that_tells_bytes():
         def decode(self, ids):
             return bytes(ids).decode(errors="replace")
 
-    with pytest.raises(TokenizerError, match="a Opaque does not tell them: give it a method token_bytes"):
+    with pytest.raises(TokenizerError, match="a Opaque does not provide them: give it a method token_bytes"):
         onward.LanguageModel(model, Opaque()).generate([1], regex="a")
 
 

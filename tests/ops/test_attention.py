@@ -181,5 +181,5 @@ def test_an_unknown_option_raises():
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes):
-    with pytest.raises(RequestError, match=r"wants k \[B, G, S, D\] and v \[B, G, S, E\]"):
+    with pytest.raises(RequestError, match=r"expects k \[B, G, S, D\] and v \[B, G, S, E\]"):
         ops.scaled_dot_product_attention(*(random(*shape) for shape in shapes))

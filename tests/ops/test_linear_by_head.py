@@ -55,7 +55,7 @@ def test_a_part_of_wider_features_is_read_where_it_lies(packed):
 def test_what_does_not_fit_is_said():
     weight = random(4, 9, 12)
     for x in (random(2, 3, 12), random(2, 4, 11), random(2, 4, 12, dtype=torch.bfloat16)):
-        with pytest.raises(RequestError, match=r"wants x \[\.\.\., H, K\] of its dtype; got x"):
+        with pytest.raises(RequestError, match=r"expects x \[\.\.\., H, K\] of its dtype; got x"):
             ops.linear_by_head(x, weight)
     with pytest.raises(RequestError, match=r"weight torch.float32 \[9, 12\]"):
         ops.linear_by_head(random(2, 9, 12), weight[0])

@@ -86,7 +86,7 @@ def test_updates_in_8_bits_are_those_of_their_factors(dtype):
     # 37 + 6 + 4 roundings of sums whose terms add up to 37 * 127 * 3 and, with b and 6 factors, that * 127 * 6e-4.
     bound = 47 * torch.finfo(torch.float32).eps * 37 * 127 * 3 * 127 * 6e-4
     torch.testing.assert_close(got.float(), expected, rtol=torch.finfo(dtype).eps, atol=bound)
-    with pytest.raises(RequestError, match="lora wants"):
+    with pytest.raises(RequestError, match="lora expects"):
         ops.lora(x, y, a, b, slots, ranks)
 
 
@@ -120,9 +120,9 @@ def test_what_does_not_fit_is_refused():
         (x, y, a.half(), b, slots, ranks),
         (x, y, a, b, slots, ranks[:2]),
     ]:
-        with pytest.raises(RequestError, match="lora wants"):
+        with pytest.raises(RequestError, match="lora expects"):
             ops.lora(*wrong)
-    with pytest.raises(RequestError, match="lora wants"):
+    with pytest.raises(RequestError, match="lora expects"):
         ops.lora(x, y, a, b, slots, ranks, scale=torch.ones(3, 6))
 
 

@@ -30,16 +30,16 @@ class Layer:
         self.learned = [random(HEADS, seed=seed + 1 + at) for at in range(self.vectors)]
         self.inputs = torch.zeros(slots, 2, TAPS - 1 + STATE_BLOCK, self.channels, dtype=dtype)
         self.state = torch.zeros(slots, 2, *self.kept)
-        self.held = torch.zeros(slots, 2, dtype=torch.int32)
+        self.block_numbers = torch.zeros(slots, 2, dtype=torch.int32)
 
     def __call__(self, tokens, offsets, rows=None):
         """tokens: x [B, T, C] and the other inputs"""
         x, *rest = tokens
         offsets = torch.tensor(offsets, dtype=torch.int32)
         rows = None if rows is None else torch.tensor(rows, dtype=torch.int32)
-        mixed = ops.short_conv(x, self.weight, self.inputs, self.held, offsets, rows)
-        # The two share `held`, as layers do: what the first leaves is what the second finds or leaves.
-        return self.mix(mixed, *rest, *self.learned, self.state, self.held, offsets, rows)
+        mixed = ops.short_conv(x, self.weight, self.inputs, self.block_numbers, offsets, rows)
+        # The two share `block_numbers`, as layers do: what the first leaves is what the second finds or leaves.
+        return self.mix(mixed, *rest, *self.learned, self.state, self.block_numbers, offsets, rows)
 
     @classmethod
     def tokens(cls, count, batch=1, dtype=torch.float32, seed=5):
@@ -65,12 +65,12 @@ class Delta(Layer):
         return ops.gated_delta(*inputs, key_heads=KEY_HEADS, key_dim=KEY_DIM)
 
     @staticmethod
-    def token_by_token(mixed, decay, beta, log_rate, decay_bias):
+    def token_by_token(mixed, decay, beta, A_log, decay_bias):
         q, k, v = mixed.split([KEY_HEADS * KEY_DIM] * 2 + [HEADS * VALUE_DIM], -1)
         q, k = (y.view(-1, KEY_HEADS, KEY_DIM).repeat_interleave(HEADS // KEY_HEADS, 1) for y in (q, k))
         q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
         v = v.view(-1, HEADS, VALUE_DIM)
-        g = -log_rate.exp() * torch.nn.functional.softplus(decay + decay_bias)
+        g = -A_log.exp() * torch.nn.functional.softplus(decay + decay_bias)
         state, out = torch.zeros(HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64), []
         for t in range(len(mixed)):
             state = g[t].exp()[:, None, None] * state
@@ -92,15 +92,15 @@ class Ssd(Layer):
         return ops.ssd(*inputs, groups=KEY_HEADS, state_dim=KEY_DIM, limits=cls.limits)
 
     @classmethod
-    def token_by_token(cls, mixed, step, log_rate, step_bias, skip):
+    def token_by_token(cls, mixed, dt, A_log, step_bias, skip):
         x, b, c = mixed.split([HEADS * VALUE_DIM] + [KEY_HEADS * KEY_DIM] * 2, -1)
         b, c = (y.view(-1, KEY_HEADS, KEY_DIM).repeat_interleave(HEADS // KEY_HEADS, 1) for y in (b, c))
         x = x.view(-1, HEADS, VALUE_DIM)
-        dt = torch.nn.functional.softplus(step + step_bias).clamp(*cls.limits)
+        dt = torch.nn.functional.softplus(dt + step_bias).clamp(*cls.limits)
         assert all((dt == limit).any() for limit in cls.limits)
         state, out = torch.zeros(HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64), []
         for t in range(len(mixed)):
-            state = (-log_rate.exp() * dt[t]).exp()[:, None, None] * state
+            state = (-A_log.exp() * dt[t]).exp()[:, None, None] * state
             state = state + b[t].unsqueeze(-1) * (dt[t].unsqueeze(-1) * x[t]).unsqueeze(1)
             out.append(torch.einsum("hnp,hn->hp", state, c[t]) + skip.unsqueeze(-1) * x[t])
         return torch.stack(out)
@@ -215,18 +215,18 @@ def test_a_state_that_is_not_there_is_not_a_number(kind):
     tokens = kind.tokens(60)
     layer = kind()
     layer(part(tokens, 0, 40), [0])
-    before = layer.state.clone(), layer.inputs.clone(), layer.held.clone()
+    before = layer.state.clone(), layer.inputs.clone(), layer.block_numbers.clone()
     assert layer(part(tokens, 20, 21), [20]).isnan().all()  # the state of position 20 was not kept
     assert kind()(part(tokens, 20, 21), [20]).isnan().all()
-    for now, then in zip((layer.state, layer.inputs, layer.held), before, strict=True):
+    for now, then in zip((layer.state, layer.inputs, layer.block_numbers), before, strict=True):
         assert same_bits(now, then)
     assert layer(part(tokens, 40, 41), [40]).isfinite().all()
 
 
 def test_a_convolution_with_bias_and_without_silu():
     x, weight, bias = random(2, 9, 5), random(3, 5, seed=1), random(5, seed=2)
-    state, held = torch.zeros(2, 2, 2 + STATE_BLOCK, 5), torch.zeros(2, 2, dtype=torch.int32)
-    got = ops.short_conv(x, weight, state, held, torch.zeros(2, dtype=torch.int32), bias=bias, silu=False)
+    state, block_numbers = torch.zeros(2, 2, 2 + STATE_BLOCK, 5), torch.zeros(2, 2, dtype=torch.int32)
+    got = ops.short_conv(x, weight, state, block_numbers, torch.zeros(2, dtype=torch.int32), bias=bias, silu=False)
     padded = torch.cat([torch.zeros(2, 2, 5), x], 1).double()
     exact = bias.double() + sum(weight[i].double() * padded[:, i : i + 9] for i in range(3))
     assert_within(got, exact, 4 * UNIT[torch.float32] * (bias.abs().max() + weight.abs().sum(0).max() * x.abs().max()))
@@ -245,13 +245,13 @@ def test_a_program_is_the_eager_forward(kind, form, dtype):
 
     def forward(tokens, offsets, cache, params):
         x, *rest = ops.embedding(tokens, params["table"]).split(widths, -1)
-        x = ops.short_conv(x, params["weight"], cache["inputs"], cache["held"], offsets)
-        out = kind.mix(x, *rest, *params["learned"], cache["state"], cache["held"], offsets, None)
+        x = ops.short_conv(x, params["weight"], cache["inputs"], cache["block_numbers"], offsets)
+        out = kind.mix(x, *rest, *params["learned"], cache["state"], cache["block_numbers"], offsets, None)
         return out.flatten(2), cache
 
     def cache():
         fresh = kind(dtype=dtype)
-        return {"inputs": fresh.inputs, "state": fresh.state, "held": fresh.held}
+        return {"inputs": fresh.inputs, "state": fresh.state, "block_numbers": fresh.block_numbers}
 
     ids = torch.randint(0, 32, (1, 40), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
     eager, traced = cache(), cache()
@@ -267,10 +267,10 @@ def test_what_does_not_fit_is_refused(kind):
     layer, (x, *rest) = kind(slots=2), kind.tokens(3, batch=2)
     offsets = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RequestError, match="a weight"):
-        ops.short_conv(x, layer.weight[:, 1:], layer.inputs, layer.held, offsets)
+        ops.short_conv(x, layer.weight[:, 1:], layer.inputs, layer.block_numbers, offsets)
     with pytest.raises(RequestError, match=r"a state \[N, 2, 19, "):
-        ops.short_conv(x, layer.weight, layer.inputs[:, :, 1:], layer.held, offsets)
-    rest = *rest, *layer.learned, layer.state, layer.held, offsets
+        ops.short_conv(x, layer.weight, layer.inputs[:, :, 1:], layer.block_numbers, offsets)
+    rest = *rest, *layer.learned, layer.state, layer.block_numbers, offsets
     with pytest.raises(RequestError, match="H a multiple of G"):
         kind.mix(x[..., 1:], *rest)
     with pytest.raises(RequestError, match="float32"):

@@ -118,11 +118,11 @@ def test_it_is_what_the_families_write(dtype, rows, experts, score, biased, grou
 
 
 BAD = {
-    "wants float logits": {"logits": torch.zeros(2, 4, dtype=torch.int32)},
+    "expects float logits": {"logits": torch.zeros(2, 4, dtype=torch.int32)},
     "score is one of softmax": {"score": "relu"},
     r"float32 choice_bias \[4\]": {"choice_bias": torch.zeros(3)},
     "takes no choice_bias": {"score": "softmax_of_chosen", "choice_bias": torch.zeros(4)},
-    "do not lie in 3 equal groups": {"groups": 3},
+    "can't form 3 equal groups": {"groups": 3},
     "of which 3 are kept": {"groups": 2, "kept_groups": 3},
     "chooses 1 … 4 of 4 experts; got 5": {"count": 5},
     "chooses 1 … 2 of 4 experts; got 3": {"groups": 2, "count": 3},

@@ -179,7 +179,7 @@ def test_unknown_options(options: dict[str, Any]) -> None:
 
 def test_a_cache_for_other_rows_than_the_tokens() -> None:
     program = onward.compile(gpt2, params=gpt2_params(), cache=new_cache(1, 8))
-    with pytest.raises(OnwardError, match=r"a cache \[B, G, S, D\] wants new .* got cache .*\[2, 3, 8, 8\]"):
+    with pytest.raises(OnwardError, match=r"a cache \[B, G, S, D\] expects new .* got cache .*\[2, 3, 8, 8\]"):
         program(torch.zeros(1, 1, dtype=torch.int32), ZERO, new_cache(2, 8))
 
 

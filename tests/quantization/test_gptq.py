@@ -68,7 +68,7 @@ def test_inputs_that_were_never_there_are_rounded_to_nearest(format):
 
 
 def test_a_hessian_of_other_inputs_is_refused():
-    with pytest.raises(RequestError, match=r"wants a finite Hessian \[70, 70\] of its inputs; got \[20, 20\]"):
+    with pytest.raises(RequestError, match=r"expects a finite Hessian \[70, 70\] of its inputs; got \[20, 20\]"):
         quantize_with_feedback(noise(20, 70), torch.eye(20), "int4")
     with pytest.raises(RequestError, match="with infinities or NaNs"):
         quantize_with_feedback(noise(20, 70), torch.full((70, 70), torch.nan), "int4")

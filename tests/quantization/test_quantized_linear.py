@@ -182,14 +182,14 @@ def test_a_weight_is_a_pytree_of_its_bytes():
 def test_what_does_not_fit_the_weight_is_refused(format):
     weight = packed(format, 17, 33)
     for x, complaint in [
-        (noise(2, 34), r"wants float x \[..., 33\]; got x torch.float32 \[2, 34\]"),
-        (torch.zeros(2, 33, dtype=torch.int64), r"wants float x.*int64"),
-        (noise(2, 33).double(), r"wants float x.*float64"),
-        (torch.tensor(1.0), r"wants float x"),
+        (noise(2, 34), r"expects float x \[..., 33\]; got x torch.float32 \[2, 34\]"),
+        (torch.zeros(2, 33, dtype=torch.int64), r"expects float x.*int64"),
+        (noise(2, 33).double(), r"expects float x.*float64"),
+        (torch.tensor(1.0), r"expects float x"),
     ]:
         with pytest.raises(RequestError, match=complaint):
             ops.linear(x, weight)
-    with pytest.raises(RequestError, match=r"wants a float bias \[17\]; got bias torch.float32 \[1\]"):
+    with pytest.raises(RequestError, match=r"expects a float bias \[17\]; got bias torch.float32 \[1\]"):
         ops.linear(noise(2, 33), weight, noise(1))
     for ids in ([17], [-1], [0, 16, 31]):  # the block goes on to row 31
         with pytest.raises(RequestError, match=r"ids of a table of 17 rows lie in 0 … 16; got"):

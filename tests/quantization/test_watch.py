@@ -28,11 +28,11 @@ def test_each_expert_has_the_hessians_of_what_it_gets(activation):
     if activation == "swiglu":
         params["gate"] = layers(INNER, WIDTH)
     x, shares = torch.randn(40, WIDTH, generator=generator), torch.rand(40, 2, generator=generator)
-    watch = InputRecorder()
-    watched = map_marked(watch.watched, params)
+    recorder = InputRecorder()
+    recorded = map_marked(recorder.recorded, params)
     results = [
         each["down"].sum_of(x, CHOSEN, shares, each.get("gate"), each["up"], activation=activation)
-        for each in (params, watched)
+        for each in (params, recorded)
     ]
     assert torch.equal(*results)
 
@@ -50,7 +50,7 @@ def test_each_expert_has_the_hessians_of_what_it_gets(activation):
             if len(rows) >= inputs.shape[1]:
                 expected[(pytree.MappingKey(name), pytree.SequenceKey(expert))] = inputs.T @ inputs
     assert {path[1].idx for path in expected} == {0, 1, 2}
-    hessians = watch.hessians()
+    hessians = recorder.hessians()
     assert hessians.keys() == expected.keys()
     for path, hessian in expected.items():
         # The two are sums of at most 40 products, in orders of their own.

@@ -1,4 +1,4 @@
-"""Grammars: what a text may be. With a tokenizer each of them makes a `Constraint`."""
+"""Grammars of texts. Called with a tokenizer each returns a `Constraint`."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -17,20 +17,20 @@ from onward.util.text_input import parse_json
 
 
 class Grammar:
-    """What a text may be, in a language that llguidance compiles.
+    """A grammar in a language that llguidance compiles.
 
-    Call it with a tokenizer, and with the ids that end a text, for a constraint that stands at the beginning of a text.
+    Call it with a tokenizer, and with the ids that end a text, for a constraint at the start of a text.
     """
 
     def source(self) -> str:
-        """The grammar as llguidance takes it."""
+        """The grammar in llguidance's format."""
         raise NotImplementedError
 
     def __call__(self, tokenizer: Tokenizer | None, stop_ids: AbstractSet[int] = frozenset()) -> GrammarConstraint:
-        """Compiled grammars are kept, so a second call costs a copy.
+        """Compiled grammars are cached, so a second call costs a copy.
 
         Raises:
-            RequestError: the grammar cannot be read, is too large, or no text meets it.
+            RequestError: the grammar is invalid, too large, or matches no text.
             TokenizerError: no tokenizer, or one whose tokens' bytes are not known.
         """
         if tokenizer is None:
@@ -42,7 +42,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Regex(Grammar):
-    """The whole text matches a regular expression in Rust's syntax (https://docs.rs/regex): no look-around and no
+    """A regular expression for the whole text, in Rust's syntax (https://docs.rs/regex): no look-around and no
     backreferences."""
 
     pattern: str
@@ -57,7 +57,7 @@ class Regex(Grammar):
 
 @dataclass(frozen=True)
 class Lark(Grammar):
-    """The text is what `start` of a context-free grammar derives, in Lark's syntax as llguidance has it
+    """A context-free grammar with the rule `start`, in llguidance's variant of Lark's syntax
     (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
 
     text: str
@@ -77,28 +77,25 @@ class Lark(Grammar):
 
 @dataclass(frozen=True)
 class Choice(Grammar):
-    """The text is one of several."""
+    """A choice of several texts."""
 
     texts: tuple[str, ...]
 
     def __init__(self, texts: str | Iterable[str]) -> None:
-        given = as_tuple("choice", texts, str)
-        if not given or not all(isinstance(text, str) and text for text in given):
+        choices = as_tuple("choice", texts, str)
+        if not choices or not all(isinstance(text, str) and text for text in choices):
             raise RequestError(f"choice must be one or more non-empty texts; got {texts!r}")
-        object.__setattr__(self, "texts", given)
+        object.__setattr__(self, "texts", choices)
 
     def source(self) -> str:
         alternatives = " | ".join(map(lark_string, self.texts))
-        # One terminal, which becomes an automaton; alternatives of a rule would each be a state of the parser.
+        # One terminal, which becomes an automaton: alternatives of a rule would each be a state of the parser.
         return llguidance.LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {alternatives}")
 
 
 @dataclass(frozen=True)
 class AfterText(Grammar):
-    """The text is a beginning, and then what another grammar says.
-
-    beginning: rules in Lark's syntax, of which `beginning` is one. grammar: of what follows.
-    """
+    """Another grammar after a beginning: rules in Lark's syntax, one of them named `beginning`."""
 
     beginning: str
     grammar: Grammar
@@ -111,24 +108,24 @@ class AfterText(Grammar):
 
 
 def followed(rules: str, grammar: Grammar) -> str:
-    """The source of rules in Lark's syntax in which `@following` stands for another grammar."""
+    """The source of rules in Lark's syntax in which `@following` refers to another grammar."""
     source = grammar.source()
-    # llguidance has several grammars as JSON, and one in Lark's syntax as it is.
+    # llguidance represents several grammars as JSON, and a single one in Lark's syntax as it is.
     following = json.loads(source)["grammars"] if source.startswith('{"grammars"') else [{"lark_grammar": source}]
     return json.dumps({"grammars": [{"lark_grammar": rules}, following[0] | {"name": "following"}, *following[1:]]})
 
 
-# Spaces between two tokens of JSON end: a model that has lost its way would write them for ever.
+# Whitespace between two tokens of JSON is bounded: a confused model could generate it forever.
 _SPACE = r"[\x20\x0A\x0D\x09]"
 _FREE = Spacing.free(_SPACE, 32)
-# Between the rules of large numbers one is enough: there the model has no need to lay anything out.
+# Between the rules of large numbers one character is enough.
 _SPARING = Spacing.free(_SPACE, 1)
 _COMPACT = Spacing({"whitespace_flexible": False}, '","', '":"')
 
 
 @runtime_checkable
 class PydanticClass(Protocol):
-    """A class of pydantic's models. (pydantic itself is not needed, and not imported.)"""
+    """A class of pydantic models. (pydantic itself is not imported.)"""
 
     def model_json_schema(self) -> dict[str, Any]: ...
 
@@ -136,15 +133,15 @@ class PydanticClass(Protocol):
 
 
 class JsonSchema(Grammar):
-    """The text is JSON that a schema validates. Properties come in the order in which the schema has them.
+    """JSON that matches a schema, with properties in the schema's order.
 
-    schema: a JSON Schema as a dict (or True, which is any JSON), or a pydantic class, whose objects then have no
-        properties but the class's own.
+    schema: a JSON Schema as a dict (or True, for any JSON), or a pydantic class, whose objects then have only the
+        class's properties.
     whitespace: allow spaces and line breaks between the tokens of JSON, up to 32 in a row. Without them more of the
         text follows from the schema alone, and is drafted for free.
 
     Raises:
-        RequestError: what is no schema.
+        RequestError: the schema is invalid.
     """
 
     def __init__(self, schema: Any, *, whitespace: bool = True) -> None:
@@ -158,15 +155,15 @@ class JsonSchema(Grammar):
                 "{}"
             )
         if schema is False:
-            raise RequestError("json_schema is False, which no text meets: for any JSON give {}")
+            raise RequestError("json_schema is False, which matches no text: for any JSON give {}")
         check_schema(schema, "json_schema")
         try:
-            json.dumps(schema, allow_nan=False)  # the values that are left out afterwards, too
+            json.dumps(schema, allow_nan=False)  # also the values that `normalized` drops
             self.text = json.dumps(normalized(schema, "json_schema"), allow_nan=False)
         except RequestError:
             raise
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"json_schema is no JSON ({one_line(error)})") from error
+            raise RequestError(f"json_schema is not JSON ({one_line(error)})") from error
         self.whitespace = whitespace
 
     def __repr__(self) -> str:
@@ -188,44 +185,39 @@ class JsonSchema(Grammar):
         schema = json.loads(self.text)
         if self.has_large_numbers:
             return llguidance.LLMatcher.grammar_from_lark("\n".join(self.rules("start")))
-        # As text: of objects it takes integers of 64 bits at most, in defaults and examples, too.
+        # As text: with objects llguidance takes integers of 64 bits at most, also in defaults and examples.
         defaults: Any = dict(self.spacing.guidance)
         text = "{}" if schema is True else self.text
         try:
             return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=defaults)
-        except ValueError as error:  # a number beside unknown keywords, say, that no double holds
+        except ValueError as error:  # such as a number in an unknown keyword that is not a double
             raise RequestError(f"json_schema cannot be read: {one_line(error)}") from error
 
     def rules(self, name: str) -> list[str]:
-        """Rules in Lark's syntax; what `name` derives is such JSON."""
+        """Rules in Lark's syntax; `name` derives this JSON."""
         return json_rules(name, json.loads(self.text), self.spacing, "json_schema")
 
     @property
     def spacing(self) -> Spacing:
-        """What may stand between the tokens of JSON."""
         if not self.whitespace:
             return _COMPACT
         return _SPARING if self.has_large_numbers else _FREE
 
     @property
     def has_large_numbers(self) -> bool:
-        """Whether it has numbers beyond 2^53, of which rules are made here."""
+        """Whether it has numbers beyond 2^53, which llguidance would round."""
         return has_large_numbers(json.loads(self.text))
 
     def parsed(self, text: str) -> Any:
-        """What a text stands for: a value of JSON, or an instance of the pydantic class.
-
-        Raises:
-            RequestError: it is no JSON, or the class's own checks refuse it.
-        """
+        """The text's JSON value, or an instance of the pydantic class; a `RequestError` if it is not valid."""
         try:
             return parse_json(text) if self.python_class is None else self.python_class.model_validate_json(text)
         except ValueError as error:  # pydantic's ValidationError is one
-            raise RequestError(f"the text is no {self!r}: {one_line(error)[:300]}") from error
+            raise RequestError(f"the text is not a {self!r}: {one_line(error)[:300]}") from error
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A pydantic class's schema in which its objects have no further properties, which instances would drop."""
+    """A pydantic class's schema without additional properties, which instances would drop."""
     definitions = {name: _closed(one) for name, one in schema.get("$defs", {}).items()}
     closed = schema | ({"$defs": definitions} if definitions else {})
     if "properties" in schema and "additionalProperties" not in schema:

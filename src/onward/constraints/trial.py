@@ -1,7 +1,7 @@
-"""Grammars that llguidance's own limits do not hold are compiled in another process first, under a limit of time.
+"""Grammars that llguidance's own limits may not bound are compiled in another process first, with a time limit.
 
-A thread that runs native code cannot be ended, and one that runs out of stack ends the whole process. So whatever is
-long, or has what is not metered, is tried where it can do no harm: in a process that a timer ends.
+Native code in a thread cannot be stopped, and a stack overflow crashes the whole process. So grammars that are long, or
+use features that llguidance doesn't meter, are tried in a process that a timer kills.
 """
 
 import hashlib
@@ -24,19 +24,19 @@ from onward.util.process import renew_in_forks
 
 SECONDS = 10.0
 _PROGRAM = Path(__file__).with_name("trial_process.py")
-# What is shorter nests less deep than any thread's stack, and llguidance's fuel bounds its time to a second or two.
-_LONGEST_UNTRIED = 4_000
-_MOST_REFUSALS = 256
+# Shorter grammars can't overflow a thread's stack, and llguidance's fuel bounds their time to a second or two.
+_MAX_UNTRIED = 4_000
+_MAX_REFUSALS = 256
 
 
 def needs_trial(source: str) -> bool:
     """Whether a grammar may take long, or much stack."""
     may_hide = "%json" in source and "\\u" in source  # a key in escapes
-    return len(source) > _LONGEST_UNTRIED or "multipleOf" in source or may_hide
+    return len(source) > _MAX_UNTRIED or "multipleOf" in source or may_hide
 
 
 class GrammarTrials:
-    """The process that compiles first. It begins with the first grammar that needs it, and serves one at a time."""
+    """The process for trials. It starts with the first grammar that needs it, and compiles one at a time."""
 
     def __init__(self) -> None:
         self._running: list[subprocess.Popen[str]] = []
@@ -45,10 +45,10 @@ class GrammarTrials:
         weakref.finalize(self, _end, self._running)
 
     def renew(self) -> None:
-        """A forked child has a process of its own: the parent's answers the parent."""
+        """Forget the process, also in a forked child: it is the parent's."""
         self._lock = threading.Lock()
         for process in self._running:
-            process.returncode = 0  # it is no child of this process, and nobody here waits for it
+            process.returncode = 0  # it is not a child of this process, so don't wait for it
         self._running.clear()
         self._key: object = None
         self._refused: OrderedDict[bytes, str] = OrderedDict()
@@ -56,23 +56,22 @@ class GrammarTrials:
     def check(self, source: str, key: object, vocabulary: Callable[[], dict[str, Any]], name: str) -> None:
         """Compile a grammar in the other process.
 
-        key: an object that tells vocabularies apart. It is kept, so no other one gets its id. name: of the grammar, for
-        messages.
+        key: an object that identifies the vocabulary. name: of the grammar, for messages.
 
         Raises:
-            RequestError: the process did not survive it; at once where the same grammar was refused before.
+            RequestError: the process did not survive it; immediately for a grammar that was rejected before.
         """
         digest = hashlib.sha256(source.encode()).digest()
         with self._lock:
             refusal = self._refused.get(digest) or self._try(source, key, vocabulary)
             if refusal:
                 self._refused[digest] = refusal
-                if len(self._refused) > _MOST_REFUSALS:
+                if len(self._refused) > _MAX_REFUSALS:
                     self._refused.popitem(last=False)
                 raise RequestError(f"{name} cannot be compiled: {refusal}")
 
     def _try(self, source: str, key: object, vocabulary: Callable[[], dict[str, Any]]) -> str:
-        """Why not; empty if it can."""
+        """The reason why it can't be compiled; empty if it can."""
         if not self._running or self._key != key or self._running[0].poll() is not None:
             _end(self._running)
             self._running.append(_start())
@@ -83,15 +82,14 @@ class GrammarTrials:
         assert process.stdout is not None
         if process.stdout.readline():
             return ""
-        ended = process.wait()
+        returncode = process.wait()
         _end(self._running)
-        if ended == -signal.SIGALRM:
+        if returncode == -signal.SIGALRM:
             return f"that takes longer than {SECONDS:g} seconds. Make it smaller"
         return "it nests too deep, or needs too much memory. Make it smaller"
 
 
 def _end(running: "list[subprocess.Popen[str]]") -> None:
-    """End the process, if there is one."""
     while running:
         process = running.pop()
         process.kill()
@@ -100,20 +98,16 @@ def _end(running: "list[subprocess.Popen[str]]") -> None:
 
 def _start() -> "subprocess.Popen[str]":
     path = os.pathsep.join([str(Path(llguidance.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment, pipe = {**os.environ, "PYTHONPATH": path}, subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, str(_PROGRAM)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, str(_PROGRAM)], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment
     )
 
 
-def _write(process: "subprocess.Popen[str]", said: dict[str, Any]) -> None:
+def _write(process: "subprocess.Popen[str]", message: dict[str, Any]) -> None:
     assert process.stdin is not None
     try:
-        process.stdin.write(json.dumps(said) + "\n")
+        process.stdin.write(json.dumps(message) + "\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # it has ended, as the next read says
+        pass  # it has ended, as the next read will show

@@ -1,7 +1,7 @@
-"""The process that compiles a grammar before this one does, and that may die of it.
+"""The process that tries to compile grammars, and may crash.
 
-It is run as a program, with llguidance alone. A line of JSON says the vocabulary, each line after it one grammar, and
-the answer to each is an empty line. A grammar that takes too long, too much memory or too much stack ends the process.
+It runs as a program that imports only llguidance. Its input is a line of JSON with the vocabulary, then one with each
+grammar, answered by an empty line. A grammar that takes too long, too much memory or too much stack ends the process.
 """
 
 import json
@@ -14,13 +14,13 @@ from typing import Any
 
 import llguidance
 
-# Less than other threads have, so that what is compiled here is compiled anywhere.
+# Less than other threads have, so that a grammar that compiles here compiles anywhere.
 _STACK = 2**20
 _MEMORY = 4 * 2**30
 
 
 class Pieces:
-    """A tokenizer of bytes as llguidance reads it; grammars are tried, and no text is encoded."""
+    """A tokenizer for llguidance that is never used to encode text."""
 
     bos_token_id = None
 
@@ -34,10 +34,10 @@ class Pieces:
         return []
 
 
-def _tokenizer(said: dict[str, Any]) -> llguidance.LLTokenizer:
-    if "json" in said:
-        return llguidance.LLTokenizer(said["json"], eos_token=said["end"])
-    pieces = Pieces(said["tokens"], said["special"], said["end"])
+def _tokenizer(message: dict[str, Any]) -> llguidance.LLTokenizer:
+    if "json" in message:
+        return llguidance.LLTokenizer(message["json"], eos_token=message["end"])
+    pieces = Pieces(message["tokens"], message["special"], message["end"])
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(pieces))
 
 
@@ -45,9 +45,9 @@ def _serve() -> None:
     tokenizer = _tokenizer(json.loads(sys.stdin.readline()))
     limits = llguidance.LLParserLimits(verbose_errors=False)
     while line := sys.stdin.readline():
-        said = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, said["seconds"])  # whose signal ends a process, native code or not
-        matcher = llguidance.LLMatcher(tokenizer, said["source"], log_level=0, limits=limits)
+        message = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, message["seconds"])  # its signal ends the process even in native code
+        matcher = llguidance.LLMatcher(tokenizer, message["source"], log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -57,7 +57,7 @@ def _serve() -> None:
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     threading.stack_size(_STACK)
     thread = threading.Thread(target=_serve)
     thread.start()

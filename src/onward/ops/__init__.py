@@ -1,9 +1,9 @@
-"""The operations that a transformer spends its time in, one file an op.
+"""The operations that a transformer spends its time in, one file per op.
 
 An op has a readable definition in plain torch and usually a native kernel that agrees with it. It checks shapes and
-dtypes and refuses unknown options. It works eagerly and under `torch.compile(fullgraph=True)`, on the CPU and on CUDA.
-Where a gradient is wanted the definition runs, or an op that has none raises. CUDA takes the definition. On the CPU
-`choice()` says which form runs; `choose()` and the variables ONWARD_OPS and ONWARD_ISA decide it.
+dtypes and rejects unknown options. It works eagerly and under `torch.compile(fullgraph=True)`, on the CPU and on CUDA.
+CUDA runs the definition, and so does autograd; an op without a gradient raises. On the CPU `choice()` returns the form
+that runs; `choose()` and the variables ONWARD_OPS and ONWARD_ISA set it.
 """
 
 from onward.ops.activation import add, geglu, sigmoid_gate, swiglu
@@ -26,40 +26,9 @@ from onward.ops.ssd import ssd
 from onward.ops.token_mask import apply_token_mask, argmax
 
 __all__ = [
-    "ExpertWeights",
-    "NativeExperts",
-    "NativeWeight",
-    "OpsBackend",
-    "QuantizedExperts",
-    "QuantizedWeight",
-    "Table",
-    "Weight",
-    "add",
-    "apply_token_mask",
-    "argmax",
-    "cached_attention",
-    "choice",
-    "choose",
-    "einsum",
-    "embedding",
-    "experts",
-    "gated_delta",
-    "geglu",
-    "layer_norm",
-    "linear",
-    "linear_by_head",
-    "lora",
-    "pack",
-    "pack_experts",
-    "rms_norm",
-    "rope",
-    "rotary_angles",
-    "rotate",
-    "scaled_dot_product_attention",
-    "short_conv",
-    "sigmoid_gate",
-    "ssd",
-    "swiglu",
-    "top_experts",
-    "write_cache",
-]
+    "ExpertWeights", "NativeExperts", "NativeWeight", "OpsBackend", "QuantizedExperts", "QuantizedWeight", "Table",
+    "Weight", "add", "apply_token_mask", "argmax", "cached_attention", "choice", "choose", "einsum", "embedding",
+    "experts", "gated_delta", "geglu", "layer_norm", "linear", "linear_by_head", "lora", "pack", "pack_experts",
+    "rms_norm", "rope", "rotary_angles", "rotate", "scaled_dot_product_attention", "short_conv", "sigmoid_gate", "ssd",
+    "swiglu", "top_experts", "write_cache",
+]  # fmt: skip

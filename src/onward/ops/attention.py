@@ -1,10 +1,11 @@
 """Scaled dot-product attention (Vaswani et al., arXiv 1706.03762) with grouped heads, and its cached form.
 
-Shapes: B rows, H query heads, G key/value heads (H a multiple of G), T queries, S keys, D features a head
-of queries and keys, E of values and outputs (often the same number).
+Shapes: B rows, H query heads, G key/value heads (H a multiple of G), T queries, S keys, D features per head of queries
+and keys, E of values and outputs (often the same).
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from onward.errors import RequestError
 from onward.native import Library
 from onward.native.structs import AttentionArguments
 from onward.ops.kv_write import BLOCK, check_blocks, check_table, dense_rows, side_by_side
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, lowered, off, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, no_autocast, shapes
 
 
 def scaled_dot_product_attention(
@@ -41,20 +42,20 @@ def scaled_dot_product_attention(
         mask: float, broadcast to [B, H, T, S] and added to the scaled products; -inf hides a key.
         causal: hide the keys after each query.
         scale: the factor of the products q k^T; 1/sqrt(D) by default.
-        sinks: float [H]: logits that take part in each head's softmax and have no value (arXiv 2309.17453).
-        window: keys a query sees, itself included; it makes the attention causal.
+        sinks: float [H]: logits that take part in each head's softmax without a value (arXiv 2309.17453).
+        window: how many keys a query sees, itself included; it makes the attention causal.
         softcap: c > 0: a score s, scaled and not yet masked, becomes c tanh(s / c) (Gemma 2, arXiv 2408.00118).
 
     Returns:
         [B, H, T, E] in q's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit.
+        RequestError: shapes or dtypes that don't match.
     """
     dtype = autocast_dtype(q)
     if dtype is not None:
-        with off(q):
-            q, k, v = lowered(dtype, q, k, v)
+        with no_autocast(q):
+            q, k, v = autocast_to(dtype, q, k, v)
             return scaled_dot_product_attention(
                 q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=window, softcap=softcap
             )
@@ -62,7 +63,7 @@ def scaled_dot_product_attention(
     window, causal = _checked_window(window), causal or window is not None
     if causal and k.shape[2] < q.shape[2]:
         got = f"{k.shape[2]} keys, {q.shape[2]} queries"
-        raise RequestError(f"attention: causal needs as many keys as queries at least; got {got}")
+        raise RequestError(f"attention: causal needs at least as many keys as queries; got {got}")
     _check_extras(q, k, mask, sinks)
     return _attention(q, k, v, mask, sinks, causal, _scale(q, scale), window, _checked_softcap(softcap))
 
@@ -79,36 +80,36 @@ def cached_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention of new queries over a cache, each row over its own length and no further.
+    """Causal attention of new queries over a KV cache, each row over its own length and no further.
 
-    Query i of row b stands at position offsets[b] + i and sees the cached positions up to itself (the keys
-    and values of the new positions are in the cache already). What lies past them is not read.
+    Query i of row b is at position offsets[b] + i and sees the cached positions up to itself (the keys and values of
+    the new positions are in the cache already). Nothing past them is read.
 
     Args:
         q: float [B, H, T, D].
         keys: float [B, G, S, D], of q's dtype; T + offsets[b] <= S for every row. With a table float [N, G, 64, D],
             N blocks of 64 positions.
-        values: the same with E features. They may be a part of the keys' features, in the same memory.
+        values: the same with E features. They may share memory with some of the keys' features.
         offsets: int32 [B].
         table: int32 [B, M]: the block of each row's positions 64 m … 64 m + 63 (PagedAttention, arXiv 2309.06180).
             Then S is 64 M. Entries past the block of a row's last position are not read.
         scale, sinks, softcap: as in `scaled_dot_product_attention`.
-        window: positions a query sees, itself included; all of them by default.
+        window: how many positions a query sees, itself included; all of them by default.
 
     Returns:
         [B, H, T, E] in q's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit; when the op runs, a row that reaches past the cache.
+        RequestError: shapes or dtypes that don't match; when the op runs, a row that reaches past the cache.
     """
     dtype = autocast_dtype(q)
     if dtype is not None:
         if table is not None and keys.dtype != dtype:
-            # Of many blocks only those of the rows are converted.
+            # Convert only the rows' own blocks.
             last = offsets + (q.shape[2] - 1)
             keys, values, table = dense_rows(keys, table, last), dense_rows(values, table, last), None
-        with off(q):
-            q, keys, values = lowered(dtype, q, keys, values)
+        with no_autocast(q):
+            q, keys, values = autocast_to(dtype, q, keys, values)
             return cached_attention(
                 q, keys, values, offsets, table=table, scale=scale, sinks=sinks, window=window, softcap=softcap
             )
@@ -132,7 +133,7 @@ def reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The definition written out: in float32, with the keys and values repeated for each head of their group."""
+    """The definition, written out in float32, with keys and values repeated for each head of their group."""
     check_shapes(q, k, v)
     group = q.shape[1] // k.shape[1]
     q32, k32, v32 = (t.to(torch.float32) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
@@ -152,7 +153,7 @@ def reference(
 
 
 def causal_visibility(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [T, S]: which key each query sees, aligned to the bottom right."""
+    """bool [T, S]: which keys each query sees, aligned to the bottom right."""
     query_at = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
     key_at = torch.arange(keys, device=device)
     visible = key_at <= query_at
@@ -162,38 +163,20 @@ def causal_visibility(queries: int, keys: int, window: int | None, device: torch
 # ── in torch's operators ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    causal: bool,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
+def _definition(*arguments: Any) -> Tensor:
     """The definition in the torch operators that are fastest for each case. 0: no window, no softcap."""
-    out = _torch_attention(q, k, v, mask, sinks, causal, scale, window or None, softcap or None)
     # [B, T, H, D] in memory, as the kernel writes it: the order in which the output projection reads it.
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return _torch_attention(*arguments).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _torch_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    if mask is not None or sinks is not None or softcap is not None:
-        return reference(q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=window, softcap=softcap)
+def _torch_attention(*arguments: Any) -> Tensor:
+    q, k, v, mask, sinks, causal, scale, window, softcap = arguments
+    window = window or None
+    if mask is not None or sinks is not None or softcap:
+        cap = softcap or None
+        return reference(q, k, v, mask=mask, causal=causal, scale=scale, sinks=sinks, window=window, softcap=cap)
     if q.shape[2] == 1:
-        # One query a row sees every key. The heads of a group go in as queries, so each key is read once.
+        # One query per row sees every key. The heads of a group go in as queries, so each key is read once.
         k, v = (k, v) if window is None else (k[:, :, -window:], v[:, :, -window:])
         out = F.scaled_dot_product_attention(_grouped(q, k.shape[1]), k, v, scale=scale)
         return out.reshape(*q.shape[:3], v.shape[3])
@@ -202,8 +185,8 @@ def _torch_attention(
     return _causal_blocks(q, k, v, scale, window)
 
 
-# Queries that `_causal_blocks` takes at once: enough for full speed, few enough that half of the products above the
-# diagonal are never computed. This is faster than torch's own causal kernel on a CPU (benchmarks/LOG.md).
+# Queries per block of `_causal_blocks`: enough for full speed, few enough that half of the products above the diagonal
+# are never computed. This is faster than torch's own causal kernel on a CPU (benchmarks/LOG.md).
 _BLOCK = 128
 
 
@@ -211,7 +194,7 @@ def _causal_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | 
     """Causal attention a block of queries at a time, each against the keys that its last query sees."""
     before = k.shape[2] - q.shape[2]
     blocks = []
-    # bfloat16 products would round the scores; the softmax wants them in float32.
+    # bfloat16 products would round the scores before the softmax.
     k_float = k.to(torch.float32)
     for start in range(0, q.shape[2], _BLOCK):
         block = q[:, :, start : start + _BLOCK]
@@ -232,18 +215,9 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.reshape(batch, groups, heads // groups * queries, width)
 
 
-def _cached_definition(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    table: Tensor | None,
-) -> Tensor:
-    """All rows at once over the whole cache, what a row does not see hidden by a mask."""
+def _cached_definition(*arguments: Any) -> Tensor:
+    """All rows at once over the whole cache, with a mask for positions that a row doesn't see."""
+    q, keys, values, offsets, sinks, scale, window, softcap, table = arguments
     if table is not None:
         last = offsets + (q.shape[2] - 1)
         keys, values = dense_rows(keys, table, last), dense_rows(values, table, last)
@@ -251,11 +225,10 @@ def _cached_definition(
     query_at = offsets.unsqueeze(1) + torch.arange(queries, device=q.device)  # [B, T]
     key_at = torch.arange(length, device=q.device)
     visible = key_at <= query_at.unsqueeze(2)  # [B, T, S]
-    if window:
-        visible &= key_at > query_at.unsqueeze(2) - window
-    # What lies past a row's end, or before its window, may be anything, NaN too, which no weight of 0 takes away.
+    # Past a row's end, or before its window, there may be anything, also NaN, which a weight of 0 does not remove.
     empty = key_at > query_at[:, -1:]
     if window:
+        visible &= key_at > query_at.unsqueeze(2) - window
         empty |= key_at <= query_at[:, :1] - window
     empty = empty.view(-1, 1, length, 1)
     k, v = keys.masked_fill(empty, 0.0), values.masked_fill(empty, 0.0)
@@ -264,18 +237,9 @@ def _cached_definition(
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _cached_by_row(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    table: Tensor | None,
-) -> Tensor:
-    """Row by row over what each holds, so that no row's arithmetic depends on another's length."""
+def _cached_by_row(*arguments: Any) -> Tensor:
+    """Row by row over its own positions, so that no row's arithmetic depends on another's length."""
+    q, keys, values, offsets, sinks, scale, window, softcap, table = arguments
     _check_positions(q, keys, offsets, window, table)
     rows = []
     for b, (start, end) in enumerate(zip(*_seen(q, offsets, window), strict=True)):
@@ -293,72 +257,41 @@ def _cached_by_row(
 # ── in the native library ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _native(
-    library: Library,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    causal: bool,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
+def _native(library: Library, *arguments: Any) -> Tensor:
+    q, k, v, mask, sinks, causal, *options = arguments
     offsets = torch.full(q.shape[:1], k.shape[2] - q.shape[2], dtype=torch.int32) if causal else None
-    return _call(library, q, k, v, offsets, mask, sinks, scale, window, softcap)
+    return _call(library, q, k, v, offsets, mask, sinks, *options, None)
 
 
-def _cached_native(
-    library: Library,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    table: Tensor | None,
-) -> Tensor:
+def _cached_native(library: Library, *arguments: Any) -> Tensor:
+    q, keys, values, offsets, sinks, scale, window, softcap, table = arguments
     _check_positions(q, keys, offsets, window, table)
     return _call(library, q, keys, values, offsets.contiguous(), None, sinks, scale, window, softcap, table)
 
 
-def _call(
-    library: Library,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    table: Tensor | None = None,
-) -> Tensor:
+def _call(library: Library, *arguments: Any) -> Tensor:
+    q, k, v, offsets, mask, sinks, scale, window, softcap, table = arguments
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     batch, heads, queries, dim = q.shape
     out = torch.empty((batch, queries, heads, v.shape[3]), dtype=q.dtype).transpose(1, 2)
-    arguments = AttentionArguments(
-        batch, heads, k.shape[1], queries, _room(k, table), dim, v.shape[3],
+    call = AttentionArguments(
+        batch, heads, k.shape[1], queries, _capacity(k, table), dim, v.shape[3],
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3],
         window=window, scale=scale, softcap=softcap, dtype=DTYPES[q.dtype],
     )  # fmt: skip
     if offsets is not None:
-        arguments.offsets = offsets.data_ptr()
+        call.offsets = offsets.data_ptr()
     if table is not None:
         table = table if table.stride(1) == 1 else table.contiguous()
-        arguments.table, arguments.table_stride = table.data_ptr(), table.stride(0)
+        call.table, call.table_stride = table.data_ptr(), table.stride(0)
     if mask is not None:
         mask = mask.to(torch.float32).expand(batch, heads, queries, k.shape[2])
-        arguments.mask, arguments.mask_strides = mask.data_ptr(), mask.stride()
+        call.mask, call.mask_strides = mask.data_ptr(), mask.stride()
     if sinks is not None:
         sinks = sinks.to(torch.float32).contiguous()
-        arguments.sinks = sinks.data_ptr()
-    library.check(library.onward_attention(arguments), "onward_attention")
+        call.sinks = sinks.data_ptr()
+    library.check(library.onward_attention(call), "onward_attention")
     return out
 
 
@@ -372,18 +305,12 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -
     """
     if table is not None:
         check_table(table, q.shape[0], k)
-    fits = (
-        q.dim() == k.dim() == v.dim() == 4
-        and k.shape[:3] == v.shape[:3]
-        and (q.shape[0] == k.shape[0] or table is not None)
-        and q.shape[3] == k.shape[3]
-        and k.shape[1] > 0
-        and q.shape[1] % k.shape[1] == 0
-    )
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    fits = fits and (q.shape[0] == k.shape[0] or table is not None) and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not fits:
         got = ", ".join(f"{name} {list(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
         raise RequestError(
-            f"attention: q [B, H, T, D] wants k [B, G, S, D] and v [B, G, S, E] with H a multiple of G; got {got}"
+            f"attention: q [B, H, T, D] expects k [B, G, S, D] and v [B, G, S, E] with H a multiple of G; got {got}"
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -407,10 +334,10 @@ def _check_extras(q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | Non
 def _check_positions(q: Tensor, keys: Tensor, offsets: Tensor, window: int, table: Tensor | None) -> None:
     if not offsets.numel():
         return
-    end, room = int(offsets.max()) + q.shape[2], _room(keys, table)
+    end, room = int(offsets.max()) + q.shape[2], _capacity(keys, table)
     if end > room or int(offsets.min()) < 0:
         raise RequestError(
-            f"attention: the queries stand at positions {int(offsets.min())} to {end - 1}; the cache has room for 0 to "
+            f"attention: the queries are at positions {int(offsets.min())} to {end - 1}; the cache has room for 0 to "
             f"{room - 1}"
         )
     if table is not None:
@@ -418,14 +345,13 @@ def _check_positions(q: Tensor, keys: Tensor, offsets: Tensor, window: int, tabl
 
 
 def _seen(q: Tensor, offsets: Tensor, window: int) -> tuple[list[int], list[int]]:
-    """The positions that each row's queries see: the first ones, and those past the last ones."""
+    """The range of positions that each row's queries see: the first, and one past the last."""
     ends = [offset + q.shape[2] for offset in offsets.tolist()]
-    # No query sees keys older than the first query's window.
     return [max(0, end - q.shape[2] + 1 - window) if window else 0 for end in ends], ends
 
 
-def _room(keys: Tensor, table: Tensor | None) -> int:
-    """How many positions a row has, S."""
+def _capacity(keys: Tensor, table: Tensor | None) -> int:
+    """The number of positions of a row, S."""
     return keys.shape[2] if table is None else BLOCK * table.shape[1]
 
 
@@ -457,15 +383,10 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
 _attention = Operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, bool causal, float scale, int window,"
     " float softcap) -> Tensor",
-    _definition,
-    _native,
-    _fake,
-)
+    _definition, _native, _fake,
+)  # fmt: skip
 _cached_attention = Operator(
     "cached_attention(Tensor q, Tensor keys, Tensor values, Tensor offsets, Tensor? sinks, float scale, int window,"
     " float softcap, Tensor? table) -> Tensor",
-    _cached_definition,
-    _cached_native,
-    _fake,
-    without_kernels=_cached_by_row,
-)
+    _cached_definition, _cached_native, _fake, without_kernels=_cached_by_row,
+)  # fmt: skip

@@ -1,10 +1,10 @@
-"""The weights of many experts under one name: stacked, packed or quantized, one expert after the other.
+"""The weights of many experts as one value: stacked, packed or quantized.
 
 Shapes: E experts, each of N rows (outputs) and K inputs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from onward.ops import quantized_layout as layout
 from onward.ops.linear import Weight
 from onward.ops.operator import check_no_gradient, shapes, usable_library
 from onward.ops.packed import FORMATS, NativeWeight, empty_packed, pack_into
-from onward.ops.quantized import QuantizedWeight, register_packed
+from onward.ops.quantized import PackedTensors, QuantizedWeight, register_packed
 
 
 class NativeExperts(NamedTuple):
@@ -48,11 +48,11 @@ class NativeExperts(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedExperts:
-    """Weights [E, N, K] in few bits, packed. A pytree whose one tensor is `data`.
+class QuantizedExperts(PackedTensors):
+    """Quantized weights [E, N, K], packed. A pytree whose one tensor is `data`.
 
     data: uint8 [E, blocks, bytes]: that of a `QuantizedWeight` for each expert. format: as there.
-    shape: (E, N, K). dtype: the dtype of the weights that these stand for.
+    shape: (E, N, K). dtype: of the original weights.
     """
 
     data: Tensor
@@ -66,7 +66,7 @@ class QuantizedExperts:
         first = weights[0]
         kinds = {(weight.format, weight.shape, weight.dtype) for weight in weights}
         if len(kinds) != 1:
-            raise RequestError(f"the weights of experts have one format, shape and dtype; got {kinds}")
+            raise RequestError(f"the weights of experts must have one format, shape and dtype; got {kinds}")
         data = first.data.new_empty((len(weights), *first.data.shape))
         if data.device.type == "cpu":
             advise_huge_pages(data.data_ptr(), data.nbytes)
@@ -80,19 +80,6 @@ class QuantizedExperts:
     def dequantize(self) -> Tensor:
         """[E, N, K] in `dtype`."""
         return torch.stack([self.expert(index).dequantize() for index in range(self.shape[0])])
-
-    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "QuantizedExperts":
-        """The same numbers on another device, standing for weights of another dtype."""
-        data = self.data if device is None else self.data.to(device)
-        return replace(self, data=data, dtype=self.dtype if dtype is None else dtype)
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
 
 
 ExpertWeights = Tensor | NativeExperts | QuantizedExperts
@@ -109,12 +96,11 @@ def stack_experts(weights: Sequence[Weight]) -> Tensor | QuantizedExperts:
 def pack_experts(weights: ExpertWeights | Sequence[Weight]) -> ExpertWeights:
     """Weights [E, N, K], or E of [N, K], in the layout that this machine's `experts` reads.
 
-    Each expert is read once, and then no more. What is packed or quantized already stays as it is, in one piece; so do
-    weights on another device than the CPU, and all where there is no native library. Packed weights are a copy without
-    a graph.
+    Each expert is read exactly once, in order. Weights that are packed or quantized, or not on the CPU, or without a
+    native library to pack them for, keep their layout, as one value. Packed weights are a copy, detached from autograd.
 
     Raises:
-        RequestError: the weights do not fit each other, or autograd follows one.
+        RequestError: the weights don't match each other, or autograd follows one.
     """
     if isinstance(weights, NativeExperts | QuantizedExperts):
         return weights
@@ -131,7 +117,8 @@ def pack_experts(weights: ExpertWeights | Sequence[Weight]) -> ExpertWeights:
     for index, weight in enumerate(weights):
         assert isinstance(weight, Tensor)
         if weight.shape != first.shape or weight.dtype != first.dtype:
-            raise RequestError(f"experts have weights of one shape and dtype; got {shapes(first=first, other=weight)}")
+            got = shapes(first=first, other=weight)
+            raise RequestError(f"experts must have weights of one shape and dtype; got {got}")
         pack_into(library, weight, data[index])
     return NativeExperts(data, rows, inputs)
 

@@ -1,6 +1,6 @@
-"""Feed-forward blocks of which each token goes through a few: a mixture of experts (Shazeer et al., arXiv 1701.06538).
+"""Mixtures of experts: feed-forward blocks of which each token passes through a few (Shazeer et al., arXiv 1701.06538).
 
-Shapes: E experts, C chosen of them for each token, D width of x, I inner width of an expert.
+Shapes: E experts, C of them chosen for each token, D width of x, I inner width of an expert.
 """
 
 from ctypes import byref
@@ -15,7 +15,7 @@ from onward.native import Library
 from onward.native.structs import ExpertsArguments, Format, Status
 from onward.ops import quantized
 from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, matrix, pack_experts
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, lowered, off, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, like_first, no_autocast, shapes
 from onward.ops.packed import FORMATS as PACKED_FORMATS
 
 ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2"]
@@ -39,15 +39,15 @@ def experts(
 ) -> Tensor:
     """The sum over a token's experts of `weight * down(activation(gate(x), up(x)))`.
 
-    Only the weights of experts that a token chose are read. A token's bits do not depend on its neighbours: its sum is
-    over its own experts, in the order of their numbers. Sums and the activation are float32; before each product its
-    input is rounded as `linear` does it.
+    Only the weights of chosen experts are read. A token's bits do not depend on its neighbours: its sum is over its own
+    experts, in the order of their numbers. Sums and the activation are float32; before each product its input is
+    rounded as in `linear`.
 
     Args:
         x: float [..., D].
         chosen: int32 [..., C], each in 0 … E - 1, and weights: float32 [..., C]; from `top_experts`.
         gate, up: [E, I, D] and down: [E, D, I], all stacked, all from `pack_experts`, or all `QuantizedExperts` of one
-            format. Float weights have x's dtype. gate is None for "relu2", and for nothing else.
+            format. Float weights have x's dtype. gate is None for "relu2" only.
         gate_bias, up_bias: float [E, I], or None; down_bias: [E, D]. Of one dtype.
         activation: "swiglu", "geglu" (with the exact gelu), "geglu_tanh", "clamped_swiglu": g * sigmoid(alpha * g) * (u
             + 1) of g = min(gate, limit) and u = up within ±limit (gpt-oss, arXiv 2508.10925), or "relu2": relu(up)^2
@@ -57,43 +57,26 @@ def experts(
         [..., D] in x's dtype.
 
     Raises:
-        RequestError: shapes, dtypes or formats that do not fit.
+        RequestError: shapes, dtypes or formats that don't match.
     """
-    layer = _Layer(gate, up, down, gate_bias, up_bias, down_bias)
+    parts: tuple[Any, ...] = gate, up, down, gate_bias, up_bias, down_bias
     dtype = autocast_dtype(x)
     if dtype is not None:
-        with off(x):
-            x, layer = _lowered(dtype, x, layer)
-            out = experts(x, chosen, weights, **layer._asdict(), activation=activation, alpha=alpha, limit=limit)
-            return out.to(dtype)
+        product_dtype = up.dtype if isinstance(up, NativeExperts) else dtype  # packed weights keep their dtype
+        cast = [autocast_to(product_dtype, part)[0] if isinstance(part, Tensor) else part for part in parts]
+        options: dict[str, Any] = dict(zip(("gate_bias", "up_bias", "down_bias"), cast[3:], strict=True))
+        options |= {"activation": activation, "alpha": alpha, "limit": limit}
+        with no_autocast(x):
+            return experts(x.to(product_dtype), chosen, weights, cast[0], cast[1], cast[2], **options).to(dtype)
     _check_routes(x, chosen, weights)
     if activation not in ACTIVATIONS:
         raise RequestError(f"experts: activation is one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     if (gate is None) != (activation == "relu2"):
-        raise RequestError(f"experts: 'relu2' takes no gate, and the others want one; got {activation!r}, gate {gate}")
-    format = _check_weights(x, layer)
-    data = [weight if weight is None or isinstance(weight, Tensor) else weight.data for weight in layer[:3]]
+        raise RequestError(f"experts: 'relu2' takes no gate, and the others need one; got {activation!r}, gate {gate}")
+    format = _check_weights(x, parts)
+    data = [weight if weight is None or isinstance(weight, Tensor) else weight.data for weight in parts[:3]]
     inner = up.shape[1]
-    return _experts(x, chosen, weights, *data, *layer[3:], format, inner, activation, float(alpha), float(limit))
-
-
-class _Layer(NamedTuple):
-    """What is learned: weights, or the tensors in which they lie, and biases."""
-
-    gate: Any
-    up: Any
-    down: Any
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-
-
-def _lowered(dtype: torch.dtype, x: Tensor, layer: _Layer) -> tuple[Tensor, _Layer]:
-    """x and the layer as a product under autocast takes them; packed weights keep their dtype."""
-    if isinstance(layer.up, NativeExperts):
-        dtype = layer.up.dtype
-    cast = [lowered(dtype, each)[0] if isinstance(each, Tensor) else each for each in layer]
-    return x.to(dtype), _Layer(*cast)
+    return _experts(x, chosen, weights, *data, *parts[3:], format, inner, activation, float(alpha), float(limit))
 
 
 def _check_routes(x: Tensor, chosen: Tensor, weights: Tensor) -> None:
@@ -101,28 +84,28 @@ def _check_routes(x: Tensor, chosen: Tensor, weights: Tensor) -> None:
     dtypes = x.dtype in DTYPES and chosen.dtype == torch.int32 and weights.dtype == torch.float32
     if not fits or not dtypes or weights.shape != chosen.shape:
         raise RequestError(
-            "experts wants float x [..., D], int32 chosen [..., C] and float32 weights [..., C]; got "
+            "experts expects float x [..., D], int32 chosen [..., C] and float32 weights [..., C]; got "
             f"{shapes(x=x, chosen=chosen, weights=weights)}"
         )
 
 
-def _check_weights(x: Tensor, layer: _Layer) -> str:
+def _check_weights(x: Tensor, parts: tuple[Any, ...]) -> str:
     """The format of the weights."""
-    width, (_, up, down) = x.shape[-1], layer[:3]
-    gate = up if layer.gate is None else layer.gate
+    width, (_, up, down) = x.shape[-1], parts[:3]
+    gate = up if parts[0] is None else parts[0]
     count, inner = tuple(gate.shape)[:2] if len(gate.shape) == 3 else (0, 0)
-    wanted = [(count, inner, width), (count, inner, width), (count, width, inner)]
+    expected = [(count, inner, width), (count, inner, width), (count, width, inner)]
     formats = {_format(weight) for weight in (gate, up, down)}
     dtypes = {weight.dtype for weight in (gate, up, down)}
     dtype_fits = dtypes == {x.dtype} or isinstance(gate, QuantizedExperts)
     got = [tuple(weight.shape) for weight in (gate, up, down)]
-    if got != wanted or count < 1 or inner < 1 or len(formats) != 1 or not dtype_fits:
+    if got != expected or count < 1 or inner < 1 or len(formats) != 1 or not dtype_fits:
         raise RequestError(
-            f"experts: x {x.dtype} [..., {width}] wants gate and up [E, I, {width}] and down [E, {width}, I], all of "
+            f"experts: x {x.dtype} [..., {width}] expects gate and up [E, I, {width}] and down [E, {width}, I], all of "
             f"one format, float ones of x's dtype; got {', '.join(map(str, got))}, {' and '.join(sorted(formats))} of "
             f"{', '.join(map(str, dtypes))}"
         )
-    biases = [(bias, shape[:2]) for bias, shape in zip(layer[3:], wanted, strict=True) if bias is not None]
+    biases = [(bias, shape[:2]) for bias, shape in zip(parts[3:], expected, strict=True) if bias is not None]
     dtypes = {bias.dtype for bias, _ in biases}
     if any(bias.shape != shape for bias, shape in biases) or len(dtypes) > 1 or dtypes - set(DTYPES):
         raise RequestError(
@@ -139,12 +122,12 @@ def _format(weights: ExpertWeights) -> str:
 
 
 def format_code(format: str, data: Tensor) -> Format:
-    """The kernels' code of a format that they read."""
+    """The kernels' code of a format."""
     return PACKED_FORMATS[data.dtype] if format == "packed" else quantized.FORMATS[format]
 
 
 def activated(gate: Tensor | None, up: Tensor, activation: str, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """What an expert's last product reads, by the definition: of float32 gate and up [..., I]; as `experts` says."""
+    """The input of an expert's last product, from float32 gate and up [..., I]; see `experts`."""
     if gate is None:
         return up.relu().square()
     if activation == "swiglu":
@@ -153,9 +136,6 @@ def activated(gate: Tensor | None, up: Tensor, activation: str, alpha: float = 1
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
     return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
-
-
-# ── the operator ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Experts(NamedTuple):
@@ -174,26 +154,26 @@ class _Experts(NamedTuple):
     limit: float
 
     def one(self, index: int, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tokens x, float32 [T, D], through one expert. dtype: that of the weights, where they are float."""
+        """The tokens x, float32 [T, D], through one expert. dtype: of float weights."""
         width, inner = x.shape[-1], self.inner
         gate_bias, up_bias, down_bias = (None if bias is None else bias[index].to(torch.float32) for bias in self[3:6])
-        x = self._as_read(x, dtype)
+        x = self._rounded(x, dtype)
         hidden = F.linear(x, matrix(self.up, index, self.format, inner, width), up_bias)
         gate = None
         if self.gate is not None:
             gate = F.linear(x, matrix(self.gate, index, self.format, inner, width), gate_bias)
         hidden = activated(gate, hidden, self.activation, self.alpha, self.limit)
-        return F.linear(self._as_read(hidden, dtype), matrix(self.down, index, self.format, width, inner), down_bias)
+        return F.linear(self._rounded(hidden, dtype), matrix(self.down, index, self.format, width, inner), down_bias)
 
-    def _as_read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """float32 x, rounded as a product with these weights reads it."""
+    def _rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """float32 x, rounded as a product with these weights requires."""
         if self.format in quantized.FORMATS:
             return quantized.rounded_activations(x, self.format)
         return x.to(dtype).to(torch.float32) if dtype == torch.bfloat16 else x
 
 
 def _definition(x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    """Every expert for every token, since which are needed is a value; then those that were chosen."""
+    """Run every expert for every token, since the choice is a value on the device, and sum the chosen ones."""
     tokens, ids, shares = _flat(x, chosen, weights)
     layer = _Experts(*rest)
     total = torch.zeros_like(tokens)
@@ -205,7 +185,7 @@ def _definition(x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tenso
 
 
 def _without_kernels(x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    """The same sums, of the chosen experts alone: on the CPU values may be read."""
+    """The same sums, from the chosen experts only: on the CPU values may be read."""
     tokens, ids, shares = _flat(x, chosen, weights)
     layer = _Experts(*rest)
     total = torch.zeros_like(tokens)
@@ -248,9 +228,9 @@ def _native(library: Library, x: Tensor, chosen: Tensor, weights: Tensor, *rest:
 
 
 def _packed_for_a_call(chosen: Tensor, layer: _Experts) -> tuple[Tensor, _Experts]:
-    """The chosen experts of a stock layer packed, and `chosen` by their places among these.
+    """The chosen experts of a stock layer, packed, and `chosen` as indices into these.
 
-    torch's own product rounds a row by how many rows an expert has, so it is not used here.
+    torch's own product rounds a row depending on the number of an expert's rows, so it is not used here.
     """
     used, places = torch.unique(chosen, return_inverse=True)
     if used.numel() and not 0 <= int(used[0]) <= int(used[-1]) < len(layer.up):
@@ -262,9 +242,9 @@ def _packed_for_a_call(chosen: Tensor, layer: _Experts) -> tuple[Tensor, _Expert
 
 
 def _packed_of(weights: Tensor, used: Tensor) -> Tensor:
-    """The data of these experts' weights, packed; where no token is there to choose any, that of the first."""
+    """The data of these experts' weights, packed; without tokens, that of the first expert."""
     packed = pack_experts([weights[index] for index in used.tolist() or [0]])
-    assert isinstance(packed, NativeExperts), "asked for on the CPU, where there is a library"
+    assert isinstance(packed, NativeExperts), "on the CPU, with a library"
     return packed.data
 
 
@@ -275,8 +255,5 @@ def _no_such_expert(chosen: Tensor, count: int) -> RequestError:
 _experts = Operator(
     "experts(Tensor x, Tensor chosen, Tensor weights, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, "
     "Tensor? up_bias, Tensor? down_bias, str format, int inner, str activation, float alpha, float limit) -> Tensor",
-    _definition,
-    _native,
-    like_first,
-    _without_kernels,
-)
+    _definition, _native, like_first, _without_kernels,
+)  # fmt: skip

@@ -1,16 +1,16 @@
-"""How weights in the grouped formats lie in memory, written in torch: the definition of what the kernels read.
+"""The memory layout of weights in the grouped formats in torch, which defines the input of the kernels.
 
-Rows come in blocks of 16. A block is one *unit* of inputs after the other (64, 128 for MXFP4, 256 for two-level
-formats): a header with the 16 rows' scales, then for every 32 inputs *lines* of 64 bytes, 4 bytes of each row. Codes
-lie in planes of 8, 4, 2 or 1 bits, at most two: byte j of a row in a line holds the inputs j, 4 + j, 8 + j … of the
-line, the first in the lowest bits. Headers:
+Rows are in blocks of 16. A block is a sequence of *units* of inputs (64, 128 for MXFP4, 256 for two-level formats): a
+header with the 16 rows' scales, then for every 32 inputs *lines* of 64 bytes, 4 bytes per row. Codes are in at most two
+planes of 8, 4, 2 or 1 bits: byte j of a row in a line has the inputs j, 4 + j, 8 + j … of the line, the first in the
+lowest bits. Headers:
 
     one level      16 scales of each group, then 16 minima (or zero points, of a byte) of each group
     two levels     16 scales and 16 minima (float16), or 16 divisors (float32); then for each group 16 small scales and
                    16 small minima
     floats         16 scales (float32)
 
-The codes of fp8 lie otherwise: 16 bytes, one of each row, for every input.
+fp8 has 16 bytes, one per row, for every input instead of planes.
 
 Shapes: N rows (outputs), K inputs; `data` is uint8 [blocks, bytes of a block].
 """
@@ -25,13 +25,13 @@ from torch.nn.functional import pad
 
 SUPER = 256  # inputs that share the float16 numbers of a two-level format
 
-# 16 values that codes of 4 bits choose from. IQ4: llama.cpp's; they are denser near 0. E2M1: FP4 of the OCP
-# Microscaling Formats (arXiv 2310.10537), doubled, so that all are whole numbers.
+# The 16 values of 4-bit codes. IQ4: llama.cpp's, denser near 0. E2M1: FP4 of the OCP Microscaling Formats (arXiv
+# 2310.10537), doubled, so that all are integers.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
-# The same for formats of floats. NF4 of bitsandbytes: quantiles of a normal distribution (arXiv 2305.14314). E4M3: all
-# 256 numbers of FP8 (arXiv 2209.05433).
+# Values of codes as floats. NF4 of bitsandbytes: quantiles of a normal distribution (arXiv 2305.14314). E4M3: all 256
+# numbers of FP8 (arXiv 2209.05433).
 NF4 = tuple(
     torch.tensor([
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -43,10 +43,9 @@ E4M3 = tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(t
 
 
 class GroupedFormat(NamedTuple):
-    """bits: of a code. group: inputs of a scale. levels: 1 or 2. minimum: whether there are minima. signed: whether a
-    two-level format's integers are. exponent: whether a scale is E8M0, 2^(e - 128), instead of float16. zeros: whether
-    a minimum is the scale times a zero point of 8 bits. divided: whether a group's scale is E4M3 over a float32.
-    floats: whether scales are float32, and codes stand for float32, too."""
+    """bits: of a code. group: inputs per scale. levels: 1 or 2. minimum: has minima. signed: a two-level format's
+    integers are. exponent: scales are E8M0, 2^(e - 128), instead of float16. zeros: a minimum is the scale times a zero
+    point of 8 bits. divided: a group's scale is E4M3 over a float32. floats: scales and values are float32."""
 
     bits: int
     group: int = 32
@@ -62,14 +61,14 @@ class GroupedFormat(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Inputs that are packed together: their scales stand in front of their codes in whole lines of 64 bytes."""
+        """Inputs that are packed together: their scales precede their codes in whole lines of 64 bytes."""
         if self.floats:
             return self.group
         return SUPER if self.levels == 2 else 128 if self.exponent or self.zeros else 64
 
     @property
     def header_bytes(self) -> int:
-        """Of 16 rows' scales in a unit."""
+        """Bytes of 16 rows' scales in a unit."""
         if self.floats:
             return 64
         if self.levels == 2:
@@ -80,7 +79,7 @@ class GroupedFormat(NamedTuple):
 
     @property
     def unit_bytes(self) -> int:
-        """Of 16 rows' unit."""
+        """Bytes of 16 rows' unit."""
         return self.header_bytes + self.unit * 16 * self.bits // 8
 
 
@@ -107,10 +106,10 @@ GROUPED_FORMATS = {
 
 
 class Parts(NamedTuple):
-    """What a weight [N, K] in a grouped format holds.
+    """The numbers of a weight [N, K] in a grouped format.
 
-    codes: uint8 [N, K]. scales: float16 (E8M0: uint8; divisors, and of floats: float32) [N, one for each group, or each
-    256 inputs of a two-level format]. minima: as scales, or None. sub_scales: uint8 or int8 [N, groups] of a two-level
+    codes: uint8 [N, K]. scales: float16 (E8M0: uint8; divisors, and of floats: float32) [N, one per group, or per 256
+    inputs of a two-level format]. minima: as scales, or None. sub_scales: uint8 or int8 [N, groups] of a two-level
     format (E4M3 as uint8). sub_minima: uint8 [N, groups], or the zero points.
     """
 
@@ -121,12 +120,12 @@ class Parts(NamedTuple):
     sub_minima: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Parts":
-        """The same of every tensor that is there."""
+        """The parts with a function applied to every tensor."""
         return Parts(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
 
 
 def grouped_values(format: GroupedFormat, parts: Parts) -> Tensor:
-    """float32 [N, K], with the roundings of ggml's own dequantization: one for each product and difference."""
+    """float32 [N, K], with the roundings of ggml's own dequantization: one per product and difference."""
     if format.table is not None:
         values = torch.tensor(format.table, dtype=torch.float32, device=parts.codes.device)[parts.codes.long()]
     else:
@@ -134,8 +133,7 @@ def grouped_values(format: GroupedFormat, parts: Parts) -> Tensor:
     grouped = values.view(len(values), -1, format.group)
     if format.zeros:
         assert parts.sub_minima is not None
-        grouped = (grouped - parts.sub_minima.unsqueeze(-1)) * parts.scales.to(torch.float32).unsqueeze(-1)
-        return grouped.flatten(1)
+        return ((grouped - parts.sub_minima.unsqueeze(-1)) * parts.scales.to(torch.float32).unsqueeze(-1)).flatten(1)
     if format.divided:
         assert parts.sub_scales is not None
         e4m3 = parts.sub_scales.view(torch.float8_e4m3fn).to(torch.float32) / 2  # the table's values are doubled
@@ -162,7 +160,7 @@ def e8m0(exponents: Tensor) -> Tensor:
 
 
 BLOCK = 16  # rows
-LINE = 32  # inputs whose codes lie together
+LINE = 32  # inputs per line
 
 
 def block_bytes(format: GroupedFormat, inputs: int) -> int:
@@ -170,26 +168,23 @@ def block_bytes(format: GroupedFormat, inputs: int) -> int:
 
 
 def pack_parts(format: GroupedFormat, parts: Parts) -> Tensor:
-    """Parts of [N, K], K a multiple of a block of the format -> data.
-
-    Rows and inputs are filled up with zeros (of a table: with its first value times a scale of 0).
-    """
+    """Parts of [N, K], K a multiple of a block of the format -> data. Rows and inputs are padded with zeros (tables:
+    with the first value times a scale of 0)."""
     rows, inputs = parts.codes.shape
     blocks, units = math.ceil(rows / BLOCK), math.ceil(inputs / format.unit)
 
-    def by_unit(part: Tensor, per_unit: int, filling: int = 0) -> Tensor:
+    def by_unit(part: Tensor, per_unit: int, padding: int = 0) -> Tensor:
         """[N, count] -> [blocks, units, per_unit, 16 rows]."""
-        filled = pad(part, (0, units * per_unit - part.shape[1], 0, -rows % BLOCK), value=filling)
-        return filled.view(blocks, BLOCK, units, per_unit).permute(0, 2, 3, 1)
+        padded = pad(part, (0, units * per_unit - part.shape[1], 0, -rows % BLOCK), value=padding)
+        return padded.view(blocks, BLOCK, units, per_unit).permute(0, 2, 3, 1)
 
     numbers = format.unit // (SUPER if format.levels == 2 else format.group)
-    # A divisor is never 0.
-    scales = by_unit(parts.scales, numbers, int(format.divided))
+    scales = by_unit(parts.scales, numbers, int(format.divided))  # a divisor is never 0
     headers = [_as_bytes(scales)] + ([] if parts.minima is None else [_as_bytes(by_unit(parts.minima, numbers))])
     if format.zeros:
         assert parts.sub_minima is not None
-        whole = torch.cat([*headers, _as_bytes(by_unit(parts.sub_minima, numbers))], -1)
-        headers = [pad(whole, (0, format.header_bytes - whole.shape[-1]))]
+        header = torch.cat([*headers, _as_bytes(by_unit(parts.sub_minima, numbers))], -1)
+        headers = [pad(header, (0, format.header_bytes - header.shape[-1]))]
     elif parts.sub_scales is not None:
         top = torch.cat(headers, -1)
         headers = [pad(top, (0, 64 - top.shape[-1]))]
@@ -201,13 +196,13 @@ def pack_parts(format: GroupedFormat, parts: Parts) -> Tensor:
     if _by_input(format):
         lines = codes.transpose(3, 4).flatten(2)
     else:
-        planes = [_plane(codes >> at & (1 << bits) - 1, bits) for at, bits in planes_of(format)]
+        planes = [_plane(codes >> first & (1 << bits) - 1, bits) for first, bits in planes_of(format)]
         lines = torch.cat(planes, -1).flatten(2)
     return torch.cat([*headers, lines], -1).view(blocks, -1)
 
 
 def unpack_parts(format: GroupedFormat, data: Tensor) -> Parts:
-    """The parts of all rows in `data`, with what fills up rows and inputs."""
+    """The parts of all rows in `data`, including padding."""
     blocks = len(data)
     units = data.view(blocks, -1, format.unit_bytes)
     header, lines = units[..., : format.header_bytes], units[..., format.header_bytes :]
@@ -223,10 +218,10 @@ def unpack_parts(format: GroupedFormat, data: Tensor) -> Parts:
         return Parts(row_codes, by_row(header.contiguous().view(torch.float32).unsqueeze(2)))
     if format.zeros:
         groups = format.unit // format.group
-        scales = header[..., : 32 * groups].contiguous().view(torch.float16)
-        zeros = header[..., 32 * groups : 48 * groups]
-        by_group = [part.reshape(blocks, units.shape[1], groups, BLOCK) for part in (scales, zeros)]
-        return Parts(row_codes, by_row(by_group[0]), sub_minima=by_row(by_group[1]))
+        shape = blocks, units.shape[1], groups, BLOCK
+        scales = header[..., : 32 * groups].contiguous().view(torch.float16).reshape(shape)
+        zeros = header[..., 32 * groups : 48 * groups].reshape(shape)
+        return Parts(row_codes, by_row(scales), sub_minima=by_row(zeros))
     if format.divided:
         divisors = header[..., :64].contiguous().view(torch.float32).view(blocks, units.shape[1], 1, BLOCK)
         small = header[..., 64:].reshape(blocks, units.shape[1], SUPER // format.group, BLOCK)
@@ -256,18 +251,18 @@ def _codes(format: GroupedFormat, lines: Tensor) -> Tensor:
 
 
 def packed_values(format: GroupedFormat, data: Tensor, inputs: int) -> Tensor:
-    """The values of all rows in `data`, those that fill up included: float32 [blocks * 16, K]."""
+    """The values of all rows in `data`, including padding: float32 [blocks * 16, K]."""
     return grouped_values(format, unpack_parts(format, data))[:, :inputs]
 
 
 def planes_of(format: GroupedFormat) -> list[tuple[int, int]]:
-    """(first bit, bits) of the planes that a code is cut into."""
+    """(first bit, bits) of the planes of a code."""
     low = 8 if format.bits == 8 else 4 if format.bits >= 4 else 2
     return [(0, low)] if format.bits == low else [(0, low), (low, format.bits - low)]
 
 
 def _by_input(format: GroupedFormat) -> bool:
-    """Whether the 16 rows' codes of an input lie side by side, instead of in planes."""
+    """Whether the 16 rows' codes of an input are adjacent, instead of in planes."""
     return format.floats and format.bits == 8
 
 

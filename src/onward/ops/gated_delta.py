@@ -5,17 +5,17 @@ Every value head has a state S [K, V], which a token decays, corrects towards it
 
     S <- e^g S,    d = beta (v - S^T k),    S <- S + k d^T,    o = S^T q
 
-S is kept as of the beginning of a block of 16 positions, with the keys, the corrections d and the sums G_j = g_0 + … +
-g_j of the positions in the block, of which d and o of a later one are sums:
+A cache stores S at the beginning of a block of 16 positions, with the keys, the corrections d and the sums G_j = g_0 +
+… + g_j of the positions in the block, from which later d and o follow:
 
     d_j = beta_j (v_j - e^{G_j} S^T k_j - sum_{i<j} e^{G_j - G_i} (k_i k_j) d_i)
     o_j = e^{G_j} S^T q_j + sum_{i<=j} e^{G_j - G_i} (k_i q_j) d_i
 
-So a token reads S once and writes little, positions can be taken back, and a prompt is a few matrix products a block.
+So a token reads S once and writes little, positions can be rolled back, and a prompt is a few matrix products a block.
 """
 
 import ctypes
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +28,16 @@ from onward.ops.operator import DTYPES, Operator, autocast_dtype, shapes
 from onward.ops.recurrent_state import (
     STATE_BLOCK,
     TRAIN_WITHOUT_STATE,
-    arguments,
+    StateBlock,
     check_rows,
     check_state,
     places,
-    state_at_end,
+    state_fields,
     sums_of_decays,
     through_blocks,
 )
 
-_WIDEST = 256  # K and V at most (native/src/state/gated_delta.cpp)
+_MAX_DIM = 256  # of K and of V (native/src/state/gated_delta.cpp)
 EPS = 1e-6
 
 
@@ -45,10 +45,10 @@ def gated_delta(
     qkv: Tensor,
     decay: Tensor,
     beta: Tensor,
-    log_rate: Tensor,
+    A_log: Tensor,
     decay_bias: Tensor,
     state: Tensor,
-    held: Tensor,
+    block_numbers: Tensor,
     offsets: Tensor,
     rows: Tensor | None = None,
     *,
@@ -57,107 +57,80 @@ def gated_delta(
 ) -> Tensor:
     """The outputs o of the gated delta rule, computed in float32 and cast once.
 
-    Queries and keys are divided by their Euclidean norms, queries also by sqrt(K). A row whose state is not that of
-    its offset comes out as NaN.
+    Queries and keys are divided by their Euclidean norms, queries also by sqrt(K). A row whose stored state is not at
+    its offset returns NaN.
 
     Args:
         qkv: float [B, T, 2 G K + H V]: the queries of all heads, then the keys, then the values.
-        decay: float [B, T, H] of qkv's dtype; g = -exp(log_rate) * softplus(decay + decay_bias).
+        decay: float [B, T, H] of qkv's dtype; g = -exp(A_log) * softplus(decay + decay_bias).
         beta: float [B, T, H] of qkv's dtype, before its sigmoid.
-        log_rate, decay_bias: float32 [H].
+        A_log, decay_bias: float32 [H].
         state: float32 [N, 2, H, `state_width(K, V)`]. Changed in place.
-        held, offsets, rows: as in `onward.ops.recurrent_state`; held is changed in place.
+        block_numbers, offsets, rows: as in `onward.ops.recurrent_state`; block_numbers is changed in place.
         key_heads, key_dim: G and K.
 
     Returns:
         [B, T, H, V] in qkv's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit, or a gradient is wanted, which the op does not have; eagerly
-            on the CPU also rows that share a slot.
+        RequestError: shapes or dtypes don't match, or autograd follows an argument: the op has no gradient. Eagerly on
+            the CPU also rows that share a slot.
     """
     if autocast_dtype(qkv) is not None:
         decay, beta = decay.to(qkv.dtype), beta.to(qkv.dtype)
-    heads = log_rate.numel()
+    heads = A_log.numel()
     values = qkv.shape[-1] - 2 * key_heads * key_dim
     fits = qkv.dim() == 3 and decay.shape == beta.shape == (*qkv.shape[:2], heads) and qkv.shape[1] >= 1
-    fits = fits and log_rate.shape == decay_bias.shape == (heads,) and min(key_heads, key_dim, heads, values) >= 1
+    fits = fits and A_log.shape == decay_bias.shape == (heads,) and min(key_heads, key_dim, heads, values) >= 1
+    inputs, floats = {"qkv": qkv, "decay": decay, "beta": beta}, {"A_log": A_log, "decay_bias": decay_bias}
     if not fits or heads % key_heads or values % heads:
         raise RequestError(
-            "gated_delta wants qkv [B, T, 2 G K + H V], decay and beta [B, T, H], log_rate and decay_bias [H], H a "
-            f"multiple of G; got G {key_heads}, K {key_dim}, "
-            f"{shapes(qkv=qkv, decay=decay, beta=beta, log_rate=log_rate, decay_bias=decay_bias)}"
+            "gated_delta expects qkv [B, T, 2 G K + H V], decay and beta [B, T, H], A_log and decay_bias [H], H a "
+            f"multiple of G; got G {key_heads}, K {key_dim}, {shapes(**inputs, **floats)}"
         )
-    floats = {"log_rate": log_rate, "decay_bias": decay_bias, "state": state}
-    if qkv.dtype not in DTYPES or any(x.dtype != qkv.dtype for x in (decay, beta)) or any(
-        x.dtype != torch.float32 for x in floats.values()
-    ):  # fmt: skip
+    floats["state"] = state
+    dtypes = {x.dtype for x in inputs.values()}, {x.dtype for x in floats.values()}
+    if qkv.dtype not in DTYPES or dtypes != ({qkv.dtype}, {torch.float32}):
         raise RequestError(
-            "gated_delta wants decay and beta of the float dtype of qkv, and float32 for log_rate, decay_bias and "
-            f"state; got {shapes(qkv=qkv, decay=decay, beta=beta, **floats)}"
+            "gated_delta expects decay and beta of the float dtype of qkv, and float32 for A_log, decay_bias and "
+            f"state; got {shapes(**inputs, **floats)}"
         )
-    if max(key_dim, values // heads) > _WIDEST:
-        raise RequestError(f"gated_delta takes keys and values of at most {_WIDEST} features")
+    if max(key_dim, values // heads) > _MAX_DIM:
+        raise RequestError(f"gated_delta takes keys and values of at most {_MAX_DIM} features")
     width = (heads, state_width(key_dim, values // heads))
-    check_state("gated_delta", state, width, held, offsets, rows, qkv.shape[0])
-    return _gated_delta(qkv, decay, beta, log_rate, decay_bias, state, held, offsets, rows, key_heads, key_dim)
+    check_state("gated_delta", state, width, block_numbers, offsets, rows, qkv.shape[0])
+    return _gated_delta(qkv, decay, beta, A_log, decay_bias, state, block_numbers, offsets, rows, key_heads, key_dim)
 
 
 def state_width(key_dim: int, value_dim: int) -> int:
-    """How many numbers lie at a place for a head: S, and of 16 positions the key, the correction and the decay."""
+    """How many numbers a head stores: S, and the key, correction and decay of 16 positions."""
     return key_dim * value_dim + STATE_BLOCK * (key_dim + value_dim + 1)
 
 
-class _Block(NamedTuple):
-    """A state at the beginning of a block, and what its positions add: S [B, H, K, V], keys [B, H, 16, K], corrections
-    [B, H, 16, V], decays G [B, H, 16]."""
-
-    state: Tensor
-    keys: Tensor
-    corrections: Tensor
-    decays: Tensor
-
-    @staticmethod
-    def of(page: Tensor, key_dim: int, value_dim: int) -> "_Block":
-        sizes = [key_dim * value_dim, STATE_BLOCK * key_dim, STATE_BLOCK * value_dim, STATE_BLOCK]
-        state, keys, corrections, decays = torch.split(page, sizes, -1)
-        heads = page.shape[:-1]
-        return _Block(
-            state.view(*heads, key_dim, value_dim), keys.view(*heads, STATE_BLOCK, key_dim),
-            corrections.view(*heads, STATE_BLOCK, value_dim), decays,
-        )  # fmt: skip
-
-    def page(self) -> Tensor:
-        return torch.cat([self.state.flatten(-2), self.keys.flatten(-2), self.corrections.flatten(-2), self.decays], -1)
-
-    def end(self) -> Tensor:
-        return state_at_end(self.state, self.keys, self.corrections, self.decays)
-
-    def with_state(self, state: Tensor) -> "_Block":
-        return self._replace(state=state)
+def _unpack(page: Tensor, key_dim: int, value_dim: int) -> StateBlock:
+    sizes = [key_dim * value_dim, STATE_BLOCK * key_dim, STATE_BLOCK * value_dim, STATE_BLOCK]
+    state, keys, corrections, decays = torch.split(page, sizes, -1)
+    state, keys, corrections = (
+        part.view(*page.shape[:-1], -1, width)
+        for part, width in ((state, value_dim), (keys, key_dim), (corrections, value_dim))
+    )
+    return StateBlock(state, keys, corrections, decays)
 
 
-def _definition(
-    qkv: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    log_rate: Tensor,
-    decay_bias: Tensor,
-    state: Tensor,
-    held: Tensor,
-    offsets: Tensor,
-    rows: Tensor | None,
-    key_heads: int,
-    key_dim: int,
-) -> Tensor:
-    queries, heads = qkv.shape[1], log_rate.numel()
+def _pack(block: StateBlock) -> Tensor:
+    return torch.cat([*(part.flatten(-2) for part in block[:3]), block.decays], -1)
+
+
+def _definition(*arguments: Any) -> Tensor:
+    qkv, decay, beta, A_log, decay_bias, state, block_numbers, offsets, rows, key_heads, key_dim = arguments
+    queries, heads = qkv.shape[1], A_log.numel()
     value_dim = (qkv.shape[-1] - 2 * key_heads * key_dim) // heads
-    at = places(held, offsets, rows, queries)
-    block = _Block.of(at.read(state), key_dim, value_dim)
-    step = -log_rate.exp() * F.softplus(decay.to(torch.float32) + decay_bias)
-    by_head = (x.mT.unsqueeze(-1) for x in (step, beta.to(torch.float32).sigmoid()))
+    at = places(block_numbers, offsets, rows, queries)
+    block = _unpack(at.read(state), key_dim, value_dim)
+    log_decays = -A_log.exp() * F.softplus(decay.to(torch.float32) + decay_bias)
+    by_head = (x.mT.unsqueeze(-1) for x in (log_decays, beta.to(torch.float32).sigmoid()))
     tokens = *_heads(qkv, heads, key_heads, key_dim), *by_head
-    return through_blocks(block, state, held, at, offsets, tokens, _through_block).to(qkv.dtype)
+    return through_blocks(block, state, block_numbers, at, offsets, tokens, _advance, _pack).to(qkv.dtype)
 
 
 def _heads(qkv: Tensor, heads: int, key_heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,62 +145,45 @@ def _heads(qkv: Tensor, heads: int, key_heads: int, key_dim: int) -> tuple[Tenso
     return q, k, v
 
 
-def _through_block(
-    block: _Block, new: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Tensor, beta: Tensor
-) -> tuple[_Block, Tensor]:
-    """A block with its `new` positions, bool [B, 16], and the outputs [B, H, 16, V]."""
+def _advance(
+    block: StateBlock, new: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, beta: Tensor
+) -> tuple[StateBlock, Tensor]:
+    """A block with its `new` positions, bool [B, 16], and their outputs [B, H, 16, V]."""
     new = new[:, None, :, None]
     keys = torch.where(new, k, block.keys)
-    decays, fading = sums_of_decays(new, step, block.decays)
-    of_keys = torch.where(new, beta * (fading * (keys @ keys.mT)).tril(-1), 0)
-    known = torch.where(new, beta * (v - decays.exp() * (keys @ block.state)), block.corrections)
+    decays, remaining = sums_of_decays(new, log_decays, block.decays)
+    products = torch.where(new, beta * (remaining * (keys @ keys.mT)).tril(-1), 0)
+    known = torch.where(new, beta * (v - decays.exp() * (keys @ block.state)), block.updates)
     one = torch.eye(STATE_BLOCK, device=q.device)
-    corrections = torch.linalg.solve_triangular(one + of_keys, known, upper=False, unitriangular=True)
-    out = decays.exp() * (q @ block.state) + (fading * (q @ keys.mT)) @ corrections
-    return _Block(block.state, keys, corrections, decays.squeeze(-1)), out
+    corrections = torch.linalg.solve_triangular(one + products, known, upper=False, unitriangular=True)
+    out = decays.exp() * (q @ block.state) + (remaining * (q @ keys.mT)) @ corrections
+    return StateBlock(block.state, keys, corrections, decays.squeeze(-1)), out
 
 
-def _native(
-    library: Library,
-    qkv: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    log_rate: Tensor,
-    decay_bias: Tensor,
-    state: Tensor,
-    held: Tensor,
-    offsets: Tensor,
-    rows: Tensor | None,
-    key_heads: int,
-    key_dim: int,
-) -> Tensor:
+def _native(library: Library, *arguments: Any) -> Tensor:
+    qkv, decay, beta, A_log, decay_bias, state, block_numbers, offsets, rows, key_heads, key_dim = arguments
     check_rows(offsets, rows, state.shape[0])
     qkv, decay, beta = (x if x.stride(2) == 1 else x.contiguous() for x in (qkv, decay, beta))
-    log_rate, decay_bias = log_rate.contiguous(), decay_bias.contiguous()
-    out = _fake(qkv, decay, beta, log_rate, decay_bias, state, held, offsets, rows, key_heads, key_dim)
+    A_log, decay_bias = A_log.contiguous(), decay_bias.contiguous()
+    out = _fake(*arguments)
     call = GatedDeltaArguments(
         batch=qkv.shape[0], queries=qkv.shape[1], key_heads=key_heads, value_heads=out.shape[2], key_dim=key_dim,
         value_dim=out.shape[3], qkv=qkv.data_ptr(), qkv_strides=qkv.stride()[:2], decay=decay.data_ptr(),
         decay_strides=decay.stride()[:2], beta=beta.data_ptr(), beta_strides=beta.stride()[:2],
-        log_rate=log_rate.data_ptr(), decay_bias=decay_bias.data_ptr(), out=out.data_ptr(), dtype=DTYPES[qkv.dtype],
-        eps=EPS, **arguments(state, held, offsets, rows, Tensor.data_ptr),
+        log_rate=A_log.data_ptr(), decay_bias=decay_bias.data_ptr(), out=out.data_ptr(), dtype=DTYPES[qkv.dtype],
+        eps=EPS, **state_fields(state, block_numbers, offsets, rows, Tensor.data_ptr),
     )  # fmt: skip
     library.check(library.onward_gated_delta(ctypes.byref(call)), "onward_gated_delta")
     return out
 
 
-def _fake(qkv: Tensor, decay: Tensor, beta: Tensor, log_rate: Tensor, *rest: object) -> Tensor:
-    heads, (key_heads, key_dim) = log_rate.shape[0], rest[-2:]
-    assert isinstance(key_heads, int)
-    assert isinstance(key_dim, int)
+def _fake(qkv: Tensor, decay: Tensor, beta: Tensor, A_log: Tensor, *rest: Any) -> Tensor:
+    heads, (key_heads, key_dim) = A_log.shape[0], rest[-2:]
     return qkv.new_empty(*qkv.shape[:2], heads, (qkv.shape[2] - 2 * key_heads * key_dim) // heads)
 
 
 _gated_delta = Operator(
-    "gated_delta(Tensor qkv, Tensor decay, Tensor beta, Tensor log_rate, Tensor decay_bias, Tensor(a!) state, "
-    "Tensor(b!) held, Tensor offsets, Tensor? rows, int key_heads, int key_dim) -> Tensor",
-    _definition,
-    _native,
-    _fake,
-    instead=TRAIN_WITHOUT_STATE,
-)
+    "gated_delta(Tensor qkv, Tensor decay, Tensor beta, Tensor A_log, Tensor decay_bias, Tensor(a!) state, "
+    "Tensor(b!) block_numbers, Tensor offsets, Tensor? rows, int key_heads, int key_dim) -> Tensor",
+    _definition, _native, _fake, instead=TRAIN_WITHOUT_STATE,
+)  # fmt: skip

@@ -1,8 +1,7 @@
-"""Write new keys and values into a dense or a paged cache.
+"""Write new keys and values into a dense or a paged KV cache.
 
-A paged cache keeps keys and values in blocks of 64 positions, ordered by a table (PagedAttention, arXiv 2309.06180).
-
-Shapes: N blocks of [G, 64, D]; a table int32 [B, M] names the block of each row's positions 64 m … 64 m + 63.
+A paged cache stores keys and values in N blocks [G, 64, D] of 64 positions (PagedAttention, arXiv 2309.06180). A block
+table int32 [B, M] names the block of each row's positions 64 m … 64 m + 63.
 """
 
 import torch
@@ -18,15 +17,14 @@ def write_cache(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | Non
     """cache[b, :, offsets[b] : offsets[b] + T] = new[b], in place.
 
     Args:
-        cache: [B, G, S, D]; with a table [N, G, 64, D], N blocks of 64 positions.
+        cache: [B, G, S, D]; with a table [N, G, 64, D].
         new: [B, G, T, D], of the cache's dtype.
         offsets: int32 [B], each row's own; offsets[b] + T <= S.
-        table: int32 [B, M], the block of each row's positions 64 m … 64 m + 63; then S is 64 M. Entries past the block
-            of a row's last new position are not read.
+        table: int32 [B, M]; then S is 64 M. Entries past the block of a row's last new position are not read.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit, or a gradient is wanted, which a write does not have; eagerly
-            on the CPU also a row that reaches past the cache, or a block that does not exist.
+        RequestError: shapes or dtypes don't match, or autograd follows an argument: a write has no gradient. Eagerly
+            on the CPU also a row that reaches past the cache, or a block that doesn't exist.
     """
     if new.dtype != cache.dtype and autocast_dtype(new) is not None:
         new = new.to(cache.dtype)
@@ -36,7 +34,7 @@ def write_cache(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | Non
     fits = cache.dim() == 4 and (cache.shape[1], cache.shape[3]) == (heads, dim)
     fits = fits and (cache.shape[0] == batch or table is not None)
     if not fits or cache.dtype != new.dtype or offsets.shape != (batch,):
-        raise RequestError(f"a cache [B, G, S, D] wants new [B, G, T, D]; got {shapes(cache=cache, new=new)}")
+        raise RequestError(f"a cache [B, G, S, D] expects new [B, G, T, D]; got {shapes(cache=cache, new=new)}")
     _write_cache(cache, new, offsets, table)
 
 
@@ -46,41 +44,14 @@ def _definition(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | Non
         rows = torch.arange(new.shape[0], device=new.device).unsqueeze(1)
     else:
         rows, positions = table.gather(1, positions // BLOCK).long(), positions % BLOCK
-    # The indexed dimensions lie side by side: of a slice between them `torch.func.vmap` mixes up the axes.
+    # The indexed dimensions are adjacent: with a slice between them `torch.func.vmap` mixes up the axes.
     cache.transpose(1, 2)[rows, positions] = new.transpose(1, 2)
 
 
 def _native(library: Library, cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
-    """Check the places, then write them with the native threads."""
-    if new.dtype in DTYPES and new.stride(-1) == 1 and cache.stride(-1) == 1:
-        _checked_starts(cache, new, offsets, table)
-        _call(library, cache, new, offsets, table)
-    else:
-        _by_row(cache, new, offsets, table)
-
-
-def _by_row(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
-    starts = _checked_starts(cache, new, offsets, table)
-    if table is None:
-        for b, offset in enumerate(starts):
-            cache[b, :, offset : offset + new.shape[2]].copy_(new[b])
-    else:
-        _definition(cache, new, offsets, table)
-
-
-def _checked_starts(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> list[int]:
-    """The offsets; raises where a row reaches past the cache, or its blocks do not exist."""
-    queries, room = new.shape[2], cache.shape[2] if table is None else BLOCK * table.shape[1]
-    starts: list[int] = offsets.tolist()
-    for offset in starts:
-        if not 0 <= offset <= room - queries:
-            raise RequestError(f"a cache of {room} positions has no room for {queries} at {offset}")
-    if table is not None:
-        check_blocks(table, cache, starts, [offset + queries for offset in starts])
-    return starts
-
-
-def _call(library: Library, cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
+    if new.dtype not in DTYPES or new.stride(-1) != 1 or cache.stride(-1) != 1:
+        return _by_row(cache, new, offsets, table)
+    _checked_starts(cache, new, offsets, table)
     batch, heads, queries, dim = new.shape
     offsets = offsets.to(torch.int32).contiguous()
     part = HeadsArguments(
@@ -94,20 +65,38 @@ def _call(library: Library, cache: Tensor, new: Tensor, offsets: Tensor, table: 
         part, 1, batch, queries, dim, DTYPES[new.dtype], None, None, None, 0, offsets.data_ptr()
     )
     library.check(status, "onward_heads")
+    return None
+
+
+def _by_row(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
+    starts = _checked_starts(cache, new, offsets, table)
+    if table is not None:
+        return _definition(cache, new, offsets, table)
+    for b, offset in enumerate(starts):
+        cache[b, :, offset : offset + new.shape[2]].copy_(new[b])
+    return None
+
+
+def _checked_starts(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> list[int]:
+    """The offsets; raises if a row reaches past the cache, or its blocks don't exist."""
+    queries, capacity = new.shape[2], cache.shape[2] if table is None else BLOCK * table.shape[1]
+    starts: list[int] = offsets.tolist()
+    for offset in starts:
+        if not 0 <= offset <= capacity - queries:
+            raise RequestError(f"a cache of {capacity} positions has no room for {queries} at {offset}")
+    if table is not None:
+        check_blocks(table, cache, starts, [offset + queries for offset in starts])
+    return starts
 
 
 _write_cache: Operator[None] = Operator(
     "write_cache(Tensor(a!) cache, Tensor new, Tensor offsets, Tensor? table) -> ()",
-    _definition,
-    _native,
-    returns_nothing,
-    _by_row,
-    instead=TRAIN_WITHOUT_CACHE,
-)
+    _definition, _native, returns_nothing, _by_row, instead=TRAIN_WITHOUT_CACHE,
+)  # fmt: skip
 
 
 # Positions of a block. The attention kernel visits keys in blocks of 64 at absolute multiples of 64
-# (native/src/attention/problem.h), so each of these lies in one block of memory.
+# (native/src/attention/problem.h), each of which is one block of memory.
 BLOCK = 64
 
 
@@ -121,7 +110,7 @@ def check_table(table: Tensor, batch: int, cache: Tensor) -> None:
 
 
 def check_blocks(table: Tensor, cache: Tensor, starts: list[int], ends: list[int]) -> None:
-    """Raise where positions starts[b] … ends[b] - 1 of a row lie in a block that the cache does not have."""
+    """Raise if positions starts[b] … ends[b] - 1 of a row are in a block that the cache doesn't have."""
     for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
         blocks = table[b, start // BLOCK : -(-end // BLOCK)].tolist()
         if blocks and not 0 <= min(blocks) <= max(blocks) < cache.shape[0]:
@@ -131,12 +120,12 @@ def check_blocks(table: Tensor, cache: Tensor, starts: list[int], ends: list[int
 def dense_rows(cache: Tensor, table: Tensor, last: Tensor) -> Tensor:
     """The rows [B, G, 64 M, D] of blocks [N, G, 64, D], a copy.
 
-    last: int32 [B], each row's last position. Past its block the table may say anything, and block 0 is copied.
+    last: int32 [B], each row's last position. The table is not read past its block; block 0 is copied instead.
     """
     starts = torch.arange(0, BLOCK * table.shape[1], BLOCK, device=table.device)
     return side_by_side(cache[table.long().masked_fill(starts > last.unsqueeze(1), 0)])
 
 
 def side_by_side(blocks: Tensor) -> Tensor:
-    """[B, M, G, 64, D] -> [B, G, 64 M, D]: the blocks of a row one after the other."""
+    """[B, M, G, 64, D] -> [B, G, 64 M, D]: the blocks of a row, concatenated."""
     return blocks.transpose(1, 2).flatten(2, 3)

@@ -1,11 +1,11 @@
-"""Products with weight matrices [outputs, inputs] and their fastest layouts; embedding lookups; and einsum."""
+"""Products with weight matrices [outputs, inputs] in their fastest layouts, embedding lookups, and einsum."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
-from onward.ops.operator import autocast_dtype, check_no_gradient, lowered, off, shapes
+from onward.ops.operator import autocast_dtype, autocast_to, check_no_gradient, no_autocast, shapes
 from onward.ops.packed import NativeWeight, native_linear, pack_native
 from onward.ops.quantized import QuantizedWeight, quantized_linear
 
@@ -24,11 +24,11 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         [..., N] in x's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit.
+        RequestError: shapes or dtypes that don't match.
     """
     dtype = autocast_dtype(x)
     if dtype is not None:
-        with off(x):
+        with no_autocast(x):
             return _linear_under_autocast(dtype, x, weight, bias)
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(x, weight, bias)
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     bias_fits = bias is None or (bias.shape == (rows,) and bias.dtype == dtype)
     if x.shape[-1:] != (inputs,) or x.dtype != dtype or not bias_fits:
         raise RequestError(
-            f"linear: a weight {dtype} {[rows, inputs]} wants x [..., {inputs}] and a bias [{rows}] or none, of its "
+            f"linear: a weight {dtype} {[rows, inputs]} expects x [..., {inputs}] and a bias [{rows}] or none, of its "
             f"dtype; got {shapes(x=x, bias=bias)}"
         )
     if isinstance(weight, NativeWeight):
@@ -46,18 +46,17 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def _linear_under_autocast(dtype: torch.dtype, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):
-        x, weight, bias = lowered(dtype, x, weight, bias)
+        x, weight, bias = autocast_to(dtype, x, weight, bias)
     elif not isinstance(weight, QuantizedWeight):
         # The weight was packed once for all calls, so the product is computed in the dtype it was packed in.
-        x, bias = lowered(_shape_and_dtype(weight)[2], x, bias)
-    out: Tensor = lowered(dtype, linear(x, weight, bias))[0]
+        x, bias = autocast_to(_shape_and_dtype(weight)[2], x, bias)
+    out: Tensor = autocast_to(dtype, linear(x, weight, bias))[0]
     return out
 
 
 def pack(weight: Weight) -> Weight:
-    """The weight [N, K] in the layout that this machine's `linear` reads fastest; itself where none is faster.
-
-    A packed weight is a copy without a graph.
+    """The weight [N, K] in the layout that this machine's `linear` reads fastest: a copy, detached from autograd, or
+    the weight itself if no layout is faster.
 
     Raises:
         RequestError: autograd follows the weight.
@@ -69,16 +68,14 @@ def pack(weight: Weight) -> Weight:
 
 
 def stock_weight(weight: Weight) -> Tensor:
-    """A weight [N, K] that is not quantized, in rows, as a checkpoint has it: a copy of a packed one."""
+    """A float weight [N, K] in rows, as a checkpoint has it: a copy of a packed one."""
     assert not isinstance(weight, QuantizedWeight), "its floats are rounded already"
     return weight.unpack() if isinstance(weight, NativeWeight) else weight
 
 
 def weight_shape(weight: Weight) -> tuple[int, int]:
     """(N, K) of a weight in any layout."""
-    if isinstance(weight, QuantizedWeight):
-        return weight.shape
-    return _shape_and_dtype(weight)[:2]
+    return weight.shape if isinstance(weight, QuantizedWeight) else _shape_and_dtype(weight)[:2]
 
 
 def _shape_and_dtype(weight: Tensor | NativeWeight) -> tuple[int, int, torch.dtype]:
@@ -107,20 +104,20 @@ def embedding(tokens: Tensor, table: Table) -> Tensor:
 
 
 def einsum(subscripts: str, *operands: Tensor) -> Tensor:
-    """Products summed over the indices that the result of `subscripts` leaves out, such as j of "bij,bjk->bik".
+    """Products summed over the indices that are not in the result of `subscripts`, such as j of "bij,bjk->bik".
 
-    Three operands or more are contracted pair by pair: in an optimised order where opt_einsum is installed (torch
-    takes it by itself), else from left to right. The results differ in rounding only.
+    Three operands or more are contracted pair by pair: in an optimised order if opt_einsum is installed (torch uses
+    it), else from left to right. The results differ in rounding only.
 
     Args:
         subscripts: as in `torch.einsum`: letters, "...", repeated indices for diagonals.
         operands: at least one, of one dtype.
 
     Raises:
-        RequestError: subscripts that do not fit the operands.
+        RequestError: subscripts that don't match the operands.
     """
     if not operands:
-        raise RequestError(f"einsum {subscripts!r} wants at least one operand; got none")
+        raise RequestError(f"einsum {subscripts!r} expects at least one operand; got none")
     try:
         return torch.einsum(subscripts, *operands)
     except (RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The product of each head's features with a matrix of its own: a block diagonal matrix, of which the blocks are kept.
+"""The product of each head's features with a matrix of its own: a block diagonal matrix, stored as its blocks.
 
 Shapes: H heads, each of K inputs and N outputs.
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.native import Library
 from onward.ops.expert_weights import NativeExperts
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, lowered, off, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, no_autocast, shapes
 from onward.ops.packed import FORMATS, NativeWeight
 
 HeadWeights = Tensor | NativeExperts
@@ -27,19 +27,19 @@ def linear_by_head(x: Tensor, weight: HeadWeights) -> Tensor:
         `linear`.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit.
+        RequestError: shapes or dtypes that don't match.
     """
     dtype = autocast_dtype(x)
     if dtype is not None:
-        with off(x):
+        with no_autocast(x):
             if isinstance(weight, NativeExperts):
                 return linear_by_head(x.to(weight.dtype), weight).to(dtype)
-            return linear_by_head(*lowered(dtype, x, weight))
-    wanted = tuple(weight.shape)
-    if len(wanted) != 3 or x.shape[-2:] != (wanted[0], wanted[2]) or x.dtype not in DTYPES or x.dtype != weight.dtype:
+            return linear_by_head(*autocast_to(dtype, x, weight))
+    shape = tuple(weight.shape)
+    if len(shape) != 3 or x.shape[-2:] != (shape[0], shape[2]) or x.dtype not in DTYPES or x.dtype != weight.dtype:
         raise RequestError(
-            f"linear_by_head: a weight [H, N, K] wants x [..., H, K] of its dtype; got {shapes(x=x)}, weight "
-            f"{weight.dtype} {list(wanted)}"
+            f"linear_by_head: a weight [H, N, K] expects x [..., H, K] of its dtype; got {shapes(x=x)}, weight "
+            f"{weight.dtype} {list(shape)}"
         )
     if isinstance(weight, NativeExperts):
         return _packed_linear_by_head(x, weight.data, weight.rows, weight.inputs)
@@ -58,7 +58,7 @@ def _definition(x: Tensor, data: Tensor, rows: int, inputs: int) -> Tensor:
 
 
 def _native(library: Library, x: Tensor, data: Tensor, rows: int, inputs: int) -> Tensor:
-    heads, flat = len(data), x.flatten(0, -2)  # [tokens * H, K]: a view where heads and tokens are evenly spaced
+    heads, flat = len(data), x.flatten(0, -2)  # [tokens * H, K]: a view if heads and tokens are evenly spaced
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     out, code, step = x.new_empty((*x.shape[:-1], rows)), DTYPES[x.dtype], flat.stride(0)
     status = library.onward_linear_by_head(
@@ -71,7 +71,5 @@ def _native(library: Library, x: Tensor, data: Tensor, rows: int, inputs: int) -
 
 _packed_linear_by_head: Operator[Tensor] = Operator(
     "packed_linear_by_head(Tensor x, Tensor data, int rows, int inputs) -> Tensor",
-    _definition,
-    _native,
-    lambda x, data, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
-)
+    _definition, _native, lambda x, data, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
+)  # fmt: skip

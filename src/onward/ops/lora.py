@@ -1,10 +1,11 @@
-"""Low-rank updates of a product, another for each row: LoRA (Hu et al., arXiv 2106.09685), with the scales of DoRA
+"""Low-rank updates of a product, chosen per row: LoRA (Hu et al., arXiv 2106.09685), with the scales of DoRA
 (Liu et al., arXiv 2402.09353).
 
 Shapes: B rows, K inputs, N outputs, S adapters in slots, R the highest rank.
 """
 
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,82 +36,52 @@ def lora(
     Args:
         x: float [B, …, K].
         y: float [B, …, N], of x's dtype: the product of x with the weight, and its bias.
-        a: float [S, R, K], b: float [S, R, N], of x's dtype; slots may lie apart. What is past a slot's rank is not
-            used.
+        a: float [S, R, K], b: float [S, R, N], of x's dtype; slots may be strided. Nothing past a slot's rank is used.
         slots: int32 [B], in 0 … S - 1.
         ranks: int32 [S], in 0 … R.
-        factors: float32 [S, R], where a and b are int8: the scale of each row of a times that of b's.
+        factors: float32 [S, R] if a and b are int8: the scale of each row of a times that of b's.
         scale, shift: float32 [S, N], or both None. A shift of -0.0 changes no bit.
 
     Returns:
         [B, …, N] in x's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit; on the CPU a slot or a rank that is not there.
+        RequestError: shapes or dtypes that don't match; on the CPU a slot or a rank out of range.
     """
-    fits = (
-        x.dim() >= 2
-        and x.shape[:-1] == y.shape[:-1]
-        and a.dim() == b.dim() == 3
-        and a.shape == (*b.shape[:2], x.shape[-1])
-        and b.shape[2] == y.shape[-1]
-        and a.shape[1] > 0
-        and slots.shape == x.shape[:1]
-        and ranks.shape == a.shape[:1]
-        and (scale is None) == (shift is None)
-        and (factors is None or factors.shape == a.shape[:2])
-        and all(t is None or t.shape == (a.shape[0], y.shape[-1]) for t in (scale, shift))
-    )
-    held = x.dtype if factors is None else torch.int8
-    of_dtypes = y.dtype == x.dtype and a.dtype == b.dtype == held and slots.dtype == ranks.dtype == torch.int32
-    if not fits or not of_dtypes or x.dtype not in DTYPES:
-        given = {"x": x, "y": y, "a": a, "b": b, "slots": slots, "ranks": ranks}
+    outputs = y.shape[-1]
+    fits = x.dim() >= 2 and x.shape[:-1] == y.shape[:-1] and slots.shape == x.shape[:1] and ranks.shape == a.shape[:1]
+    fits = fits and a.dim() == b.dim() == 3 and a.shape == (*b.shape[:2], x.shape[-1]) and b.shape[2] == outputs
+    fits = fits and a.shape[1] > 0 and (factors is None or factors.shape == a.shape[:2])
+    fits = fits and (scale is None) == (shift is None)
+    fits = fits and all(t is None or t.shape == (a.shape[0], outputs) for t in (scale, shift))
+    stored = x.dtype if factors is None else torch.int8
+    dtypes_fit = y.dtype == x.dtype and a.dtype == b.dtype == stored and slots.dtype == ranks.dtype == torch.int32
+    if not fits or not dtypes_fit or x.dtype not in DTYPES:
+        operands = {"x": x, "y": y, "a": a, "b": b, "slots": slots, "ranks": ranks}
         raise RequestError(
-            "lora wants float x [B, …, K], y [B, …, N], a [S, R, K], b [S, R, N] of one dtype (a and b int8 with "
+            "lora expects float x [B, …, K], y [B, …, N], a [S, R, K], b [S, R, N] of one dtype (a and b int8 with "
             "factors [S, R]) and int32 slots [B] and ranks [S]; got "
-            f"{shapes(**given, factors=factors, scale=scale, shift=shift)}"
+            f"{shapes(**operands, factors=factors, scale=scale, shift=shift)}"
         )
     return _lora(x, y, a, b, slots, ranks, factors, scale, shift)
 
 
-def _definition(
-    x: Tensor,
-    y: Tensor,
-    a: Tensor,
-    b: Tensor,
-    slots: Tensor,
-    ranks: Tensor,
-    factors: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-) -> Tensor:
+def _definition(*arguments: Any) -> Tensor:
+    x, y, a, b, slots, ranks, factors, scale, shift = arguments
     at = slots.long()
     used = torch.arange(a.shape[1], dtype=torch.int32, device=a.device) < ranks[at].unsqueeze(1)  # [B, R]
     rows_x = x.reshape(len(x), -1, x.shape[-1]).float()  # [B, T, K]
     base = y.reshape(len(y), -1, y.shape[-1]).float()  # [B, T, N]
-    of_a, of_b = (torch.where(used.unsqueeze(2), t[at].float(), 0.0) for t in (a, b))
-    inner = rows_x @ of_a.transpose(1, 2)
-    update = (inner if factors is None else inner * factors[at].unsqueeze(1)) @ of_b
-    if scale is not None and shift is not None:
-        total = base * scale[at].unsqueeze(1) + shift[at].unsqueeze(1) + update
-    else:
-        total = base + update
-    total = torch.where((ranks[at] == 0).view(-1, 1, 1), base, total)
+    row_a, row_b = (torch.where(used.unsqueeze(2), t[at].float(), 0.0) for t in (a, b))
+    inner = rows_x @ row_a.transpose(1, 2)
+    update = (inner if factors is None else inner * factors[at].unsqueeze(1)) @ row_b
+    scaled = base if scale is None else base * scale[at].unsqueeze(1) + shift[at].unsqueeze(1)
+    total = torch.where((ranks[at] == 0).view(-1, 1, 1), base, scaled + update)
     return total.to(x.dtype).view(y.shape)
 
 
-def _native(
-    library: Library,
-    x: Tensor,
-    y: Tensor,
-    a: Tensor,
-    b: Tensor,
-    slots: Tensor,
-    ranks: Tensor,
-    factors: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-) -> Tensor:
+def _native(library: Library, *arguments: Any) -> Tensor:
+    x, y, a, b, slots, ranks, factors, scale, shift = arguments
     x, y, slots, ranks = (t.contiguous() for t in (x, y, slots, ranks))
     a, b = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (a, b))
     factors, scale, shift = (None if t is None else t.contiguous() for t in (factors, scale, shift))
@@ -132,14 +103,8 @@ def _native(
     return out
 
 
-def _fake(x: Tensor, y: Tensor, *_: object) -> Tensor:
-    return y.new_empty(y.shape)
-
-
-_lora = Operator(
+_lora: Operator[Tensor] = Operator(
     "lora(Tensor x, Tensor y, Tensor a, Tensor b, Tensor slots, Tensor ranks, Tensor? factors, Tensor? scale, "
     "Tensor? shift) -> Tensor",
-    _definition,
-    _native,
-    _fake,
-)
+    _definition, _native, lambda x, y, *_: y.new_empty(y.shape),
+)  # fmt: skip

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, normed, off, shapes
+from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_norm, like_first, no_autocast, shapes
 
 
 def rms_norm(
@@ -23,18 +23,18 @@ def rms_norm(
         weight: float [D], of x's dtype.
         eps: added to the mean square.
         offset: added to the weight.
-        after_cast: multiply after the cast; by default where offset is 0. With an offset it cannot be.
+        after_cast: multiply after the cast; by default if offset is 0, as it must be for this.
 
     Returns:
         [..., D] in x's dtype.
     """
     if autocast_dtype(x) is not None:
-        with off(x):
-            return normed(lambda *t: rms_norm(*t, eps=eps, offset=offset, after_cast=after_cast), x, weight)
+        with no_autocast(x):
+            return autocast_norm(lambda *t: rms_norm(*t, eps=eps, offset=offset, after_cast=after_cast), x, weight)
     _check("rms_norm", x, weight)
     if after_cast and offset:
         raise RequestError(
-            f"rms_norm: after_cast wants offset 0, since the weight is multiplied as it is; got {offset}"
+            f"rms_norm: after_cast requires offset 0, since the weight is multiplied as it is; got {offset}"
         )
     return _rms_norm(x, weight, float(eps), float(offset), not offset if after_cast is None else bool(after_cast))
 
@@ -51,8 +51,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) ->
         [..., D] in x's dtype.
     """
     if autocast_dtype(x) is not None:
-        with off(x):
-            return normed(lambda *t: layer_norm(*t, eps=eps), x, weight, bias)
+        with no_autocast(x):
+            return autocast_norm(lambda *t: layer_norm(*t, eps=eps), x, weight, bias)
     _check("layer_norm", x, weight, bias)
     return _layer_norm(x, weight, bias, float(eps))
 
@@ -84,25 +84,22 @@ def _rms_norm_definition(x: Tensor, weight: Tensor, eps: float, offset: float, a
 def _rms_norm_native(
     library: Library, x: Tensor, weight: Tensor, eps: float, offset: float, after_cast: bool
 ) -> Tensor:
-    x, width = x.contiguous(), x.shape[-1]
-    out = torch.empty_like(x)
-    status = library.onward_rms_norm(
-        x.numel() // max(width, 1), width, DTYPES[x.dtype], x.data_ptr(), width, None, 0, None, 0,
-        weight.contiguous().data_ptr(), offset, after_cast, eps, out.data_ptr(), width,
-    )  # fmt: skip
-    library.check(status, "onward_rms_norm")
-    return out
+    x, weight = x.contiguous(), weight.contiguous()
+    return _call(library, "onward_rms_norm", x, weight.data_ptr(), offset, after_cast, eps)
 
 
 def _layer_norm_native(library: Library, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    x, width = x.contiguous(), x.shape[-1]
-    weight, bias = weight.contiguous(), bias.contiguous()
-    out = torch.empty_like(x)
-    status = library.onward_layer_norm(
+    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+    return _call(library, "onward_layer_norm", x, weight.data_ptr(), bias.data_ptr(), eps)
+
+
+def _call(library: Library, kernel: str, x: Tensor, *weights_and_options: float) -> Tensor:
+    out, width = torch.empty_like(x), x.shape[-1]
+    status = getattr(library, kernel)(
         x.numel() // max(width, 1), width, DTYPES[x.dtype], x.data_ptr(), width, None, 0, None, 0,
-        weight.data_ptr(), bias.data_ptr(), eps, out.data_ptr(), width,
+        *weights_and_options, out.data_ptr(), width,
     )  # fmt: skip
-    library.check(status, "onward_layer_norm")
+    library.check(status, kernel)
     return out
 
 
@@ -110,18 +107,14 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     wrong = [t for t in (weight, bias) if t is not None and (t.shape != x.shape[-1:] or t.dtype != x.dtype)]
     if wrong or x.dim() == 0 or x.dtype not in DTYPES:
         operands = "float x [..., D] with a weight [D] of its dtype" + ("" if bias is None else ", and such a bias")
-        raise RequestError(f"{name} wants {operands}; got {shapes(x=x, weight=weight, bias=bias)}")
+        raise RequestError(f"{name} expects {operands}; got {shapes(x=x, weight=weight, bias=bias)}")
 
 
 _rms_norm = Operator(
     "rms_norm(Tensor x, Tensor weight, float eps, float offset, bool after_cast) -> Tensor",
-    _rms_norm_definition,
-    _rms_norm_native,
-    like_first,
-)
+    _rms_norm_definition, _rms_norm_native, like_first,
+)  # fmt: skip
 _layer_norm = Operator(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor",
-    layer_norm_reference,
-    _layer_norm_native,
-    like_first,
-)
+    layer_norm_reference, _layer_norm_native, like_first,
+)  # fmt: skip

@@ -1,13 +1,13 @@
-"""How an op is registered and which of its forms runs.
+"""How ops are registered, and which form of an op runs.
 
 An op has a definition, in plain torch for every device, and usually a kernel in the native library. Both are
 registered under `torch.ops.onward`, so that the op is one node in `torch.compile`, `make_fx` and programs. An eager
-call on plain CPU tensors enters the kernel directly: the dispatcher takes as long as a small kernel. Where the fastest
-plain torch is hard to read, a function `reference` in the op's file is the same written out.
+call on plain CPU tensors enters the kernel directly: the dispatcher takes as long as a small kernel. If the fastest
+plain torch is hard to read, a function `reference` in the op's file is the same, written out.
 
-A kernel records no graph. So where autograd asks for a derivative by an argument, in reverse or in forward mode, the
-definition runs and torch differentiates it; an op that has no gradient raises. Both hold for calls of the functions in
-`onward.ops` and for direct calls of `torch.ops.onward`.
+Kernels record no autograd graph. So if autograd follows an argument, in reverse or in forward mode, the definition runs
+and torch differentiates it; an op without a gradient raises. Both hold for the functions in `onward.ops` and for direct
+calls of `torch.ops.onward`.
 """
 
 import os
@@ -29,16 +29,16 @@ DTYPES = {torch.float32: native.DType.F32, torch.bfloat16: native.DType.BF16, to
 _FORMS = ("native", "definition")
 _PLAIN = (Tensor, Parameter)
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Of ops that write to a cache.
+# Advice for ops that write to a cache.
 TRAIN_WITHOUT_CACHE = (
     "train with a forward over whole sequences that writes to no cache (ops.scaled_dot_product_attention with "
     "causal=True)"
 )
 
-# The shape and dtype of each op's result. A trace calls these: through the dispatcher they take five times as long.
+# The shape and dtype of each op's result. Traces call these directly: the dispatcher takes five times as long.
 FAKES: dict[OpOverload, Callable[..., Any]] = {}
 
-R = TypeVar("R")  # what an op returns: a tensor, in nearly all cases
+R = TypeVar("R")  # an op's result, mostly a tensor
 
 
 class OpsBackend(NamedTuple):
@@ -52,8 +52,8 @@ _forced: str | None = None
 
 
 def choice() -> OpsBackend:
-    """The form that runs now. At start ONWARD_OPS (native, definition) and ONWARD_ISA (an instruction set, or none)
-    decide it."""
+    """The form that runs now; initially set by ONWARD_OPS (native, definition) and ONWARD_ISA (an instruction set, or
+    none)."""
     return OpsBackend("definition", "none") if usable_library() is None else OpsBackend("native", native.isa())
 
 
@@ -69,13 +69,13 @@ def choose(form: str) -> OpsBackend:
     if form != "definition":
         native.select_isa("auto" if form == "native" else form)
         if native.library() is None:
-            raise NativeUnavailableError("no native library was built: install onward where there is a compiler")
+            raise NativeUnavailableError("no native library was built: install onward on a machine with a compiler")
     _forced = "definition" if form == "definition" else "native"
     return choice()
 
 
 def usable_library() -> native.Library | None:
-    """The library whose kernels run, or None where definitions do."""
+    """The library whose kernels run, or None if definitions run."""
     global _forced
     if _forced is None:
         _forced = os.environ.get("ONWARD_OPS", "native")
@@ -88,12 +88,12 @@ def usable_library() -> native.Library | None:
 class Operator(Generic[R]):
     """An op under `torch.ops.onward`; called with the arguments of its schema, all by position.
 
-    definition: plain torch, which reads no tensor's value on the host: a GPU would wait for it, and a CUDA graph could
-    not be captured. kernel: the native form, which takes the library, then the same arguments, and may assume plain
-    tensors on the CPU. fake: gives the result's shape and dtype. without_kernels: the form for the CPU where there is
-    no library and no gradient is wanted; it may read values, to do less than the definition. with_gradient: the form
-    for reverse mode; the definition by default. instead: for an op without a gradient, which raises, the advice at the
-    end of its error ("call it under torch.no_grad(), or …"). An op that writes to an argument must have one.
+    definition: plain torch, which reads no tensor's value on the host: a GPU would have to synchronise, and CUDA graphs
+    couldn't capture it. kernel: the native form, which takes the library, then the same arguments, and may assume plain
+    tensors on the CPU. fake: returns the result's shape and dtype. without_kernels: the form for the CPU without a
+    library and without a gradient; it may read values, to do less than the definition. with_gradient: the form for
+    reverse mode; the definition by default. instead: for an op without a gradient, the advice at the end of its error
+    ("call it under torch.no_grad(), or …"). Required of an op that writes to an argument.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class Operator(Generic[R]):
         FAKES[self._registered] = fake
         parameters = self._registered._schema.arguments
         self._names = [parameter.name for parameter in parameters]
-        self._written = [i for i, each in enumerate(parameters) if each.alias_info and each.alias_info.is_write]
-        assert instead or not self._written, f"{name} writes to an argument: it has no gradient"
+        self._mutated = [i for i, each in enumerate(parameters) if each.alias_info and each.alias_info.is_write]
+        assert instead or not self._mutated, f"{name} writes to an argument: it has no gradient"
         self._instead = instead
         self._with_gradient = self._refuse if instead else with_gradient or definition
 
@@ -145,12 +145,12 @@ class Operator(Generic[R]):
         if library is None:
             return self._without_kernels(*arguments)
         result = self._kernel(library, *arguments)
-        if self._written:
-            increment_version([arguments[index] for index in self._written])
+        if self._mutated:
+            increment_version([arguments[index] for index in self._mutated])
         return result
 
     def _under_autograd(self, keyset: torch._C.DispatchKeySet, *arguments: Any) -> R:
-        """What the dispatcher calls where a tensor may require a gradient; without this it would give none."""
+        """The dispatcher's entry if a tensor may require a gradient; without this the result would have none."""
         if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments):
             return self._with_gradient(*arguments)
         if forward_ad._current_level >= 0:
@@ -160,25 +160,25 @@ class Operator(Generic[R]):
             return below
 
     def _transformed(self, *arguments: Any) -> R:
-        """Within `torch.func` and forward-mode AD, where a tensor need not have memory that a kernel could read."""
-        if self._instead is not None and wants_gradient(*arguments):
+        """Within `torch.func` and forward-mode AD, where a tensor may have no memory that a kernel could read."""
+        if self._instead is not None and is_followed(*arguments):
             self._refuse(*arguments)
         return self.definition(*arguments)
 
     def _refuse(self, *arguments: Any) -> R:
-        wanted = [name for name, each in zip(self._names, arguments, strict=True) if wants_gradient(each)]
+        followed = [name for name, each in zip(self._names, arguments, strict=True) if is_followed(each)]
         raise RequestError(
-            f"{self.name} has no gradient, and one is wanted by {' and '.join(wanted)}: call it under torch.no_grad(), "
-            f"or {self._instead}"
+            f"{self.name} has no gradient, but autograd follows {' and '.join(followed)}: call it under "
+            f"torch.no_grad(), or {self._instead}"
         )
 
 
-def wants_gradient(*arguments: Any) -> bool:
+def is_followed(*arguments: Any) -> bool:
     """Whether autograd follows one of the arguments, in reverse or in forward mode, also through `torch.func`."""
-    return any(isinstance(each, Tensor) and _is_followed(each) for each in arguments)
+    return any(isinstance(each, Tensor) and _is_tensor_followed(each) for each in arguments)
 
 
-def _is_followed(tensor: Tensor) -> bool:
+def _is_tensor_followed(tensor: Tensor) -> bool:
     """Whether autograd follows a tensor, or one that the transforms of `torch.func` have wrapped in it: within
     `grad(vmap(f))`, f sees a batched tensor, which itself never requires a gradient."""
     reverse, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
@@ -197,15 +197,17 @@ def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def may_want_gradient(*arguments: Any) -> bool:
-    """`wants_gradient`, or a transform of `torch.func` runs, which may hide that an outer one follows an argument."""
-    return wants_gradient(*arguments) or (not torch.compiler.is_compiling() and _is_transformed())
+def may_be_followed(*arguments: Any) -> bool:
+    """`is_followed`, or a transform of `torch.func` runs, which may hide that an outer one follows an argument."""
+    return is_followed(*arguments) or (not torch.compiler.is_compiling() and _is_transformed())
 
 
 def check_no_gradient(action: str, instead: str, *arguments: Any) -> None:
-    """Raise where a gradient is wanted of what has none, and is no op. instead: as in `Operator`."""
-    if wants_gradient(*arguments):
-        raise RequestError(f"{action} has no gradient, and one is wanted: call it under torch.no_grad(), or {instead}")
+    """Raise if autograd follows an argument of an action, no op, without a gradient. instead: as in `Operator`."""
+    if is_followed(*arguments):
+        raise RequestError(
+            f"{action} has no gradient, but autograd follows its input: call it under torch.no_grad(), or {instead}"
+        )
 
 
 def like_first(x: Tensor, *_: object) -> Tensor:
@@ -229,23 +231,23 @@ _any_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast computes products on x's device; None where autocast is off."""
+    """The dtype in which autocast computes products on x's device; None if autocast is off."""
     return autocast_dtype_on(x.device.type) if _any_is_on() else None
 
 
 def autocast_dtype_on(device: str) -> torch.dtype | None:
-    """The dtype in which autocast computes products on this type of device; None where autocast is off."""
+    """The dtype in which autocast computes products on this type of device; None if autocast is off."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
 
-def lowered(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
-    """Cast the tensors to the autocast dtype, all but None, float64 and integers."""
+def autocast_to(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
+    """The tensors in the autocast dtype, except None, float64 and integers."""
     return [t if t is None or not _is_cast(t) else t.to(dtype) for t in tensors]
 
 
-def widened(*tensors: Tensor) -> list[Tensor]:
+def to_widest_dtype(*tensors: Tensor) -> list[Tensor]:
     """The tensors in the widest of their dtypes."""
     widest = tensors[0].dtype
     for tensor in tensors[1:]:
@@ -253,17 +255,17 @@ def widened(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(widest) for tensor in tensors]
 
 
-def normed(op: Callable[..., Tensor], x: Tensor, *learned: Tensor) -> Tensor:
+def autocast_norm(op: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
     """op(x, weight, …), a norm, as autocast computes it; the tensors may differ in dtype."""
     on_cpu = x.device.type == "cpu"
-    if not all(map(_is_cast, (x, *learned))) or (on_cpu and all(tensor.dtype == x.dtype for tensor in learned)):
-        return op(x, *learned)
-    out = op(*(tensor.to(torch.float32) for tensor in (x, *learned)))
+    if not all(map(_is_cast, (x, *weights))) or (on_cpu and all(tensor.dtype == x.dtype for tensor in weights)):
+        return op(x, *weights)
+    out = op(*(tensor.to(torch.float32) for tensor in (x, *weights)))
     return out.to(x.dtype) if on_cpu else out
 
 
-def off(x: Tensor) -> torch.autocast:
-    """A context without autocast on x's device, where tensors that have been cast are not cast again."""
+def no_autocast(x: Tensor) -> torch.autocast:
+    """A context without autocast on x's device, so that cast tensors are not cast again."""
     return torch.autocast(x.device.type, enabled=False)
 
 

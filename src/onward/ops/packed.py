@@ -17,7 +17,7 @@ from onward.ops.operator import DTYPES, Operator, shapes, usable_library
 
 BLOCK = 16
 FORMATS = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
-# How many inputs of one row lie side by side before the next row's.
+# How many adjacent inputs of a row are stored together.
 _NEIGHBOURS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 
 
@@ -37,7 +37,7 @@ class NativeWeight(NamedTuple):
         return _unpacked(self.data, self.rows, self.inputs)
 
     def take(self, ids: Tensor) -> Tensor:
-        """Look rows up, as an embedding does: int32 or int64 ids [...] -> [..., K] in the weight's dtype."""
+        """Look rows up, as for an embedding: int32 or int64 ids [...] -> [..., K] in the weight's dtype."""
         check_id_dtype(ids)
         return _packed_rows(self.data, ids, self.rows, self.inputs)
 
@@ -51,7 +51,7 @@ class NativeWeight(NamedTuple):
 
 
 def pack_native(weight: Tensor) -> NativeWeight | None:
-    """A float CPU weight [N, K] packed by the native library; None without a library or a format for it."""
+    """A float CPU weight [N, K] packed by the native library; None without a library or a packed format."""
     library = usable_library()
     if library is None or weight.device.type != "cpu" or weight.dtype not in FORMATS:
         return None
@@ -79,7 +79,7 @@ def pack_into(library: Library, weight: Tensor, data: Tensor) -> None:
         FORMATS[weight.dtype], *weight.shape, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
     )
     library.check(status, "onward_linear_pack")
-    increment_version(data)  # torch does not see what the kernel writes, and `WeightsVersion` asks torch
+    increment_version(data)  # torch doesn't see the kernel's writes, and `WeightsVersion` relies on torch
 
 
 def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
@@ -95,14 +95,15 @@ def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, rows: int, 
     return F.linear(x, _unpacked(data, rows, inputs), bias)
 
 
-def _linear_native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int) -> Tensor:
-    x = x.contiguous()
-    out, code = x.new_empty((*x.shape[:-1], rows)), DTYPES[x.dtype]
-    if bias is not None:
-        bias = bias.contiguous()
+def native_product(library: Library, format: Format, x: Tensor, data: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """x [..., K] times a weight packed in any format, plus bias."""
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    inputs, code = x.shape[-1], DTYPES[x.dtype]
+    out = x.new_empty((*x.shape[:-1], rows))
+    bias_pointer, bias_code = (None, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])
     status = library.onward_linear(
-        FORMATS[data.dtype], x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(),
-        None if bias is None else bias.data_ptr(), code, out.data_ptr(), code, rows,
+        format, x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(), bias_pointer, bias_code,
+        out.data_ptr(), code, rows,
     )  # fmt: skip
     library.check(status, "onward_linear")
     return out
@@ -116,7 +117,7 @@ def check_id_dtype(ids: Tensor) -> None:
 def check_ids(ids: Tensor, rows: int) -> None:
     """Raise for an id outside the table, which would read padding or another row.
 
-    Another device than the CPU checks by itself: this process would have to wait for its answer.
+    Devices other than the CPU check by themselves: this process would have to wait for the result.
     """
     if ids.device.type != "cpu":
         assert_ids(ids, rows)
@@ -127,7 +128,7 @@ def check_ids(ids: Tensor, rows: int) -> None:
 
 
 def assert_ids(ids: Tensor, rows: int) -> None:
-    """`check_ids` by the device itself, without a read on the host."""
+    """`check_ids` on the device, without a read on the host."""
     torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"an id lies outside 0 … {rows - 1}")
 
 
@@ -150,19 +151,17 @@ def native_rows(
     return out
 
 
-def _rows_native(library: Library, data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tensor:
-    return native_rows(library, FORMATS[data.dtype], data, ids, rows, inputs, data.dtype)
-
-
 _packed_linear: Operator[Tensor] = Operator(
     "packed_linear(Tensor x, Tensor data, Tensor? bias, int rows, int inputs) -> Tensor",
     _linear_definition,
-    _linear_native,
+    lambda library, x, data, bias, rows, inputs: native_product(library, FORMATS[data.dtype], x, data, bias, rows),
     lambda x, data, bias, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
 )
 _packed_rows: Operator[Tensor] = Operator(
     "packed_rows(Tensor data, Tensor ids, int rows, int inputs) -> Tensor",
     _rows_definition,
-    _rows_native,
+    lambda library, data, ids, rows, inputs: native_rows(
+        library, FORMATS[data.dtype], data, ids, rows, inputs, data.dtype
+    ),
     lambda data, ids, rows, inputs: data.new_empty((*ids.shape, inputs)),
 )

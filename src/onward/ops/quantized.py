@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: the product with them, and their rows as an embedding.
+"""Quantized weights: the product with them, and their rows as an embedding.
 
 Shapes: N rows (outputs), K inputs, T tokens.
 """
@@ -6,7 +6,7 @@ Shapes: N rows (outputs), K inputs, T tokens.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,34 +14,59 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from onward.errors import RequestError
-from onward.native import Library
 from onward.native.structs import Format
 from onward.ops import quantized_layout as layout
 from onward.ops.formats import GROUPED_FORMATS
-from onward.ops.operator import DTYPES, Operator, may_want_gradient, shapes
-from onward.ops.packed import check_id_dtype, check_ids, native_rows
+from onward.ops.operator import DTYPES, Operator, may_be_followed, shapes
+from onward.ops.packed import check_id_dtype, check_ids, native_product, native_rows
 
-# Those that floats are rounded to, and all: the others hold what was quantized elsewhere.
+# The formats that Onward quantizes to, and all formats, those of quantized checkpoints included.
 ROUNDED_FORMATS = {"int8": Format.INT8, "int4": Format.INT4, "iq4_nl": Format.IQ4_NL}
 FORMATS = ROUNDED_FORMATS | {name: Format[name.upper()] for name in GROUPED_FORMATS}
 _SCALE_DTYPES = {"int8": torch.float32, "int4": torch.float16, "iq4_nl": torch.float16}
 
 
 def rounded_formats() -> str:
-    """The names in `ROUNDED_FORMATS`, as a sentence has them."""
+    """The names in `ROUNDED_FORMATS`, for messages."""
     *names, last = map(repr, ROUNDED_FORMATS)
     return f"{', '.join(names)} or {last}"
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight:
-    """A weight [N, K] in few bits, packed. A pytree of its tensors.
+class PackedTensors:
+    """Base class of quantized weights: tensors, and the dtype of the original weights."""
 
-    data: uint8, laid out as `quantized_layout` says; contiguous. The kernels are fast where it is 64-byte aligned.
-    format: "int8", "int4", or one of `onward.ops.formats`: "iq4_nl", and those that others quantize to.
+    data: Tensor
+    dtype: torch.dtype
+    order: Tensor | None = None
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same numbers on another device, with another dtype for its values."""
+        changes: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+        if device is not None:
+            changes |= {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **changes)  # type: ignore[type-var]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"data": self.data} | ({} if self.order is None else {"order": self.order})
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight(PackedTensors):
+    """A quantized weight [N, K], packed. A pytree of its tensors.
+
+    data: uint8, in the layout of `quantized_layout`; contiguous. The kernels are fast if it is 64-byte aligned.
+    format: "int8", "int4", or one of `onward.ops.formats`: "iq4_nl", and those of quantized checkpoints.
     shape: (N, K).
-    dtype: the dtype of the weight that this one stands for; `rows` and `dequantize` return it.
-    order: int64 [K], a permutation: column j of what is packed multiplies input order[j]. None: input j.
+    dtype: of the original weight, and of the values of `rows` and `dequantize`.
+    order: int64 [K], a permutation: packed column j multiplies input order[j]. None: input j.
     """
 
     data: Tensor
@@ -54,13 +79,11 @@ class QuantizedWeight:
     def pack(cls, format: str, q: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> "QuantizedWeight":
         """Pack int8 q [N, K] and scales [N, groups], which are float32 for int8 and else float16.
 
-        q are the integers of int8 and int4, and of iq4_nl the places 0 … 15 in the table
-        (`onward.ops.formats.IQ4`).
-
-        Integers outside the format's range are not noticed.
+        q are the integers of int8 and int4, and for iq4_nl indices 0 … 15 in `onward.ops.formats.IQ4`. They are not
+        checked to be in the format's range.
 
         Raises:
-            RequestError: an unknown format, or shapes and dtypes that do not fit it.
+            RequestError: an unknown format, or shapes and dtypes that don't match it.
         """
         rows, inputs = q.shape if q.dim() == 2 else (0, 0)
         if format not in ROUNDED_FORMATS:
@@ -69,22 +92,22 @@ class QuantizedWeight:
             raise RequestError(
                 f"the integers of a weight must be int8 [N, K] with 1 … {layout.MAX_INPUTS} inputs; got {shapes(q=q)}"
             )
-        groups, dtype_of_scales = layout.num_groups(format, inputs), _SCALE_DTYPES[format]
-        if scales.shape != (rows, groups) or scales.dtype != dtype_of_scales:
+        groups, scale_dtype = layout.num_groups(format, inputs), _SCALE_DTYPES[format]
+        if scales.shape != (rows, groups) or scales.dtype != scale_dtype:
             raise RequestError(
-                f"{format} integers {[rows, inputs]} want scales {dtype_of_scales} {[rows, groups]}; "
+                f"{format} integers {[rows, inputs]} expect scales {scale_dtype} {[rows, groups]}; "
                 f"got {shapes(scales=scales)}"
             )
         return cls(layout.pack(format, q.contiguous(), scales.contiguous()), format, (rows, inputs), dtype)
 
     def in_order(self, order: Tensor | None) -> "QuantizedWeight":
-        """The same bytes, whose columns are those of inputs in another order."""
+        """The same bytes, with another order of the inputs."""
         return replace(self, order=order)
 
     def unpack(self) -> tuple[Tensor, Tensor]:
-        """The integers and scales, as `pack` takes them; a `RequestError` for a format that `pack` does not make."""
+        """The integers and scales, as `pack` takes them; a `RequestError` for other formats than `pack` supports."""
         if self.format not in ROUNDED_FORMATS or self.order is not None:
-            raise RequestError(f"a weight in {self.format} has scales of other kinds: dequantize() gives its values")
+            raise RequestError(f"a weight in {self.format} has scales of other kinds: use dequantize() for its values")
         return layout.unpack(self.format, self.data, self.shape)
 
     def dequantize(self) -> Tensor:
@@ -93,7 +116,7 @@ class QuantizedWeight:
         return self._by_input(torch.cat([values.to(self.dtype) for _, values in slices]))
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Look rows up, as an embedding does: int32 or int64 ids [...] -> [..., K] in `dtype`."""
+        """Look rows up, as for an embedding: int32 or int64 ids [...] -> [..., K] in `dtype`."""
         check_id_dtype(ids)
         return self._by_input(_rows(self.data, ids, self.format, *self.shape, self.dtype))
 
@@ -101,31 +124,16 @@ class QuantizedWeight:
         """[..., K] in the order of the packed columns -> in that of the inputs."""
         return columns if self.order is None else columns[..., self.order.argsort()]
 
-    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "QuantizedWeight":
-        """The same numbers on another device, standing for a weight of another dtype."""
-        data = self.data if device is None else self.data.to(device)
-        order = self.order if device is None or self.order is None else self.order.to(device)
-        return replace(self, data=data, dtype=self.dtype if dtype is None else dtype, order=order)
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + (0 if self.order is None else self.order.nbytes)
-
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, with x rounded to 8 bits where codes are whole numbers: the products then are, too.
+    """`x @ weight.T + bias`, with x rounded to 8 bits if codes are integers, so that the products are, too.
 
     For int8 each token is rounded with the scale absmax / 127. For fp8 and nf4 nothing is rounded. For the others each
     group of 32 inputs of a token is rounded with that scale, itself rounded up to a power of two (as MXINT8 of the OCP
     Microscaling Formats, arXiv 2310.10537, but never clipped). Gradients pass to x as if it had not been rounded.
 
     Args:
-        x: float32, bfloat16 or float16 [..., K]. A token with an infinity or a NaN comes out as NaN. (But for int8
-            1e35 counts as infinite.)
+        x: float32, bfloat16 or float16 [..., K]. A token with an infinity (with int8 also 1e35) or a NaN returns NaN.
         weight: of shape (N, K).
         bias: float [N], or None.
 
@@ -134,9 +142,9 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     """
     rows, inputs = weight.shape
     if x.dim() == 0 or x.shape[-1] != inputs or x.dtype not in DTYPES:
-        raise RequestError(f"linear: a weight {[rows, inputs]} wants float x [..., {inputs}]; got {shapes(x=x)}")
+        raise RequestError(f"linear: a weight {[rows, inputs]} expects float x [..., {inputs}]; got {shapes(x=x)}")
     if bias is not None and (bias.shape != (rows,) or bias.dtype not in DTYPES):
-        raise RequestError(f"linear: a weight {[rows, inputs]} wants a float bias [{rows}]; got {shapes(bias=bias)}")
+        raise RequestError(f"linear: a weight {[rows, inputs]} expects a float bias [{rows}]; got {shapes(bias=bias)}")
     if weight.order is not None:
         x = x.index_select(-1, weight.order)
     return _linear(x, weight.data, bias, weight.format, rows)
@@ -149,7 +157,7 @@ def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) ->
 
 
 def round_activations(x: Tensor, format: str) -> Tensor:
-    """float32 x [T, K], rounded to 8 bits for a weight of `format`, as the kernels do it; as it is for fp8 and nf4."""
+    """float32 x [T, K], rounded to 8 bits for a weight of `format`, as in the kernels; unchanged for fp8 and nf4."""
     if format in GROUPED_FORMATS and GROUPED_FORMATS[format].floats:
         return x
     tokens, inputs = x.shape
@@ -161,33 +169,30 @@ def round_activations(x: Tensor, format: str) -> Tensor:
         # torch computes number / tensor as number * reciprocal, which rounds twice; the kernels divide.
         q = (grouped * (torch.full_like(absmax, 127.0) / absmax)).round()
     else:
-        # The least power of two that takes absmax to 127 or less. Within these bounds its products are exact.
+        # The smallest power of two that scales absmax to 127 or less. Within these bounds its products are exact.
         mantissa, exponent = torch.frexp(absmax)
         exponent = exponent - torch.where(mantissa > 127 / 128, 6, 7)
         scale = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
         smallest, largest = 2.0**-95, 2.0**117
         q = (grouped / scale).round()
-    # A group of smaller values counts as zeros. A value that is not finite makes its group, and so its token, NaN.
+    # Groups of smaller values count as zeros. A value that is not finite makes its group, and so its token, NaN.
     rounded = torch.where(absmax >= smallest, q * scale, 0.0)
     return torch.where(absmax < largest, rounded, torch.nan).flatten(1)[:, :inputs]
 
 
 def rounded_activations(x: Tensor, format: str) -> Tensor:
-    """`round_activations`, with the derivative of x where one is wanted: rounding has none."""
+    """`round_activations`, with the derivative of x if autograd follows it: rounding has none."""
     rounded = round_activations(x, format)
-    return x + (rounded - x).detach() if may_want_gradient(x) else rounded
+    return x + (rounded - x).detach() if may_be_followed(x) else rounded
 
 
 def _row_slices(data: Tensor, format: str, rows: int, inputs: int) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of rows with their float32 values [some rows, K], few enough at once to stay in the cache."""
+    """Slices of rows with their float32 values [some rows, K], few enough to stay in the processor's cache."""
     blocks = math.ceil(2**20 / (layout.BLOCK * inputs))
     for block in range(0, len(data), blocks):
         first = block * layout.BLOCK
         values = layout.values(format, data[block : block + blocks], inputs)[: rows - first]
         yield slice(first, first + len(values)), values
-
-
-# ── the operators: a definition for every device, and the kernels on the CPU ──────────────────────────────────
 
 
 def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
@@ -200,33 +205,14 @@ def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, format: str
     return out.view(*x.shape[:-1], rows)
 
 
-def _linear_native(library: Library, x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
-    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    inputs, code = x.shape[-1], DTYPES[x.dtype]
-    out = x.new_empty((*x.shape[:-1], rows))
-    bias_pointer, bias_code = (None, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])
-    status = library.onward_linear(
-        FORMATS[format], x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(),
-        bias_pointer, bias_code, out.data_ptr(), code, rows,
-    )  # fmt: skip
-    library.check(status, "onward_linear")
-    return out
-
-
 def _rows_definition(data: Tensor, ids: Tensor, format: str, rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
     check_ids(ids, rows)
     values = layout.row_values(format, data, ids.flatten().to(torch.int64), inputs)
     return values.to(dtype).view(*ids.shape, inputs)
 
 
-def _rows_native(
-    library: Library, data: Tensor, ids: Tensor, format: str, rows: int, inputs: int, dtype: torch.dtype
-) -> Tensor:
-    return native_rows(library, FORMATS[format], data, ids, rows, inputs, dtype)
-
-
 class _StraightThrough(torch.autograd.Function):
-    """The operator, with the gradient of the product with unrounded activations; no float weights are kept for it."""
+    """The op, with the gradient of the product with unrounded activations; it saves no float weights."""
 
     generate_vmap_rule = True
 
@@ -259,37 +245,30 @@ def _with_gradient(x: Tensor, data: Tensor, bias: Tensor | None, format: str, ro
 _linear: Operator[Tensor] = Operator(
     "quantized_linear(Tensor x, Tensor data, Tensor? bias, str format, int rows) -> Tensor",
     _linear_definition,
-    _linear_native,
+    lambda library, x, data, bias, format, rows: native_product(library, FORMATS[format], x, data, bias, rows),
     lambda x, data, bias, format, rows: x.new_empty((*x.shape[:-1], rows)),
     with_gradient=_with_gradient,
 )
 _rows: Operator[Tensor] = Operator(
     "quantized_rows(Tensor data, Tensor ids, str format, int rows, int inputs, ScalarType dtype) -> Tensor",
     _rows_definition,
-    _rows_native,
+    lambda library, data, ids, format, *rest: native_rows(library, FORMATS[format], data, ids, *rest),
     lambda data, ids, format, rows, inputs, dtype: data.new_empty((*ids.shape, inputs), dtype=dtype),
 )
 
 
-# ── as a pytree ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def register_packed(kind: type) -> None:
     """Make a class of data, format, shape and dtype, and perhaps an order, a pytree of its tensors."""
-
-    def tensors(weight: Any) -> dict[str, Tensor]:
-        order = getattr(weight, "order", None)
-        return {"data": weight.data} | ({} if order is None else {"order": order})
 
     def context(weight: Any) -> tuple[Any, ...]:
         return weight.format, weight.shape, weight.dtype
 
     pytree.register_pytree_node(
         kind,
-        lambda weight: (list(tensors(weight).values()), context(weight)),
+        lambda weight: (list(weight.tensors().values()), context(weight)),
         lambda leaves, context: _of_tensors(kind, *leaves, context=context),
         flatten_with_keys_fn=lambda weight: (
-            [(pytree.GetAttrKey(name), tensor) for name, tensor in tensors(weight).items()],
+            [(pytree.GetAttrKey(name), tensor) for name, tensor in weight.tensors().items()],
             context(weight),
         ),
     )

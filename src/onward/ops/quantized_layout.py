@@ -1,12 +1,12 @@
-"""How quantized weights lie in memory, written in torch: the definition of what the kernels read.
+"""The memory layout of quantized weights in torch, which defines the input of the kernels.
 
-The formats of GGUF are in `grouped_layout`; those that `quantize` makes are here. int8 and int4 are symmetric,
-scale * q: int8 with a float32 scale for each row and q in [-127, 127]; int4 with a float16 scale (of either sign) for
-each row and group of 32 inputs and q in [-8, 7]. iq4_nl, one of GGUF's, lies as int4 does; its q are the places 0 … 15
-in a table. The layout is that of native/src/linear/layout.h; docs/quantization.md draws it.
+This file has the formats that `quantize` produces; those of GGUF are in `formats`. int8 and int4 are symmetric,
+scale * q: int8 with a float32 scale per row and q in [-127, 127]; int4 with a float16 scale (of either sign) per row
+and group of 32 inputs and q in [-8, 7]. iq4_nl, one of GGUF's, has the layout of int4; its q are indices 0 … 15 in a
+table. The layout is that of native/src/linear/layout.h; docs/quantization.md draws it.
 
-Shapes: N rows (outputs), K inputs. Rows come in blocks of 16; N and K are padded with zeros. `data` is uint8
-[blocks, bytes of a block]. Functions that take data take any slice of its blocks.
+Shapes: N rows (outputs), K inputs. Rows are in blocks of 16; N and K are padded with zeros. `data` is uint8 [blocks,
+bytes of a block]. Functions that take data take any slice of its blocks.
 """
 
 import math
@@ -27,16 +27,16 @@ _PAIR_BYTES = 576  # two groups of int4: 2 x 16 scales, then 8 lines of 64 bytes
 
 def data_shape(format: str, shape: tuple[int, int]) -> tuple[int, int]:
     """The shape of the data of a weight [N, K]."""
-    rows, inputs = shape
+    blocks, inputs = math.ceil(shape[0] / BLOCK), shape[1]
     if format == "int8":
-        return math.ceil(rows / BLOCK), _INT8_HEADER + math.ceil(inputs / 4) * 64
+        return blocks, _INT8_HEADER + math.ceil(inputs / 4) * 64
     if format in GROUPED_FORMATS:
-        return math.ceil(rows / BLOCK), block_bytes(GROUPED_FORMATS[format], inputs)
-    return math.ceil(rows / BLOCK), math.ceil(inputs / 64) * _PAIR_BYTES
+        return blocks, block_bytes(GROUPED_FORMATS[format], inputs)
+    return blocks, math.ceil(inputs / 64) * _PAIR_BYTES
 
 
 def num_groups(format: str, inputs: int) -> int:
-    """The number of scales of a row."""
+    """The number of scales per row."""
     return 1 if format == "int8" else math.ceil(inputs / GROUP)
 
 
@@ -48,7 +48,7 @@ def pack(format: str, q: Tensor, scales: Tensor) -> Tensor:
 
 
 def unpack(format: str, data: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """q and scales as `pack` took them."""
+    """The q and scales of `pack`."""
     rows, inputs = shape
     q, scales = _unpack_int8(data) if format == "int8" else _unpack_int4(data)
     q = q + 8 if format == "iq4_nl" else q
@@ -64,13 +64,13 @@ def values(format: str, data: Tensor, inputs: int) -> Tensor:
 
 
 def row_values(format: str, data: Tensor, ids: Tensor, inputs: int) -> Tensor:
-    """The values of the rows at int64 ids [count]: float32 [count, K]. No other row is read."""
+    """The values of the rows at int64 ids [count]: float32 [count, K]. No other block is read."""
     block, row = ids // BLOCK, ids % BLOCK
     if format in GROUPED_FORMATS:
         if len(ids) == 0:
             return data.new_empty((0, inputs), dtype=torch.float32)
-        blocks, place = torch.unique(block, return_inverse=True)
-        return values(format, data[blocks], inputs)[place * BLOCK + row]
+        blocks, index = torch.unique(block, return_inverse=True)
+        return values(format, data[blocks], inputs)[index * BLOCK + row]
     if format == "int8":
         q = _signed(_int8_lines(data)[block, :, row]).flatten(1)
         return _scaled(q, _int8_scales(data)[block, row], inputs)
@@ -85,7 +85,7 @@ def _scaled(q: Tensor, scales: Tensor, inputs: int) -> Tensor:
     return (grouped * scales.view(rows, groups, 1).to(torch.float32)).flatten(1)[:, :inputs]
 
 
-# ── int8: 16 scales, then for every 4 inputs a line of 4 bytes of each row, each q + 128 ───────────────────────
+# int8: 16 scales, then for every 4 inputs a line of 4 bytes per row, each q + 128.
 
 
 def _pack_int8(q: Tensor, scales: Tensor) -> Tensor:
@@ -117,8 +117,8 @@ def _signed(stored: Tensor) -> Tensor:
     return (stored ^ 128).view(torch.int8)
 
 
-# ── int4: for every 64 inputs 2 x 16 scales and 8 lines; byte j of a row in line i holds q + 8 of the inputs ─────
-# ── 8i + j (low half) and 8i + 4 + j (high half) ────────────────────────────────────────────────────────────────
+# int4: for every 64 inputs 2 x 16 scales and 8 lines; byte j of a row in line i has q + 8 of inputs 8i + j (low half)
+# and 8i + 4 + j (high half).
 
 
 def _pack_int4(q: Tensor, scales: Tensor) -> Tensor:
@@ -141,16 +141,12 @@ def _unpack_int4(data: Tensor) -> tuple[Tensor, Tensor]:
 
 def _int4_lines(data: Tensor) -> Tensor:
     """uint8 [blocks, pairs, 8 lines, 16 rows, 4]."""
-    return _int4_pairs(data)[..., 64:].view(len(data), -1, 8, BLOCK, 4)
+    return data.view(len(data), -1, _PAIR_BYTES)[..., 64:].view(len(data), -1, 8, BLOCK, 4)
 
 
 def _int4_scales(data: Tensor) -> Tensor:
     """float16 [blocks, pairs, 2, 16 rows]."""
-    return _int4_pairs(data)[..., :64].view(torch.float16).view(len(data), -1, 2, BLOCK)
-
-
-def _int4_pairs(data: Tensor) -> Tensor:
-    return data.view(len(data), -1, _PAIR_BYTES)
+    return data.view(len(data), -1, _PAIR_BYTES)[..., :64].view(torch.float16).view(len(data), -1, 2, BLOCK)
 
 
 def _split(lines: Tensor) -> Tensor:

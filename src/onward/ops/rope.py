@@ -20,16 +20,16 @@ def rope(
     scale: float = 1.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Turn pairs of features by angles that grow with the position: (offset + index) * scale * inverse frequency.
+    """Rotate pairs of features by angles that grow with the position: (offset + index) * scale * inverse frequency.
 
-    The angles are computed in float64, the turn in float32.
+    The angles are computed in float64, the rotation in float32.
 
     Args:
         x: float [B, H, T, D].
         offsets: the position of x[:, :, 0], an int for all rows or int32 [B].
-        dims: how many features turn, even and at most D; those past them are unchanged.
+        dims: how many features are rotated, even and at most D; the others are unchanged.
         base: the base of the geometric schedule of inverse frequencies, base ** (-2i / dims).
-        inv_freqs: float32 [dims / 2], radians a position, instead of that schedule ("frequencies" elsewhere).
+        inv_freqs: float32 [dims / 2], radians per position, instead of that schedule.
         scale: multiplies the position.
         interleaved: pairs are (2i, 2i + 1), as Meta stores them; else (i, i + dims/2), as Hugging Face does.
 
@@ -37,15 +37,15 @@ def rope(
         [B, H, T, D] in x's dtype.
 
     Raises:
-        RequestError: shapes that do not fit.
+        RequestError: shapes that don't match.
     """
     if x.dim() != 4 or x.dtype not in DTYPES or not (0 < dims <= x.shape[-1] and dims % 2 == 0):
-        raise RequestError(f"rope wants float x [B, H, T, D] and even dims in 2 … D; got dims {dims}, {shapes(x=x)}")
+        raise RequestError(f"rope expects float x [B, H, T, D] and even dims in 2 … D; got dims {dims}, {shapes(x=x)}")
     if inv_freqs is None:
         exponents = torch.arange(0, dims, 2, dtype=torch.float64, device=x.device) / dims
         inv_freqs = (float(base) ** -exponents).to(torch.float32)
     if inv_freqs.shape != (dims // 2,):
-        raise RequestError(f"rope: dims {dims} wants inv_freqs [{dims // 2}]; got {shapes(inv_freqs=inv_freqs)}")
+        raise RequestError(f"rope: dims {dims} expects inv_freqs [{dims // 2}]; got {shapes(inv_freqs=inv_freqs)}")
     row_offsets = torch.as_tensor(offsets, dtype=torch.int32, device=x.device)
     if row_offsets.dim() == 0:
         row_offsets = row_offsets.expand(x.shape[0])
@@ -61,13 +61,11 @@ def rope(
 def rotary_angles(radians: Tensor, *, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """float32 [B, T, R] radians -> the cos and sin that `rotate` takes, each float32 [B, T, 2R].
 
-    Both features of a pair need the values, the first with its sin negated. They are laid out once here, for all layers
-    and heads.
-
-    magnitude: multiplies cos and sin, and so all that they turn, as YaRN does.
+    Both features of a pair need the values, the first with its sin negated. They are computed once for all layers and
+    heads. magnitude: multiplies cos and sin, as YaRN does.
     """
     if radians.dim() != 3 or radians.dtype != torch.float32:
-        raise RequestError(f"angles wants float32 radians [B, T, R]; got {shapes(radians=radians)}")
+        raise RequestError(f"rotary_angles expects float32 radians [B, T, R]; got {shapes(radians=radians)}")
     cos_sin = _angles(radians)
     if magnitude != 1.0:
         cos_sin = cos_sin * magnitude
@@ -75,13 +73,11 @@ def rotary_angles(radians: Tensor, *, magnitude: float = 1.0) -> tuple[Tensor, T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn each pair of features of x by its position's angle.
-
-    Features past 2R pass through unchanged. The turn itself is done in float32.
+    """Rotate each pair of features of x by its position's angle, in float32. Features past 2R are unchanged.
 
     Args:
         x: float [B, H, T, D].
-        cos, sin: float32 [B, T, 2R], 2R <= D, from `angles`.
+        cos, sin: float32 [B, T, 2R], 2R <= D, from `rotary_angles`.
         interleaved: pairs are (2i, 2i + 1), as in GLM; else (i, i + R), as in most Hugging Face checkpoints.
 
     Returns:
@@ -91,7 +87,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     fits = fits and x.dtype in DTYPES and cos.dtype == sin.dtype == torch.float32
     if not fits or cos.shape[-1] > x.shape[-1] or cos.shape[-1] % 2:
         operands = "float x [B, H, T, D] and float32 cos, sin [B, T, 2R]"
-        raise RequestError(f"rotate wants {operands}; got {shapes(x=x, cos=cos, sin=sin)}")
+        raise RequestError(f"rotate expects {operands}; got {shapes(x=x, cos=cos, sin=sin)}")
     return _rotate(x, cos, sin, bool(interleaved))
 
 
@@ -116,15 +112,15 @@ def _angles_native(library: Library, radians: Tensor) -> Tensor:
 
 def _rotate_definition(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dims = cos.shape[-1]
-    turning = x[..., :dims]
+    rotated = x[..., :dims]
     if interleaved:
-        partners = torch.stack((turning[..., 1::2], turning[..., 0::2]), dim=-1).flatten(-2)
+        partners = torch.stack((rotated[..., 1::2], rotated[..., 0::2]), dim=-1).flatten(-2)
         cos, sin = (torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2) for halves in (cos, sin))
     else:
-        partners = torch.cat((turning[..., dims // 2 :], turning[..., : dims // 2]), dim=-1)
+        partners = torch.cat((rotated[..., dims // 2 :], rotated[..., : dims // 2]), dim=-1)
     # cos and sin are float32, and so are the products.
-    turned = torch.addcmul(turning * cos.unsqueeze(1), partners.to(torch.float32), sin.unsqueeze(1)).to(x.dtype)
-    return turned if dims == x.shape[-1] else torch.cat((turned, x[..., dims:]), dim=-1)
+    out = torch.addcmul(rotated * cos.unsqueeze(1), partners.to(torch.float32), sin.unsqueeze(1)).to(x.dtype)
+    return out if dims == x.shape[-1] else torch.cat((out, x[..., dims:]), dim=-1)
 
 
 _Strides = ctypes.c_int64 * 3
@@ -149,13 +145,9 @@ def _rotate_native(library: Library, x: Tensor, cos: Tensor, sin: Tensor, interl
 
 _rotate = Operator(
     "rotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
-    _rotate_definition,
-    _rotate_native,
-    like_first,
-)
-_angles = Operator(
+    _rotate_definition, _rotate_native, like_first,
+)  # fmt: skip
+_angles: Operator[Tensor] = Operator(
     "rotary_angles(Tensor radians) -> Tensor",
-    _angles_definition,
-    _angles_native,
-    lambda radians: radians.new_empty((2, *radians.shape[:-1], 2 * radians.shape[-1])),
-)
+    _angles_definition, _angles_native, lambda x: x.new_empty((2, *x.shape[:-1], 2 * x.shape[-1])),
+)  # fmt: skip

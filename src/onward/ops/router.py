@@ -1,7 +1,9 @@
-"""Which experts each token goes through, and how much of each: the router of a mixture of experts.
+"""The router of a mixture of experts: which experts each token goes through, with which weights.
 
-Shapes: E experts, C chosen of them for each token.
+Shapes: E experts, C of them chosen for each token.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from onward.native import Library
 from onward.ops.operator import DTYPES, Operator, shapes
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
-MOST_EXPERTS = 4096
+MAX_EXPERTS = 4096
 
 
 def top_experts(
@@ -26,69 +28,59 @@ def top_experts(
     normalize: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The `count` experts with the best scores of each token, the best first; of equals the lowest. All in float32.
+    """The `count` experts with the highest scores for each token, best first, ties by index. All in float32.
 
-    A NaN counts as the best, and makes weights NaN.
+    A NaN counts as the highest, and makes weights NaN.
 
     Args:
         logits: float [..., E].
         score: "softmax" of all logits (Mixtral, Qwen), "softmax_of_chosen" (gpt-oss), or "sigmoid" (DeepSeek-V3, arXiv
             2412.19437).
         choice_bias: float32 [E], added to the scores that choose, not to the weights.
-        groups, kept_groups, group_best: the experts lie in `groups` of equal size, and only those of the `kept_groups`
-            are chosen whose two best have the largest sum, or whose best one is the largest (DeepSeek-V2, arXiv
+        groups, kept_groups, group_best: the experts form `groups` of equal size, and only those of `kept_groups` of
+            them can be chosen: those whose `group_best`, 1 or 2, best scores have the largest sum (DeepSeek-V2, arXiv
             2405.04434).
         normalize: divide the weights by their sum (plus 1e-20).
-        scale: the weights are multiplied by it.
+        scale: multiplies the weights.
 
     Returns:
         chosen int32 [..., C] and weights float32 [..., C], as `experts` takes them.
 
     Raises:
-        RequestError: shapes, dtypes or numbers that do not fit.
+        RequestError: shapes, dtypes or numbers that don't match.
     """
     experts = logits.shape[-1] if logits.dim() else 0
-    if logits.dtype not in DTYPES or not 1 <= experts <= MOST_EXPERTS:
-        raise RequestError(f"top_experts wants float logits [..., 1 … {MOST_EXPERTS}]; got {shapes(logits=logits)}")
+    if logits.dtype not in DTYPES or not 1 <= experts <= MAX_EXPERTS:
+        raise RequestError(f"top_experts expects float logits [..., 1 … {MAX_EXPERTS}]; got {shapes(logits=logits)}")
     if score not in SCORES:
         raise RequestError(f"top_experts: score is one of {', '.join(SCORES)}; got {score!r}")
     if choice_bias is not None and (choice_bias.shape != (experts,) or choice_bias.dtype != torch.float32):
-        raise RequestError(f"top_experts wants a float32 choice_bias [{experts}]; got {shapes(bias=choice_bias)}")
+        raise RequestError(f"top_experts expects a float32 choice_bias [{experts}]; got {shapes(bias=choice_bias)}")
     if score == "softmax_of_chosen" and (choice_bias is not None or groups != 1):
         raise RequestError("top_experts: softmax_of_chosen chooses by logits, and takes no choice_bias and no groups")
     if groups < 1 or experts % groups or not 1 <= kept_groups <= groups:
         raise RequestError(
-            f"top_experts: {experts} experts do not lie in {groups} equal groups of which {kept_groups} are kept"
+            f"top_experts: {experts} experts can't form {groups} equal groups of which {kept_groups} are kept"
         )
     if group_best not in (1, 2):
         raise RequestError(
             f"top_experts: a group is kept by its one or two best experts (group_best); got {group_best}"
         )
-    most = experts // groups * kept_groups
-    if not 1 <= count <= most:
-        raise RequestError(f"top_experts chooses 1 … {most} of {experts} experts; got {count}")
-    groups_of = groups, kept_groups, group_best
-    return _top_experts(logits, choice_bias, count, score, *groups_of, bool(normalize), float(scale))
+    largest = experts // groups * kept_groups
+    if not 1 <= count <= largest:
+        raise RequestError(f"top_experts chooses 1 … {largest} of {experts} experts; got {count}")
+    routing = count, score, groups, kept_groups, group_best
+    return _top_experts(logits, choice_bias, *routing, bool(normalize), float(scale))
 
 
-def _definition(
-    logits: Tensor,
-    bias: Tensor | None,
-    count: int,
-    score: str,
-    groups: int,
-    kept_groups: int,
-    group_best: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _definition(*arguments: Any) -> tuple[Tensor, Tensor]:
+    logits, bias, count, score, groups, kept_groups, group_best, normalize, scale = arguments
     logits = logits.to(torch.float32)
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
-    # Without bias and groups logits have the order of the scores, and no roundings.
-    values = logits
+    values = logits  # without bias and groups: they have the order of the scores, without rounding
     if bias is not None or groups > 1:
         values = scores if bias is None else scores + bias
-        values = values if groups == 1 else _of_kept_groups(values, groups, kept_groups, group_best)
+        values = values if groups == 1 else _in_best_groups(values, groups, kept_groups, group_best)
     chosen = _best(values, count)
     weights = scores.gather(-1, chosen)
     if score == "softmax_of_chosen":
@@ -99,30 +91,20 @@ def _definition(
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """The indices of the `count` largest, in order; of equals the lowest first, which torch's topk does not promise."""
+    """The indices of the `count` largest, in order, ties by index, which torch's topk does not promise."""
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _of_kept_groups(values: Tensor, groups: int, kept: int, best: int) -> Tensor:
-    """The values, -inf outside the groups whose `best` best have the largest sum."""
+def _in_best_groups(values: Tensor, groups: int, count: int, best: int) -> Tensor:
+    """The values, -inf outside the `count` groups whose `best` largest values have the largest sum."""
     grouped = values.view(*values.shape[:-1], groups, -1)
     sums = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
-    is_kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, _best(sums, kept), True)
-    return grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(-2)
+    dropped = torch.ones_like(sums, dtype=torch.bool).scatter(-1, _best(sums, count), False)
+    return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def _native(
-    library: Library,
-    logits: Tensor,
-    bias: Tensor | None,
-    count: int,
-    score: str,
-    groups: int,
-    kept_groups: int,
-    group_best: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _native(library: Library, *arguments: Any) -> tuple[Tensor, Tensor]:
+    logits, bias, count, score, groups, kept_groups, group_best, normalize, scale = arguments
     logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
     chosen, weights = _fake(logits, bias, count)
     experts = logits.shape[-1]
@@ -143,7 +125,5 @@ def _fake(logits: Tensor, bias: Tensor | None, count: int, *_: object) -> tuple[
 _top_experts = Operator(
     "top_experts(Tensor logits, Tensor? bias, int count, str score, int groups, int kept_groups, int group_best, "
     "bool normalize, float scale) -> (Tensor, Tensor)",
-    _definition,
-    _native,
-    _fake,
-)
+    _definition, _native, _fake,
+)  # fmt: skip

@@ -2,6 +2,7 @@
 arXiv 2302.10866; Gu & Dao, arXiv 2312.00752)."""
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +12,14 @@ from onward.errors import RequestError
 from onward.native import Library
 from onward.native.structs import ShortConvArguments
 from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, shapes
-from onward.ops.recurrent_state import STATE_BLOCK, TRAIN_WITHOUT_STATE, arguments, check_rows, check_state, places
+from onward.ops.recurrent_state import STATE_BLOCK, TRAIN_WITHOUT_STATE, check_rows, check_state, places, state_fields
 
 
 def short_conv(
     x: Tensor,
     weight: Tensor,
     state: Tensor,
-    held: Tensor,
+    block_numbers: Tensor,
     offsets: Tensor,
     rows: Tensor | None = None,
     *,
@@ -27,14 +28,14 @@ def short_conv(
 ) -> Tensor:
     """out[b, t, c] = sum over i of weight[i, c] * x[b, t - K + 1 + i, c] in float32, cast back once.
 
-    What lies before a row's tokens comes from its state, which afterwards holds them too; before position 0 lie zeros.
-    A row whose state is not that of its offset comes out as NaN.
+    The inputs before a row's tokens come from its state, which afterwards includes the new ones; before position 0
+    they are zeros. A row whose stored state is not at its offset returns NaN.
 
     Args:
         x: float [B, T, C].
         weight: float [K, C], of x's dtype; the last is that of the token itself.
         state: [N, 2, K - 1 + 16, C] of x's dtype: the inputs from K - 1 before each place's block on. Changed in place.
-        held, offsets, rows: as in `onward.ops.recurrent_state`; held is changed in place.
+        block_numbers, offsets, rows: as in `onward.ops.recurrent_state`; block_numbers is changed in place.
         bias: float [C], of x's dtype.
         silu: whether silu is applied to the sum.
 
@@ -42,71 +43,53 @@ def short_conv(
         [B, T, C] in x's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit, or a gradient is wanted, which the op does not have; eagerly
-            on the CPU also rows that share a slot.
+        RequestError: shapes or dtypes don't match, or autograd follows an argument: the op has no gradient. Eagerly on
+            the CPU also rows that share a slot.
     """
     if x.dtype != weight.dtype and autocast_dtype(x) is not None:
         x = x.to(weight.dtype)
-    operands = (x, weight, state) if bias is None else (x, weight, state, bias)
     fits = x.dim() == 3 and weight.dim() == 2 and weight.shape[1] == x.shape[2] and weight.shape[0] >= 1
     fits = fits and (bias is None or bias.shape == x.shape[2:]) and x.shape[1] >= 1
-    if not fits or x.dtype not in DTYPES or any(t.dtype != x.dtype for t in operands):
+    same = all(t is None or t.dtype == x.dtype for t in (weight, state, bias))
+    if not fits or x.dtype not in DTYPES or not same:
         raise RequestError(
-            "short_conv wants float x [B, T, C], and a weight [K, C], bias [C] and state of its dtype; got "
+            "short_conv expects float x [B, T, C], and a weight [K, C], bias [C] and state of its dtype; got "
             f"{shapes(x=x, weight=weight, bias=bias, state=state)}"
         )
     width = (weight.shape[0] - 1 + STATE_BLOCK, x.shape[2])
-    check_state("short_conv", state, width, held, offsets, rows, x.shape[0])
-    return _short_conv(x, weight, bias, state, held, offsets, rows, bool(silu))
+    check_state("short_conv", state, width, block_numbers, offsets, rows, x.shape[0])
+    return _short_conv(x, weight, bias, state, block_numbers, offsets, rows, bool(silu))
 
 
-def _definition(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    held: Tensor,
-    offsets: Tensor,
-    rows: Tensor | None,
-    silu: bool,
-) -> Tensor:
+def _definition(*arguments: Any) -> Tensor:
+    x, weight, bias, state, block_numbers, offsets, rows, silu = arguments
     _, queries, channels = x.shape
-    before = weight.shape[0] - 1  # how many inputs a sum wants before its own
-    at = places(held, offsets, rows, queries)
+    before = weight.shape[0] - 1  # the inputs that a sum needs before its own
+    at = places(block_numbers, offsets, rows, queries)
     past_at = (
         offsets.long().unsqueeze(1) + torch.arange(before, device=x.device) - (at.before - 1)[:, None] * STATE_BLOCK
     )
     past = at.read(state).gather(1, past_at.unsqueeze(2).expand(-1, -1, channels))
     inputs = torch.cat([past, x], 1)  # from position offset - before on
     out = torch.zeros(1, device=x.device) if bias is None else bias.to(torch.float32)
-    for i, of_input in enumerate(weight.to(torch.float32)):
-        out = out + of_input * inputs[:, i : i + queries].to(torch.float32)
+    for i, weights in enumerate(weight.to(torch.float32)):
+        out = out + weights * inputs[:, i : i + queries].to(torch.float32)
 
     def stored(place: Tensor, block: Tensor) -> Tensor:
-        """The inputs as they lie at a place, for positions from `before` before its block on."""
+        """The inputs as they are stored at a place, for positions from `before` before its block on."""
         index = torch.arange(before + STATE_BLOCK, device=x.device) + ((block - 1) * STATE_BLOCK - offsets)[:, None]
         within = ((index >= 0) & (index < before + queries)).unsqueeze(2)
-        taken = inputs.gather(1, index.clamp(0, before + queries - 1).unsqueeze(2).expand(-1, -1, channels))
-        return torch.where(within, taken, state[at.slots, place])
+        new = inputs.gather(1, index.clamp(0, before + queries - 1).unsqueeze(2).expand(-1, -1, channels))
+        return torch.where(within, new, state[at.slots, place])
 
     at_source = stored(at.source, torch.where(at.begins, at.last, at.before))
-    at.write(
-        state, held, at_source, torch.where((at.to == at.source)[:, None, None], at_source, stored(at.to, at.last))
-    )
+    at_to = torch.where((at.to == at.source)[:, None, None], at_source, stored(at.to, at.last))
+    at.write(state, block_numbers, at_source, at_to)
     return (F.silu(out) if silu else out).to(x.dtype)
 
 
-def _native(
-    library: Library,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    held: Tensor,
-    offsets: Tensor,
-    rows: Tensor | None,
-    silu: bool,
-) -> Tensor:
+def _native(library: Library, *arguments: Any) -> Tensor:
+    x, weight, bias, state, block_numbers, offsets, rows, silu = arguments
     check_rows(offsets, rows, state.shape[0])
     x = x if x.stride(2) == 1 else x.contiguous()
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
@@ -115,17 +98,14 @@ def _native(
         batch=x.shape[0], queries=x.shape[1], channels=x.shape[2], taps=weight.shape[0], x=x.data_ptr(),
         x_strides=x.stride()[:2], weight=weight.data_ptr(), bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(), dtype=DTYPES[x.dtype], silu=silu,
-        **arguments(state, held, offsets, rows, Tensor.data_ptr),
+        **state_fields(state, block_numbers, offsets, rows, Tensor.data_ptr),
     )  # fmt: skip
     library.check(library.onward_short_conv(ctypes.byref(call)), "onward_short_conv")
     return out
 
 
 _short_conv = Operator(
-    "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor(b!) held, Tensor offsets, "
+    "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor(b!) block_numbers, Tensor offsets, "
     "Tensor? rows, bool silu) -> Tensor",
-    _definition,
-    _native,
-    like_first,
-    instead=TRAIN_WITHOUT_STATE,
-)
+    _definition, _native, like_first, instead=TRAIN_WITHOUT_STATE,
+)  # fmt: skip

@@ -1,21 +1,21 @@
 """The recurrence of Mamba2, "state space duality" (Dao & Gu, arXiv 2405.21060).
 
-Shapes: B rows, T tokens, H heads of P features, G groups of heads, N features of a key of the state. Every head
-has a state S [N, P], which a token decays, adds to and reads; b and c [N] are those of the head's group:
+Shapes: B rows, T tokens, H heads of P features, G groups of heads, N features of a key of the state. Every head has a
+state S [N, P], which a token decays, adds to and reads; b and c [N] are those of the head's group:
 
-    dt = softplus(step + step_bias) within limits,    g = -exp(log_rate) dt
+    dt = softplus(dt + step_bias) within limits,    g = -exp(A_log) dt
     S <- e^g S + b (dt x)^T,    y = S^T c + D x
 
-S is kept as of the beginning of a block of 16 positions, with b, dt x and the sums G_j = g_0 + … + g_j of the positions
-in the block, of which the y of a later one is a sum:
+A cache stores S at the beginning of a block of 16 positions, with b, dt x and the sums G_j = g_0 + … + g_j of the
+positions in the block, from which later outputs follow:
 
     y_j = e^{G_j} S^T c_j + sum_{i<=j} e^{G_j - G_i} (b_i c_j) dt_i x_i + D x_j
 
-So a token reads S once and writes little, positions can be taken back, and a prompt is a few matrix products a block.
+So a token reads S once and writes little, positions can be rolled back, and a prompt is a few matrix products a block.
 """
 
 import ctypes
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,26 +28,26 @@ from onward.ops.operator import DTYPES, Operator, autocast_dtype, shapes
 from onward.ops.recurrent_state import (
     STATE_BLOCK,
     TRAIN_WITHOUT_STATE,
-    arguments,
+    StateBlock,
     check_rows,
     check_state,
     places,
-    state_at_end,
+    state_fields,
     sums_of_decays,
     through_blocks,
 )
 
-WIDEST = 256  # N and P at most (native/src/state/blocks.h)
+WIDEST = 256  # of N and of P (native/src/state/blocks.h)
 
 
 def ssd(
     mixed: Tensor,
-    step: Tensor,
-    log_rate: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
     step_bias: Tensor,
     skip: Tensor,
     state: Tensor,
-    held: Tensor,
+    block_numbers: Tensor,
     offsets: Tensor,
     rows: Tensor | None = None,
     *,
@@ -57,179 +57,130 @@ def ssd(
 ) -> Tensor:
     """The outputs y of Mamba2's recurrence, computed in float32 and cast once.
 
-    A row whose state is not that of its offset comes out as NaN.
+    A row whose stored state is not at its offset returns NaN.
 
     Args:
         mixed: float [B, T, H P + 2 G N]: x of all heads, then b of all groups, then c.
-        step: float [B, T, H] of mixed's dtype.
-        log_rate, step_bias, skip: float32 [H]; skip is D.
+        dt: float [B, T, H] of mixed's dtype, before bias and softplus.
+        A_log, step_bias, skip: float32 [H]; skip is D.
         state: float32 [N slots, 2, G, `ssd_state_width(H / G, N, P)`]. Changed in place.
-        held, offsets, rows: as in `onward.ops.recurrent_state`; held is changed in place.
+        block_numbers, offsets, rows: as in `onward.ops.recurrent_state`; block_numbers is changed in place.
         groups, state_dim: G and N.
-        limits: the least and the greatest dt.
+        limits: the minimum and maximum of dt.
 
     Returns:
         [B, T, H, P] in mixed's dtype.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit, or a gradient is wanted, which the op does not have; eagerly
-            on the CPU also rows that share a slot.
+        RequestError: shapes or dtypes don't match, or autograd follows an argument: the op has no gradient. Eagerly on
+            the CPU also rows that share a slot.
     """
     if autocast_dtype(mixed) is not None:
-        step = step.to(mixed.dtype)
-    heads = log_rate.numel()
+        dt = dt.to(mixed.dtype)
+    heads = A_log.numel()
     features = mixed.shape[-1] - 2 * groups * state_dim
-    fits = mixed.dim() == 3 and step.shape == (*mixed.shape[:2], heads) and mixed.shape[1] >= 1
-    fits = fits and all(x.shape == (heads,) for x in (log_rate, step_bias, skip))
+    fits = mixed.dim() == 3 and dt.shape == (*mixed.shape[:2], heads) and mixed.shape[1] >= 1
+    fits = fits and all(x.shape == (heads,) for x in (A_log, step_bias, skip))
+    floats = {"A_log": A_log, "step_bias": step_bias, "skip": skip}
     if not fits or min(groups, state_dim, heads, features) < 1 or heads % groups or features % heads:
         raise RequestError(
-            "ssd wants mixed [B, T, H P + 2 G N], step [B, T, H], and log_rate, step_bias and skip [H], H a multiple "
-            f"of G; got G {groups}, N {state_dim}, "
-            f"{shapes(mixed=mixed, step=step, log_rate=log_rate, step_bias=step_bias, skip=skip)}"
+            "ssd expects mixed [B, T, H P + 2 G N], dt [B, T, H], and A_log, step_bias and skip [H], H a multiple "
+            f"of G; got G {groups}, N {state_dim}, {shapes(mixed=mixed, dt=dt, **floats)}"
         )
-    floats = {"log_rate": log_rate, "step_bias": step_bias, "skip": skip, "state": state}
-    if mixed.dtype not in DTYPES or step.dtype != mixed.dtype or any(
-        x.dtype != torch.float32 for x in floats.values()
-    ):  # fmt: skip
+    floats["state"] = state
+    if mixed.dtype not in DTYPES or dt.dtype != mixed.dtype or {x.dtype for x in floats.values()} != {torch.float32}:
         raise RequestError(
-            "ssd wants step of the float dtype of mixed, and float32 for log_rate, step_bias, skip and state; got "
-            f"{shapes(mixed=mixed, step=step, **floats)}"
+            "ssd expects dt of the float dtype of mixed, and float32 for A_log, step_bias, skip and state; got "
+            f"{shapes(mixed=mixed, dt=dt, **floats)}"
         )
     if max(state_dim, features // heads) > WIDEST:
         raise RequestError(f"ssd takes states of at most {WIDEST} by {WIDEST} numbers a head")
     width = (groups, ssd_state_width(heads // groups, state_dim, features // heads))
-    check_state("ssd", state, width, held, offsets, rows, mixed.shape[0])
+    check_state("ssd", state, width, block_numbers, offsets, rows, mixed.shape[0])
     least, most = map(float, limits)
-    return _ssd(mixed, step, log_rate, step_bias, skip, state, held, offsets, rows, groups, state_dim, least, most)
+    return _ssd(
+        mixed, dt, A_log, step_bias, skip, state, block_numbers, offsets, rows, groups, state_dim, least, most
+    )  # fmt: skip
 
 
 def ssd_state_width(heads: int, state_dim: int, head_dim: int) -> int:
-    """How many numbers lie at a place for a group of `heads`: of 16 positions b, and for each head S, and of 16
-    positions dt x and the decay."""
+    """How many numbers a group of `heads` stores: b of 16 positions, and per head S, and dt x and the decay of 16
+    positions."""
     return STATE_BLOCK * state_dim + heads * (state_dim * head_dim + STATE_BLOCK * (head_dim + 1))
 
 
-class _Block(NamedTuple):
-    """A state at the beginning of a block, and what its positions add: S [B, H, N, P], keys b [B, H, 16, N], added dt x
-    [B, H, 16, P], decays G [B, H, 16]. groups: of the heads, which share keys."""
-
-    state: Tensor
-    keys: Tensor
-    added: Tensor
-    decays: Tensor
-    groups: int
-
-    @staticmethod
-    def of(page: Tensor, heads: int, state_dim: int, head_dim: int) -> "_Block":
-        """page: [B, G, width]"""
-        batch, groups, width = page.shape
-        keys, rest = torch.split(page, [STATE_BLOCK * state_dim, width - STATE_BLOCK * state_dim], -1)
-        keys = keys.view(batch, groups, STATE_BLOCK, state_dim).repeat_interleave(heads // groups, 1)
-        sizes = [state_dim * head_dim, STATE_BLOCK * head_dim, STATE_BLOCK]
-        state, added, decays = torch.split(rest.reshape(batch, heads, -1), sizes, -1)
-        return _Block(
-            state.view(batch, heads, state_dim, head_dim), keys, added.view(batch, heads, STATE_BLOCK, head_dim),
-            decays, groups,
-        )  # fmt: skip
-
-    def page(self) -> Tensor:
-        batch, heads = self.decays.shape[:2]
-        keys = self.keys[:, :: heads // self.groups].flatten(-2)
-        of_heads = torch.cat([self.state.flatten(-2), self.added.flatten(-2), self.decays], -1)
-        return torch.cat([keys, of_heads.view(batch, self.groups, -1)], -1)
-
-    def end(self) -> Tensor:
-        return state_at_end(self.state, self.keys, self.added, self.decays)
-
-    def with_state(self, state: Tensor) -> "_Block":
-        return self._replace(state=state)
+def _unpack(page: Tensor, heads: int, state_dim: int, head_dim: int) -> StateBlock:
+    """The block stored in page [B, G, width], its keys repeated for the heads of their group."""
+    batch, groups, width = page.shape
+    keys, rest = torch.split(page, [STATE_BLOCK * state_dim, width - STATE_BLOCK * state_dim], -1)
+    keys = keys.view(batch, groups, STATE_BLOCK, state_dim).repeat_interleave(heads // groups, 1)
+    sizes = [state_dim * head_dim, STATE_BLOCK * head_dim, STATE_BLOCK]
+    state, dt_x, decays = torch.split(rest.reshape(batch, heads, -1), sizes, -1)
+    state, dt_x = state.view(batch, heads, state_dim, head_dim), dt_x.view(batch, heads, STATE_BLOCK, head_dim)
+    return StateBlock(state, keys, dt_x, decays)
 
 
-def _definition(
-    mixed: Tensor,
-    step: Tensor,
-    log_rate: Tensor,
-    step_bias: Tensor,
-    skip: Tensor,
-    state: Tensor,
-    held: Tensor,
-    offsets: Tensor,
-    rows: Tensor | None,
-    groups: int,
-    state_dim: int,
-    least: float,
-    most: float,
-) -> Tensor:
-    heads, of_groups = log_rate.numel(), groups * state_dim
-    x, keys, queries = torch.split(mixed.to(torch.float32), [mixed.shape[-1] - 2 * of_groups, of_groups, of_groups], -1)
+def _pack(block: StateBlock, groups: int) -> Tensor:
+    batch, heads = block.decays.shape[:2]
+    keys = block.keys[:, :: heads // groups].flatten(-2)
+    by_head = torch.cat([block.state.flatten(-2), block.updates.flatten(-2), block.decays], -1)
+    return torch.cat([keys, by_head.view(batch, groups, -1)], -1)
+
+
+def _definition(*arguments: Any) -> Tensor:
+    mixed, dt, A_log, step_bias, skip, state, block_numbers, offsets, rows, groups, state_dim, least, most = arguments
+    heads, width = A_log.numel(), groups * state_dim
+    x, keys, queries = torch.split(mixed.to(torch.float32), [mixed.shape[-1] - 2 * width, width, width], -1)
     x = x.view(*x.shape[:2], heads, -1).transpose(1, 2)
     keys, queries = (
         part.view(*part.shape[:2], groups, -1).transpose(1, 2).repeat_interleave(heads // groups, 1)
         for part in (keys, queries)
     )
-    dt = F.softplus(step.to(torch.float32) + step_bias).clamp(least, most).mT.unsqueeze(-1)  # [B, H, T, 1]
-    at = places(held, offsets, rows, mixed.shape[1])
-    block = _Block.of(at.read(state), heads, state_dim, x.shape[-1])
-    tokens = queries, keys, dt * x, -log_rate.exp()[:, None, None] * dt
-    read = through_blocks(block, state, held, at, offsets, tokens, _through_block)
-    return (read + skip.unsqueeze(-1) * x.transpose(1, 2)).to(mixed.dtype)
+    dt = F.softplus(dt.to(torch.float32) + step_bias).clamp(least, most).mT.unsqueeze(-1)  # [B, H, T, 1]
+    at = places(block_numbers, offsets, rows, mixed.shape[1])
+    block = _unpack(at.read(state), heads, state_dim, x.shape[-1])
+    tokens = queries, keys, dt * x, -A_log.exp()[:, None, None] * dt
+    out = through_blocks(block, state, block_numbers, at, offsets, tokens, _advance, lambda b: _pack(b, groups))
+    y: Tensor = out + skip.unsqueeze(-1) * x.transpose(1, 2)
+    return y.to(mixed.dtype)
 
 
-def _through_block(
-    block: _Block, new: Tensor, queries: Tensor, keys: Tensor, added: Tensor, step: Tensor
-) -> tuple[_Block, Tensor]:
-    """A block with its `new` positions, bool [B, 16], and what the positions read, [B, H, 16, P]."""
+def _advance(
+    block: StateBlock, new: Tensor, queries: Tensor, keys: Tensor, dt_x: Tensor, log_decays: Tensor
+) -> tuple[StateBlock, Tensor]:
+    """A block with its `new` positions, bool [B, 16], and their outputs [B, H, 16, P]."""
     new = new[:, None, :, None]
-    keys, added = torch.where(new, keys, block.keys), torch.where(new, added, block.added)
-    decays, fading = sums_of_decays(new, step, block.decays)
-    out = decays.exp() * (queries @ block.state) + (fading * (queries @ keys.mT)) @ added
-    return _Block(block.state, keys, added, decays.squeeze(-1), block.groups), out
+    keys, dt_x = torch.where(new, keys, block.keys), torch.where(new, dt_x, block.updates)
+    decays, remaining = sums_of_decays(new, log_decays, block.decays)
+    out = decays.exp() * (queries @ block.state) + (remaining * (queries @ keys.mT)) @ dt_x
+    return StateBlock(block.state, keys, dt_x, decays.squeeze(-1)), out
 
 
-def _native(
-    library: Library,
-    mixed: Tensor,
-    step: Tensor,
-    log_rate: Tensor,
-    step_bias: Tensor,
-    skip: Tensor,
-    state: Tensor,
-    held: Tensor,
-    offsets: Tensor,
-    rows: Tensor | None,
-    groups: int,
-    state_dim: int,
-    least: float,
-    most: float,
-) -> Tensor:
+def _native(library: Library, *arguments: Any) -> Tensor:
+    mixed, dt, A_log, step_bias, skip, state, block_numbers, offsets, rows, groups, state_dim, least, most = arguments
     check_rows(offsets, rows, state.shape[0])
-    mixed, step = (x if x.stride(2) == 1 else x.contiguous() for x in (mixed, step))
-    log_rate, step_bias, skip = (x.contiguous() for x in (log_rate, step_bias, skip))
-    out = _fake(mixed, step, log_rate, step_bias, skip, state, held, offsets, rows, groups, state_dim)
+    mixed, dt = (x if x.stride(2) == 1 else x.contiguous() for x in (mixed, dt))
+    A_log, step_bias, skip = (x.contiguous() for x in (A_log, step_bias, skip))
+    out = _fake(*arguments)
     call = SsdArguments(
         batch=mixed.shape[0], queries=mixed.shape[1], groups=groups, heads=out.shape[2], state_dim=state_dim,
-        head_dim=out.shape[3], mixed=mixed.data_ptr(), mixed_strides=mixed.stride()[:2], step=step.data_ptr(),
-        step_strides=step.stride()[:2], log_rate=log_rate.data_ptr(), step_bias=step_bias.data_ptr(),
+        head_dim=out.shape[3], mixed=mixed.data_ptr(), mixed_strides=mixed.stride()[:2], step=dt.data_ptr(),
+        step_strides=dt.stride()[:2], log_rate=A_log.data_ptr(), step_bias=step_bias.data_ptr(),
         skip=skip.data_ptr(), out=out.data_ptr(), dtype=DTYPES[mixed.dtype], least=least, most=most,
-        **arguments(state, held, offsets, rows, Tensor.data_ptr),
+        **state_fields(state, block_numbers, offsets, rows, Tensor.data_ptr),
     )  # fmt: skip
     library.check(library.onward_ssd(ctypes.byref(call)), "onward_ssd")
     return out
 
 
-def _fake(mixed: Tensor, step: Tensor, log_rate: Tensor, *rest: object) -> Tensor:
+def _fake(mixed: Tensor, dt: Tensor, A_log: Tensor, *rest: Any) -> Tensor:
     groups, state_dim = rest[6:8]
-    assert isinstance(groups, int)
-    assert isinstance(state_dim, int)
-    heads = log_rate.shape[0]
+    heads = A_log.shape[0]
     return mixed.new_empty(*mixed.shape[:2], heads, (mixed.shape[2] - 2 * groups * state_dim) // heads)
 
 
 _ssd = Operator(
-    "ssd(Tensor mixed, Tensor step, Tensor log_rate, Tensor step_bias, Tensor skip, Tensor(a!) state, "
-    "Tensor(b!) held, Tensor offsets, Tensor? rows, int groups, int state_dim, float least, float most) -> Tensor",
-    _definition,
-    _native,
-    _fake,
-    instead=TRAIN_WITHOUT_STATE,
-)
+    "ssd(Tensor mixed, Tensor dt, Tensor A_log, Tensor step_bias, Tensor skip, Tensor(a!) state, Tensor(b!) "
+    "block_numbers, Tensor offsets, Tensor? rows, int groups, int state_dim, float least, float most) -> Tensor",
+    _definition, _native, _fake, instead=TRAIN_WITHOUT_STATE,
+)  # fmt: skip

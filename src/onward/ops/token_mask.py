@@ -1,4 +1,4 @@
-"""Token masks, which remove ids that may not follow, and the argmax of each row."""
+"""Token masks, which exclude ids from sampling, and the argmax of each row."""
 
 import torch
 from torch import Tensor
@@ -9,17 +9,17 @@ from onward.ops.operator import DTYPES, Operator, shapes
 
 
 def apply_token_mask(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """-inf for the logits of ids that may not follow; all others as they are, bit for bit.
+    """The logits with -inf for ids that are not allowed, and all others unchanged, bit for bit.
 
     Args:
         logits: float [N, V].
-        words: int32 [N, W]: bit i of word w admits id 32 w + i. Ids past the words are not admitted.
+        words: int32 [N, W]: bit i of word w allows id 32 w + i. Ids past the words are not allowed.
 
     Returns:
-        The logits [N, V], and bool [N]: whether a row has one left that is not -inf.
+        The logits [N, V], and bool [N]: whether a row has any that is not -inf.
 
     Raises:
-        RequestError: shapes or dtypes that do not fit.
+        RequestError: shapes or dtypes that don't match.
     """
     fits = logits.dim() == words.dim() == 2 and len(logits) == len(words) and logits.shape[1] >= 1
     if not fits or not logits.is_floating_point() or words.dtype != torch.int32:
@@ -33,10 +33,9 @@ def apply_token_mask(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
 def _mask_definition(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     ids = torch.arange(logits.shape[1], device=logits.device)
     padded = torch.nn.functional.pad(words, (0, max(0, -(-logits.shape[1] // 32) - words.shape[1])))
-    admitted = (padded[:, ids // 32] >> (ids % 32).to(torch.int32)) & 1 == 1
-    nothing = torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device)
-    kept = torch.where(admitted, logits, nothing)
-    return kept, (kept != nothing).any(-1)
+    allowed = (padded[:, ids // 32] >> (ids % 32).to(torch.int32)) & 1 == 1
+    masked = logits.masked_fill(~allowed, float("-inf"))
+    return masked, (masked != float("-inf")).any(-1)
 
 
 def _mask_native(library: Library, logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,27 +61,19 @@ _apply_token_mask = Operator(
 
 
 def argmax(x: Tensor) -> Tensor:
-    """float [..., V] -> int64 [...]. Of equal values the lowest index counts. A NaN counts as the largest value."""
+    """float [..., V] -> int64 [...]. Ties go to the lowest index. A NaN counts as the largest value."""
     return _argmax(x) if x.dtype in DTYPES and x.numel() else x.argmax(-1)
-
-
-def _argmax_definition(x: Tensor) -> Tensor:
-    return x.argmax(-1)
 
 
 def _argmax_native(library: Library, x: Tensor) -> Tensor:
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty(x.shape[:-1], dtype=torch.int64)
-    status = library.onward_argmax(
-        x.numel() // width, width, x.data_ptr(), DTYPES[x.dtype], width, out.data_ptr()
-    )  # fmt: skip
+    status = library.onward_argmax(x.numel() // width, width, x.data_ptr(), DTYPES[x.dtype], width, out.data_ptr())
     library.check(status, "onward_argmax")
     return out
 
 
-_argmax = Operator(
+_argmax: Operator[Tensor] = Operator(
     "argmax(Tensor x) -> Tensor",
-    _argmax_definition,
-    _argmax_native,
-    lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64),
-)
+    lambda x: x.argmax(-1), _argmax_native, lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64),
+)  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from onward import ops as _registered  # noqa: F401 - for the names under torch.ops.onward
 from onward.ops.experts import ACTIVATIONS, format_code
 from onward.ops.gated_delta import EPS
-from onward.ops.recurrent_state import arguments
+from onward.ops.recurrent_state import state_fields
 from onward.ops.router import SCORES
 from onward.program.builder import Builder, Unsupported, float_code, lowers
 from onward.program.graph import Array, Node, address
@@ -98,14 +98,14 @@ def short_conv(b: Builder, node: Node) -> None:
 
 @lowers(ops.gated_delta.default)
 def gated_delta(b: Builder, node: Node) -> None:
-    qkv, decay, beta, log_rate, decay_bias, *state, key_heads, key_dim = node.args
+    qkv, decay, beta, A_log, decay_bias, *state, key_heads, key_dim = node.args
     qkv, decay, beta = map(b.with_contiguous_rows, (qkv, decay, beta))
     out = node.outputs[0]
     call = {
         "batch": out.shape[0], "queries": out.shape[1], "key_heads": key_heads, "value_heads": out.shape[2],
         "key_dim": key_dim, "value_dim": out.shape[3], "qkv": address(qkv), "qkv_strides": qkv.strides[:2],
         "decay": address(decay), "decay_strides": decay.strides[:2], "beta": address(beta),
-        "beta_strides": beta.strides[:2], "log_rate": address(b.contiguous(log_rate)),
+        "beta_strides": beta.strides[:2], "log_rate": address(b.contiguous(A_log)),
         "decay_bias": address(b.contiguous(decay_bias)), "out": address(out), "dtype": float_code(qkv), "eps": EPS,
     }  # fmt: skip
     b.call("onward_gated_delta", [call | _state(*state)])
@@ -113,13 +113,13 @@ def gated_delta(b: Builder, node: Node) -> None:
 
 @lowers(ops.ssd.default)
 def ssd(b: Builder, node: Node) -> None:
-    mixed, step, log_rate, step_bias, skip, *state, groups, state_dim, least, most = node.args
-    mixed, step = map(b.with_contiguous_rows, (mixed, step))
+    mixed, dt, A_log, step_bias, skip, *state, groups, state_dim, least, most = node.args
+    mixed, dt = map(b.with_contiguous_rows, (mixed, dt))
     out = node.outputs[0]
     call = {
         "batch": out.shape[0], "queries": out.shape[1], "groups": groups, "heads": out.shape[2],
         "state_dim": state_dim, "head_dim": out.shape[3], "mixed": address(mixed), "mixed_strides": mixed.strides[:2],
-        "step": address(step), "step_strides": step.strides[:2], "log_rate": address(b.contiguous(log_rate)),
+        "step": address(dt), "step_strides": dt.strides[:2], "log_rate": address(b.contiguous(A_log)),
         "step_bias": address(b.contiguous(step_bias)), "skip": address(b.contiguous(skip)), "out": address(out),
         "dtype": float_code(mixed), "least": least, "most": most,
     }  # fmt: skip
@@ -127,6 +127,6 @@ def ssd(b: Builder, node: Node) -> None:
 
 
 def _state(state: Array, block_numbers: Array, offsets: Array, rows: Array | None) -> dict[str, Any]:
-    fields = dict(arguments(state, block_numbers, offsets, rows, address))
+    fields = dict(state_fields(state, block_numbers, offsets, rows, address))
     # A program serves pools with any number of slots, so that number must not be part of it.
     return fields if rows is None else fields | {"slots": _ANY_SLOT}

@@ -16,16 +16,6 @@ from onward.quantization.rounding import (
 )
 
 __all__ = [
-    "Progress",
-    "TensorReport",
-    "check_format",
-    "count_matrices",
-    "quantize_int4",
-    "quantize_int8",
-    "quantize_iq4_nl",
-    "quantize_params",
-    "quantize_weight",
-    "quantize_with_feedback",
-    "relative_output_error",
-    "relative_rms_error",
-]
+    "Progress", "TensorReport", "check_format", "count_matrices", "quantize_int4", "quantize_int8", "quantize_iq4_nl",
+    "quantize_params", "quantize_weight", "quantize_with_feedback", "relative_output_error", "relative_rms_error",
+]  # fmt: skip

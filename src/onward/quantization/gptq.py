@@ -1,7 +1,7 @@
-"""Round a matrix column by column, each column's error made up for by those that follow (GPTQ, arXiv 2210.17323).
+"""Round a matrix column by column, and compensate each column's error in later columns (GPTQ, arXiv 2210.17323).
 
-The error that counts is that of the outputs on known inputs: tr(E H E^T), with E = W - W' and the Hessian H = X^T X of
-the inputs X [T, K]. Scales stay those of the format, in the same bytes.
+It minimises the error of the outputs on sample inputs: tr(E H E^T), with E = W - W' and the Hessian H = X^T X of the
+inputs X [T, K]. The format of scales is unchanged.
 
 Shapes: N rows (outputs), K inputs, T tokens.
 """
@@ -18,12 +18,12 @@ from onward.ops.quantized import QuantizedWeight
 from onward.quantization.rounding import quantize_and_measure, relative_rms_error
 from onward.quantization.scales import CODEBOOKS, Codebook, extremes
 
-# Added to the diagonal of H, relative to its mean, as in the paper; ten times as much wherever H is not yet definite.
+# Added to the diagonal of H, relative to its mean, as in the paper; ten times as much while H is not yet definite.
 _DAMPING = 0.01
-_REFINEMENTS = 2  # scales tried for a place of a group's extreme: its own, and that of the values it gives
-# Rows that are rounded together. A row knows nothing of another, so this bounds memory and changes nothing.
+_REFINEMENTS = 2  # scales tried per place of a group's extreme: its own, and the least-squares scale of the result
+# Rows that are rounded together. Rows are independent, so this bounds memory and changes nothing.
 _ROWS = 8192
-_LARGEST_SCALE = torch.finfo(torch.float16).max
+_MAX_SCALE = torch.finfo(torch.float16).max
 # Its scales are not searched.
 _INT8 = Codebook(lambda quotients: quotients.round_().clamp_(-127, 127), lambda values: values.to(torch.int8))
 
@@ -37,11 +37,11 @@ class RoundingResult(NamedTuple):
 
 
 def quantize_with_feedback(weight: Tensor, hessian: Tensor, format: str) -> RoundingResult:
-    """Quantize for small errors of the outputs on the inputs that `hessian` is of.
+    """Quantize for small errors of the outputs on the inputs of `hessian`.
 
-    Groups of 32 are taken by their inputs' energy, greatest first, and so are the inputs in a group. A group's scale is
-    chosen when its turn has come, for the weights as the errors before have changed them. Where rounding to nearest
-    errs less, it is kept.
+    Groups of 32 are rounded by their inputs' energy, greatest first, and so are the inputs in a group. A group's scale
+    is chosen just before, for the weights as corrected so far. The result is that of rounding to nearest if its error
+    is smaller.
 
     Args:
         weight: float [N, K], finite.
@@ -49,13 +49,13 @@ def quantize_with_feedback(weight: Tensor, hessian: Tensor, format: str) -> Roun
         format: "int8", "int4" or "iq4_nl".
 
     Raises:
-        RequestError: as `quantize_weight`, or a Hessian of another size or that is not finite.
+        RequestError: as for `quantize_weight`, or a Hessian that has another size or is not finite.
     """
     nearest, error = quantize_and_measure(weight, format)
     rows, inputs = nearest.shape
     if hessian.shape != (inputs, inputs) or not bool(hessian.isfinite().all()):
         raise RequestError(
-            f"a weight {[rows, inputs]} wants a finite Hessian {[inputs, inputs]} of its inputs; "
+            f"a weight {[rows, inputs]} expects a finite Hessian {[inputs, inputs]} of its inputs; "
             f"got {list(hessian.shape)}{'' if hessian.isfinite().all() else ' with infinities or NaNs'}"
         )
     size = _energy(weight, hessian)
@@ -66,15 +66,15 @@ def quantize_with_feedback(weight: Tensor, hessian: Tensor, format: str) -> Roun
         return result
     parts = [_rounded(part, factor, order, format) for part in torch.split(weight, _ROWS)]
     q, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    fed = QuantizedWeight.pack(format, q, scales, weight.dtype)
-    output_error = _relative(_error_energy(weight, fed, hessian), size)
+    corrected = QuantizedWeight.pack(format, q, scales, weight.dtype)
+    output_error = _relative(_error_energy(weight, corrected, hessian), size)
     if not output_error < result.relative_output_error:
         return result
-    return RoundingResult(fed, relative_rms_error(weight, fed), output_error)
+    return RoundingResult(corrected, relative_rms_error(weight, corrected), output_error)
 
 
 def relative_output_error(weight: Tensor, quantized: QuantizedWeight, hessian: Tensor) -> float:
-    """sqrt(tr(E H E^T) / tr(W H W^T)): the relative RMS error of the outputs; 0 where they are all zeros."""
+    """sqrt(tr(E H E^T) / tr(W H W^T)): the relative RMS error of the outputs; 0 if they are all zeros."""
     return _relative(_error_energy(weight, quantized, hessian), _energy(weight, hessian))
 
 
@@ -98,7 +98,7 @@ def _energy(weight: Tensor, hessian: Tensor) -> float:
 
 
 def _order(energy: Tensor, group: int) -> Tensor:
-    """int64 [K]: the inputs in the order in which they are rounded; those of a group stay together."""
+    """int64 [K]: the inputs in the order of rounding; groups stay together."""
     groups = torch.split(energy, group)
     first = torch.stack([part.mean() for part in groups]).argsort(descending=True, stable=True)
     within = [part.argsort(descending=True, stable=True) + index * group for index, part in enumerate(groups)]
@@ -106,7 +106,7 @@ def _order(energy: Tensor, group: int) -> Tensor:
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor | None:
-    """The upper triangular U with U^T U = H^-1, of the damped H; None where the inputs were all zeros."""
+    """The upper triangular U with U^T U = H^-1, of the damped H; None if the inputs were all zeros."""
     mean = float(hessian.diagonal().mean())
     damping = _DAMPING * mean
     while mean > 0 and damping < 1e4 * mean:
@@ -123,8 +123,8 @@ def _inverse_factor(hessian: Tensor) -> Tensor | None:
 
 
 def _rounded(weight: Tensor, factor: Tensor, order: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """What `QuantizedWeight.pack` takes of some rows: int8 [N, K] and the scales. factor: of the inputs in `order`."""
-    left = weight.to(torch.float32).T[order]  # [K, N]: an input's weights lie side by side
+    """The integers, int8 [N, K], and the scales of some rows. factor: of the inputs in `order`."""
+    left = weight.to(torch.float32).T[order]  # [K, N]: an input's weights are contiguous
     codes = torch.empty_like(left, dtype=torch.int8)
     inputs, rows = left.shape
     codebook = _INT8 if format == "int8" else CODEBOOKS[format]
@@ -154,17 +154,16 @@ def _runs(order: Tensor, format: str) -> list[tuple[int, int, int]]:
     """(first, one past the last, group of the scales) of each run of inputs that is rounded at once."""
     runs, begin, inputs = [], 0, len(order)
     while begin < inputs:
-        group = int(order[begin]) // layout.GROUP
-        width = layout.GROUP if format == "int8" else min(layout.GROUP, inputs - group * layout.GROUP)
-        end = min(begin + width, inputs)
-        runs.append((begin, end, 0 if format == "int8" else group))
+        group = 0 if format == "int8" else int(order[begin]) // layout.GROUP
+        end = begin + min(layout.GROUP, inputs - (begin if format == "int8" else group * layout.GROUP))
+        runs.append((begin, end, group))
         begin = end
     return runs
 
 
 def _scales(block: Tensor, factor: Tensor, codebook: Codebook) -> Tensor:
-    """The scale [N], as float16 stores it, with the least sum of (w - s q)² / u² over a group float32 [inputs, N]: GPTQ
-    counts of an input the error that later inputs cannot make up for."""
+    """The scale [N], rounded to float16, with the least sum of (w - s q)² / u² over a group float32 [inputs, N]: GPTQ
+    counts the error of an input that later inputs can't compensate."""
     weights = factor.square().reciprocal_().unsqueeze(1)
     weights = weights / weights.amax()
     extreme = extremes(block)
@@ -172,9 +171,9 @@ def _scales(block: Tensor, factor: Tensor, codebook: Codebook) -> Tensor:
     best_error = torch.full_like(extreme, torch.inf)
 
     def keep_if_better(scale: Tensor) -> Tensor:
-        """Returns the least-squares scale of the values that this one gives."""
+        """Return the least-squares scale of the values that this one rounds to."""
         nonlocal best, best_error
-        stored = scale.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(torch.float16).to(torch.float32)
+        stored = scale.clamp(-_MAX_SCALE, _MAX_SCALE).to(torch.float16).to(torch.float32)
         q = codebook.rounded(block, stored)
         error = ((block - q * stored).square_() * weights).sum(0)
         better = error < best_error

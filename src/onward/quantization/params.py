@@ -1,4 +1,4 @@
-"""Quantize every matrix of some params."""
+"""Quantize every matrix of a model's params."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,10 +25,9 @@ class TensorReport:
     relative_rms_error: sqrt(sum (w - w')² / sum w²).
     nbytes: of the quantized weight.
     format: "int8", "int4" or "iq4_nl".
-    relative_output_error: the same of the outputs, on the text of a calibration; None where the matrix was rounded
-        to nearest.
-    divergence: what it costs to have this matrix in iq4_nl, rounded to nearest, and no other: the KL divergence from
-        the model as it was, in nats a token. It is what a budget of bits is spent by; None where there is none.
+    relative_output_error: the same for the outputs, on the calibration text; None if the matrix was rounded to nearest.
+    divergence: the KL divergence from the original model, in nats per token, if only this matrix is rounded to nearest
+        in iq4_nl. A bit budget is spent by it; None without a budget.
     """
 
     name: str
@@ -41,13 +40,13 @@ class TensorReport:
 
     @property
     def bits(self) -> float:
-        """Bits a weight, scales and all."""
+        """Bits per weight, including scales."""
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
 
-# In floats: routers and convolutions decide much, and are small. The matrix of latents is read by rows and by columns,
-# of which a scale for each row serves one.
-_KEPT = Router | ShortConv | LatentLinear
+# Routers and convolutions are sensitive and small. The matrix of latents is read by rows and by columns, and scales per
+# row suit only one of these.
+_UNQUANTIZED = Router | ShortConv | LatentLinear
 
 Progress = Callable[[TensorReport], None]
 
@@ -60,23 +59,23 @@ def quantize_params(
     release: Callable[[], None] = lambda: None,
     keep: bool = False,
 ) -> tuple[Any, list[TensorReport]]:
-    """The params with all matrices but `_KEPT` quantized, and a report of each. A tied pair stays one weight. release:
-    called after each matrix, when its stock weight has been read for the last time. keep: leave experts that are
-    quantized already as they are; else they are an error."""
+    """The params with all matrices but `_UNQUANTIZED` quantized, and a report of each. A tied pair stays one weight.
+    release: called after each matrix, once its stock weight is no longer needed. keep: leave experts that are already
+    quantized unchanged; else they are an error."""
     quantizer = ParamsQuantizer(params, format, progress, release, keep)
     return quantizer.quantized(params), quantizer.reports
 
 
 class FormatChoice(NamedTuple):
-    """The format of a matrix. divergence: what iq4_nl alone costs there, where that was measured (`TensorReport`)."""
+    """The format of a matrix. divergence: as in `TensorReport`, if it was measured."""
 
     format: str
     divergence: float | None = None
 
 
 class ParamsQuantizer:
-    """Quantizes the matrices of params, all at once or one part after another. reports: of the matrices so far. format:
-    as of `quantize_params`, or a choice for each matrix, by a name such as "layers.3.mixer.q_proj.weight"."""
+    """Quantizes the matrices of params, in one call or part by part. reports: of the matrices so far. format: as for
+    `quantize_params`, or a choice for each matrix, by a name such as "layers.3.mixer.q_proj.weight"."""
 
     def __init__(
         self,
@@ -96,15 +95,14 @@ class ParamsQuantizer:
 
     @property
     def fraction(self) -> float:
-        """How much is done, from 0 to 1, by the number of matrices; a head that is tied counts for one."""
+        """The fraction of matrices that are done, from 0 to 1; a tied head counts as one."""
         return min(1.0, len(self.reports) / self._count)
 
     def quantized(
         self, params: Any, under: tuple[Any, ...] = (), hessians: Mapping[tuple[Any, ...], Tensor] | None = None
     ) -> Any:
-        """The params, at the path `under` in those of the model, with their matrices quantized. hessians: for paths of
-        `Linear` in these params the Hessian of the inputs, for error feedback (`onward.quantization.gptq`); an
-        expert's path ends in its number."""
+        """The params, at the path `under` in those of the model, with their matrices quantized. hessians: of inputs,
+        by the path of `Linear` in these params, for `onward.quantization.gptq`; an expert's path ends in its number."""
         known = {} if hessians is None else hessians
 
         def convert(path: tuple[Any, ...], part: Any) -> Any:
@@ -113,7 +111,7 @@ class ParamsQuantizer:
                 return part._replace(weight=part.together)
             if isinstance(part.weight, QuantizedWeight | QuantizedExperts) and part.weight.format in ROUNDED_FORMATS:
                 raise RequestError(f"{name} is {part.weight.format} already: quantize the model in its stock weights")
-            if isinstance(part, _KEPT):
+            if isinstance(part, _UNQUANTIZED):
                 return part
             if isinstance(part, ExpertLinear):
                 choice = self._choice(name)
@@ -135,16 +133,17 @@ class ParamsQuantizer:
     def _quantize(
         self, name: str, weight: Weight, choice: FormatChoice, hessian: Tensor | None = None
     ) -> QuantizedWeight:
-        of_outputs = None
+        output_error = None
+        floats = weight.dequantize() if isinstance(weight, QuantizedWeight) else stock_weight(weight)
         try:
             if hessian is None:
-                quantized, error = quantize_and_measure(_floats(weight), choice.format)
+                quantized, error = quantize_and_measure(floats, choice.format)
             else:
-                quantized, error, of_outputs = quantize_with_feedback(_floats(weight), hessian, choice.format)
+                quantized, error, output_error = quantize_with_feedback(floats, hessian, choice.format)
         except RequestError as refused:
             raise RequestError(f"{name}: {refused}") from refused
         report = TensorReport(
-            name, quantized.shape, error, quantized.nbytes, quantized.format, of_outputs, choice.divergence
+            name, quantized.shape, error, quantized.nbytes, quantized.format, output_error, choice.divergence
         )
         self.reports.append(report)
         if self._progress is not None:
@@ -153,20 +152,11 @@ class ParamsQuantizer:
         return quantized
 
 
-def _floats(weight: Weight) -> Tensor:
-    """The weight in rows; of one that others quantized the values that it has."""
-    return weight.dequantize() if isinstance(weight, QuantizedWeight) else stock_weight(weight)
-
-
 def count_matrices(params: Any) -> int:
-    """How many reports `quantize_params` gives of these params, where none are tied."""
-    return sum(_count(part) for part in marked_parts(params))
-
-
-def _count(part: Any) -> int:
-    if isinstance(part, ExpertLinear):
-        return 0 if _is_quantized(part) else len(part.matrices)
-    return not isinstance(part, _KEPT)
+    """The number of reports of `quantize_params` for these params, if none are tied."""
+    parts = [part for part in marked_parts(params) if not isinstance(part, _UNQUANTIZED)]
+    experts = [part for part in parts if isinstance(part, ExpertLinear)]
+    return len(parts) - len(experts) + sum(len(part.matrices) for part in experts if not _is_quantized(part))
 
 
 def _is_quantized(experts: ExpertLinear) -> bool:

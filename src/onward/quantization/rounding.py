@@ -42,32 +42,31 @@ def check_format(format: str) -> None:
 def quantize_int8(weight: Tensor) -> QuantizedWeight:
     """Round each row to whole multiples, -127 … 127, of its absmax / 127.
 
-    Rows of a thousand weights do not gain from a better scale: clipping their extremes costs more than finer steps
-    gain, and searching changes the error by less than 2 % (docs/quantization.md).
+    Rows of a thousand weights don't gain from a better scale: clipping their extremes costs more than finer steps gain,
+    and a search changes the error by less than 2 % (docs/quantization.md).
 
     Args:
         weight: float [N, K], finite.
 
     Raises:
-        RequestError: the weight is no float matrix, is not finite, or has more than 65,536 inputs.
+        RequestError: the weight is not a float matrix, is not finite, or has more than 65,536 inputs.
     """
     return quantize_weight(weight, "int8")
 
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:
-    """Round each group of 32 inputs of a row to whole multiples, -8 … 7, of the float16 scale that errs least.
+    """Round each group of 32 inputs of a row to whole multiples, -8 … 7, of the float16 scale with the smallest error.
 
-    A search tries a grid of places for the group's extreme element. The least-squares scale of the integers improves
-    each of them, and the best is improved by rounding to its scale again. Of these, plain absmax / 7 and Q4_0's rule,
-    the scale with the least squared error, as stored, is kept. Where K is no multiple of 32 the last group of a row is
-    shorter.
+    A search tries a grid of places for the group's extreme element, each improved by the least-squares scale of the
+    integers, and the best by rounding to its scale again. The result is the scale with the least squared error, as
+    stored, of these, absmax / 7 and Q4_0's rule. If K is not a multiple of 32 the last group of a row is shorter.
 
     Args:
         weight: float [N, K], finite, magnitudes up to 458,528 (7 times the largest float16).
 
     Raises:
-        RequestError: the weight is no float matrix, is not finite, is too large for a float16 scale, or has more than
-            65,536 inputs.
+        RequestError: the weight is not a float matrix, is not finite, is too large for a float16 scale, or has more
+            than 65,536 inputs.
     """
     return quantize_weight(weight, "int4")
 
@@ -76,8 +75,8 @@ def quantize_iq4_nl(weight: Tensor) -> QuantizedWeight:
     """Round each group of 32 inputs of a row to multiples of a float16 scale: the 16 numbers of llama.cpp's IQ4_NL.
 
     They are denser near 0, as weights are: -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113. The scale is
-    searched as that of `quantize_int4`, and no group is worse than with its extreme element at either end. What fills
-    up a shorter last group is searched as zeros.
+    searched as in `quantize_int4`, and no group is worse than with its extreme element at either end. A shorter last
+    group is padded with zeros.
 
     Args:
         weight: float [N, K], finite, magnitudes up to 8,319,008 (127 times the largest float16).
@@ -105,30 +104,25 @@ def _quantize_native(library: Library, weight: Tensor, format: str) -> tuple[Qua
 
 
 def definition(weight: Tensor, format: str) -> QuantizedWeight:
-    """What the kernel computes, in torch, of a weight that is known to be one."""
-    return _int8(weight) if format == "int8" else _grouped(weight, format)
-
-
-def _int8(weight: Tensor) -> QuantizedWeight:
-    data = _empty(weight, "int8")
-    for blocks, part in _row_chunks(weight):
-        scales = part.abs().amax(1, keepdim=True) / 127
-        q = (part / scales).nan_to_num_(0.0).round_().clamp_(-127, 127)  # a row of zeros is 0 / 0
-        data[blocks] = layout.pack("int8", q.to(torch.int8), scales)
-    return QuantizedWeight(data, "int8", (weight.shape[0], weight.shape[1]), weight.dtype)
-
-
-def _grouped(weight: Tensor, format: str) -> QuantizedWeight:
-    inputs, codebook = weight.shape[1], CODEBOOKS[format]
+    """The kernel's computation in torch, for a checked weight."""
     data = _empty(weight, format)
     for blocks, part in _row_chunks(weight):
-        rows = len(part)
-        groups = pad(part, (0, -inputs % layout.GROUP)).view(-1, layout.GROUP).T.contiguous()
-        scale = best_scale(groups, codebook)
-        codes = codebook.codes(codebook.rounded(groups, scale.to(torch.float32)))
-        codes = codes.T.reshape(rows, -1)[:, :inputs].contiguous()
-        data[blocks] = layout.pack(format, codes, scale.view(rows, -1))
-    return QuantizedWeight(data, format, (weight.shape[0], inputs), weight.dtype)
+        data[blocks] = layout.pack(format, *(_int8(part) if format == "int8" else _grouped(part, format)))
+    return QuantizedWeight(data, format, (weight.shape[0], weight.shape[1]), weight.dtype)
+
+
+def _int8(part: Tensor) -> tuple[Tensor, Tensor]:
+    scales = part.abs().amax(1, keepdim=True) / 127
+    q = (part / scales).nan_to_num_(0.0).round_().clamp_(-127, 127)  # a row of zeros is 0 / 0
+    return q.to(torch.int8), scales
+
+
+def _grouped(part: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    (rows, inputs), codebook = part.shape, CODEBOOKS[format]
+    groups = pad(part, (0, -inputs % layout.GROUP)).view(-1, layout.GROUP).T.contiguous()
+    scale = best_scale(groups, codebook)
+    codes = codebook.codes(codebook.rounded(groups, scale.to(torch.float32)))
+    return codes.T.reshape(rows, -1)[:, :inputs].contiguous(), scale.view(rows, -1)
 
 
 def relative_rms_error(weight: Tensor, quantized: QuantizedWeight) -> float:
@@ -146,7 +140,7 @@ def relative_rms_error(weight: Tensor, quantized: QuantizedWeight) -> float:
 
 
 def _row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Whole blocks of rows with their values in float32 [some rows, K], few enough to stay in the processor's cache."""
+    """Blocks of rows with their values in float32 [some rows, K], few enough to stay in the processor's cache."""
     blocks = math.ceil(2**18 / (layout.BLOCK * weight.shape[1]))
     for first in range(0, math.ceil(len(weight) / layout.BLOCK), blocks):
         part = weight[first * layout.BLOCK : (first + blocks) * layout.BLOCK]
@@ -161,10 +155,8 @@ def _empty(weight: Tensor, format: str) -> Tensor:
 
 
 def _largest(weight: Tensor) -> float:
-    """The largest magnitude; NaN where a weight is infinite or NaN."""
-    maxima = [part.abs().amax() for _, part in _row_chunks(weight)]
-    largest = float(torch.stack(maxima).amax())  # NaN wins
-    return largest if math.isfinite(largest) else math.nan
+    """The largest magnitude; NaN or infinite if a weight is."""
+    return float(torch.stack([part.abs().amax() for _, part in _row_chunks(weight)]).amax())  # NaN wins
 
 
 def _check_form(weight: Tensor) -> None:
@@ -184,6 +176,6 @@ def _check_values(weight: Tensor, format: str, largest: float) -> None:
         )
     if format != "int8" and largest > CODEBOOKS[format].largest:
         raise RequestError(
-            f"the scales of {format} are float16, which serves weights up to {CODEBOOKS[format].largest:.0f}; got one "
-            f"of {largest:.6g}: use int8"
+            f"the scales of {format} are float16, for weights up to {CODEBOOKS[format].largest:.0f}; got one of "
+            f"{largest:.6g}: use int8"
         )

@@ -9,21 +9,6 @@ from onward.sampling.params import SamplingOptionsDict, SamplingParams
 from onward.sampling.sampler import Sampler, fresh_seed, sample
 
 __all__ = [
-    "Constraint",
-    "ConstraintState",
-    "History",
-    "Logprobs",
-    "Mask",
-    "Sampler",
-    "SamplingOptionsDict",
-    "SamplingParams",
-    "Token",
-    "TokenLogprobs",
-    "fresh_seed",
-    "greedy",
-    "gumbel_noise",
-    "logprobs",
-    "mask_of",
-    "sample",
-    "sample_seed",
-]
+    "Constraint", "ConstraintState", "History", "Logprobs", "Mask", "Sampler", "SamplingOptionsDict", "SamplingParams",
+    "Token", "TokenLogprobs", "fresh_seed", "greedy", "gumbel_noise", "logprobs", "mask_of", "sample", "sample_seed",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Constraints: which ids may follow a text, where a grammar or a rule of the user's says so."""
+"""Constraints: which ids may follow a text, according to a grammar or the user's own rule."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,52 +14,52 @@ from torch import Tensor
 from onward import ops
 from onward.errors import NothingToDrawError, RequestError
 
-# Ids as bits: id i is among them where bit i % 32 of word i // 32 is set; int32 [N]. An id past the last word is not.
+# A set of ids as bits, int32 [N]: it has id i if bit i % 32 of word i // 32 is set, and none past the last word.
 Mask = NDArray[np.int32]
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """Says which ids may follow the ids of one text that it has accepted. All it says depends on these alone.
+    """The rule of one text: which ids may follow the ids that it has accepted. Its answers depend on these alone.
 
-    Inherit from it, and `forced` and `is_done` need not be written.
+    Subclasses may leave out `forced` and `is_done`.
     """
 
     def mask(self) -> Mask:
-        """The ids that may follow, a new array; `onward.sampling.mask_of` makes it of ids. An id that ends the text
-        is among them where the text may end. It is not asked where `is_done`."""
+        """The ids that may follow, a new array (see `onward.sampling.mask_of`). Ids that end the text are included if
+        it may end here. Not called if `is_done`."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Go on after an id that the mask admits. An id that ends the text is never given."""
+        """Advance by an id that the mask admits. Never called with an id that ends the text."""
         ...
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` of the accepted ids."""
+        """Remove the last `count` accepted ids."""
         ...
 
     def fork(self) -> Self:
-        """A copy that goes on from here by itself."""
+        """An independent copy in the same state."""
         ...
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing may follow. The text then ends without an id that says so."""
+        """Whether nothing may follow. The text then ends without an end id."""
         return False
 
     def forced(self) -> Sequence[int]:
-        """Ids that most likely follow whatever the model says, as braces and keys of JSON do. They are drafted, so that
-        one pass of the model processes them all. A wrong guess changes no text."""
+        """Ids that very likely follow regardless of the model, such as braces and keys of JSON. They are drafted, so
+        that one pass of the model processes them all. A wrong guess changes no text."""
         return ()
 
 
 def mask_of(ids: Iterable[int]) -> Mask:
     """The mask of these ids, for a `Constraint`."""
-    listed = np.unique(np.fromiter(ids, dtype=np.int64))
-    if len(listed) and listed[0] < 0:
-        raise RequestError(f"ids are whole numbers of 0 or more; got {listed[0]} for a mask")
-    words = np.zeros(1 + int(listed[-1]) // 32 if len(listed) else 0, dtype=np.uint32)
-    np.bitwise_or.at(words, listed // 32, np.uint32(1) << (listed % 32).astype(np.uint32))
+    unique = np.unique(np.fromiter(ids, dtype=np.int64))
+    if len(unique) and unique[0] < 0:
+        raise RequestError(f"ids must be whole numbers of 0 or more; got {unique[0]} for a mask")
+    words = np.zeros(1 + int(unique[-1]) // 32 if len(unique) else 0, dtype=np.uint32)
+    np.bitwise_or.at(words, unique // 32, np.uint32(1) << (unique % 32).astype(np.uint32))
     return words.view(np.int32)
 
 
@@ -70,7 +70,7 @@ def admits(mask: Mask, token_id: int) -> bool:
 
 
 def _checked(mask: object) -> Mask:
-    """A mask as a constraint of the user's gives it."""
+    """Check the mask of a user's constraint."""
     if isinstance(mask, np.ndarray) and mask.dtype == np.int32 and mask.ndim == 1:
         return mask
     got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray | Tensor) else type(mask).__name__
@@ -78,31 +78,29 @@ def _checked(mask: object) -> Mask:
 
 
 class ConstraintState:
-    """A constraint at work on one text: ids are appended and taken back, as in its `History`.
+    """The constraint of one text: ids are appended and removed, as in its `History`.
 
-    Drafted ids may run past the end of the text, or the constraint may refuse them. What stands after these is never
-    reached, so everything may follow there.
-
-    stop_ids: those that end the text.
+    Drafted ids may run past the end of the text, or the constraint may reject them. Positions after these are never
+    reached, so they are unconstrained. stop_ids: ids that end the text.
     """
 
     def __init__(self, constraint: Constraint, stop_ids: AbstractSet[int] = frozenset()) -> None:
         self._constraint = constraint
         self._stop_ids = stop_ids
         self._accepted = self._unreachable = 0
-        self._mask: Mask | None = None  # of where it stands, if it was asked for
+        self._mask: Mask | None = None  # of the current position, once computed
 
     def __len__(self) -> int:
-        """How many ids were appended."""
+        """The number of appended ids."""
         return self._accepted + self._unreachable
 
     @property
     def is_done(self) -> bool:
-        """Whether the text ends here, or has ended before."""
+        """Whether the text ends here or earlier."""
         return self._unreachable > 0 or self._constraint.is_done
 
     def mask(self) -> Mask | None:
-        """What may follow; None for everything."""
+        """The ids that may follow; None for all."""
         if self.is_done:
             return None
         if self._mask is None:
@@ -110,7 +108,6 @@ class ConstraintState:
         return self._mask
 
     def forced(self) -> Sequence[int]:
-        """Ids that most likely follow."""
         return () if self.is_done else self._constraint.forced()
 
     def append(self, token_id: int) -> None:
@@ -123,12 +120,12 @@ class ConstraintState:
         self._mask = None
 
     def admits(self, token_id: int) -> bool:
-        """Whether an id may follow, one that ends the text too."""
+        """Whether an id may follow, including ids that end the text."""
         mask = self.mask()
         return mask is None or admits(mask, token_id)
 
     def admitted(self, tokens: Sequence[int]) -> int:
-        """How many of these ids may follow, one after the other."""
+        """How many of these ids may follow in sequence."""
         with self.assuming(()):
             for count, token in enumerate(tokens):
                 if self.is_done or not self.admits(token):
@@ -137,8 +134,8 @@ class ConstraintState:
         return len(tokens)
 
     def truncate(self, length: int) -> None:
-        """Take back what was appended after the first `length` ids."""
-        assert 0 <= length <= len(self), "only what was appended can be taken back"
+        """Remove all but the first `length` ids."""
+        assert 0 <= length <= len(self), "only appended ids can be removed"
         count = len(self) - length
         unreachable = min(count, self._unreachable)
         self._unreachable -= unreachable
@@ -148,14 +145,14 @@ class ConstraintState:
             self._mask = None
 
     def fork(self) -> Self:
-        """A copy that goes on from here by itself."""
+        """An independent copy in the same state."""
         other = copy.copy(self)
         other._constraint = self._constraint.fork()
         return other
 
     @contextmanager
     def assuming(self, tokens: Sequence[int]) -> Iterator[None]:
-        """As it would be after `tokens`, and what is appended to them meanwhile; afterwards as it was."""
+        """Append `tokens` within the context, and remove them and all later ones afterwards."""
         before = len(self)
         try:
             for token in tokens:
@@ -168,39 +165,39 @@ class ConstraintState:
 def mask_logits(
     logits: Tensor, texts: Sequence[ConstraintState | None], drafts: Sequence[Sequence[int]] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """-inf for what may not follow: float [B, K, V] -> the same; all other logits as they are, bit for bit. And whether
-    a place has any id left that is not -inf: bool [B, K].
+    """The logits, float [B, K, V], with -inf for ids that may not follow, all others unchanged, bit for bit, and bool
+    [B, K]: whether any logit is not -inf.
 
     texts: one for each of the B rows; None for a row without a constraint.
-    drafts: as in `Sampler`: place k is as if the first k of the row's drafted ids had been chosen.
+    drafts: as in `Sampler`: position k assumes that the first k of the row's drafted ids were chosen.
     """
     if len(texts) != logits.shape[0]:
         raise RequestError(f"the sampler was called with {logits.shape[0]} rows and {len(texts)} constraints")
-    each = [()] * len(texts) if drafts is None else drafts
-    masks = [mask for text, draft in zip(texts, each, strict=True) for mask in _masks(text, draft, logits.shape[1])]
+    drafts = [()] * len(texts) if drafts is None else drafts
+    masks = [mask for text, draft in zip(texts, drafts, strict=True) for mask in _masks(text, draft, logits.shape[1])]
     flat = logits.reshape(len(masks), -1)
-    kept, left = ops.apply_token_mask(flat, _words(masks, flat.shape[1]).to(flat.device))
-    return kept.view_as(logits), left.view(logits.shape[:2])
+    masked, left = ops.apply_token_mask(flat, _words(masks, flat.shape[1]).to(flat.device))
+    return masked.view_as(logits), left.view(logits.shape[:2])
 
 
 def nothing_left() -> NothingToDrawError:
     return NothingToDrawError(
-        "nothing is left to draw: after this text the constraint admits no id, or none that other options "
+        "nothing is left to sample: after this text the constraint admits no id, or none that other options "
         "(logit_bias, bad_words, no_repeat_ngram_size, min_new_tokens) do not ban"
     )
 
 
-def _masks(text: ConstraintState | None, draft: Sequence[int], places: int) -> list[Mask | None]:
-    """What may follow at each place; None for everything, as at places past the draft, which nobody reads."""
+def _masks(text: ConstraintState | None, draft: Sequence[int], positions: int) -> list[Mask | None]:
+    """The mask of each position; None for all ids, also past the draft, where the result is not used."""
     if text is None:
-        return [None] * places
+        return [None] * positions
     masks = [text.mask()]
-    if places > 1 and len(draft):
+    if positions > 1 and len(draft):
         with text.assuming(()):
-            for token in draft[: places - 1]:
+            for token in draft[: positions - 1]:
                 text.append(token)
                 masks.append(text.mask())
-    return [*masks, *[None] * (places - len(masks))]
+    return [*masks, *[None] * (positions - len(masks))]
 
 
 def _words(masks: Sequence[Mask | None], vocab: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p, min-p and the draw: the definition, and the kernel that gives the same ids."""
+"""Temperature, top-k, top-p, min-p and the draw: the definition, and the kernel that returns the same ids."""
 
 from typing import Self
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.native import Library
 from onward.ops.operator import DTYPES, usable_library
 from onward.sampling.noise import gumbel_noise
 from onward.sampling.transforms.min_p import MinP, apply_min_p, lowest_score
@@ -16,12 +15,12 @@ from onward.sampling.transforms.top_p import TopP, apply_top_p
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The most likely id of each row: float [..., V] -> int64 [...]; the lowest id among equals."""
+    """The most likely id of each row: float [..., V] -> int64 [...]; ties go to the lowest id."""
     return ops.argmax(logits)
 
 
 class Greedy:
-    """`greedy` as a choice that is given positions, and for the end of a program (`onward.program.SamplingKernel`)."""
+    """`greedy` with the interface of `GumbelSampler`, also at the end of programs (`onward.program.SamplingKernel`)."""
 
     kernel, most_ids = "onward_argmax", 2**62
 
@@ -42,27 +41,27 @@ GREEDY = Greedy()
 class GumbelSampler:
     """Rows' temperatures, filters and seeds, tensors [B]; logits float [B, V] of any float dtype -> ids int64 [B].
 
-    filters: the transforms that it does, in their order.
+    filters: the transforms that it applies, in order.
     keys int64, the 64 bits of the seeds; temperature float32, 0 for greedy; top_k int64; top_p, min_p float32.
     """
 
     filters = (Temperature, TopK, TopP, MinP)
-    kernel, most_ids = "onward_sample", 2**22  # it sums the probabilities of so many ids in 64 bits
+    kernel, most_ids = "onward_sample", 2**22  # the kernel sums the probabilities of this many ids in 64 bits
 
     def __init__(self, keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
         self.keys, self.temperature, self.top_k, self.top_p, self.min_p = keys, temperature, top_k, top_p, min_p
         self.min_score = lowest_score(min_p)
-        # Filters that no row asks for cost nothing; asked once, for reading a tensor's value waits for a GPU.
+        # Filters that no row uses are skipped; read once, since reading a tensor's value waits for a GPU.
         self._any_top_k = bool((top_k > 0).any())
         self._any_top_p = bool((top_p < 1).any())
         self._any_min_p = bool((min_p > 0).any())
 
     def take(self, rows: Tensor) -> Self:
-        """For these rows, int64 [N]; a row may stand there several times."""
+        """The sampler of these rows, int64 [N], with repetitions."""
         return type(self)(*(t[rows] for t in (self.keys, self.temperature, self.top_k, self.top_p, self.min_p)))
 
     def without_filters(self) -> Self:
-        """For scores that have been tempered and filtered already."""
+        """The sampler for scores after temperature and filters."""
         ones = torch.ones_like(self.top_p)
         return type(self)(
             self.keys, (self.temperature > 0).to(torch.float32), torch.zeros_like(self.top_k), ones, 0 * ones
@@ -71,32 +70,8 @@ class GumbelSampler:
     def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
         library = usable_library()
         plain = logits.device.type == "cpu" and logits.dtype in DTYPES and 0 < logits.shape[-1] <= self.most_ids
-        return (
-            self.definition(logits, positions)
-            if library is None or not plain
-            else self._native(library, logits, positions)
-        )
-
-    def definition(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """argmax of scores + Gumbel noise; a greedy row, and one whose largest logit is no number, takes that."""
-        noise = gumbel_noise(self.keys, positions, logits.shape[-1])
-        drawn = greedy(self.scores(logits).to(torch.float64) + noise)
-        plain = (self.temperature == 0) | ~logits.amax(-1).isfinite()
-        return torch.where(plain, greedy(logits), drawn)
-
-    def scores(self, logits: Tensor) -> Tensor:
-        """Tempered and filtered logits, float32 [B, V]; a greedy row's are filtered as if its temperature were 1."""
-        # In the model's own dtype probabilities would be lost to rounding.
-        scores = apply_temperature(logits.to(torch.float32), torch.where(self.temperature == 0, 1.0, self.temperature))
-        if self._any_top_k:
-            scores = apply_top_k(scores, self.top_k)
-        if self._any_top_p:
-            scores = apply_top_p(scores, self.top_p)
-        if self._any_min_p:
-            scores = apply_min_p(scores, self.min_p)
-        return scores
-
-    def _native(self, library: Library, logits: Tensor, positions: Tensor) -> Tensor:
+        if library is None or not plain:
+            return self.definition(logits, positions)
         if logits.stride(-1) != 1:
             logits = logits.contiguous()
         operands, out = self.operands(positions), torch.empty(logits.shape[0], dtype=torch.int64)
@@ -107,7 +82,26 @@ class GumbelSampler:
         library.check(status, "onward_sample")
         return out
 
+    def definition(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """argmax of scores + Gumbel noise; of the logits for greedy rows and if the largest logit is not finite."""
+        noise = gumbel_noise(self.keys, positions, logits.shape[-1])
+        sampled = greedy(self.scores(logits).to(torch.float64) + noise)
+        is_greedy = (self.temperature == 0) | ~logits.amax(-1).isfinite()
+        return torch.where(is_greedy, greedy(logits), sampled)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Logits after temperature and filters, float32 [B, V]; those of a greedy row as for a temperature of 1."""
+        # In the model's own dtype probabilities would be lost to rounding.
+        scores = apply_temperature(logits.to(torch.float32), torch.where(self.temperature == 0, 1.0, self.temperature))
+        if self._any_top_k:
+            scores = apply_top_k(scores, self.top_k)
+        if self._any_top_p:
+            scores = apply_top_p(scores, self.top_p)
+        if self._any_min_p:
+            scores = apply_min_p(scores, self.min_p)
+        return scores
+
     def operands(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """What the kernel takes between the logits and the ids: a value for each row."""
+        """The kernel's arguments between the logits and the ids: a value for each row."""
         at = positions.to(torch.int64).contiguous()
         return self.temperature, self.top_k, self.top_p, self.min_score, self.keys, at

@@ -1,4 +1,4 @@
-"""What a row has seen: its prompt's ids and its output's, counted as they come."""
+"""The ids of a row's prompt and output, with counts."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,9 +12,9 @@ Ids = NDArray[np.int64]
 
 
 class History:
-    """The ids of one row. Appending is O(1), taking back k of them O(k); nothing is recounted.
+    """The ids of one row. Appending is O(1), removing k of them O(k); nothing is recounted.
 
-    prompt: ids before the first that was drawn. output: ids drawn so far.
+    prompt: ids before the first sampled one. output: ids sampled so far.
     """
 
     def __init__(self, prompt: Iterable[int], output: Iterable[int] = ()) -> None:
@@ -28,7 +28,6 @@ class History:
         self.extend(output)
 
     def __len__(self) -> int:
-        """Ids of prompt and output together."""
         return len(self._ids)
 
     @property
@@ -37,21 +36,20 @@ class History:
 
     @property
     def ids(self) -> Ids:
-        """int64 [len]: the prompt, then the output. A view that the next change ends."""
+        """int64 [len]: the prompt, then the output. A view that is valid until the next change."""
         return self._ids.view()
 
     @property
     def seen(self) -> tuple[Ids, Ids]:
-        """The different ids of prompt and output and how often each occurs: two int64 [N] views."""
+        """The distinct ids of prompt and output and their counts: two int64 [N] views."""
         return self._seen.view()
 
     @property
     def drawn(self) -> tuple[Ids, Ids]:
-        """The different ids of the output and how often each occurs: two int64 [N] views."""
+        """The distinct ids of the output and their counts: two int64 [N] views."""
         return self._drawn.view()
 
     def append(self, token: int) -> None:
-        """One more id of the output."""
         self._ids.append(token)
         self._seen.add(token)
         self._drawn.add(token)
@@ -61,21 +59,21 @@ class History:
             self.append(token)
 
     def truncate(self, output_length: int) -> None:
-        """Take back what was drawn after the first `output_length` ids of the output, which must be there."""
-        assert 0 <= output_length <= self.output_length, "only what was drawn can be taken back"
+        """Remove all but the first `output_length` ids of the output."""
+        assert 0 <= output_length <= self.output_length, "only sampled ids can be removed"
         for token in self._ids.pop(self.output_length - output_length):
             self._seen.remove(token)
             self._drawn.remove(token)
 
     def fork(self) -> Self:
-        """A copy that goes on from here by itself."""
+        """An independent copy in the same state."""
         other = copy.copy(self)
         other._ids, other._seen, other._drawn = self._ids.fork(), self._seen.fork(), self._drawn.fork()
         return other
 
     @contextmanager
     def assuming(self, tokens: Sequence[int]) -> Iterator[None]:
-        """As it would be after `tokens`, and what is appended to them meanwhile; afterwards as it was."""
+        """Append `tokens` within the context, and remove them and all later ones afterwards."""
         before = self.output_length
         self.extend(tokens)
         try:
@@ -85,40 +83,40 @@ class History:
 
 
 class _Growing:
-    """An int64 array with room at its end."""
+    """A growable int64 array."""
 
     def __init__(self) -> None:
-        self._room = np.empty(64, dtype=np.int64)
+        self._buffer = np.empty(64, dtype=np.int64)
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def append(self, value: int) -> None:
-        if self._length == len(self._room):
-            self._room = np.concatenate((self._room, np.empty_like(self._room)))
-        self._room[self._length] = value
+        if self._length == len(self._buffer):
+            self._buffer = np.concatenate((self._buffer, np.empty_like(self._buffer)))
+        self._buffer[self._length] = value
         self._length += 1
 
     def pop(self, count: int) -> list[int]:
-        """The last `count`, the very last first."""
+        """Remove and return the last `count`, in reverse order."""
         self._length -= count
-        taken: list[int] = self._room[self._length : self._length + count][::-1].tolist()
-        return taken
+        removed: list[int] = self._buffer[self._length : self._length + count][::-1].tolist()
+        return removed
 
     def fork(self) -> "_Growing":
         other = _Growing()
-        other._room, other._length = self._room.copy(), self._length
+        other._buffer, other._length = self._buffer.copy(), self._length
         return other
 
     def view(self) -> Ids:
-        return self._room[: self._length]
+        return self._buffer[: self._length]
 
 
 class _Counts:
-    """Different ids in the order in which they first came, each with its count.
+    """Distinct ids in the order of their first occurrence, with counts.
 
-    Ids are removed in the reverse order of being added, so one whose count falls to 0 is the last in the list.
+    Ids are removed in the reverse order of insertion, so an id whose count falls to 0 is the last of the list.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and likeliest ids, tokens with their log-probabilities, and checks of logits and ids."""
+"""Log-probabilities of chosen and most likely ids, tokens with log-probabilities, and checks of logits and ids."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,8 @@ from onward.sampling.noise import UNITS, logarithm, relative_probability, units
 
 
 class Logprobs(NamedTuple):
-    """chosen float32 [...]; top_ids int64 [..., k], the likeliest first and of equals the lowest id first; top
-    float32 [..., k], theirs. For logits of shape [..., V].
-    """
+    """For logits [..., V]: chosen float32 [...]; top_ids int64 [..., k], the most likely first, ties by id; top float32
+    [..., k], theirs."""
 
     chosen: Tensor
     top_ids: Tensor
@@ -25,28 +24,27 @@ class Logprobs(NamedTuple):
 def logprobs(logits: Tensor, chosen: Tensor, top_k: int = 0) -> Logprobs:
     """Natural logarithms of probabilities under softmax(logits), the same bits alone or in any batch.
 
-    Of the model's own distribution where `logits` are what it returned; of the one that was drawn from where they
-    are `Sampler.scores`. An id of no probability has -inf; a row that is no distribution (it holds NaN or
-    +inf, or nothing but -inf) has NaN.
+    With the model's logits they are of its own distribution; with `Sampler.scores` of the one that tokens are sampled
+    from. An id without probability has -inf; a row that is no distribution (it has NaN or +inf, or only -inf) has NaN.
 
-    Within 5e-7 of the exact values, and the float32 rounding of a result: each e^x is good to 2.4e-7, and counting
+    Within 5e-7 of the exact values, and the float32 rounding of a result: each e^x is accurate to 2.4e-7, and counting
     in units of 2^-40 adds V 2^-41 at most. Counting has no gradient: train with `torch.log_softmax`.
 
     Args:
         logits: float [..., V].
         chosen: int [...], ids.
-        top_k: how many of the likeliest; V at most.
+        top_k: how many of the most likely ids to report, at most V.
 
     Raises:
-        RequestError: shapes that do not fit, an id outside the vocabulary, more alternatives than ids, or autograd
-            follows the logits.
+        RequestError: shapes that don't match, an id outside the vocabulary, top_k above V, or autograd follows the
+            logits.
     """
     check_no_gradient("logprobs", "take torch.log_softmax(logits, -1)", logits)
     vocab = logits.shape[-1]
     if chosen.shape != logits.shape[:-1] or chosen.is_floating_point():
         raise RequestError(
-            f"logprobs of logits {list(logits.shape)} wants ids of shape {list(logits.shape[:-1])}; got {chosen.dtype} "
-            f"{list(chosen.shape)}"
+            f"logprobs of logits {list(logits.shape)} expects ids of shape {list(logits.shape[:-1])}; got "
+            f"{chosen.dtype} {list(chosen.shape)}"
         )
     if not isinstance(top_k, int) or isinstance(top_k, bool) or not 0 <= top_k <= vocab:
         raise RequestError(f"logprobs: top_k must be a whole number from 0 to {vocab}, the vocabulary; got {top_k!r}")
@@ -57,7 +55,7 @@ def logprobs(logits: Tensor, chosen: Tensor, top_k: int = 0) -> Logprobs:
     logits = logits.to(torch.float32)
     best = logits.amax(-1, keepdim=True)
     total = units(relative_probability(logits - best).nan_to_num(0.0)).sum(-1, keepdim=True).to(torch.float64) / UNITS
-    # The likeliest id counts 1, so a smaller total is that of a row that is no distribution.
+    # The most likely id counts 1, so only a row that is no distribution has a smaller total.
     normaliser = torch.where(best.isfinite(), best.to(torch.float64) + logarithm(total.clamp(min=1.0)), float("nan"))
 
     def of(ids: Tensor) -> Tensor:
@@ -68,7 +66,7 @@ def logprobs(logits: Tensor, chosen: Tensor, top_k: int = 0) -> Logprobs:
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """[N, V] -> int64 [N, count]. torch.topk orders ties as it likes: here the lower id comes first."""
+    """[N, V] -> int64 [N, count], ties by id, unlike torch.topk."""
     if count == 0:
         return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
     top_ids = []
@@ -81,7 +79,7 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities under the model's own distribution.
 
-    chosen: the logprob of the token itself. top: (id, logprob) of the likeliest ids, best first.
+    chosen: the logprob of the token itself. top: (id, logprob) of the most likely ids, best first.
     """
 
     chosen: float
@@ -89,14 +87,14 @@ class TokenLogprobs(NamedTuple):
 
 
 class Token(NamedTuple):
-    """An id that a step emitted, with its logprobs where the request asks for them."""
+    """An emitted id, with its logprobs if the request asks for them."""
 
     id: int
     logprobs: TokenLogprobs | None = None
 
 
 def token_logprobs(ids: Sequence[int], logits: Tensor, top: int) -> list[TokenLogprobs]:
-    """The logprobs of ids [N], each under its row of logits [N, V], and of the `top` likeliest ids of that row."""
+    """The logprobs of ids [N], each under its row of logits [N, V], and of the `top` most likely ids of that row."""
     batch = logprobs(logits, torch.tensor(ids, dtype=torch.int64, device=logits.device), top)
     return [
         TokenLogprobs(chosen, tuple(zip(top_ids, top, strict=True)))
@@ -105,24 +103,20 @@ def token_logprobs(ids: Sequence[int], logits: Tensor, top: int) -> list[TokenLo
 
 
 def tokens_of(ids: Sequence[int], logits: Tensor, tops: Sequence[int | None]) -> list[Token]:
-    """Tokens of ids [N] under logits [N, V]. tops: how many of the likeliest ids each reports; None reports nothing."""
-    asked = set(tops)
-    if asked == {None}:
-        return [Token(token) for token in ids]
-    reports: list[TokenLogprobs | None] = [None] * len(ids)
-    for top in asked - {None}:
-        assert top is not None
-        places = [place for place, of_row in enumerate(tops) if of_row == top]
-        rows = logits if len(places) == len(ids) else logits[places]
-        for place, report in zip(places, token_logprobs([ids[place] for place in places], rows, top), strict=True):
-            reports[place] = report
-    return [Token(*pair) for pair in zip(ids, reports, strict=True)]
+    """Tokens of ids [N] under logits [N, V]. tops: how many of the most likely ids each reports; None for none."""
+    tokens = [Token(token) for token in ids]
+    for top in {top for top in tops if top is not None}:
+        indices = [index for index, of_row in enumerate(tops) if of_row == top]
+        rows = logits if len(indices) == len(ids) else logits[indices]
+        for index, report in zip(indices, token_logprobs([ids[i] for i in indices], rows, top), strict=True):
+            tokens[index] = Token(ids[index], report)
+    return tokens
 
 
 def checked_ids(picked: Tensor, logits: Tensor) -> list[int]:
     """The ids picked from logits [B, V], as a list on the host.
 
-    Only the picked logits are checked for NaN. That finds a NaN anywhere in a row, for NaN wins every argmax.
+    Only the picked logits are checked for NaN: NaN wins every argmax, so this finds one anywhere in a row.
 
     Raises:
         RequestError: ids of another shape or dtype, or outside the vocabulary. OnwardError: logits that are not finite.

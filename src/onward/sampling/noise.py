@@ -1,18 +1,18 @@
-"""Counter-based noise: the same numbers for the same (seed, position, token id), whoever asks and in what order.
+"""Counter-based noise: a function of (seed, position, token id), independent of batches and of the order of calls.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by the 64 bits of
-the seed. One counter serves four neighbouring ids: counter = (id // 4, position, stream, 0), word = id % 4. Streams
-keep apart what must not be correlated: 0 draws tokens, 1 tosses XTC's coins.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by the 64 bits of the
+seed. One counter serves four neighbouring ids: counter = (id // 4, position, stream, 0), word = id % 4. Uncorrelated
+streams: 0 samples tokens, 1 decides XTC.
 """
 
 import torch
 from torch import Tensor
 
 # Relative probabilities are counted in units of 2^-40: a sum over 2^22 ids fits an int64, and rounding to units
-# moves the mass of 152,000 ids by 7e-8 of the likeliest one's at most.
+# changes the sum over 152,000 ids by at most 7e-8 of the most likely one's probability.
 UNITS = 2.0**40
 
-# Below a score of -40 nothing is a unit.
+# Lower scores are less than half a unit.
 _LOWEST = -40.0
 _INVERSE_LN2 = float.fromhex("0x1.715476p+0")
 # ln 2 in two parts, the first short enough that n times it is exact.
@@ -33,7 +33,7 @@ def relative_probability(scores: Tensor) -> Tensor:
     f = scores - n * _LN2_HIGH - n * _LN2_LOW
     total = torch.full_like(f, _EXP[0])
     for coefficient in _EXP[1:]:
-        # Two roundings, in steps of their own: a fused multiply and add would have one.
+        # Two statements, for two roundings: a fused multiply-add has one.
         total = total * f
         total = total + coefficient
     powers = torch.tensor([2.0**-i for i in range(59)], dtype=torch.float32, device=scores.device)
@@ -73,8 +73,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise for every id of every row.
 
     Args:
-        seeds: int64 [B]; its 64 bits are the key (a seed of 2^63 or more stands there as a negative number).
-        positions: int [B], the absolute position of the token to be drawn.
+        seeds: int64 [B]; its 64 bits are the key (seeds of 2^63 or more are negative).
+        positions: int [B], the absolute position of the token to sample.
         vocab_size: V.
 
     Returns:
@@ -90,9 +90,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def coins(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One uniform number a row, for decisions about a whole position: float64 [B] on (0, 1).
+    """One uniform number per row, for decisions about a whole position: float64 [B] on (0, 1).
 
-    int64 [B] and int [B] as of `gumbel_noise`. Counter (0, position, 1, 0).
+    seeds, positions: as for `gumbel_noise`. Counter (0, position, 1, 0).
     """
     zero = torch.zeros((), dtype=torch.int64, device=seeds.device)
     word = philox((zero, positions.to(torch.int64), zero + 1, zero), seeds)[0]
@@ -102,7 +102,7 @@ def coins(seeds: Tensor, positions: Tensor) -> Tensor:
 def sample_seed(seed: int, index: int) -> int:
     """The seed of sample `index` of a request: its own for sample 0, 64 bits of Philox keyed by it for the others.
 
-    Counter (index, 0, 0, 1), words 0 and 1, the low one first: no noise uses it.
+    Counter (index, 0, 0, 1), words 0 and 1, the low one first; no noise uses this counter.
     """
     if index == 0:
         return seed
@@ -115,7 +115,7 @@ def sample_seed(seed: int, index: int) -> int:
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seeds: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10 of counters of four 32-bit words, the lowest first, under the 64-bit keys `seeds`.
 
-    All int64 tensors that broadcast together; each result holds words in [0, 2^32).
+    All int64 tensors that broadcast together; results are words in [0, 2^32).
     """
     c0, c1, c2, c3, _ = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
         *(word & _MASK for word in counter), seeds

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the options of all transforms, checked when they are given."""
+"""How the next token is chosen: the options of all transforms, checked on construction."""
 
 import dataclasses
 import functools
@@ -61,7 +61,7 @@ class SamplingOptionsDict(UnseededOptionsDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingParams(
-    # The order in which they work.
+    # In the order in which they are applied.
     LogitBias,
     RepetitionPenalty,
     PresencePenalty,
@@ -79,8 +79,8 @@ class SamplingParams(
 ):
     """How the next token is chosen: the options of every transform, and the seed.
 
-    docs/sampling.md has the order in which the transforms work, and why. Numbers may be numpy's; ids may be lists,
-    tuples, one-dimensional arrays or tensors.
+    docs/sampling.md explains the order of the transforms. Numbers may be numpy's; ids may be lists, tuples,
+    one-dimensional arrays or tensors.
 
     seed: a whole number in [0, 2^64); None draws one from torch's default generator.
 
@@ -91,7 +91,7 @@ class SamplingParams(
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        # Users write eos=2, lists, arrays and dicts too; one form inside, which can be hashed.
+        # Users also write eos=2, lists, arrays and dicts; convert them to one hashable form.
         for name, value in vars(self).items():
             kind = type(value)
             if kind not in PYTHONS_OWN:
@@ -117,7 +117,7 @@ class SamplingParams(
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def check_length(self, max_new_tokens: int) -> None:
-        """Raise `RequestError` unless a text of so many tokens at most can have min_new_tokens."""
+        """Raise `RequestError` if min_new_tokens is more than `max_new_tokens`."""
         check_whole("max_new_tokens", max_new_tokens, low=0)
         if self.min_new_tokens > max_new_tokens:
             raise RequestError(
@@ -131,7 +131,7 @@ class SamplingParams(
         return frozenset() if self.ignore_eos else frozenset(self.eos or ())
 
     def replace(self, **options: Unpack[SamplingOptionsDict]) -> Self:
-        """A copy with `options` changed; an unknown option raises and names those that exist."""
+        """A copy with `options` changed; an unknown option raises, with the names of all options."""
         check_option_names(options, option_names(self._kind))
         changed: dict[str, Any] = {**vars(self), **options}
         return type(self)(**changed)
@@ -144,21 +144,18 @@ def _checks(options: type[SamplingParams]) -> tuple[Callable[[Any], None], ...]:
 
 @functools.cache
 def option_names(options: type[SamplingParams]) -> tuple[str, ...]:
-    """Filters first, for they are what most people set; a dataclass has the last of its bases first."""
+    """Filters first, since most people set these; a dataclass has the fields of its last base first."""
     kinds = [*transforms_of(options, Filter), *transforms_of(options, Adjustment)]
     names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
     return tuple(dict.fromkeys([*names, *(field.name for field in dataclasses.fields(options))]))
 
 
-def _help() -> str:
-    """For `help(SamplingParams)`: what each transform says of its options."""
-    kinds = [*transforms_of(SamplingParams, Filter), *transforms_of(SamplingParams, Adjustment)]
-    return "\n".join(
-        inspect.cleandoc(text) for text in (SamplingParams.__doc__, *(kind.__doc__ for kind in kinds)) if text
-    )
-
-
-SamplingParams.__doc__ = _help()
+# For `help(SamplingParams)`: the options of each transform.
+SamplingParams.__doc__ = "\n".join(
+    inspect.cleandoc(kind.__doc__)
+    for kind in (SamplingParams, *transforms_of(SamplingParams, Filter), *transforms_of(SamplingParams, Adjustment))
+    if kind.__doc__
+)
 
 
 def check_seed(seed: int | None) -> None:

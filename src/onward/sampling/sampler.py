@@ -1,8 +1,8 @@
 """Picking a token: greedy, or Gumbel-max with noise that is an argument.
 
-token = argmax over the admitted ids of logits / temperature + g, with g Gumbel noise keyed by (seed, position,
-token id): a draw from the softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030) that no other row, chunk or
-draft can disturb. docs/sampling.md has the order of the transforms before it.
+token = argmax over the allowed ids of logits / temperature + g, with Gumbel noise g keyed by (seed, position, token
+id): a sample from the softmax (Gumbel 1954; Maddison et al., arXiv 1411.0030) that is independent of other rows, chunks
+and drafts. docs/sampling.md explains the order of the transforms before it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,43 +18,37 @@ from onward.sampling.history import History
 from onward.sampling.params import SamplingParams
 from onward.sampling.transforms import Adjustment, Changes, Columns, Draws, Filter, LogitEntries, transforms_of
 from onward.sampling.transforms.temperature import Temperature
-from onward.sampling.transforms.transform import columns
+from onward.sampling.transforms.transform import Kind, columns
 from onward.util.text import brief_list
 
 
 class AdjustmentPass:
-    """What is done to logits before temperature and filters, in the order of docs/sampling.md.
+    """The adjustments of logits before temperature and filters, in the order of docs/sampling.md.
 
-    An option that no row uses costs nothing. needs_history: whether some row's options look at what came before.
+    An option that no row uses costs nothing. needs_history: whether some row's options read its history.
     """
 
     def __init__(self, rows: Sequence[SamplingParams], device: torch.device | None) -> None:
         self._device = torch.device("cpu") if device is None else device
-        kinds = dict.fromkeys(
-            kind for of in {type(row): None for row in rows} for kind in transforms_of(of, Adjustment)
-        )
-        # Of each row those that are on, and all of these in their order.
-        self._of_rows = [[kind for kind in kinds if isinstance(row, kind) and kind.is_on(row)] for row in rows]
+        kinds = _kinds(rows, Adjustment)
+        # The enabled adjustments of each row, and of all rows, in order.
+        self._by_row = [[kind for kind in kinds if isinstance(row, kind) and kind.is_on(row)] for row in rows]
         self._rows = rows
-        pairs = [(kind, row) for row, on in zip(rows, self._of_rows, strict=True) for kind in on]
+        pairs = [(kind, row) for row, enabled in zip(rows, self._by_row, strict=True) for kind in enabled]
         self._kinds = [kind for kind in kinds if any(kind is one for one, _ in pairs)]
         self.any = bool(pairs)
         self.needs_history = any(kind.needs_history for kind in self._kinds)
         self._can_ban = any(kind.can_ban(row) for kind, row in pairs)
-        self._named = max((token for kind, row in pairs for token in kind.named_ids(row)), default=-1)
+        self._max_id = max((token for kind, row in pairs for token in kind.named_ids(row)), default=-1)
 
     def __call__(
         self, logits: Tensor, histories: Sequence[History] | None, drafts: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """float32 [B, K, V] -> the same, as `Sampler` explains.
-
-        Raises:
-            RequestError: an id outside the vocabulary, no histories where they are needed, or nothing left to draw.
-        """
+        """Adjusted logits, float32 [B, K, V], from the arguments of `Sampler`."""
         batch, positions, vocab = logits.shape
-        if self._named >= vocab:
+        if self._max_id >= vocab:
             raise RequestError(
-                f"logit_bias, bad_words or eos names id {self._named}, but the vocabulary ends at {vocab - 1}"
+                f"logit_bias, bad_words or eos names id {self._max_id}, but the vocabulary ends at {vocab - 1}"
             )
         if histories is None:
             if self.needs_history:
@@ -64,32 +58,26 @@ class AdjustmentPass:
             raise RequestError(f"the sampler was called with {batch} rows and {len(histories)} histories")
         changes: dict[type[Adjustment], list[tuple[int, Changes]]] = {kind: [] for kind in self._kinds}
         for place, row in _places(histories, drafts, positions):
-            for kind in self._of_rows[row]:
+            for kind in self._by_row[row]:
                 ids, values = kind.changes(self._rows[row], histories[row])
                 changes[kind].append((place, (ids.copy(), values)))  # a history's arrays change with it
         flat = adjusted = logits.reshape(batch * positions, vocab)
-        for kind, of_places in changes.items():
-            adjusted = kind.adjust(adjusted, LogitEntries.of(of_places, self._device))
-        self._check_some_left(adjusted, flat)
-        return adjusted.view(logits.shape)
-
-    def _check_some_left(self, adjusted: Tensor, before: Tensor) -> None:
+        for kind, places in changes.items():
+            adjusted = kind.adjust(adjusted, LogitEntries.of(places, self._device))
         if self._can_ban:
-            empty = (adjusted.amax(-1) == float("-inf")) & (before.amax(-1) > float("-inf"))
+            empty = (adjusted.amax(-1) == float("-inf")) & (flat.amax(-1) > float("-inf"))
             if bool(empty.any()):
                 raise NothingToDrawError(
                     "logit_bias, bad_words, no_repeat_ngram_size and min_new_tokens together ban every id: nothing is "
-                    "left to draw"
+                    "left to sample"
                 )
+        return adjusted.view(logits.shape)
 
 
 def _places(
     histories: Sequence[History], drafts: Sequence[Sequence[int]] | None, positions: int
 ) -> Iterator[tuple[int, int]]:
-    """(place, row) for every position of every row, while the row's history is what it would be there.
-
-    Each draft is walked once.
-    """
+    """(index, row) of every position of every row, with the row's history up to it. Each draft is walked once."""
     for row, history in enumerate(histories):
         draft = () if drafts is None else drafts[row]
         with history.assuming(()):
@@ -100,19 +88,19 @@ def _places(
 
 
 def fresh_seed() -> int:
-    """A seed from torch's default generator, so that `torch.manual_seed` governs unseeded requests."""
+    """A seed from torch's default generator, so that `torch.manual_seed` makes unseeded requests reproducible."""
     return int(torch.randint(0, 2**63 - 1, ()).item())
 
 
 class Sampler:
-    """Picks a token for each row under that row's own parameters.
+    """Picks a token for each row with that row's own parameters.
 
     A pure function of its arguments: the same logits, positions and histories give the same tokens, alone or in any
-    batch. `seeds` holds the seed of each row, drawn here where a row's parameters name none. `needs_history` says
-    whether the rows' options look at what came before.
+    batch. `seeds` are the rows' seeds, drawn here for rows without one. `needs_history` is whether the rows' options
+    read their histories.
 
     Raises:
-        RequestError: bad words given as text; a Sampler takes ids.
+        RequestError: bad words as text; a Sampler takes ids.
     """
 
     def __init__(self, rows: Sequence[SamplingParams], device: torch.device | None = None) -> None:
@@ -147,18 +135,18 @@ class Sampler:
 
         Args:
             logits: float [B, V] or [B, K, V].
-            positions: int [B] or [B, K], the absolute positions of the tokens to draw.
-            histories: what each of the B rows has seen up to its first position; None where `needs_history` is false.
-            drafts: for K positions a row's drafted ids, K - 1 or fewer: position k is drawn as if the first k of them
-                had been.
-            constraints: what may follow each of the B rows at its first position; None for a row that has none.
+            positions: int [B] or [B, K], the absolute positions of the tokens to sample.
+            histories: each of the B rows' ids up to its first position; None if `needs_history` is false.
+            drafts: for K positions a row's drafted ids, K - 1 or fewer: position k is sampled as if the first k of
+                them had been.
+            constraints: the state of each of the B rows at its first position; None for a row without a constraint.
 
         Returns:
-            int64 ids in the shape of `positions`. A row of logits whose largest is NaN or infinite gives the id of it.
+            int64 ids in the shape of `positions`; for a row of logits whose largest is NaN or infinite the id of that.
 
         Raises:
-            RequestError: an option names an id outside the vocabulary, histories are wanted and missing, or bans and
-                constraints leave nothing to draw.
+            RequestError: an option names an id outside the vocabulary, histories are missing, or bans and constraints
+                leave nothing to sample.
         """
         logits, draw, rows = self._prepared(logits, histories, drafts, constraints)
         if self._all_greedy:
@@ -179,8 +167,8 @@ class Sampler:
         drafts: Sequence[Sequence[int]] | None = None,
         constraints: Sequence[ConstraintState | None] | None = None,
     ) -> Tensor:
-        """Tempered and filtered logits, float32 in the shape of `logits`; softmax of them is what a sampled row draws
-        from. The arguments are those of a call; positions may be left out where no row uses XTC.
+        """Logits after temperature and filters, float32 in the shape of `logits`; sampled rows have their softmax as
+        distribution. The arguments are those of a call; positions may be left out if no row uses XTC.
         """
         shape = logits.shape
         flat, draw, rows = self._prepared(logits, histories, drafts, constraints)
@@ -193,11 +181,9 @@ class Sampler:
         histories: Sequence[History] | None = None,
         constraints: Sequence[ConstraintState | None] | None = None,
     ) -> Tensor:
-        """What each row draws from: float64 [B, V], of logits [B, V] and positions int [B].
+        """The distribution of each row: float64 [B, V], from logits [B, V] and positions int [B].
 
-        A greedy row's probability is that of its one id.
-
-        NaN for a row of logits that is no distribution.
+        1 for the id of a greedy row. NaN for a row of logits that is no distribution.
         """
         probabilities = self.scores(logits, positions, histories, None, constraints).to(torch.float64).softmax(-1)
         greedy_rows = self._draw.temperature == 0
@@ -208,23 +194,22 @@ class Sampler:
 
     @property
     def pick(self) -> Greedy | GumbelSampler | None:
-        """The kernel that does all of it without constraints, for a program to call at its end; None where it takes
-        more than one."""
+        """The kernel that picks tokens without constraints, for the end of a program; None if it takes several."""
         if self._adjust.any or self._filters:
             return None
         return GREEDY if self._all_greedy else self._draw
 
     @property
     def keys(self) -> Tensor:
-        """The 64 bits of the seeds as noise takes them: int64 [B]."""
+        """The 64 bits of the seeds: int64 [B]."""
         return self._draw.keys
 
     def row(self, index: int) -> SamplingParams:
-        """The options of a row, with the seed that it has here."""
+        """The options of a row, with its seed."""
         return self._rows[index].replace(seed=self.seeds[index])
 
     def take(self, rows: Sequence[int]) -> Self:
-        """A sampler of these rows, with the seeds they have here."""
+        """A sampler of these rows, with their seeds."""
         return type(self)([self.row(row) for row in rows], self._device)
 
     def _prepared(
@@ -234,8 +219,7 @@ class Sampler:
         drafts: Sequence[Sequence[int]] | None,
         constraints: Sequence[ConstraintState | None] | None,
     ) -> tuple[Tensor, GumbelSampler, Tensor | None]:
-        """Adjusted and masked logits [N, V], the options of each of the N = B K rows, and which of the B it is (None:
-        N = B)."""
+        """Adjusted and masked logits [N, V], the options of the N = B K rows, and their index in B (None: N = B)."""
         batch = len(self._rows)
         if logits.dim() not in (2, 3) or logits.shape[0] != batch:
             raise RequestError(
@@ -257,13 +241,13 @@ class Sampler:
         return flat, self._draw.take(rows), rows
 
     def _scores(self, logits: Tensor, positions: Tensor | None, draw: GumbelSampler, rows: Tensor | None) -> Tensor:
-        """Tempered and filtered logits, float32 [N, V]."""
+        """Logits after temperature and filters, float32 [N, V]."""
         if not self._filters:
             return draw.scores(logits)
         scores, draws = logits.to(torch.float32), Draws(draw.keys, positions)
         for kind, options in self._filters:
-            of_rows = options if rows is None else {name: column[rows] for name, column in options.items()}
-            scores = kind.filter(scores, of_rows, draws)
+            by_row = options if rows is None else {name: column[rows] for name, column in options.items()}
+            scores = kind.filter(scores, by_row, draws)
         return scores
 
     def _column(self, name: str) -> Tensor:
@@ -271,13 +255,19 @@ class Sampler:
 
 
 def _filters(rows: Sequence[SamplingParams], device: torch.device | None) -> list[tuple[type[Filter], Columns]]:
-    """The filters that rows ask for, with their options; none where `GumbelSampler` does all of it."""
-    kinds = dict.fromkeys(kind for of in {type(row): None for row in rows} for kind in transforms_of(of, Filter))
+    """The filters that rows use, with their options; none if `GumbelSampler` applies all of them."""
+    kinds = _kinds(rows, Filter)
     on = [kind for kind in kinds if any(isinstance(row, kind) and kind.is_on(row) for row in rows)]
     if all(kind in GumbelSampler.filters for kind in on):
         return []
-    # Scores are beside the row's best, as Temperature leaves them, in batches of greedy rows too.
+    # Scores are relative to the row's best after Temperature, also in batches with greedy rows.
     return [(kind, columns(rows, kind, device)) for kind in kinds if kind is Temperature or kind in on]
+
+
+def _kinds(rows: Sequence[SamplingParams], kind: type[Kind]) -> list[type[Kind]]:
+    """The adjustments or the filters of the rows' classes, each once, in order."""
+    classes = dict.fromkeys(map(type, rows))
+    return list(dict.fromkeys(one for options in classes for one in transforms_of(options, kind)))
 
 
 def sample(
@@ -296,15 +286,15 @@ def sample(
 ) -> Tensor:
     """One step of your own loop: float [B, V] logits -> int64 [B] ids.
 
-    With a seed the draw depends on (seed, position, logits) alone, so a loop that passes a seed must pass each
-    step's position too, or every step uses the same noise. Without one the seed is drawn from torch's default
-    generator, for each row anew. Options that look at what came before need a `Sampler`.
+    With a seed the result depends on (seed, position, logits) alone, so a loop with a seed must pass each step's
+    position too, or every step uses the same noise. Otherwise each row's seed is drawn from torch's default generator.
+    Options that read a row's history need a `Sampler`.
 
     Args:
         logits: float [B, V], any float dtype; computed with in float32.
         temperature, top_k, top_p, min_p, seed, typical_p, xtc_probability, xtc_threshold, logit_bias: as in
             `SamplingParams`.
-        positions: absolute position of the token to draw, an int or int [B].
+        positions: absolute position of the token to sample, an int or int [B].
 
     Raises:
         RequestError: logits of another shape, or a value outside its range.

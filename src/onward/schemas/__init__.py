@@ -1,4 +1,4 @@
-"""JSON Schemas: their form, their references, and their numbers as grammars that are exact."""
+"""JSON Schemas: validation, references, and exact grammars of numbers."""
 
 from onward.schemas.numbers import integers_between
 from onward.schemas.references import alternatives, kind_of, kinds_of, resolve, values_of
@@ -6,17 +6,6 @@ from onward.schemas.rules import SPACED, Spacing, has_large_numbers, json_rules,
 from onward.schemas.shape import check_schema, normalized
 
 __all__ = [
-    "SPACED",
-    "Spacing",
-    "alternatives",
-    "check_schema",
-    "has_large_numbers",
-    "integers_between",
-    "json_rules",
-    "kind_of",
-    "kinds_of",
-    "lark_string",
-    "normalized",
-    "resolve",
-    "values_of",
-]
+    "SPACED", "Spacing", "alternatives", "check_schema", "has_large_numbers", "integers_between", "json_rules",
+    "kind_of", "kinds_of", "lark_string", "normalized", "resolve", "values_of",
+]  # fmt: skip

@@ -1,5 +1,4 @@
-"""Numbers of schemas, exactly: those that llguidance would round, what leads to them, and ranges of integers as regular
-expressions."""
+"""Exact numbers of schemas: which of them llguidance would round, and ranges of integers as regular expressions."""
 
 import math
 import re
@@ -9,15 +8,15 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from onward.errors import RequestError
-from onward.schemas.references import listed, reached
+from onward.schemas.references import listed_values, reachable
 
-# llguidance computes with doubles; up to here each integer is one.
+# llguidance computes with doubles, which represent all integers up to here.
 LARGEST_EXACT = 2**53
 # Of a multipleOf, in llguidance.
 LARGEST_FACTOR = 2**32 - 1
 # 10^308 is the largest power of ten that is a double. The expression of a range grows with the square of its digits.
-_MOST_DIGITS = 320
-_MOST_MULTIPLES = 1_000
+_MAX_DIGITS = 320
+_MAX_MULTIPLES = 1_000
 # Significant digits, and digits after the point, up to which llguidance's ranges of decimals are exact.
 _EXACT_DIGITS = 15
 
@@ -31,10 +30,10 @@ def is_large(value: Any) -> bool:
 
 
 def bound_within(keyword: str, bound: int | float) -> int | float:
-    """A bound that is kept exactly, and that allows nothing that `bound` does not allow.
+    """An exactly representable bound that allows no more than `bound`.
 
-    A float has at most 15 digits afterwards. One beyond 2^53 becomes the integer that is within both of its readings:
-    the double, and the decimal that was written.
+    A float is rounded to at most 15 digits. One beyond 2^53 becomes the integer that is within both of its readings:
+    the double, and the decimal in the schema.
     """
     if isinstance(bound, int) or (bound.is_integer() and not is_large(bound)):
         return bound
@@ -52,7 +51,7 @@ class Document:
         self.root = root
         parents: dict[int, list[int]] = {}
         large: list[int] = []
-        for one, inner in reached(root, root):
+        for one, inner in reachable(root, root):
             for each in inner:
                 parents.setdefault(id(each), []).append(id(one))
             if is_large_itself(one):
@@ -68,14 +67,14 @@ class Document:
         return isinstance(schema, Mapping) and id(schema) in self._large
 
     def add_large(self, schema: Mapping[str, Any]) -> None:
-        """Count a schema that was made of one of the document's among those that lead to such numbers."""
+        """Treat a schema that was derived from one of the document's as one with such numbers."""
         self._large.add(id(schema))
 
     def definitions(self, schema: Any) -> dict[str, Any]:
-        """What references of a subschema need: the definitions that it leads to, and the draft."""
+        """The definitions that a subschema refers to, and the draft."""
         root = self.root
-        found: dict[str, Any] = {"$schema": root["$schema"]} if "$schema" in root else {}
-        for one, _ in reached(schema, root):
+        definitions: dict[str, Any] = {"$schema": root["$schema"]} if "$schema" in root else {}
+        for one, _ in reachable(schema, root):
             if not isinstance(one.get("$ref"), str):
                 continue
             place = re.fullmatch(r"#/(\$defs|definitions)/([^/%~]+)", one["$ref"])
@@ -83,14 +82,14 @@ class Document:
                 raise RequestError(
                     f"a schema with integers beyond 2^53 has the reference {one['$ref']!r}: refer to '#/$defs/…'"
                 )
-            found.setdefault(place[1], {})[place[2]] = root[place[1]][place[2]]
-        return found
+            definitions.setdefault(place[1], {})[place[2]] = root[place[1]][place[2]]
+        return definitions
 
 
 def is_large_itself(schema: Mapping[str, Any]) -> bool:
     if any(is_large(schema.get(bound)) for bound in BOUNDS) or schema.get("multipleOf", 0) > LARGEST_FACTOR:
         return True
-    return any(has_large_value(value) for value in listed(schema) or ())
+    return any(has_large_value(value) for value in listed_values(schema) or ())
 
 
 def has_large_value(value: Any) -> bool:
@@ -100,8 +99,8 @@ def has_large_value(value: Any) -> bool:
 
 
 class Range(NamedTuple):
-    """The numbers that a schema's numeric keywords allow. low, high: None where there is no bound; otherwise the bound,
-    and whether the range excludes it. factor: the range has multiples of it alone; None for all."""
+    """The numbers that a schema's numeric keywords allow. low, high: a bound and whether it is exclusive; None for no
+    bound. factor: the numbers are multiples of it; None for all numbers."""
 
     low: tuple[Fraction, bool] | None
     high: tuple[Fraction, bool] | None
@@ -109,16 +108,15 @@ class Range(NamedTuple):
 
     @classmethod
     def of(cls, schema: Mapping[str, Any]) -> "Range":
-        lows: list[tuple[Fraction, bool]] = []
-        highs: list[tuple[Fraction, bool]] = []
-        for keyword, bounds in (("minimum", lows), ("maximum", highs)):
+        def bounds(keyword: str) -> Iterator[tuple[Fraction, bool]]:
             exclusive = schema.get(f"exclusive{keyword.capitalize()}")
             if keyword in schema:
-                bounds.append((exactly(schema[keyword]), exclusive is True))  # draft 4 has true beside the bound
+                yield exactly(schema[keyword]), exclusive is True  # draft 4 has true beside the bound
             if exclusive is not None and not isinstance(exclusive, bool):
-                bounds.append((exactly(exclusive), True))
-        low = max(lows, key=lambda bound: (bound[0], bound[1]), default=None)
-        high = min(highs, key=lambda bound: (bound[0], not bound[1]), default=None)
+                yield exactly(exclusive), True
+
+        low = max(bounds("minimum"), default=None)
+        high = min(bounds("maximum"), key=lambda bound: (bound[0], not bound[1]), default=None)
         return cls(low, high, exactly(schema["multipleOf"]) if "multipleOf" in schema else None)
 
     def has(self, value: int | float) -> bool:
@@ -130,40 +128,36 @@ class Range(NamedTuple):
         return self.factor is None or number % self.factor == 0
 
     def integers(self) -> tuple[int | None, int | None]:
-        """The least and the greatest integer within the bounds; None where there is no bound."""
-        low = high = None
-        if self.low is not None:
-            bound, is_excluded = self.low
-            low = math.floor(bound) + 1 if is_excluded else math.ceil(bound)
-        if self.high is not None:
-            bound, is_excluded = self.high
-            high = math.ceil(bound) - 1 if is_excluded else math.floor(bound)
-        return low, high
+        """The least and the greatest integer within the bounds; None for no bound."""
+        low, high = self.low, self.high
+        return (
+            None if low is None else math.floor(low[0]) + 1 if low[1] else math.ceil(low[0]),
+            None if high is None else math.ceil(high[0]) - 1 if high[1] else math.floor(high[0]),
+        )
 
 
 def exactly(value: int | float) -> Fraction:
-    """A number as it is written: 0.1 is a tenth. A whole float is the integer that Python compares equal to it."""
+    """The decimal value of a number: 0.1 is a tenth. A whole float is the integer that compares equal."""
     if isinstance(value, int) or value.is_integer():
         return Fraction(int(value))
     return Fraction(Decimal(repr(value)))
 
 
 def integer_pattern(low: int | None, high: int | None, factor: Fraction | None, at: str) -> str | None:
-    """A regular expression, in slashes, of the integers from low to high that are multiples of a factor; None where no
-    integer is.
+    """A regular expression, in slashes, of the multiples of a factor from low to high; None if there are none.
 
     Raises:
-        RequestError: more digits or more multiples than an expression can have. at: the schema's place.
+        RequestError: too many digits or multiples for an expression. at: the schema's place.
     """
     if low is not None and high is not None and low > high:
         return None
-    step = 1 if factor is None else factor.numerator  # the least integer that is a multiple
+    step = 1 if factor is None else factor.numerator  # the least integer multiple
     if step == 1:
         return f"/{integers_between(low, high, at)}/"
-    if low is None or high is None or (high // step - (low - 1) // step) > _MOST_MULTIPLES:
+    if low is None or high is None or (high // step - (low - 1) // step) > _MAX_MULTIPLES:
         raise RequestError(
             f"{at} has multipleOf together with integers beyond 2^53: give bounds between which there are at most "
-            f"{_MOST_MULTIPLES} multiples"
+            f"{_MAX_MULTIPLES} multiples"
         )
     multiples = range(-(-low // step) * step, high + 1, step)
     for bound in (low, high):
@@ -172,10 +166,10 @@ def integer_pattern(low: int | None, high: int | None, factor: Fraction | None, 
 
 
 def integers_between(low: int | None, high: int | None, at: str = "a schema") -> str:
-    """A regular expression of the integers from low to high, both included, as JSON writes them; None: no bound.
+    """A regular expression of the integers from low to high, inclusive, in JSON's notation; None: no bound.
 
     Raises:
-        RequestError: a bound of more digits than an expression can have. at: the schema's place.
+        RequestError: a bound with too many digits for an expression. at: the schema's place.
     """
     for bound in (low, high):
         if bound is not None:
@@ -190,12 +184,12 @@ def integers_between(low: int | None, high: int | None, at: str = "a schema") ->
 
 
 def _check_digits(bound: int, at: str) -> None:
-    if abs(bound) >= 10**_MOST_DIGITS:
-        raise RequestError(f"{at} has a number of more than {_MOST_DIGITS} digits: make it smaller")
+    if abs(bound) >= 10**_MAX_DIGITS:
+        raise RequestError(f"{at} has a number of more than {_MAX_DIGITS} digits: make it smaller")
 
 
 def _naturals(low: int, high: int | None) -> Iterator[str]:
-    """Expressions of the integers from low ≥ 0 on, in parts of which each has numbers of one length."""
+    """Expressions of the integers from low ≥ 0 to high, by number of digits."""
     if high is None:
         digits = len(str(low))
         yield from _naturals(low, 10**digits - 1)
@@ -208,12 +202,11 @@ def _naturals(low: int, high: int | None) -> Iterator[str]:
 
 
 def _of_one_length(low: str, high: str) -> Iterator[str]:
-    """Expressions of the integers between two that have the same number of digits."""
+    """Expressions of the integers between two with the same number of digits."""
     shared = next((at for at in range(len(low)) if low[at] != high[at]), len(low))
     if shared == len(low):
         yield low
         return
-    rest = len(low) - shared - 1
     first, last = int(low[shared]), int(high[shared])
     if low[shared + 1 :].strip("0"):  # from low up to where its digit at `shared` changes
         yield low
@@ -228,7 +221,7 @@ def _of_one_length(low: str, high: str) -> Iterator[str]:
                 yield f"{high[:at]}[0-{int(high[at]) - 1}]{_digits(len(high) - at - 1)}"
         last -= 1
     if first <= last:
-        yield f"{low[:shared]}[{first}-{last}]{_digits(rest)}"
+        yield f"{low[:shared]}[{first}-{last}]{_digits(len(low) - shared - 1)}"
 
 
 def _digits(count: int) -> str:

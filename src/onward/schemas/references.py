@@ -1,4 +1,4 @@
-"""What a schema leads to, and what it says of the types and values it allows, with its references resolved."""
+"""The subschemas, types and values of a schema, with its references resolved."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import unquote
 
 MISSING = object()
-# Keywords that hold a schema, several, and several by name.
+# Keywords whose values are a schema, a list of schemas, and schemas by name.
 ONE = (
     *("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not", "propertyNames", "then"),
     *("unevaluatedItems", "unevaluatedProperties"),
@@ -16,7 +16,7 @@ MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "proper
 
 
 def resolve(reference: str, root: Any) -> Any:
-    """The subschema that a JSON pointer such as "#/$defs/Unit" names; `MISSING` where there is none."""
+    """The subschema at a JSON pointer such as "#/$defs/Unit"; `MISSING` if there is none."""
     if reference == "#":
         return root
     if not reference.startswith("#/"):
@@ -34,7 +34,7 @@ def resolve(reference: str, root: Any) -> Any:
 
 
 def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """The schemas that stand in a schema's keywords, each with its keyword and its place within the schema."""
+    """The schemas in a schema's keywords, each with its keyword and its place within the schema."""
     for key, value in schema.items():
         if key in MAPS:
             yield from ((key, f"{key}.{name}", each) for name, each in value.items())
@@ -44,9 +44,9 @@ def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield key, key, value
 
 
-def reached(schema: Any, root: Any) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
-    """Every schema that one leads to, itself too, each once and with those that it leads to at once. Definitions count
-    where something refers to them. root: the document of references."""
+def reachable(schema: Any, root: Any) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
+    """Every schema that is reachable from one, itself included, each with the schemas that it leads to directly.
+    Definitions count if something refers to them. root: the document of references."""
     waiting, seen = [schema], set()
     while waiting:
         one = waiting.pop()
@@ -61,10 +61,10 @@ def reached(schema: Any, root: Any) -> Iterator[tuple[Mapping[str, Any], list[An
 
 
 def alternatives(schema: Any, root: Any) -> list[Mapping[str, Any]]:
-    """The schemas of which a value has to meet one, without references and unions. root: the document of references.
+    """The schemas, without references and unions, of which a value must match one. root: the document of references.
 
-    Every subschema is visited once, so the time is linear in the size of the document. A schema that leads nowhere but
-    to itself allows anything, and so does a reference to another document.
+    Every subschema is visited once, so the time is linear in the size of the document. A schema that leads only to
+    itself allows anything, and so does a reference to another document.
     """
     leaves: list[Mapping[str, Any]] = []
     seen: set[int] = set()
@@ -88,7 +88,7 @@ def alternatives(schema: Any, root: Any) -> list[Mapping[str, Any]]:
 
 
 def kinds_of(schema: Any, root: Any) -> set[str] | None:
-    """JSON's names of the types that a schema allows; None where it does not say. root: as for `alternatives`."""
+    """JSON's names of the types that a schema allows; None if it allows all. root: as for `alternatives`."""
     kinds: set[str] = set()
     for leaf in alternatives(schema, root):
         if "enum" in leaf or "const" in leaf:
@@ -101,7 +101,7 @@ def kinds_of(schema: Any, root: Any) -> set[str] | None:
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The only values that a schema allows, where it lists them."""
+    """The values that a schema allows, if it lists them."""
     if "const" in schema:
         return [schema["const"]]
     if schema.get("type") == "null":
@@ -109,39 +109,35 @@ def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
     return list(schema["enum"]) if "enum" in schema else None
 
 
-def listed(schema: Mapping[str, Any]) -> list[Any] | None:
+def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     return values_of({key: schema[key] for key in ("const", "enum") if key in schema})
 
 
-def are_apart(branches: Sequence[Any], root: Any) -> bool:
-    """Whether no value meets two of several schemas."""
-    values_of_each = [listed(branch) if isinstance(branch, Mapping) else None for branch in branches]
+def are_disjoint(branches: Sequence[Any], root: Any) -> bool:
+    """Whether no value matches two of several schemas."""
+    values_of_each = [listed_values(branch) if isinstance(branch, Mapping) else None for branch in branches]
     if None not in values_of_each:
         values = [value for each in values_of_each for value in each or ()]
-        return not any(same(one, other) for at, one in enumerate(values) for other in values[:at])
-    kinds = [kinds_of(branch, root) for branch in branches]
-    found: list[str] = []
-    for each in kinds:
-        if each is None:
+        return not any(json_equal(one, other) for at, one in enumerate(values) for other in values[:at])
+    all_kinds: list[str] = []
+    for branch in branches:
+        kinds = kinds_of(branch, root)
+        if kinds is None:
             return False
-        found += {"number" if kind == "integer" else kind for kind in each}
-    return len(found) == len(set(found))
+        all_kinds += {"number" if kind == "integer" else kind for kind in kinds}
+    return len(all_kinds) == len(set(all_kinds))
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal in JSON, where true is no number."""
+def json_equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal in JSON, where true is not a number."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 
 
 def kind_of(value: Any) -> str:
     """JSON's name of a value's type; a whole number is an integer."""
     if value is None:
         return "null"
-    kinds: list[tuple[type, str]] = [
-        (bool, "boolean"),
-        (int, "integer"),
-        (float, "number"),
-        (str, "string"),
-        (list, "array"),
-    ]
-    return next((name for kind, name in kinds if isinstance(value, kind)), "object")
+    return next((name for kind, name in _KINDS.items() if isinstance(value, kind)), "object")

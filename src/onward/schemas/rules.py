@@ -1,7 +1,7 @@
-"""JSON of a schema as rules of a grammar in Lark's syntax, with numbers of any size.
+"""Grammars of JSON in Lark's syntax for schemas with numbers of any size.
 
-llguidance compiles schemas itself, and keeps their numbers as doubles. So a schema whose numbers are beyond 2^53 is
-taken apart here: what leads to such a number becomes rules of ours, and everything else stays `%json`, as it was.
+llguidance compiles schemas itself, but stores their numbers as doubles. So of a schema with numbers beyond 2^53 the
+parts that lead to such a number become rules here, and everything else stays `%json`.
 """
 
 import json
@@ -23,7 +23,7 @@ from onward.schemas.numbers import (
     is_large,
     is_large_itself,
 )
-from onward.schemas.references import are_apart, children, kind_of, listed, resolve, same
+from onward.schemas.references import are_disjoint, children, json_equal, kind_of, listed_values, resolve
 
 _ALL_KINDS = ("null", "boolean", "string", "array", "object", "number")
 _OBJECT = frozenset({"properties", "required", "additionalProperties"})
@@ -31,8 +31,8 @@ _ARRAY = frozenset({"items", "prefixItems", "minItems", "maxItems"})
 _TEXT = frozenset({"minLength", "maxLength", "pattern", "format"})
 _IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
 _KNOWN = NUMERIC | _OBJECT | _ARRAY | _TEXT | _IN_PLACE | {"type"}
-# Keywords that change what a value may be, and that have no rules here.
-_UNKNOWN = frozenset(
+# Keywords that restrict values, and that have no rules here.
+_UNSUPPORTED = frozenset(
     {
         *("additionalItems", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if"),
         *("maxContains", "maxProperties", "minContains", "minProperties", "not", "patternProperties", "propertyNames"),
@@ -43,8 +43,8 @@ _STRING = r'"([^"\\\x00-\x1F]|\\["\\\/bfnrt])*"'
 
 
 class Spacing(NamedTuple):
-    """What stands between the tokens of JSON. guidance: for llguidance. item, key: the symbols of the separators.
-    inside: the symbol of what may stand after an opening bracket and before a closing one; empty for nothing."""
+    """The whitespace and separators of JSON. guidance: for llguidance. item, key: symbols of separators. inside: symbol
+    of the whitespace after an opening bracket and before a closing one; empty for none."""
 
     guidance: Mapping[str, Any]
     item: str
@@ -53,31 +53,30 @@ class Spacing(NamedTuple):
 
     @classmethod
     def of(cls, item: str, key: str) -> "Spacing":
-        """Separators that are always the same."""
+        """Fixed separators."""
         guidance = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
         return cls(guidance, json.dumps(item), json.dumps(key))
 
     @classmethod
     def free(cls, characters: str, most: int) -> "Spacing":
-        """Up to `most` of some characters between any two tokens. characters: a class in a regular expression."""
+        """Up to `most` of the characters between two tokens. characters: a class in a regular expression."""
         some = f"{characters}{{0,{most}}}"
         guidance = {"whitespace_pattern": f"{characters}{{1,{most}}}"}
         return cls(guidance, f"/{some},{some}/", f"/{some}:{some}/", f"/{characters}{{1,{most}}}/?")
 
 
-# As models were trained on: that of json.dumps and of templates' tojson.
+# The spacing of json.dumps and of templates' tojson, as in training data.
 SPACED = Spacing.of(", ", ": ")
 
 
 def json_rules(name: str, schema: Any, spacing: Spacing, at: str, *, is_expanded: bool = False) -> list[str]:
-    """The rules of JSON that a schema validates; the first is called `name`, and the others begin with it.
+    """The rules of JSON that matches a schema; the first is called `name`, and the others begin with it.
 
-    schema: checked by `check_schema`. at: its place, for errors. is_expanded: an object and the consts in it
-    get rules of their own without such numbers, too.
+    schema: checked by `check_schema`. at: its place, for errors. is_expanded: an object and the consts in it get rules
+    here even without large numbers.
 
     Raises:
-        RequestError: an integer beyond 2^53 stands beside a keyword that cannot be combined with it, or no value meets
-            the schema.
+        RequestError: an integer beyond 2^53 next to an unsupported keyword, or no value matches the schema.
     """
     if schema is False:
         raise RequestError(f"{at} allows no value")
@@ -95,7 +94,7 @@ def json_rules(name: str, schema: Any, spacing: Spacing, at: str, *, is_expanded
 
 
 def has_large_numbers(schema: Any) -> bool:
-    """Whether a schema has rules of its own: llguidance would round a number of it."""
+    """Whether llguidance would round a number of a schema."""
     return Document(schema).has_large(schema)
 
 
@@ -105,23 +104,23 @@ def _fragment(schema: Any, spacing: Spacing, definitions: Mapping[str, Any] = {}
 
 
 class _Rules:
-    """Makes the rules of a document's subschemas, each once."""
+    """Creates the rules of a document's subschemas, each once."""
 
     def __init__(self, name: str, document: Document, spacing: Spacing) -> None:
         self._name, self._document, self._spacing = name, document, spacing
         self._symbols: dict[int, str | None] = {}
-        self._kept: list[Any] = []  # what was made here; an id must not become another's
+        self._alive: list[Any] = []  # derived schemas, so that their ids aren't reused
         self.rules: dict[str, str] = {}
         self._names = 0
 
     def symbol(self, schema: Any, at: str) -> str | None:
-        """The name of the rule of a schema; None where no value meets it."""
+        """The name of the rule of a schema; None if no value matches it."""
         if schema is False:
             return None
         if id(schema) not in self._symbols or not isinstance(schema, Mapping):
             name = self._new_name()
             self._symbols[id(schema)] = name
-            self._kept.append(schema)
+            self._alive.append(schema)
             if self._document.has_large(schema):
                 cases = [case for case in self._cases(schema, at) if case is not None]
                 self.rules[name] = " | ".join(cases)
@@ -135,25 +134,25 @@ class _Rules:
     def _new_name(self) -> str:
         name = f"{self._name}_{self._names}" if self._names else self._name
         self._names += 1
-        self.rules[name] = ""  # in the order of their names
+        self.rules[name] = ""  # reserves the order
         return name
 
     def _derived(self, schema: Mapping[str, Any], at: str, *, large: bool) -> str | None:
-        """The rule of a schema that was made here from one of the document's."""
-        self._kept.append(schema)
+        """The rule of a schema that was derived from one of the document's."""
+        self._alive.append(schema)
         if large:
             self._document.add_large(schema)
         return self.symbol(schema, at)
 
     def _cases(self, schema: Mapping[str, Any], at: str) -> Iterator[str | None]:
-        """What a schema allows, as alternatives."""
-        if unknown := sorted(_UNKNOWN & set(schema)):
+        """The alternatives of a schema's rule."""
+        if unknown := sorted(_UNSUPPORTED & set(schema)):
             _refuse(at, unknown[0])
         schema = {key: value for key, value in schema.items() if key in _KNOWN}
         in_place = [key for key in schema if key in _IN_PLACE]
         if not in_place:
             yield from self._typed(schema, at)
-        elif (values := listed(schema)) is not None:
+        elif (values := listed_values(schema)) is not None:
             yield from self._values(schema, values, at)
         elif len(in_place) > 1:
             _refuse(at, " and ".join(in_place))
@@ -167,20 +166,16 @@ class _Rules:
             yield from self._union(schema, in_place[0], at)
 
     def _typed(self, schema: Mapping[str, Any], at: str) -> Iterator[str | None]:
-        """A schema without unions, values and references: a case for each type."""
+        """The cases of a schema without unions, values and references, by type."""
         kinds = schema.get("type", list(_ALL_KINDS))
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-        large = {
-            "number": is_large_itself(schema),
-            "object": any(self._document.has_large(each) for key, _, each in children(schema) if key in _OBJECT),
-            "array": any(self._document.has_large(each) for key, _, each in children(schema) if key in _ARRAY),
-        }
-        large["integer"] = large["number"]
-        plain = [kind for kind in kinds if not large.get(kind)]
+        large = {"number": is_large_itself(schema)}
+        for kind, keywords in (("object", _OBJECT), ("array", _ARRAY)):
+            large[kind] = any(self._document.has_large(each) for key, _, each in children(schema) if key in keywords)
+        plain = [kind for kind in kinds if not large.get("number" if kind == "integer" else kind)]
         if plain:
-            dropped = {*(NUMERIC if large["number"] else ()), *(_OBJECT if large["object"] else ())}
-            dropped |= _ARRAY if large["array"] else set()
-            rest = {key: value for key, value in schema.items() if key not in dropped}
+            dropped = {"number": NUMERIC, "object": _OBJECT, "array": _ARRAY}
+            rest = {key: v for key, v in schema.items() if not any(large[k] and key in dropped[k] for k in large)}
             yield self._derived(rest | {"type": plain}, at, large=False)
         if large["number"] and "number" in kinds:
             yield from self._numbers(schema, at)
@@ -192,7 +187,7 @@ class _Rules:
             yield self._array(schema, at)
 
     def _numbers(self, schema: Mapping[str, Any], at: str) -> Iterator[str | None]:
-        """Up to 2^53 all numbers, which llguidance has exactly; beyond it the integers, as doubles have no others."""
+        """All numbers up to 2^53, which are exact in llguidance; beyond it the integers, as doubles have no others."""
         allowed = Range.of(schema)
         low, high = allowed.integers()
         if allowed.factor is None or allowed.factor.numerator <= LARGEST_FACTOR:
@@ -210,11 +205,11 @@ class _Rules:
             yield integer_pattern(low, most, allowed.factor, at)
 
     def _values(self, schema: Mapping[str, Any], values: Sequence[Any], at: str) -> Iterator[str | None]:
-        """The values that a schema lists, where its other keywords allow them."""
+        """The values that a schema lists, if its other keywords allow them."""
         others = set(schema) - {"const", "enum", "type"} - NUMERIC
         if others:
             _refuse(at, f"{min(others)} beside const or enum")
-        if "const" in schema and "enum" in schema and not any(same(schema["const"], each) for each in schema["enum"]):
+        if "const" in schema and not any(json_equal(schema["const"], each) for each in schema.get("enum", values)):
             return
         kinds = schema.get("type", [kind_of(value) for value in values])
         kinds = {kinds} if isinstance(kinds, str) else set(kinds)
@@ -241,27 +236,27 @@ class _Rules:
             return self._bracketed("[]", inner, not value)
         if isinstance(value, float) and is_large(value):
             symbols = [_literal(value)]
-            if int(value) == int(Decimal(repr(value))):  # otherwise the double differs from what was written
+            if int(value) == int(Decimal(repr(value))):  # otherwise the double differs from the decimal
                 symbols.append(json.dumps(str(int(value))))
             return f"({' | '.join(symbols)})"
         return json.dumps(str(value)) if is_large(value) else _literal(value)
 
     def _intersection(self, schema: Mapping[str, Any], at: str) -> str | None:
-        """What meets several schemas: one alone, or several that speak of numbers and types only."""
+        """The intersection of several schemas: a single one, or several with numeric keywords and types only."""
         members = [*schema["allOf"], {key: value for key, value in schema.items() if key != "allOf"}]
         members = [member for member in members if member not in ({}, True)]
         if len(members) == 1:
             return self.symbol(members[0], at)
-        met: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for member in members:
             if not isinstance(member, Mapping) or not set(member) & _KNOWN <= NUMERIC | {"type"}:
                 _refuse(at, "allOf")
-            met = _both(met, member, at)
-        return self._derived(met, at, large=True)
+            merged = _merge(merged, member, at)
+        return self._derived(merged, at, large=True)
 
     def _union(self, schema: Mapping[str, Any], keyword: str, at: str) -> Iterator[str | None]:
         branches = schema[keyword]
-        if keyword == "oneOf" and not are_apart(branches, self._document.root):
+        if keyword == "oneOf" and not are_disjoint(branches, self._document.root):
             _refuse(at, "oneOf, unless its cases have different types or values,")
         beside = {key: value for key, value in schema.items() if key != keyword}
         for number, branch in enumerate(branches):
@@ -275,7 +270,7 @@ class _Rules:
             yield self._derived({**branch, **beside}, place, large=True)
 
     def _object(self, schema: Mapping[str, Any], at: str) -> str | None:
-        """Properties in the order of the schema, then others."""
+        """Properties in the schema's order, then others."""
         properties, required = schema.get("properties", {}), schema.get("required", [])
         more = schema.get("additionalProperties", True)
         parts: list[tuple[str, bool]] = []
@@ -289,9 +284,9 @@ class _Rules:
         others = self.symbol(more, f"{at}.additionalProperties")
         if others is not None:
             names = dict.fromkeys([*properties, *required])
-            taken = "|".join(_pattern(json.dumps(name, ensure_ascii=False)) for name in names)
+            used = "|".join(re.escape(json.dumps(name, ensure_ascii=False)).replace("/", r"\/") for name in names)
             name = self._new_name()
-            self.rules[name.upper()] = f"/{_STRING}/" + (f" & ~/{taken}/" if taken else "")
+            self.rules[name.upper()] = f"/{_STRING}/" + (f" & ~/{used}/" if used else "")
             self.rules[name] = f"{name.upper()} {self._spacing.key} {others}"
             after = f"({self._spacing.item} {name})*"
             alone = f"{name} {after}"
@@ -325,10 +320,10 @@ class _Rules:
     def _sequence(
         self, brackets: str, parts: Sequence[tuple[str, bool]], after: str, alone: str, may_be_empty: bool
     ) -> str:
-        """Parts in brackets, with separators between those that are there.
+        """Parts in brackets, with separators.
 
-        parts: each with whether it has to be there; in a list none is there without those before it. after: what
-        follows the last of them. alone: what stands where none of them does; empty for nothing.
+        parts: each with whether it is required; in a list a part requires those before it. after: follows the last
+        part. alone: replaces the parts if there are none; empty for nothing.
         """
         is_list = brackets == "[]"
         for part, is_required in reversed(parts):
@@ -344,31 +339,30 @@ class _Rules:
         return self._bracketed(brackets, alone, may_be_empty)
 
     def _bracketed(self, brackets: str, inner: str, may_be_empty: bool) -> str:
-        opening, closing = brackets[0], brackets[1]
-        inside = self._spacing.inside
+        opening, closing, inside = brackets[0], brackets[1], self._spacing.inside
         cases = [f'"{opening}" {inside} {inner} {inside} "{closing}"'] if inner else []
         cases += [f'"{opening}" {inside} "{closing}"'] if may_be_empty else []
         return f"({' | '.join(cases)})"
 
 
-def _both(one: Mapping[str, Any], other: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """A schema that has the numeric keywords and types of two."""
-    met = {**one}
+def _merge(one: Mapping[str, Any], other: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """A schema with the numeric keywords and types of two."""
+    merged = {**one}
     for key, value in other.items():
-        if key not in met or met[key] == value:
-            met[key] = value
+        if key not in merged or merged[key] == value:
+            merged[key] = value
         elif key == "type":
-            kinds = _kinds(met[key]) & _kinds(value)
-            met[key] = sorted(kinds - {"integer"} if "number" in kinds else kinds)
+            kinds = _kinds(merged[key]) & _kinds(value)
+            merged[key] = sorted(kinds - {"integer"} if "number" in kinds else kinds)
         elif key in BOUNDS and not isinstance(value, bool):
-            met[key] = (max if "inimum" in key else min)(met[key], value)
+            merged[key] = (max if "inimum" in key else min)(merged[key], value)
         elif key in _KNOWN:
             _refuse(at, f"allOf with several {key}")
-    return met
+    return merged
 
 
 def _kinds(kind: str | list[str]) -> set[str]:
-    """Types, with integers among the numbers."""
+    """A set of types, with "integer" if it has "number"."""
     kinds = {kind} if isinstance(kind, str) else set(kind)
     return kinds | {"integer"} if "number" in kinds else kinds
 
@@ -384,12 +378,8 @@ def _literal(value: Any) -> str:
 
 
 def lark_string(text: str) -> str:
-    """A text as a string in Lark's syntax, which is JSON's but for a raw delete."""
+    """A text as a string in Lark's syntax, which is JSON's except for a raw delete."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _pattern(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
 
 
 def _refuse(at: str, keyword: str) -> NoReturn:

@@ -1,7 +1,7 @@
-"""The form of a schema: every keyword has a value of the type that JSON Schema gives it.
+"""Validation of schemas: every keyword has a value of the type that JSON Schema requires.
 
-This is what the metaschema of draft 2020-12 says of the keywords that are read here or by llguidance, and what earlier
-drafts said of them. A check comes before any work, so that whoever walks a schema afterwards can rely on its form.
+The rules are those of the metaschema of draft 2020-12, and of earlier drafts, for keywords that Onward or llguidance
+read. Schemas are checked first, so that later code can rely on their form.
 """
 
 import math
@@ -16,12 +16,12 @@ _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _TEXTS = ("$ref", "format", "pattern")
 _BOUNDS = ("minimum", "maximum")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
-_LEAST = ("minLength", "minItems", "minProperties", "minContains")
-_MOST = ("maxLength", "maxItems", "maxProperties", "maxContains")
-# Labels whose values may be anything, numbers of any size among them.
+_MINIMA = ("minLength", "minItems", "minProperties", "minContains")
+_MAXIMA = ("maxLength", "maxItems", "maxProperties", "maxContains")
+# Annotations with arbitrary values, including numbers of any size.
 _EXAMPLES = ("default", "example", "examples")
-# No text has so many characters, items or properties.
-_ENDLESS = 2**31
+# More characters, items or properties than any text has.
+_UNREACHABLE = 2**31
 
 
 def check_schema(schema: Any, at: str) -> None:
@@ -31,8 +31,8 @@ def check_schema(schema: Any, at: str) -> None:
         RequestError: a keyword whose value has the wrong type, or a reference to nothing, with its place.
     """
     waiting, places = [(schema, at)], {}
-    parents: dict[int, list[int]] = {}  # of what a value may meet in their place
-    met = []  # what a value can meet
+    parents: dict[int, list[int]] = {}  # of schemas that replace them
+    met = []
     while waiting:
         one, place = waiting.pop()
         if id(one) in places:
@@ -55,7 +55,7 @@ def check_schema(schema: Any, at: str) -> None:
         if places.pop(one_id, None) is not None:
             met += parents.get(one_id, ())
     if places:
-        raise RequestError(f"{min(places.values(), key=len)} refers to itself alone, so no value can meet it")
+        raise RequestError(f"{min(places.values(), key=len)} refers to itself alone, so no value can match it")
 
 
 def _check_keywords(schema: Any, at: str) -> None:
@@ -64,29 +64,29 @@ def _check_keywords(schema: Any, at: str) -> None:
     if not all(isinstance(key, str) for key in schema):
         _refuse(at, "an object whose keys are strings", schema)
     for keyword in schema:
-        is_right, wanted = _CHECKS.get(keyword, (None, ""))
-        if is_right is not None and not is_right(schema[keyword]):
-            _refuse(f"{at}.{keyword}", wanted, schema[keyword])
+        is_valid, expected = _CHECKS.get(keyword, (None, ""))
+        if is_valid is not None and not is_valid(schema[keyword]):
+            _refuse(f"{at}.{keyword}", expected, schema[keyword])
 
 
 def _target(reference: str, root: Any, at: str) -> Any:
-    """The schema that a reference within the document names."""
-    found = resolve(reference, root)
-    if not isinstance(found, Mapping | bool):
+    """The schema that a reference within the document refers to."""
+    target = resolve(reference, root)
+    if not isinstance(target, Mapping | bool):
         raise RequestError(
-            f"{at}.$ref refers to {reference!r}, and there is {'nothing' if found is MISSING else 'no schema'} there"
+            f"{at}.$ref refers to {reference!r}, and there is {'nothing' if target is MISSING else 'no schema'} there"
         )
-    return found
+    return target
 
 
 def normalized(schema: Any, at: str) -> Any:
-    """A schema whose numbers llguidance reads as they are; an equal one where it does already.
+    """A schema whose numbers llguidance reads exactly.
 
-    A length such as 3.0 becomes an integer. A most that no text reaches is left out, and so are defaults and examples.
-    A bound has at most 15 digits, or is an integer.
+    Lengths such as 3.0 become integers. Maxima that no text reaches are dropped, and so are defaults and examples.
+    Bounds have at most 15 digits, or are integers.
 
     Raises:
-        RequestError: a least that no text reaches, with its place.
+        RequestError: a minimum that no text reaches, with its place.
     """
     if isinstance(schema, list):
         return [normalized(one, f"{at}[{number}]") for number, one in enumerate(schema)]
@@ -101,25 +101,25 @@ def normalized(schema: Any, at: str) -> Any:
             changed[key] = {name: normalized(each, f"{place}.{name}") for name, each in value.items()}
         elif key in LISTS or key in ONE:
             changed[key] = normalized(value, place)
-        elif key in _LEAST and value >= _ENDLESS:
+        elif key in _MINIMA and value >= _UNREACHABLE:
             raise RequestError(f"{place} is {_brief(value)}, which no text reaches: make it smaller")
-        elif key in _LEAST or (key in _MOST and value < _ENDLESS):
+        elif key in _MINIMA or (key in _MAXIMA and value < _UNREACHABLE):
             changed[key] = int(value)
         elif key in BOUNDS and not isinstance(value, bool):
             changed[key] = bound_within(key, value)
-        elif key not in _MOST:
+        elif key not in _MAXIMA:
             changed[key] = value
     return changed
 
 
-def _refuse(at: str, wanted: str, got: Any) -> NoReturn:
-    raise RequestError(f"{at} must be {wanted}; got {_brief(got)}")
+def _refuse(at: str, expected: str, got: Any) -> NoReturn:
+    raise RequestError(f"{at} must be {expected}; got {_brief(got)}")
 
 
 def _brief(value: Any) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer of more digits than Python writes
+    except (ValueError, RecursionError):  # an integer with more digits than Python prints
         return f"a {type(value).__name__}"
     return text if len(text) <= 100 else text[:99] + "…"
 
@@ -137,24 +137,20 @@ def _is_type(value: Any) -> bool:
     return bool(several) and all(isinstance(one, str) and one in _TYPES for one in several)
 
 
-def _is_map(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+def _has_names(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and all(isinstance(name, str) for name in value)
 
 
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "type": (_is_type, f"one or several of {', '.join(_TYPES)}"),
     "enum": (lambda value: isinstance(value, list), "a list of values"),
-    "required": (_is_names, "a list of names"),
+    "required": (lambda value: _has_names(value, list), "a list of names"),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
     **dict.fromkeys(_TEXTS, (lambda value: isinstance(value, str), "a string")),
-    **dict.fromkeys(MAPS, (_is_map, "an object of schemas by name")),
+    **dict.fromkeys(MAPS, (lambda value: _has_names(value, Mapping), "an object of schemas by name")),
     **dict.fromkeys(LISTS, (lambda value: isinstance(value, list) and bool(value), "a list of schemas, at least one")),
     **dict.fromkeys(_BOUNDS, (_is_number, "a number")),
     # Draft 4 has true and false here.
     **dict.fromkeys(_EXCLUSIVE, (lambda value: _is_number(value) or isinstance(value, bool), "a number")),
-    **dict.fromkeys((*_LEAST, *_MOST), (_is_count, "a whole number, 0 or more")),
+    **dict.fromkeys((*_MINIMA, *_MAXIMA), (_is_count, "a whole number, 0 or more")),
 }

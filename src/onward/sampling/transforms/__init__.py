@@ -1,4 +1,4 @@
-"""What happens to logits before a token is drawn, a transform a file. `SamplingParams` lists them in their order."""
+"""The transforms of logits before sampling, one per file. `SamplingParams` lists them in order."""
 
 from onward.sampling.transforms.transform import (
     Adjustment,
@@ -12,14 +12,4 @@ from onward.sampling.transforms.transform import (
     transforms_of,
 )
 
-__all__ = [
-    "Adjustment",
-    "Changes",
-    "Columns",
-    "Draws",
-    "Filter",
-    "LogitEntries",
-    "Transform",
-    "ban",
-    "transforms_of",
-]
+__all__ = ["Adjustment", "Changes", "Columns", "Draws", "Filter", "LogitEntries", "Transform", "ban", "transforms_of"]

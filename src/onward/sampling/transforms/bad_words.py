@@ -1,4 +1,4 @@
-"""Words that are never completed."""
+"""Bad words: sequences of ids that are never completed."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,7 @@ class BadWordsDict(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class BadWords(Adjustment):
-    """bad_words: sequences of ids of which none is ever completed.
-
-    A text stands for its ids where there is a tokenizer.
-    """
+    """bad_words: sequences of ids that are never completed; texts if there is a tokenizer."""
 
     bad_words: tuple[str | tuple[int, ...], ...] = ()
 
@@ -37,7 +34,7 @@ class BadWords(Adjustment):
     def named_ids(self) -> Iterable[int]:
         for word in self.bad_words:
             if isinstance(word, str):
-                raise RequestError(f"bad_words holds the text {word!r}: a Sampler knows no tokenizer, give its ids")
+                raise RequestError(f"bad_words holds the text {word!r}: a Sampler has no tokenizer, give its ids")
             yield from word
 
     def can_ban(self) -> bool:
@@ -48,12 +45,8 @@ class BadWords(Adjustment):
 
 def word_ends(ids: Ids, words: Collection[tuple[int, ...]]) -> Ids:
     """The ids that would complete one of `words`, sequences of ids: int64 [N], each once."""
-    last_ids = [word[-1] for word in words if len(word) <= len(ids) + 1 and _ends_in(ids, word[:-1])]
+    last_ids = [word[-1] for word in words if ids[max(0, len(ids) + 1 - len(word)) :].tolist() == list(word[:-1])]
     return np.unique(np.array(last_ids, dtype=np.int64))
-
-
-def _ends_in(ids: Ids, start: tuple[int, ...]) -> bool:
-    return not start or ids[-len(start) :].tolist() == list(start)
 
 
 def _as_word(word: object) -> str | tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""DRY: the longer a repetition, the less likely it goes on."""
+"""DRY: penalties that grow with the length of a repetition."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -27,8 +27,8 @@ class Dry(Adjustment):
     """dry_multiplier, dry_base, dry_allowed_length, dry_sequence_breakers: "don't repeat yourself".
 
     An id that would extend a repetition of n ids, n at least dry_allowed_length, loses dry_multiplier *
-    dry_base^(n - dry_allowed_length); repetitions do not reach across the breakers, which are ids. A multiplier of 0 is
-    off.
+    dry_base^(n - dry_allowed_length). Repetitions don't extend across the breakers, which are ids. A multiplier of 0
+    disables it.
     """
 
     dry_multiplier: float = 0.0
@@ -64,30 +64,29 @@ class Dry(Adjustment):
 def dry_penalties(
     ids: Ids, *, multiplier: float, base: float, allowed_length: int, breakers: Collection[int] = ()
 ) -> dict[int, float]:
-    """ "Don't repeat yourself": id -> what is to be subtracted from its logit.
+    """ "Don't repeat yourself": id -> the number to subtract from its logit.
 
     An id that would extend a repetition costs multiplier * base^(n - allowed_length), where n is the length of the
-    longest end of `ids` that occurred before right in front of that id; less than `allowed_length` costs nothing.
-    A repetition does not reach across a breaker, and a breaker costs nothing itself. (P. E. Weidmann,
-    text-generation-webui pull request 5677; llama.cpp's `dry` sampler does the same.) No cost is above the largest
-    float32.
+    longest suffix of `ids` that occurred directly before that id; less than `allowed_length` costs nothing.
+    Repetitions don't extend across breakers, which cost nothing themselves. (P. E. Weidmann, text-generation-webui pull
+    request 5677; the same as llama.cpp's `dry` sampler.) No cost is above the largest float32.
     """
     if len(ids) < 2 or int(ids[-1]) in breakers:
         return {}
     longest: dict[int, int] = {}
-    most = _longest_that_matters(multiplier, base, allowed_length, len(ids))
-    # Where the last id occurred before; then, one id further back at a time, where the rest fits too.
+    max_length = _max_length(multiplier, base, allowed_length, len(ids))
+    # Earlier occurrences of the last id; then of longer suffixes, one id at a time.
     ends, length = np.flatnonzero(ids[:-1] == ids[-1]), 1
     while len(ends):
-        # Longer ones are found later and take the place of shorter ones; those that get no longer are noted here.
-        before = ids[-1 - length] if length < most else None
+        # Record repetitions that don't extend; longer ones come later and overwrite shorter ones.
+        before = ids[-1 - length] if length < max_length else None
         if before is None or int(before) in breakers:
-            goes_on = np.zeros(len(ends), dtype=bool)
+            extends = np.zeros(len(ends), dtype=bool)
         else:
-            goes_on = (ends >= length) & (ids[ends - length] == before)
+            extends = (ends >= length) & (ids[ends - length] == before)
         if length >= allowed_length:
-            longest.update(dict.fromkeys(ids[ends[~goes_on] + 1].tolist(), length))
-        ends, length = ends[goes_on], length + 1
+            longest.update(dict.fromkeys(ids[ends[~extends] + 1].tolist(), length))
+        ends, length = ends[extends], length + 1
     return {
         token: _power(multiplier, base, length - allowed_length)
         for token, length in longest.items()
@@ -95,8 +94,8 @@ def dry_penalties(
     }
 
 
-def _longest_that_matters(multiplier: float, base: float, allowed_length: int, length: int) -> int:
-    """Where the penalty grows no further: repetitions need not be followed beyond."""
+def _max_length(multiplier: float, base: float, allowed_length: int, length: int) -> int:
+    """The length of a repetition beyond which the penalty no longer grows."""
     if base == 1:
         return min(allowed_length, length)
     steps = math.log(_FLOAT32_MAX) - math.log(multiplier)

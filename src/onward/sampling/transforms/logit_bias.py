@@ -1,4 +1,4 @@
-"""Bias: numbers added to logits of single ids."""
+"""Logit bias: numbers added to the logits of single ids."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class LogitBiasDict(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LogitBias(Adjustment):
-    """logit_bias: {id: what is added to its logit}; -inf bans the id."""
+    """logit_bias: {id: number added to its logit}; -inf bans the id."""
 
     needs_history: ClassVar[bool] = False
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()

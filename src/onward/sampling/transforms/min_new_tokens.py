@@ -1,4 +1,4 @@
-"""The fewest tokens of a text, and the ids that end it."""
+"""The minimum number of new tokens, and the ids that end a text."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class MinNewTokensDict(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class MinNewTokens(Adjustment):
-    """min_new_tokens: no id of `eos` before this many tokens. (A stop string ends the text all the same.)
-    eos: ids that end the text, and that min_new_tokens holds back; None means the checkpoint's.
+    """min_new_tokens: no id of `eos` before this many tokens. (Stop strings still end the text.)
+    eos: ids that end the text, banned until min_new_tokens; None means the checkpoint's.
     ignore_eos: let no id end the text.
     """
 
@@ -39,8 +39,8 @@ class MinNewTokens(Adjustment):
         return bool(self.min_new_tokens and self.eos and not self.ignore_eos)
 
     def changes(self, history: History) -> Changes:
-        held_back = () if history.output_length >= self.min_new_tokens else self.eos or ()
-        return np.unique(np.array(held_back, dtype=np.int64)), 0.0
+        banned = () if history.output_length >= self.min_new_tokens else self.eos or ()
+        return np.unique(np.array(banned, dtype=np.int64)), 0.0
 
     def named_ids(self) -> Iterable[int]:
         return self.eos or ()

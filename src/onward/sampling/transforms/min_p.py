@@ -1,4 +1,4 @@
-"""Min-p: ids not too far below the likeliest."""
+"""Min-p: ids that are at least a fraction as likely as the most likely."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -18,7 +18,7 @@ class MinPDict(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class MinP(Filter):
-    """min_p: keep ids at least min_p times as likely as the likeliest, in [0, 1]."""
+    """min_p: keep ids at least min_p times as likely as the most likely one, in [0, 1]."""
 
     min_p: float = 0.0
 
@@ -35,16 +35,14 @@ class MinP(Filter):
 
 
 def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Keep ids at least min_p times as likely as the row's likeliest; min_p float32 [B] in [0, 1].
-
-    (Nguyen et al., arXiv 2407.01082)
-    """
+    """Keep ids at least min_p times as likely as the row's most likely one; min_p float32 [B] in [0, 1] (Nguyen et al.,
+    arXiv 2407.01082)."""
     floor = logits.amax(-1, keepdim=True) + lowest_score(min_p).unsqueeze(1)
     return logits.masked_fill(logits < floor, float("-inf"))
 
 
 def lowest_score(min_p: Tensor) -> Tensor:
-    """p >= min_p * p_max, in logits: how far below the best an id may lie. float32 [B]; -inf for 0, all may."""
-    # float32's least value stands in for 0, which has no logarithm.
+    """log(min_p): how far an id's logit may be below the largest. float32 [B]; -inf for 0."""
+    # 0 has no logarithm: use float32's smallest number.
     logs = logarithm(min_p.to(torch.float64).clamp(min=1e-45)).to(torch.float32)
     return torch.where(min_p > 0, logs, float("-inf"))

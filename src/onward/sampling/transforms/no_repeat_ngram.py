@@ -1,4 +1,4 @@
-"""No n-gram twice."""
+"""No repeated n-grams."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -16,7 +16,7 @@ class NoRepeatNgramDict(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class NoRepeatNgram(Adjustment):
-    """no_repeat_ngram_size: no n ids in a row occur twice in prompt and output; 0 is off."""
+    """no_repeat_ngram_size: no n ids in a row occur twice in prompt and output; 0 disables it."""
 
     no_repeat_ngram_size: int = 0
 
@@ -36,11 +36,9 @@ class NoRepeatNgram(Adjustment):
 
 
 def ngram_ends(ids: Ids, size: int) -> Ids:
-    """The ids that would make the last `size` ids of a row ones that it had before, sorted: int64 [N].
-
-    (`no_repeat_ngram_size` of Paulus et al., arXiv 1705.04304, and of transformers)
-    """
-    starts = len(ids) - size + 1  # of the n-grams there are
+    """The ids that would repeat an n-gram of `size` ids, sorted: int64 [N] (Paulus et al., arXiv 1705.04304, and
+    transformers)."""
+    starts = len(ids) - size + 1  # the number of n-grams
     if starts < 1:
         return ids[:0]
     again = np.ones(starts, dtype=bool)

@@ -1,4 +1,4 @@
-"""Penalties that make ids of the output, or of prompt and output, less likely."""
+"""Penalties for ids of the output, or of prompt and output."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -19,7 +19,7 @@ class FrequencyPenaltyDict(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencyPenalty(Adjustment):
-    """frequency_penalty: subtracted from the logits of ids in the output, once for each time that the id is there."""
+    """frequency_penalty: subtracted from the logits of ids in the output, once per occurrence."""
 
     frequency_penalty: float = 0.0
 
@@ -81,8 +81,7 @@ class RepetitionPenalty(Adjustment):
 
     @staticmethod
     def adjust(logits: Tensor, entries: LogitEntries) -> Tensor:
-        """Make ids that occurred less likely (values above 1) or more (below): logits above 0 are divided by the value,
-        the others multiplied. (Keskar et al., CTRL, arXiv 1909.05858; both signs as transformers)
-        """
+        """Divide logits above 0 by the value, multiply the others (Keskar et al., CTRL, arXiv 1909.05858; both signs as
+        in transformers)."""
         before = entries.read(logits)
         return entries.write(logits, torch.where(before < 0, before * entries.values, before / entries.values))

@@ -1,4 +1,4 @@
-"""Temperature: the sharper or flatter distribution that is sampled."""
+"""Temperature: a sharper or flatter distribution."""
 
 from dataclasses import dataclass
 from typing import TypedDict

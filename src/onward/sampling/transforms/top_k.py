@@ -1,4 +1,4 @@
-"""Top-k: the k likeliest ids."""
+"""Top-k: the k most likely ids."""
 
 from dataclasses import dataclass
 from typing import TypedDict

@@ -11,7 +11,7 @@ from onward.sampling.noise import units
 from onward.sampling.transforms.transform import Columns, Draws, Filter, Probabilities, last_needed
 from onward.util.checks import is_number
 
-# Most nuclei are narrow: look among this many of the likeliest ids before sorting the whole vocabulary.
+# Most nuclei are narrow: try this many of the most likely ids before sorting the whole vocabulary.
 _NUCLEUS_GUESS = 1024
 
 
@@ -42,7 +42,7 @@ class TopP(Filter):
 
 
 def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of likeliest ids whose probabilities sum to at least top_p; top_p float32 [B] in (0, 1].
+    """Keep the smallest set of most likely ids whose probabilities sum to at least top_p, float32 [B] in (0, 1].
 
     The id that crosses the threshold is kept, so at least one is. (Holtzman et al., arXiv 1904.09751)
     """

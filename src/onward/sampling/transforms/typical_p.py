@@ -1,4 +1,4 @@
-"""Typical sampling: ids whose surprise is about what is to be expected."""
+"""Typical sampling: ids whose surprise is close to its expected value."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -18,8 +18,7 @@ class TypicalPDict(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class TypicalP(Filter):
-    """typical_p: keep the smallest set of ids of most typical surprise whose probability reaches
-    typical_p, in (0, 1]."""
+    """typical_p: keep the smallest set of ids of most typical surprise whose probability reaches it, in (0, 1]."""
 
     typical_p: float = 1.0
 
@@ -44,7 +43,7 @@ def apply_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
     if bool((typical_p >= 1).all()):
         return logits
     row = Probabilities.of(logits)
-    surprise = -row.scores  # less that of the likeliest id, which drops out of the difference
+    surprise = -row.scores  # minus that of the most likely id, which cancels in the difference
     mean = units(row.relative * surprise.clamp(max=40.0)).sum(-1).to(torch.float64) / row.total
     distance = (surprise.to(torch.float64) - mean.unsqueeze(1)).abs()
     ordered, order = distance.sort(dim=-1)

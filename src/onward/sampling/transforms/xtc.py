@@ -45,12 +45,12 @@ class Xtc(Filter):
 def apply_xtc(logits: Tensor, threshold: Tensor, active: Tensor) -> Tensor:
     """Exclude top choices: of the ids at least as probable as `threshold`, keep the least probable only.
 
-    Where one id or none reaches the threshold nothing changes, and of ids that tie as the least probable all are
-    kept. (P. E. Weidmann, text-generation-webui pull request 6335)
+    If fewer than two ids reach the threshold nothing changes; ids that tie as the least probable are all kept. (P. E.
+    Weidmann, text-generation-webui pull request 6335)
 
     Args:
         threshold: float32 [B] in (0, 0.5].
-        active: bool [B], how the coin of this position fell (`onward.sampling.noise.coins` < the row's probability).
+        active: bool [B], whether to apply it at this position (`onward.sampling.noise.coins` < the row's probability).
     """
     row = Probabilities.of(logits)
     top = row.units.to(torch.float64) >= (threshold.to(torch.float64) * row.total).unsqueeze(1)

@@ -95,7 +95,7 @@ def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(tmp_pa
 def test_a_tokenizer_of_another_form_is_named_with_how_to_save_it(tmp_path, file):
     folder = make_checkpoint(tmp_path)
     (folder / "tokenizer.json").rename(folder / file)
-    with pytest.warns(OnwardWarning, match=f"{file} cannot be read.*AutoTokenizer"):
+    with pytest.warns(OnwardWarning, match=f"{file} is not supported.*AutoTokenizer"):
         lm = onward.load(folder)
     with refused(TokenizerError, "tokenizer.json"):
         lm.encode("Hi")

@@ -122,11 +122,8 @@ def _write_folder(checkpoint: Checkpoint, weights: Mapping[str, Any], folder: Pa
     folder.mkdir()
     matrix = next(weight for weight in weights.values() if weight.dim() > 1)
     omitted = (quantized_folder.MANIFEST, "torch_dtype")
-    config = {
-        name: value
-        for name, value in quantized_folder.without_quantization(checkpoint.config).items()
-        if name not in omitted
-    }
+    config = quantized_folder.without_quantization(checkpoint.config)
+    config = {name: value for name, value in config.items() if name not in omitted}
     config["dtype"] = str(matrix.dtype).removeprefix("torch.")
     if isinstance(checkpoint, GgufCheckpoint):
         name = config["architectures"][0].removesuffix("ForCausalLM")

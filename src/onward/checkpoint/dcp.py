@@ -52,8 +52,8 @@ class DcpFolder(MappedTensors):
                 # Otherwise memory would be allocated for data that no file holds.
                 if math.prod(chunk.sizes) * stored.dtype.itemsize > chunk.length:
                     raise CheckpointError(
-                        f"{self._folder / METADATA}: {chunk.length} bytes cannot hold {stored.dtype} "
-                        f"{list(chunk.sizes)} of tensor {place.stored!r}: save the checkpoint again"
+                        f"{self._folder / METADATA}: {chunk.length} bytes of {chunk.file} cannot hold "
+                        f"{stored.dtype} {list(chunk.sizes)} of tensor {place.stored!r}: save the checkpoint again"
                     )
         for file, size in needed.items():
             path = self._folder / file

@@ -78,9 +78,8 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
             raise ValueError("it has more chunks than the files hold")
         return {name: _stored_tensor(name, entry, places) for name, entry in tensors.items()}
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is not torch.distributed.checkpoint metadata ({type(error).__name__}: {one_line(error)})"
-        ) from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(f"{file} is not the metadata of a torch.distributed.checkpoint: {reason}") from error
 
 
 def _storage(index: PickledRecord, info: PickledRecord) -> tuple[_ChunkName, tuple[str, int, int]]:
@@ -172,7 +171,6 @@ _PLAIN: dict[tuple[str, str], Any] = {
 
 
 def _unpickle(file: Path) -> Any:
-    """The root object: `PickledRecord`s, dtypes and Python's own containers."""
     try:
         if (length := file.stat().st_size) > _MAX_LENGTH:
             raise ValueError(f"it has {length} bytes, more than the limit of {_MAX_LENGTH}")

@@ -125,7 +125,6 @@ class MappedTensors:
         return [_Place(stored, interleaved, start, count) for start, count in zip(starts, rows, strict=True)]
 
     def _leftover_hint(self, places: dict[str, _Place]) -> str:
-        """The end of an error about missing weights: tensors that are not weights, and what to do."""
         unknown = [place.stored for name, place in places.items() if name not in self._shapes]
         unknown = [name for name in unknown if not self._is_training_state(name)]
         if not unknown:

@@ -100,11 +100,11 @@ class NameMap:
         wildcards = name.split(".").count(WILDCARD)
         for target in names:
             if target.split(".").count(WILDCARD) != wildcards or target.count(WILDCARD) != wildcards:
-                counts = f"{wildcards} parts {WILDCARD}, and {target!r} must have the same number"
+                counts = f"{wildcards} parts that are {WILDCARD}, and {target!r} must have the same number"
                 raise ConfigError(f"{self._where}: {name!r} has {counts}")
         interleaved = options.get("rope") is not None
         if interleaved and not any(map(is_rotated, names)):
-            raise ConfigError(f"{self._where}: {name!r} has a 'rope', but only queries and keys do; got {names[0]!r}")
+            raise ConfigError(f"{self._where}: {name!r} has a 'rope', but {names[0]!r} is not rotated like queries")
         return Target(tuple(names), interleaved)
 
 

@@ -181,7 +181,9 @@ def _assembled(path: Path, config: PeftConfig, parts: Mapping[str, dict[str, Ten
         if "a" in tensors or "b" in tensors:
             updates[module] = _update(path, config, module, tensors)
         if "embedding_a" in tensors or "embedding_b" in tensors:
-            embeddings[module] = _embedding(path, config, module, tensors)
+            embeddings[module] = Update(*_pair(path, config, module, tensors, "embedding_a", "embedding_b"))
+            if config.dora or "magnitude" in tensors:
+                raise CheckpointError(f"{path}: {module} is an embedding with DoRA, which Onward does not support")
         replaced |= {f"{module}.{kind}": tensors[kind] for kind in ("weight", "bias") if kind in tensors}
     tables = [name for name in (*embeddings, *replaced) if "embed_tokens" in name]
     if config.ties_tables and tables:
@@ -199,13 +201,6 @@ def _update(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, T
     if magnitude is not None and magnitude.numel() != b.shape[0]:
         raise CheckpointError(f"{path}: {module} has {b.shape[0]} outputs and {magnitude.numel()} magnitudes")
     return Update(a, b, None if magnitude is None else magnitude.flatten().to(torch.float32))
-
-
-def _embedding(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Update:
-    a, b = _pair(path, config, module, tensors, "embedding_a", "embedding_b")
-    if config.dora or "magnitude" in tensors:
-        raise CheckpointError(f"{path}: {module} is an embedding with DoRA, which Onward does not support")
-    return Update(a, b)
 
 
 def _pair(

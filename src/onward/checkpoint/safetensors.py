@@ -62,7 +62,7 @@ class SafetensorsFolder:
         if name not in self._where:
             if (stacked := stacked_part(name, self._where)) is not None:
                 return self._from_stack(name, stacked, shape)
-            hint = self._other_names()
+            hint = self._name_map_hint()
             raise CheckpointError(f"{self._folder}: tensor {name!r} of shape {list(shape)} is missing{hint}")
         file, tensor = self._where[name], self._read(name)
         if tuple(tensor.shape) != shape:
@@ -116,8 +116,7 @@ class SafetensorsFolder:
         inside = min(self._below.get(module, ()), default=None)
         return module if inside is None else self._stored[f"{module}.{inside}"].removesuffix(f".{inside}")
 
-    def _other_names(self) -> str:
-        """The end of an error about a missing tensor if the names are of another layout."""
+    def _name_map_hint(self) -> str:
         names = names_of(self._config)
         if names is None or has_stock_names(self._where, names):
             return ""

@@ -61,7 +61,7 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
     if not _is_hub_id(repository):
         raise SourceError(
             f"no folder {name!r}, and not a hub id; give a folder, a hub id such as 'Qwen/Qwen3-0.6B', or 'demo'"
-            f"{_suggestion(name)}"
+            f"{_did_you_mean(name)}"
         )
     if separator and not revision:
         raise SourceError(f"{name!r} names no revision after the '@'; write {repository}@revision")
@@ -70,7 +70,7 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
     try:
         return download(repository, revision or None, progress)
     except SourceError as error:
-        raise SourceError(f"{error}{_suggestion(name)}") from error
+        raise SourceError(f"{error}{_did_you_mean(name)}") from error
 
 
 def _is_hub_id(repository: str) -> bool:
@@ -78,8 +78,7 @@ def _is_hub_id(repository: str) -> bool:
     return bool(_HUB_ID.fullmatch(repository)) and ("/" in repository or not repository.endswith(_WEIGHT_SUFFIXES))
 
 
-def _suggestion(name: str) -> str:
-    """The end of an error message: the bundled model with a similar name, if any."""
+def _did_you_mean(name: str) -> str:
     close = difflib.get_close_matches(name, BUNDLED, n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""
 

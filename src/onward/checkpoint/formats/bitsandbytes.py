@@ -36,8 +36,6 @@ _TENSORS = {
 
 
 class BitsAndBytes:
-    """The tensors show whether a module has 4 or 8 bits."""
-
     def parts(self, names: set[str]) -> set[str]:
         return names & _TENSORS if names & {"SCB", "weight.absmax"} else set()
 

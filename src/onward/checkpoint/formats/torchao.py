@@ -34,8 +34,6 @@ _OTHERS = {"_weight_scale_and_zero", "_weight_per_tensor_scale"}  # of GPU tiles
 
 
 class Torchao:
-    """The dtype and shape of a tensor show its type."""
-
     def parts(self, names: set[str]) -> set[str]:
         return names & {_QDATA, _SCALE, _ZERO, _PRE_SCALE, *_ACTIVATIONS, *_OTHERS} if _QDATA in names else set()
 
@@ -69,7 +67,6 @@ class Torchao:
 
 
 def _codes(read: Read, names: set[str], shape: Shape) -> Tensor:
-    """_weight_qdata, if its type is supported."""
     codes = read(_QDATA)
     whole = codes.dtype in (torch.int8, torch.float8_e4m3fn) and tuple(codes.shape) == shape
     fours = codes.dtype in (torch.int8, torch.uint8) and tuple(codes.shape) == (shape[0], shape[1] // 2)

@@ -141,9 +141,9 @@ def covers_once(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], t
     if math.prod(map(len, ends)) > _MAX_CELLS:
         raise ValueError(f"{len(spans)} chunks of one tensor interlock, which no sharding produces")
     places = [{end: place for place, end in enumerate(each)} for each in ends]
-    taken = torch.zeros([len(each) for each in ends], dtype=torch.bool)
+    covered = torch.zeros([len(each) for each in ends], dtype=torch.bool)
     for box in spans:
-        cells = taken[tuple(slice(place[start], place[end]) for place, (start, end) in zip(places, box, strict=True))]
+        cells = covered[tuple(slice(place[start], place[end]) for place, (start, end) in zip(places, box, strict=True))]
         if cells.any():
             return False
         cells.fill_(True)

@@ -176,6 +176,6 @@ def _exclusions(left: Mapping[str, str], used: set[str]) -> dict[str, None]:
     entries: dict[str, None] = {}
     for name, whole in left.items():
         prefix = name.split(".", 1)[0] + "."
-        alone = "." not in name or any(other.startswith(prefix) for other in used)
-        entries[whole if alone else prefix] = None
+        by_name = "." not in name or any(other.startswith(prefix) for other in used)
+        entries[whole if by_name else prefix] = None
     return entries

@@ -5,10 +5,10 @@ Onward names each expert's matrix, `experts.3.gate_proj.weight` [I, D], `up_proj
 biases of all experts, `experts.gate_proj.bias` [E, I]. Files may instead have gate and up in one tensor:
 
     experts.gate_up_proj         [E, 2 I, D], gate above up; experts.down_proj [E, D, I] (Qwen3.5)
-    experts.gate_up_proj         [E, D, 2 I], gate and up in turns; experts.down_proj [E, I, D] (gpt-oss)
-    experts.gate_up_proj_bias    [E, 2 I], gate and up in turns; experts.down_proj_bias [E, D] (gpt-oss)
+    experts.gate_up_proj         [E, D, 2 I], gate and up interleaved; experts.down_proj [E, I, D] (gpt-oss)
+    experts.gate_up_proj_bias    [E, 2 I], gate and up interleaved; experts.down_proj_bias [E, D] (gpt-oss)
     experts.gate_up_proj_blocks  uint8 [E, 2 I, D / 32, 16] with experts.gate_up_proj_scales uint8 [E, 2 I, D / 32]:
-                                 MXFP4, rows of gate and up in turns; experts.down_proj_blocks and _scales (gpt-oss)
+                                 MXFP4, rows of gate and up interleaved; experts.down_proj_blocks and _scales (gpt-oss)
     input_linear.weight          [E, 2 I, D], gate above up; output_linear.weight [E, D, I] (Granite, without experts.)
 
 Shapes: E experts, D width of the stream, I inner width of an expert.
@@ -31,12 +31,12 @@ _OF_ONE_TENSOR = (
 
 class StackedPart(NamedTuple):
     """The location of an expert's weight, or of all experts' biases (expert None). tensors: one of floats, or blocks
-    and scales. in_turns: gate and up rows alternate. transposed: inputs come before outputs."""
+    and scales. interleaved: gate and up rows alternate. transposed: inputs come before outputs."""
 
     tensors: tuple[str, ...]
     expert: int | None
     part: str
-    in_turns: bool
+    interleaved: bool
     transposed: bool
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class StackedPart(NamedTuple):
         if self.part == "down_proj":
             return own
         half = self.part == "up_proj"
-        if self.in_turns:
+        if self.interleaved:
             return own[:, half::2] if outputs else own[half::2]
         return own.chunk(2, dim=outputs)[half]
 

@@ -117,7 +117,7 @@ def test_numbers_of_layers_that_differ_are_refused(tmp_path):
 
 def test_what_layers_of_one_block_are_must_be_clear(tmp_path):
     write_model(tmp_path / "m.gguf", "nemotron_h", "Q8_0")
-    for widths, words in (([0, 512, 512, 0], "layer 2 has"), ([0, 512], "for each layer"), (512, "each of")):
+    for widths, words in (([0, 512, 512, 0], "layer 2 has"), ([0, 512], "for each layer"), (512, "each layer")):
         checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
         checkpoint.files[0].metadata["nemotron_h.feed_forward_length"] = np.array(widths) if widths != 512 else 512
         with refused(ConfigError, "m.gguf: nemotron_h: ", words):

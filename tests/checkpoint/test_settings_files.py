@@ -75,7 +75,7 @@ def test_shards_without_an_index_are_read_by_their_numbers(tmp_path):
     save_file({name: tensors[name] for name in names[5:]}, second)
     assert torch.equal(onward.load(folder).logits([1, 2]), expected)
     save_file({name: tensors[name] for name in names[4:]}, second)
-    with refused(CheckpointError, names[4], first.name, second.name, "no index"):
+    with refused(CheckpointError, names[4], first.name, second.name, "there is no"):
         onward.load(folder)
 
 

@@ -185,7 +185,7 @@ def test_a_tensor_that_its_shard_does_not_hold_is_named(name, folder):
     where = split_into_shards(folder)
     wrong = next(shard for shard in sorted(set(where.values())) if shard != where.get(name))
     write_json(folder / "model.safetensors.index.json", {"weight_map": where | {name: wrong}})
-    with refused(CheckpointError, "index", repr(name), wrong, "does not hold it"):
+    with refused(CheckpointError, "index", repr(name), wrong, "where it is missing"):
         onward.load(folder)
 
 

@@ -60,8 +60,8 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
         raise SourceError(f"no folder {name!r}; give a folder, or a hub id such as 'Qwen/Qwen3-0.6B' as a str")
     if not _is_hub_id(repository):
         raise SourceError(
-            f"no folder {name!r}, and not a hub id; give a folder, a hub id such as 'Qwen/Qwen3-0.6B', or 'demo'"
-            f"{_did_you_mean(name)}"
+            f"no folder {name!r}, and it cannot be a hub id; give a folder, a hub id such as 'Qwen/Qwen3-0.6B', or "
+            f"'demo'{_did_you_mean(name)}"
         )
     if separator and not revision:
         raise SourceError(f"{name!r} names no revision after the '@'; write {repository}@revision")
